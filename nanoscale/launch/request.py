@@ -40,8 +40,8 @@ class Request:
     def asked(self) -> Config:
         """The configuration before it was resolved; open keys of a frozen one stay open."""
         config = self.composed.config
-        opened = read(self.repeats).content.get("resolved") if self.repeats else None
-        for key, value in (opened or {}).items():
+        open_values = read(self.repeats).content.get("resolved") if self.repeats else None
+        for key, value in (open_values or {}).items():
             if not self.composed.by_hand(key):
                 section, name = key.split(".")
                 changed = replace(getattr(config, section), **{name: unescape(key, value)})

@@ -157,21 +157,25 @@ class RunDirectory:
         """The shortest argument for this run in the current folder."""
         if self.path.parent == _absolute(DEFAULT_ROOT):
             return self.name
-        here = _absolute(Path())
-        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
+        working_folder = _absolute(Path())
+        return str(
+            self.path.relative_to(working_folder)
+            if self.path.is_relative_to(working_folder)
+            else self.path
+        )
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
         """List the steps of published checkpoints, in order, without checking them."""
-        found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def last_attempt(self) -> int:
         """Return the number of the newest attempt that has logs; 0 before the first."""
-        found = (_ATTEMPT.fullmatch(path.name) for path in self.logs.glob("attempt-*"))
-        return max((int(match[1]) for match in found if match), default=0)
+        matches = (_ATTEMPT.fullmatch(path.name) for path in self.logs.glob("attempt-*"))
+        return max((int(match[1]) for match in matches if match), default=0)
 
     def attempt_config(self, attempt: int) -> Path:
         """Return the copy of an earlier attempt's configuration that a later one changed."""
@@ -228,25 +232,25 @@ class RunDirectory:
         root = _absolute(root)
         check_name(name)
         check_free(root, name)
-        made = _missing_parents(root)
-        aside = root / f".{name}.{uuid.uuid4().hex[:8]}"
+        created = _missing_parents(root)
+        temporary = root / f".{name}.{uuid.uuid4().hex[:8]}"
         try:
             with _explained(root):
                 root.mkdir(parents=True, exist_ok=True)
-                aside.mkdir()
-                (aside / "logs").mkdir()
-                (aside / "checkpoints").mkdir()
-                (aside / "lock").touch()
-            yield cls(aside)
+                temporary.mkdir()
+                (temporary / "logs").mkdir()
+                (temporary / "checkpoints").mkdir()
+                (temporary / "lock").touch()
+            yield cls(temporary)
             try:
-                aside.rename(root / name)
+                temporary.rename(root / name)
             except OSError as error:
                 check_free(root, name)  # another process was faster
                 raise _unwritable(root, error) from error
             sync_folder(root)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            for folder in made:
+            shutil.rmtree(temporary, ignore_errors=True)
+            for folder in created:
                 with suppress(OSError):
                     folder.rmdir()
             raise
@@ -277,21 +281,21 @@ class RunDirectory:
 
 def check_name(name: str) -> None:
     """Raise a UserError if `name` cannot be the name of a folder that is easy to type."""
-    legal = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
-    legal = legal.lstrip(".-").strip()
-    while len(legal.encode()) > _LONGEST_NAME:
-        legal = legal[:-1]
-    if name and name == legal:
+    corrected = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
+    corrected = corrected.lstrip(".-").strip()
+    while len(corrected.encode()) > _LONGEST_NAME:
+        corrected = corrected[:-1]
+    if name and name == corrected:
         return
-    law = (
+    rule = (
         f"names a folder: at most {_LONGEST_NAME} bytes, without slashes and control characters, "
         f"not starting with a dot or dash"
     )
-    suggestions = (override("run.name", legal),) if legal else ()
+    suggestions = (override("run.name", corrected),) if corrected else ()
     raise UserError(
         "run",
         f"{name!r} cannot name a run",
-        [Violation("run.name", name, "", law, suggestions)],
+        [Violation("run.name", name, "", rule, suggestions)],
     )
 
 
@@ -320,7 +324,7 @@ def check_free(root: Path, name: str) -> None:
 def check_root(root: Path) -> None:
     """Raise a UserError if no run can be created under `root`. Writes nothing."""
     root = _absolute(root)
-    existing = next(p for p in (root, *root.parents) if os.path.lexists(p))
+    existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise _unwritable(root, NotADirectoryError(20, f"{existing} is not a directory"))
     problem = write_problem(existing)
@@ -345,39 +349,41 @@ def free_name(root: Path, name: str) -> str:
     """Return `name`, or the first of name-2, name-3, … that no run under `root` has, within the longest
     name."""
     root = _absolute(root)
-    return next(n for n in _numbered(name) if not os.path.lexists(root / n))
+    return next(candidate for candidate in _numbered(name) if not os.path.lexists(root / candidate))
 
 
-def _numbered(name: str, room: int = 0) -> Iterator[str]:
-    """Yield `name`, name-2, name-3, …, and leave `room` bytes for a suffix."""
+def _numbered(name: str, suffix_bytes: int = 0) -> Iterator[str]:
+    """Yield `name`, name-2, name-3, …, and leave `suffix_bytes` bytes for a suffix."""
     yield name
     for number in itertools.count(2):
         end = f"-{number}"
-        kept = name.encode()[: _LONGEST_NAME - room - len(end)].decode(errors="ignore")
-        yield f"{kept}{end}"
+        shortened = name.encode()[: _LONGEST_NAME - suffix_bytes - len(end)].decode(errors="ignore")
+        yield f"{shortened}{end}"
 
 
 def free_names(root: Path, shared: str, count: int) -> str:
     """Return `shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
     root = _absolute(root)
-    ends = [ARRAY, *(f"-{number}" for number in range(count))]
+    suffixes = [ARRAY, *(f"-{number}" for number in range(count))]
     candidates = _numbered(shared, room=len(f"-{count}"))
     return next(
-        one for one in candidates if not any(os.path.lexists(f"{root / one}{end}") for end in ends)
+        candidate
+        for candidate in candidates
+        if not any(os.path.lexists(f"{root / candidate}{end}") for end in suffixes)
     )
 
 
 @contextmanager
-def taken_back(root: Path) -> Iterator[list[Path]]:
+def removed_on_error(root: Path) -> Iterator[list[Path]]:
     """Remove the folders that the block lists if it raises, and `root` if it did not exist before."""
-    made = _missing_parents(_absolute(root))
+    created = _missing_parents(_absolute(root))
     folders: list[Path] = []
     try:
         yield folders
     except BaseException:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
+        for parent in created:
             with suppress(OSError):
                 parent.rmdir()
         raise
@@ -389,15 +395,15 @@ def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) 
     It is written beside `path` first, or in `folder`, and renamed.
     """
     data = text.encode() if isinstance(text, str) else text
-    aside = (folder or path.parent) / f".{path.name}.{os.getpid()}-{next(_counter)}"
+    temporary = (folder or path.parent) / f".{path.name}.{os.getpid()}-{next(_counter)}"
     try:
-        with aside.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        aside.rename(path)
+        temporary.rename(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
@@ -461,11 +467,11 @@ def _unwritable(root: Path, error: OSError) -> UserError:
 def _no_such_run(path: str, root: Path) -> UserError:
     names = [run.name for run in RunDirectory.all(root)]
     close = difflib.get_close_matches(Path(path).name, names, n=3)
-    where = _absolute(Path(path)) if os.sep in path else _absolute(root / path)
-    what = "is not a run directory" if where.exists() else "does not exist"
+    path_tried = _absolute(Path(path)) if os.sep in path else _absolute(root / path)
+    what = "is not a run directory" if path_tried.exists() else "does not exist"
     return UserError(
         "run",
-        f"no run {path!r}: {where} {what}",
+        f"no run {path!r}: {path_tried} {what}",
         [
             Violation(
                 "RUN",

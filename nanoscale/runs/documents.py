@@ -50,13 +50,13 @@ def read_record(kind: type[T], path: Path) -> T:
     if problem is not None:
         raise damaged(path, problem)
     hints = get_type_hints(kind)
-    known = {name: values[name] for name in hints if name in values}
-    return kind(**{name: _as_tuple(hints[name], value) for name, value in known.items()})
+    fields_present = {name: values[name] for name in hints if name in values}
+    return kind(**{name: _as_tuple(hints[name], value) for name, value in fields_present.items()})
 
 
-def damaged(path: Path, why: str) -> UserError:
+def damaged(path: Path, problem: str) -> UserError:
     """Return the error for a file of a run that nanoscale did not write in this form."""
-    return UserError("run", f"{path} {why}", [Violation(path.name, None, "", why)])
+    return UserError("run", f"{path} {problem}", [Violation(path.name, None, "", problem)])
 
 
 def fits_type(hint: Any, value: object) -> bool:
@@ -69,7 +69,7 @@ def fits_type(hint: Any, value: object) -> bool:
     if origin is Literal:
         return value in arguments
     if origin is tuple:
-        return isinstance(value, list) and all(fits_type(arguments[0], it) for it in value)
+        return isinstance(value, list) and all(fits_type(arguments[0], item) for item in value)
     if hint in (int, float):
         numbers = (int, float) if hint is float else int
         return isinstance(value, numbers) and not isinstance(value, bool)

@@ -26,7 +26,7 @@ def read(run: RunDirectory) -> list[Object]:
     Raises:
         UserError: the file is damaged.
     """
-    return [_whole(event) for event in jsonlines.read(run.events)]
+    return [_with_types(event) for event in jsonlines.read(run.events)]
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], Any]] = {
@@ -37,13 +37,13 @@ _TYPES: dict[str, tuple[tuple[type, ...], Any]] = {
 """The types of the fields of every event, and the default for a missing one."""
 
 
-def _whole(event: Object) -> Object:
+def _with_types(event: Object) -> Object:
     """Return an event in which all fields that readers rely on have their types."""
-    counted = {name: event[name] for name in ("step", "attempt") if type(event.get(name)) is int}
+    numbers = {name: event[name] for name in ("step", "attempt") if type(event.get(name)) is int}
     others = {name: value for name, value in event.items() if name not in ("step", "attempt")}
-    return {**others, **counted} | {
-        name: event[name] if isinstance(event.get(name), kinds) else usual
-        for name, (kinds, usual) in _TYPES.items()
+    return {**others, **numbers} | {
+        name: event[name] if isinstance(event.get(name), types) else default
+        for name, (types, default) in _TYPES.items()
     }
 
 

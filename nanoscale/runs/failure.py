@@ -142,7 +142,11 @@ def digest(
         remedy=remedy,
         log=_log(run, attempt, (log if cause.rank is None else None) or cause.host, cause.rank),
         user_error=cause.user_error,
-        also_failed=tuple(sorted({f.rank for f in failures if f.rank is not None} - {cause.rank})),
+        also_failed=tuple(
+            sorted(
+                {failure.rank for failure in failures if failure.rank is not None} - {cause.rank}
+            )
+        ),
     )
 
 
@@ -180,18 +184,18 @@ def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
         silent: all of them, each with its rank and host.
     """
     ranks = ", ".join(str(failure.rank) for failure in silent)
-    several = len(silent) > 1
+    is_plural = len(silent) > 1
     return replace(
         silent[0],
-        diagnosis=f"rank{'s' if several else ''} {ranks} did not arrive at a collective operation; the others "
-        f"waited for {limit_s:g} s (launcher.collective_timeout_s)",
+        diagnosis=f"rank{'s' if is_plural else ''} {ranks} did not arrive at a collective operation; the "
+        f"others waited for {limit_s:g} s (launcher.collective_timeout_s)",
         remedy="the end of its log shows where it was; on GPUs, flight-recorder.rank-N beside the "
         "log shows the last calls of each rank; if it only needed more time, set a larger "
         "launcher.collective_timeout_s",
     )
 
 
-def waited_in_vain(failures: Sequence[RankFailure]) -> bool:
+def all_timed_out(failures: Sequence[RankFailure]) -> bool:
     """True if all failures are timeouts of ranks that waited for another one."""
     texts = (f"{failure.type} {failure.message}" for failure in failures)
     return bool(failures) and all(_TIMEOUT.search(text) for text in texts)
@@ -382,16 +386,18 @@ def _diagnose_signal(name: str, evidence: Evidence) -> tuple[str, str]:
 
 
 def _diagnose_kill(evidence: Evidence) -> tuple[str, str]:
-    free = ""
+    free_memory = ""
     if evidence.available_gib is not None:
-        free = f" ({byte_size(GIB * evidence.available_gib)} of host memory were free just after)"
+        free_memory = (
+            f" ({byte_size(GIB * evidence.available_gib)} of host memory were free just after)"
+        )
     if evidence.oom_kills:
         return (
-            f"the kernel's out-of-memory killer ended it{free}",
+            f"the kernel's out-of-memory killer ended it{free_memory}",
             "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage",
         )
     return (
-        f"it was killed from outside (SIGKILL){free}",
+        f"it was killed from outside (SIGKILL){free_memory}",
         "if nobody killed it by hand, the out-of-memory killer did: look at `dmesg`, "
         "and ask for less host memory",
     )
@@ -465,8 +471,8 @@ def _shortened(text: str, length: int) -> str:
     """Shorten a text that is too long; both ends are kept."""
     if len(text) <= length:
         return text
-    left_out = len(text) - length
-    return f"{text[: length // 2]}\n[{left_out:,} characters are omitted]\n{text[-length // 2 :]}"
+    omitted = len(text) - length
+    return f"{text[: length // 2]}\n[{omitted:,} characters are omitted]\n{text[-length // 2 :]}"
 
 
 def _plain(value: object) -> object:

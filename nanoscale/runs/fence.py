@@ -21,7 +21,7 @@ from pathlib import Path
 
 from nanoscale.runs.directory import RunDirectory
 
-_GONE = (errno.ENOENT, errno.ESTALE)
+_MISSING = (errno.ENOENT, errno.ESTALE)
 
 
 class FencedError(OSError):
@@ -43,12 +43,12 @@ def end(run: RunDirectory) -> None:
     for workspace in run.checkpoints.glob(".attempt-*"):
         workspace.rename(workspace.with_name(f".ended-{uuid.uuid4().hex}"))
     for workspace in run.checkpoints.glob(".ended-*"):
-        _take_away(workspace)
-    for remains in run.checkpoints.glob(".deleting-*"):
-        if remains.is_symlink():
-            remains.unlink(missing_ok=True)
+        _remove_workspace(workspace)
+    for leftover in run.checkpoints.glob(".deleting-*"):
+        if leftover.is_symlink():
+            leftover.unlink(missing_ok=True)
         else:  # if a rank still writes there, the next attempt removes the rest
-            shutil.rmtree(remains, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def require(workspace: Path) -> None:
@@ -61,7 +61,7 @@ def require(workspace: Path) -> None:
     try:
         os.utime(workspace)
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in _MISSING:
             raise
         for folder in (workspace.parents[1], workspace.parent):
             if not folder.exists():
@@ -86,16 +86,16 @@ def explained(workspace: Path) -> Iterator[None]:
         raise
 
 
-def _take_away(workspace: Path) -> None:
+def _remove_workspace(workspace: Path) -> None:
     """Remove a workspace entry by entry: another host may hold its handle, and still rename in it."""
     while workspace.exists():  # a rank may still write into it
-        for thing in list(workspace.iterdir()):
+        for entry in list(workspace.iterdir()):
             with suppress(FileNotFoundError):  # it was published at the last moment
-                thing.rename(workspace.with_name(f".deleting-{uuid.uuid4().hex}"))
+                entry.rename(workspace.with_name(f".deleting-{uuid.uuid4().hex}"))
         try:
             workspace.rmdir()
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, *_GONE):
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, *_MISSING):
                 raise
 
 

@@ -43,14 +43,14 @@ BEAT_S = 3.0
 PATIENCE_BEATS = 3
 """Heartbeats without which the holder is considered dead."""
 
-_FREE = "lock"
+_FREE_NAME = "lock"
 _TRIES = 5
 _PAUSE_S = 0.02
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _SHOWN_S = 60.0
 """The greatest age of a heartbeat, by this host's clock, for a holder on another host to be shown."""
-_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_GONE = (errno.ENOENT, errno.ESTALE)
+_NO_FLOCK_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_MISSING = (errno.ENOENT, errno.ESTALE)
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -77,14 +77,14 @@ class Owner:
             _user(),
             time.time(),
             shlex.join(sys.argv),
-            _kernel(),
-            _born(os.getpid()),
+            _kernel_id(),
+            _start_ticks(os.getpid()),
         )
 
     @property
     def is_here(self) -> bool:
         """True if `pid` is that of a present or past process of this host."""
-        return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel())
+        return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel_id())
 
     def __str__(self) -> str:
         since = clock(self.since)
@@ -107,7 +107,7 @@ class _Token:
 
     @property
     def is_free(self) -> bool:
-        return self.name == _FREE
+        return self.name == _FREE_NAME
 
     @property
     def is_held_here(self) -> bool:
@@ -129,9 +129,9 @@ class RunLock:
     def __init__(self, run: RunDirectory, folder: Path | None = None) -> None:
         self.run = run
         self._path = folder or run.path
-        self._name = f"{_FREE}.{uuid.uuid4().hex[:12]}"
+        self._name = f"{_FREE_NAME}.{uuid.uuid4().hex[:12]}"
         self._folder = self._handle = -1
-        self._beaten = 0.0
+        self._last_beat = 0.0
         self._lost = False
         self._was_in_place = False
         """False also until a folder in preparation has been moved to its final path."""
@@ -140,19 +140,19 @@ class RunLock:
     def __enter__(self) -> RunLock:
         self._folder = _open_folder(self._path)
         try:
-            self._take()
+            self._acquire()
         except BaseException as error:
             os.close(self._folder)
             if isinstance(error, OSError):
                 raise _unlockable(self._path, error) from error
             raise
-        threading.Thread(target=self._beat_on, name="lock", daemon=True).start()
+        threading.Thread(target=self._beat_until_closed, name="lock", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         with suppress(OSError):  # another launcher may have it
-            _rename(self._folder, self._name, _FREE)
+            _rename(self._folder, self._name, _FREE_NAME)
         os.close(self._handle)
         os.close(self._folder)
 
@@ -160,7 +160,7 @@ class RunLock:
     def lost(self) -> bool:
         """True if another launcher has taken the run, or its folder was moved."""
         # Nobody takes it within PATIENCE_BEATS of our last heartbeat.
-        if not self._lost and _now() - self._beaten > 1.5 * BEAT_S:
+        if not self._lost and _now() - self._last_beat > 1.5 * BEAT_S:
             self._beat()
         return self._lost
 
@@ -172,42 +172,46 @@ class RunLock:
         if self.lost:
             raise _taken_over(self.run, owner(self.run))
 
-    def _take(self) -> None:
-        dead: _Token | None = None
+    def _acquire(self) -> None:
+        dead_token: _Token | None = None
         while True:
-            seen, handle = self._look_and_lock()
-            if seen.is_free or seen == dead or (seen.owner.is_here and not seen.is_held_here):
-                if self._rename_token(seen, handle):
+            token, handle = self._read_and_lock()
+            if (
+                token.is_free
+                or token == dead_token
+                or (token.owner.is_here and not token.is_held_here)
+            ):
+                if self._rename_token(token, handle):
                     return
                 continue
             os.close(handle)
-            if seen.owner.is_here:
-                raise _held(self.run, seen.owner)
-            dead = seen if self._stays(seen) else None
+            if token.owner.is_here:
+                raise _held(self.run, token.owner)
+            dead_token = token if self._is_unchanged(token) else None
 
-    def _look_and_lock(self) -> tuple[_Token, int]:
+    def _read_and_lock(self) -> tuple[_Token, int]:
         """Return the token, and a descriptor of it with a flock, if the file system has flocks."""
         for _ in range(_TRIES):
-            seen = _look(self._folder)
+            token = _read_token(self._folder)
             with suppress(FileNotFoundError):
-                handle = os.open(seen.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._folder)
+                handle = os.open(token.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._folder)
                 if _flock(handle, fcntl.LOCK_EX):
-                    return seen, handle
+                    return token, handle
                 os.close(handle)
             time.sleep(_PAUSE_S)  # others lock it briefly to read it
-        raise _held(self.run, seen.owner)
+        raise _held(self.run, token.owner)
 
-    def _rename_token(self, seen: _Token, handle: int) -> bool:
+    def _rename_token(self, token: _Token, handle: int) -> bool:
         """True if the token is ours now; another process may have been faster."""
-        self._beaten = _now()
+        self._last_beat = _now()
         try:
             with suppress(FileNotFoundError):
-                _rename(self._folder, seen.name, self._name)
+                _rename(self._folder, token.name, self._name)
             # A server whose answer was lost may deny its own rename: only the result counts.
             os.utime(self._name, dir_fd=self._folder)
         except OSError as error:
             os.close(handle)
-            if error.errno in _GONE:
+            if error.errno in _MISSING:
                 return False
             raise
         self._handle = handle
@@ -216,26 +220,26 @@ class RunLock:
         os.ftruncate(handle, len(record))
         return True
 
-    def _stays(self, seen: _Token) -> bool:
+    def _is_unchanged(self, token: _Token) -> bool:
         """True if the token of a holder on another host does not change, so that the holder must be dead.
 
         Raises:
             UserError: the holder is alive.
         """
         limit = PATIENCE_BEATS * BEAT_S
-        text = f"{self.run.name} is held by {seen.owner}; waiting up to {limit:g} s to see if it is alive"
+        text = f"{self.run.name} is held by {token.owner}; waiting up to {limit:g} s to see if it is alive"
         display.note(text)
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-            now = _look(self._folder)
-            if now.name != seen.name:
+            time.sleep(_POLL_S)
+            present = _read_token(self._folder)
+            if present.name != token.name:
                 return False
-            if now.changed != seen.changed:
-                raise _held(self.run, now.owner)
+            if present.changed != token.changed:
+                raise _held(self.run, present.owner)
         return True
 
-    def _beat_on(self) -> None:
+    def _beat_until_closed(self) -> None:
         while not self._closing.wait(BEAT_S):
             self._beat()
 
@@ -243,21 +247,21 @@ class RunLock:
         now = _now()
         try:
             os.utime(self._name, dir_fd=self._folder)
-            self._beaten = now
+            self._last_beat = now
             in_place = self._is_in_place()
             self._lost = self._lost or (self._was_in_place and not in_place)
             self._was_in_place = in_place
         except OSError as error:
             # If the file server does not answer, nobody else can take the run either.
-            self._lost = self._lost or error.errno in _GONE
+            self._lost = self._lost or error.errno in _MISSING
 
     def _is_in_place(self) -> bool:
         """True if the folder of this lock is still at the run's path."""
         try:
-            present, own = self.run.path.stat(), os.fstat(self._folder)
+            at_path, locked = self.run.path.stat(), os.fstat(self._folder)
         except OSError as error:
-            return error.errno not in _GONE
-        return (present.st_dev, present.st_ino) == (own.st_dev, own.st_ino)
+            return error.errno not in _MISSING
+        return (at_path.st_dev, at_path.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def owner(run: RunDirectory) -> Owner | None:
@@ -270,13 +274,13 @@ def owner(run: RunDirectory) -> Owner | None:
     except UserError:
         return None
     try:
-        seen = _look(folder)
-        if seen.is_free:
+        token = _read_token(folder)
+        if token.is_free:
             return None
-        if seen.owner.is_here:
-            return seen.owner if seen.is_held_here else None
-        fresh = abs(time.time() - seen.changed / 1e9) < _SHOWN_S
-        return seen.owner if fresh or _is_locked(folder, seen.name) else None
+        if token.owner.is_here:
+            return token.owner if token.is_held_here else None
+        is_recent = abs(time.time() - token.changed / 1e9) < _SHOWN_S
+        return token.owner if is_recent or _is_locked(folder, token.name) else None
     except (OSError, UserError):
         return None
     finally:
@@ -297,7 +301,7 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
         UserError: it is on another host, or another user's.
     """
     if not holder.is_here:
-        raise _elsewhere(run, holder)
+        raise _held_elsewhere(run, holder)
     with suppress(ProcessLookupError):
         process = os.pidfd_open(holder.pid)  # from here on the id cannot belong to another process
         try:
@@ -310,9 +314,9 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
             os.close(process)
 
 
-def _elsewhere(run: RunDirectory, holder: Owner) -> UserError:
+def _held_elsewhere(run: RunDirectory, holder: Owner) -> UserError:
     command = shlex.join([sys.executable, "-m", "nanoscale", "runs", "stop", str(run.path)])
-    plausible = _HOST.fullmatch(holder.host) is not None
+    is_host_name = _HOST.fullmatch(holder.host) is not None
     return UserError(
         "run",
         f"the run {run.name!r} is held from another host: by {holder}",
@@ -322,37 +326,41 @@ def _elsewhere(run: RunDirectory, holder: Owner) -> UserError:
                 run.name,
                 "command line",
                 f"must be stopped on {holder.host}",
-                (shlex.join(["ssh", holder.host, command]),) if plausible else (),
+                (shlex.join(["ssh", holder.host, command]),) if is_host_name else (),
             )
         ],
     )
 
 
-def _look(folder: int) -> _Token:
+def _read_token(folder: int) -> _Token:
     """Return the present token. A holder that has just taken it gets time to write its identity."""
-    unknown = Owner("an unknown host", 0, "an unknown user", 0.0, "unknown command")
-    seen = None
+    unknown_owner = Owner("an unknown host", 0, "an unknown user", 0.0, "unknown command")
+    token = None
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):  # it was renamed
-            name = _find(folder)
+            name = _token_name(folder)
             # Opened, since a client of a network file system then asks its server, and does not for a look.
             handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
             try:
-                about = os.fstat(handle)
-                holder = _read_owner(handle, name) or unknown
-                seen = _Token(name, about.st_mtime_ns, about.st_ino, holder)
+                status = os.fstat(handle)
+                holder = _read_owner(handle, name) or unknown_owner
+                token = _Token(name, status.st_mtime_ns, status.st_ino, holder)
             finally:
                 os.close(handle)
-            if seen.is_free or seen.owner is not unknown:
-                return seen
+            if token.is_free or token.owner is not unknown_owner:
+                return token
         time.sleep(_PAUSE_S)
-    if seen is None:
+    if token is None:
         raise FileNotFoundError(errno.ENOENT, "it has no file `lock`")
-    return seen
+    return token
 
 
-def _find(folder: int) -> str:
-    names = [name for name in os.listdir(folder) if name == _FREE or name.startswith(f"{_FREE}.")]
+def _token_name(folder: int) -> str:
+    names = [
+        name
+        for name in os.listdir(folder)
+        if name == _FREE_NAME or name.startswith(f"{_FREE_NAME}.")
+    ]
     if not names:
         raise FileNotFoundError
     return max(names)  # while it is released, both names may appear
@@ -380,22 +388,24 @@ def _has_open(owner: Owner, inode: int) -> bool:
 
     The open files of another user's process are hidden: it is believed, and cannot be signalled from here.
     """
-    if owner.born is None or _born(owner.pid) != owner.born:
+    if owner.born is None or _start_ticks(owner.pid) != owner.born:
         return False
     try:
-        return any(_writes(link, inode) for link in Path(f"/proc/{owner.pid}/fd").iterdir())
+        return any(
+            _is_open_for_writing(link, inode) for link in Path(f"/proc/{owner.pid}/fd").iterdir()
+        )
     except PermissionError:
         return True
     except OSError:
         return False
 
 
-def _writes(descriptor: Path, inode: int) -> bool:
+def _is_open_for_writing(descriptor: Path, inode: int) -> bool:
     with suppress(OSError):
-        if not descriptor.readlink().name.startswith(_FREE):
+        if not descriptor.readlink().name.startswith(_FREE_NAME):
             return False  # so that no file on an unresponsive disk is accessed
-        about = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text("ascii")
-        flags = re.search(r"^flags:\s*([0-7]+)", about, re.M)
+        fdinfo = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text("ascii")
+        flags = re.search(r"^flags:\s*([0-7]+)", fdinfo, re.M)
         writable = flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
         return writable and descriptor.stat().st_ino == inode
     return False
@@ -416,7 +426,7 @@ def _flock(handle: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NO_FLOCK:
+        if error.errno not in _NO_FLOCK_ERRORS:
             raise
     return True
 
@@ -437,7 +447,7 @@ def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _kernel() -> str:
+def _kernel_id() -> str:
     """Return an id of kernel, namespace and boot: two containers may share a host name and a kernel."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
@@ -445,20 +455,20 @@ def _kernel() -> str:
     return ""
 
 
-def _born(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Return the start of a process; None if it does not exist, or is a zombie."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if words[0] in ("Z", "X") else int(words[19])
+    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _unlockable(path: Path, error: OSError) -> UserError:
-    gone = error.errno in _GONE
-    law = "must exist" if gone else "must be a file that can be written"
-    remedy = (shlex.join(["touch", str(path / _FREE)]),) if gone else ()
-    violation = Violation("RUN", str(path / _FREE), "", law, remedy)
+    is_missing = error.errno in _MISSING
+    rule = "must exist" if is_missing else "must be a file that can be written"
+    remedy = (shlex.join(["touch", str(path / _FREE_NAME)]),) if is_missing else ()
+    violation = Violation("RUN", str(path / _FREE_NAME), "", rule, remedy)
     return UserError("run", f"the run cannot be locked: {error.strerror}", [violation])
 
 
@@ -502,11 +512,12 @@ def _missing_folder(run: RunDirectory, folder: int) -> TakenOverError:
 
 def _taken_over(run: RunDirectory, taker: Owner | None) -> TakenOverError:
     limit = PATIENCE_BEATS * BEAT_S
-    by = f"by {taker}" if taker else "by another launcher, which has ended"
+    holder_text = f"by {taker}" if taker else "by another launcher, which has ended"
     return TakenOverError(
         "run",
-        f"the run {run.name!r} was taken over {by}, because this launcher gave no heartbeat for {limit:g} s: "
-        "it was suspended, or cut off from the disk; it has terminated its ranks and written nothing more",
+        f"the run {run.name!r} was taken over {holder_text}, because this launcher gave no heartbeat for "
+        f"{limit:g} s: it was suspended, or cut off from the disk; it has terminated its ranks and "
+        "written nothing more",
         [
             Violation(
                 "RUN",

@@ -20,9 +20,9 @@ def size_of(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):  # a log or a checkpoint that is replaced
-                about = Path(parent, name).lstat()
-                if stat.S_ISREG(about.st_mode):
-                    sizes[about.st_dev, about.st_ino] = about.st_size
+                status = Path(parent, name).lstat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[status.st_dev, status.st_ino] = status.st_size
     return sum(sizes.values())
 
 
@@ -33,11 +33,11 @@ def remove(run: RunDirectory) -> None:
         OSError: something cannot be deleted; the folder has lost its name, unless the rename failed.
     """
     folder = run.path.resolve()
-    doomed = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}")
-    folder.rename(doomed)
+    renamed = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}")
+    folder.rename(renamed)
     if run.path.is_symlink():
         run.path.unlink()
-    (doomed / run.config.name).unlink()  # from here on, no command opens it by its new name either
-    for remains in folder.parent.glob(f"{_PREFIX}*"):
-        if not (remains / run.config.name).exists():
-            shutil.rmtree(remains, ignore_errors=remains != doomed)
+    (renamed / run.config.name).unlink()  # from here on, no command opens it by its new name either
+    for leftover in folder.parent.glob(f"{_PREFIX}*"):
+        if not (leftover / run.config.name).exists():
+            shutil.rmtree(leftover, ignore_errors=leftover != renamed)

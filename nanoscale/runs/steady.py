@@ -27,26 +27,26 @@ class Steady:
 
 def steady(run: RunDirectory) -> Steady:
     """Summarise metrics.jsonl for steps of the run's present configuration."""
-    began, starts = _began(run)
+    first_step, starts = _configuration_start(run)
     records = [record for record in metrics.read(run) if _number(record.get("step")) is not None]
     steps, times, memory = 0, [], []
-    before = 0
+    previous = 0
     for record in records:
         step, seconds = int(record["step"]), _number(record.get("step_time_s"))
-        first, before = before + 1, step
-        if step <= began:
+        first, previous = previous + 1, step
+        if step <= first_step:
             continue
-        if (used := _number(record.get("memory_gib"))) is not None:
-            memory.append(used)
+        if (memory_used := _number(record.get("memory_gib"))) is not None:
+            memory.append(memory_used)
         # A record holds the mean since the previous one, or since a start between them.
-        warming = any(start < step and first <= start + WARM_UP for start in starts)
-        if seconds is not None and seconds > 0 and not warming:
+        is_warming_up = any(start < step and first <= start + WARM_UP for start in starts)
+        if seconds is not None and seconds > 0 and not is_warming_up:
             steps += step - first + 1
             times.append(seconds)
     return Steady(steps, median(times) if times else None, max(memory, default=None))
 
 
-def _began(run: RunDirectory) -> tuple[int, list[int]]:
+def _configuration_start(run: RunDirectory) -> tuple[int, list[int]]:
     """Return the step after which the present configuration was trained, and those after which an attempt
     began."""
     attempt, resumed = 0, dict[int, int]()
@@ -57,8 +57,8 @@ def _began(run: RunDirectory) -> tuple[int, list[int]]:
         elif event.get("kind") == "resumed":
             resumed[attempt] = int(event.get("step", 0))
     changed = [number for number in resumed if run.attempt_config(number).exists()]
-    of_now = [step for number, step in resumed.items() if number > max(changed, default=-1)]
-    return min(of_now, default=0), sorted({0, *resumed.values()})
+    present = [step for number, step in resumed.items() if number > max(changed, default=-1)]
+    return min(present, default=0), sorted({0, *resumed.values()})
 
 
 def _number(value: Object | float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The parts of a training step in words; `metrics.trace.Parts` defines each of them."""
+"""The parts of a training step as a table; `metrics.trace.StepParts` defines each of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PARTS = {
     "communication": "communication, not hidden",
     "idle": "idle",
 }
-"""The parts of a step, by their names in `Parts`."""
+"""The parts of a step, by their names in `StepParts`."""
 
 
-def in_words(parts: Mapping[str, Any]) -> Iterator[str]:
+def table_lines(parts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a table; missing parts are left out."""
-    for name, words in PARTS.items():
+    for name, label in PARTS.items():
         seconds = parts[f"{name}_s"]
         if seconds > 0:
-            yield f"  {words:26}{seconds / parts['step_s']:7.1%} {duration(seconds):>12}"
+            yield f"  {label:26}{seconds / parts['step_s']:7.1%} {duration(seconds):>12}"
     if parts["communication_in_all_s"] > 0:
         yield f"  communication in total, hidden or not: {duration(parts['communication_in_all_s'])}"
     if parts["where"] == "device":

@@ -65,12 +65,12 @@ def note(run: RunDirectory, environment: Mapping[str, str] = os.environ) -> None
     job = environment.get("SLURM_JOB_ID")
     if job is None or environment.get("NANOSCALE_BATCH") != job:
         return
-    before = find(run)
-    script = before.script if before is not None else None
+    recorded = find(run)
+    script = recorded.script if recorded is not None else None
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if task is None:
-        here = Submission(job, script=script)
+        present = Submission(job, script=script)
     else:
-        here = Submission(environment["SLURM_ARRAY_JOB_ID"], int(task), script)
-    if before is None or str(before) != str(here):
-        write(run, here)
+        present = Submission(environment["SLURM_ARRAY_JOB_ID"], int(task), script)
+    if recorded is None or str(recorded) != str(present):
+        write(run, present)

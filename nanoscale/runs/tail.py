@@ -34,7 +34,7 @@ class LineSplitter:
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
         self._longest = longest
-        self._unfinished: list[bytes] = []
+        self._partial_line: list[bytes] = []
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -42,19 +42,19 @@ class LineSplitter:
         first, *others = data.split(b"\n")
         lines = []
         for end in others:
-            lines.append(b"".join([*self._unfinished, first]))
-            self._unfinished, self._size, first = [], 0, end
+            lines.append(b"".join([*self._partial_line, first]))
+            self._partial_line, self._size, first = [], 0, end
         if first:
-            self._unfinished.append(first)
+            self._partial_line.append(first)
             self._size += len(first)
         if self._size >= self._longest:
-            lines.append(self.rest())
+            lines.append(self.take_remainder())
         return lines
 
-    def rest(self) -> bytes:
+    def remainder(self) -> bytes:
         """Return the bytes after the last line's end, and forget them."""
-        rest, self._unfinished, self._size = b"".join(self._unfinished), [], 0
-        return rest
+        remainder, self._partial_line, self._size = b"".join(self._partial_line), [], 0
+        return remainder
 
 
 class FileTail:
@@ -71,7 +71,7 @@ class FileTail:
         """Return the new bytes, at most `limit` of them. A replaced file is read from its start."""
         try:
             with self.path.open("rb", buffering=0) as file:
-                self._look(os.fstat(file.fileno()))
+                self._check_replaced(os.fstat(file.fileno()))
                 file.seek(self._offset)
                 data = file.read(limit)
         except FileNotFoundError:
@@ -85,12 +85,12 @@ class FileTail:
             status = self.path.stat()
         except FileNotFoundError:
             return 0
-        self._look(status)
+        self._check_replaced(status)
         count = max(0, status.st_size - keep - self._offset)
         self._offset += count
         return count
 
-    def _look(self, status: os.stat_result) -> None:
+    def _check_replaced(self, status: os.stat_result) -> None:
         self.replaced = status.st_ino != self._inode or status.st_size < self._offset
         if self.replaced:
             self._inode, self._offset = status.st_ino, 0
@@ -115,21 +115,21 @@ class LineTail:
         while data := self._read(_READ_BYTES):
             yield self._lines.feed(data)
 
-    def rest(self) -> bytes:
+    def take_remainder(self) -> bytes:
         """Return the bytes after the last line's end, and forget them."""
-        return self._lines.rest()
+        return self._lines.take_remainder()
 
     def skip(self, keep: int) -> int:
         """Skip all new bytes but the last `keep`; return the number of skipped bytes."""
         count = self._file.skip(keep)
         if self._file.replaced:
-            self._lines.rest()
+            self._lines.take_remainder()
         return count
 
     def _read(self, limit: int) -> bytes:
         data = self._file.read(limit)
         if self._file.replaced:
-            self._lines.rest()
+            self._lines.take_remainder()
         if data:
             self.grew_at = time.monotonic()
         return data

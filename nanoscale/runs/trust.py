@@ -52,10 +52,10 @@ def is_signed(folder: Path, config: Config) -> bool:
     """True if a run of this user made the folder, with the same values of the keys that are executed."""
     secret = _read_secret()
     try:
-        found = (folder / SIGNATURE).read_text("ascii").strip()
+        signature = (folder / SIGNATURE).read_text("ascii").strip()
     except (OSError, ValueError):
         return False
-    return secret is not None and hmac.compare_digest(found, _signature(secret, config))
+    return secret is not None and hmac.compare_digest(signature, _signature(secret, config))
 
 
 def is_own(run: RunDirectory) -> bool:
@@ -67,8 +67,8 @@ def is_own(run: RunDirectory) -> bool:
 
 
 def _takes_effect(config: Config, name: str) -> bool:
-    needed = declared()[name].executes
-    return needed is True or bool(_value(config, str(needed)))
+    condition = declared()[name].executes
+    return condition is True or bool(_value(config, str(condition)))
 
 
 def _value(config: Config, name: str) -> Any:
@@ -99,24 +99,26 @@ def _make_secret() -> bytes | None:
     file = _secret_file()
     if file is None:
         return None
-    aside = file.with_name(f".secret.{os.getpid()}")
+    temporary = file.with_name(f".secret.{os.getpid()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+        ) as stream:
             stream.write(os.urandom(_BYTES))
             stream.flush()
             os.fsync(stream.fileno())
         with suppress(FileExistsError):
-            _name(aside, file)
+            _publish_secret(temporary, file)
     with suppress(OSError):
-        aside.unlink()
+        temporary.unlink()
     return _read_secret()
 
 
-def _name(aside: Path, file: Path) -> None:
+def _publish_secret(temporary: Path, file: Path) -> None:
     try:
-        os.link(aside, file)  # unlike a rename, it never replaces a file
+        os.link(temporary, file)  # unlike a rename, it never replaces a file
     except FileExistsError:
         raise
     except OSError:  # a file system without links
-        aside.rename(file)
+        temporary.rename(file)

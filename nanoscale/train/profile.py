@@ -18,7 +18,7 @@ from nanoscale.config.schema import Profile
 from nanoscale.metrics.meter import wait_for
 from nanoscale.metrics.trace import events_of, parts_of
 from nanoscale.parallel import process_group
-from nanoscale.runs.step_parts import in_words
+from nanoscale.runs.step_parts import table_lines
 
 _MOST_ALLOCATIONS = 1_000_000
 """The most allocations in a memory snapshot; the last ones are kept."""
@@ -140,7 +140,7 @@ class Recorder:
         lines = [f"{steps} of rank {self._rank}", ""]
         if parts is not None:
             lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
-            lines += [*in_words(asdict(parts)), ""]
+            lines += [*table_lines(asdict(parts)), ""]
         lines += ["the most expensive operations", most_expensive(profiler, self._device)]
         (self._folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
 

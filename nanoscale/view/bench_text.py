@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
-from nanoscale.runs.step_parts import in_words
+from nanoscale.runs.step_parts import table_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +102,7 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
         f"parts of a step, by the {parts['where']}'s time, of {parts['steps']} further steps that "
         f"were recorded and took {longer:.2f} times as long"
     )
-    yield from in_words(parts)
+    yield from table_lines(parts)
     if parts["kernels"]:
         yield "  the most expensive kernels"
     for name, spent in list(parts["kernels"].items())[:_KERNELS]:

@@ -42,7 +42,7 @@ def print_doctor(
 
 
 def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
-    from nanoscale.launch.preflight.verdicts import named
+    from nanoscale.launch.preflight.verdicts import join_names
 
     ill = list(dict.fromkeys(verdict.host for verdict in verdicts if not verdict.good))
     if len(names) == 1:
@@ -50,7 +50,7 @@ def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
     if not ill:
         return f"{len(names)} hosts: no problem found"
     count = f"{len(ill)} of them: " if len(ill) > 1 else ""
-    return f"{len(names)} hosts: problems on {count}{named(ill)}"
+    return f"{len(names)} hosts: problems on {count}{join_names(ill)}"
 
 
 def _print_verdicts(
@@ -84,9 +84,9 @@ def _without_label(group: EqualVerdicts) -> str:
 
 
 def _who(group: EqualVerdicts, names: Sequence[str]) -> str:
-    from nanoscale.launch.preflight.verdicts import named
+    from nanoscale.launch.preflight.verdicts import join_names
 
-    return "all" if len(group.hosts) == len(names) else named(group.hosts)
+    return "all" if len(group.hosts) == len(names) else join_names(group.hosts)
 
 
 def _print_figures(
@@ -95,11 +95,11 @@ def _print_figures(
     from rich.table import Table
 
     from nanoscale.common.units import counted
-    from nanoscale.launch.preflight.verdicts import named
+    from nanoscale.launch.preflight.verdicts import join_names
 
     without = [name for name in names if name not in figures.hosts]
     title = f"\nall-reduce of {counted(figures.ranks, 'rank')} over {figures.backend}"
-    title += f", without {named(without)}" if without else ""
+    title += f", without {join_names(without)}" if without else ""
     reduced = Table("size", "latency µs", "bus bandwidth GB/s", box=None, pad_edge=False)
     for column in reduced.columns:
         column.justify = "right"

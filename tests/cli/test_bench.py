@@ -16,7 +16,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Train
-from nanoscale.launch.lifecycle.bench import compared, document
+from nanoscale.launch.lifecycle.bench import compare_figures, document
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.step_parts import PARTS
 from nanoscale.view.bench_text import _parts
@@ -215,7 +215,7 @@ def test_figures_beside_a_run(tmp_path: Path) -> None:
     assert other["tokens_per_s_per_device"] == other["tokens_per_s"] / 2
     assert other["mfu"] == pytest.approx(0.05) and other["hfu"] is None
     mine: dict[str, Any] = {**other, "step_time_s": 1.0, "hfu": 0.5}
-    ratios = compared(mine, other)["ratios"]
+    ratios = compare_figures(mine, other)["ratios"]
     assert ratios["step_time_s"] == 0.5 and ratios["mfu"] == 1 and "hfu" not in ratios
 
 

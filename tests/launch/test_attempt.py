@@ -210,9 +210,9 @@ def test_signals_are_remembered_and_handlers_put_back():
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (signals.first, signals.insists) == (signal.SIGTERM, False)
+        assert (signals.first, signals.kill_requested) == (signal.SIGTERM, False)
         os.kill(os.getpid(), signal.SIGINT)
-        assert (signals.first, signals.insists) == (signal.SIGTERM, True)
+        assert (signals.first, signals.kill_requested) == (signal.SIGTERM, True)
     assert signal.getsignal(signal.SIGTERM) == before
 
 

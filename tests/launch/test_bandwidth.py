@@ -14,8 +14,8 @@ from nanoscale.launch.lifecycle.bandwidth import (
     _LOOK_AT,
     _ranks_config,
     bus_gb_s,
+    judge_connections,
     judge_pairs,
-    judge_ways,
     read_figures,
     time_limit_s,
 )
@@ -110,7 +110,7 @@ def test_ways_that_are_closed_are_told_by_host():
         for n, to in enumerate(("c", "d", "e", "f"))
     ]
     closed.append({"host": "c", "to": "b", "address": "10.0.0.9", "why": "No route to host"})
-    b, c = judge_ways(closed)
+    b, c = judge_connections(closed)
     assert (b.host, b.finding) == (
         "b",
         "does not reach c (10.0.0.0), d (10.0.0.1) and 2 more: timed out",

@@ -15,7 +15,7 @@ import nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
-from nanoscale.launch.lifecycle.command import passed_on, plan_launch, read_plan
+from nanoscale.launch.lifecycle.command import agent_environment, plan_launch, read_plan
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.directory import RunDirectory, write_json
 
@@ -121,7 +121,7 @@ def test_other_hosts_get_what_concerns_them_and_what_was_asked_for(monkeypatch):
     launcher = replace(SSH.launcher, pass_env=["WANDB_API_KEY", "MY_*"], env={"X": 1, "MY_B": "b"})
     config = replace(SSH, launcher=launcher)
     made = plan(config, HOSTS)
-    got = passed_on(config, made.world_size, os.environ)
+    got = agent_environment(config, made.world_size, os.environ)
     assert {
         "NCCL_DEBUG": "INFO",
         "WANDB_API_KEY": "k",

@@ -42,7 +42,7 @@ def serve(
     deadline = time.monotonic() + LIMIT_S
     while not until(agents):
         assert time.monotonic() < deadline
-        agents += listener.new()
+        agents += listener.accept_agents()
     return agents
 
 
@@ -92,8 +92,8 @@ def test_who_has_another_key_is_refused_by_both_ends(listener: ReverseListener) 
 def test_no_stranger_lives_long(listener: ReverseListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reverse_connection, "_PATIENCE_S", 0.05)
     stranger = connect(listener)
-    serve(listener, lambda _: len(listener._strangers) == 1)
-    serve(listener, lambda _: not listener._strangers)
+    serve(listener, lambda _: len(listener._untrusted) == 1)
+    serve(listener, lambda _: not listener._untrusted)
     assert len(stranger.recv(100)) == 32 and stranger.recv(100) == b""
 
 
@@ -109,11 +109,11 @@ def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: ReverseListen
             while True:
                 strangers.append(connect(listener))
                 if len(strangers) % 10 == 0:
-                    listener.new()
+                    listener.accept_agents()
         assert len(strangers) > 800
-        listener.new()  # has none to accept with
+        listener.accept_agents()  # has none to accept with
         assert threading.active_count() == threads
-        assert len(listener._strangers) <= 65
+        assert len(listener._untrusted) <= 65
         strangers.pop().close()
         with agent(listener) as ends:
             (connection,) = serve(listener, lambda agents: len(agents) == 1)
@@ -134,13 +134,13 @@ def test_it_survives_that_no_file_descriptor_is_left(listener: ReverseListener) 
         with suppress(OSError):
             while True:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
-        assert listener.new() == [] and listener._strangers == []
-        listener.new()
+        assert listener.accept_agents() == [] and listener._untrusted == []
+        listener.accept_agents()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in taken:
             os.close(descriptor)
-    serve(listener, lambda _: len(listener._strangers) == 1)
+    serve(listener, lambda _: len(listener._untrusted) == 1)
     stranger.close()
 
 
@@ -148,13 +148,13 @@ def test_strangers_from_one_address_drive_away_one_another_only(
     listener: ReverseListener,
 ) -> None:
     first = connect(listener)
-    serve(listener, lambda _: len(listener._strangers) == 1)
-    listener._strangers[0].address = "10.0.0.1"
+    serve(listener, lambda _: len(listener._untrusted) == 1)
+    listener._untrusted[0].address = "10.0.0.1"
     flood = []
     for _ in range(100):
         flood.append(connect(listener))
-        listener.new()
-    addresses = [stranger.address for stranger in listener._strangers]
+        listener.accept_agents()
+    addresses = [stranger.address for stranger in listener._untrusted]
     assert len(addresses) == 65 and addresses[0] == "10.0.0.1"
     for connection in (first, *flood):
         connection.close()
@@ -170,7 +170,7 @@ def test_an_agent_calls_again_when_the_launcher_hangs_up(
         target=lambda: links.append(Link.over_network(f"127.0.0.1:{port}", tmp_path / "key"))
     )
     call.start()
-    serve(listener, lambda _: bool(listener._strangers))
+    serve(listener, lambda _: bool(listener._untrusted))
     listener._drop()
     (connection,) = serve(listener, lambda agents: len(agents) == 1)
     call.join()

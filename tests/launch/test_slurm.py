@@ -14,8 +14,8 @@ from nanoscale.launch.slurm.slurm import (
     SlurmError,
     container_prefix,
     job_states,
-    scrubbed,
     srun_options,
+    without_job_variables,
 )
 from nanoscale.runs.submission import Submission
 
@@ -44,7 +44,7 @@ def test_of_an_inherited_job_nothing_is_left_but_the_way_to_slurm() -> None:
         "SLURM_CONF": "a", "SLURM_JWT": "b", "SLURM_NTASKS": "9", "SBATCH_QOS": "x",
         "SQUEUE_STATES": "FAILED", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1",
     }  # fmt: skip
-    assert sorted(scrubbed(environment)) == [
+    assert sorted(without_job_variables(environment)) == [
         "CUDA_VISIBLE_DEVICES", "PATH", "SLURM_CONF", "SLURM_JWT"
     ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.launch.preflight.verdicts import Verdict, grouped, named
+from nanoscale.launch.preflight.verdicts import Verdict, grouped, join_names
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from nanoscale.launch.preflight.verdicts import Verdict, grouped, named
     ],
 )
 def test_few_hosts_are_named_and_more_are_counted(count, text):
-    assert named([f"n{number}" for number in range(1, count + 1)]) == text
+    assert join_names([f"n{number}" for number in range(1, count + 1)]) == text
 
 
 def test_what_differs_by_the_hosts_name_alone_is_the_same():

@@ -74,7 +74,7 @@ def test_text_without_an_end_is_given_when_asked_for(tmp_path):
     path = tmp_path / "x.out"
     path.write_bytes(b"one\ntw")
     tail = LineTail(path)
-    assert (tail.poll(), tail.rest(), tail.rest()) == ([b"one"], b"tw", b"")
+    assert (tail.poll(), tail.take_remainder(), tail.take_remainder()) == ([b"one"], b"tw", b"")
 
 
 def test_a_line_without_an_end_is_given_in_pieces(tmp_path):
@@ -89,7 +89,7 @@ def test_a_line_without_an_end_is_given_in_pieces(tmp_path):
             total += sum(map(len, tail.poll()))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert total + len(tail.rest()) == 32 << 20
+    assert total + len(tail.take_remainder()) == 32 << 20
     assert most < 8 << 20
 
 
@@ -99,7 +99,7 @@ def test_lines_are_the_same_however_they_come():
         splitter = LineSplitter(longest=100)
         pieces = [data[n : n + size] for n in range(0, len(data), size)]
         lines = [line for piece in pieces for line in splitter.feed(piece)]
-        assert lines == data.split(b"\n")[:-1] and splitter.rest() == b"no end"
+        assert lines == data.split(b"\n")[:-1] and splitter.take_remainder() == b"no end"
     assert LineSplitter(longest=3).feed(b"a\nbcdef") == [b"a", b"bcdef"]
 
 

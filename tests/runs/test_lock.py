@@ -30,7 +30,7 @@ from nanoscale.runs.directory import RunDirectory
 options = json.loads(sys.argv[2])
 lock.BEAT_S, lock.PATIENCE_BEATS = options["beat_s"], options["patience"]
 if options["host"]:
-    lock._kernel = lambda: options["host"]
+    lock._kernel_id = lambda: options["host"]
 if not options["flocks"]:
     def none(*_):
         raise OSError(errno.ENOLCK, "no locks available")
@@ -217,7 +217,7 @@ def test_a_taken_run_is_known_before_anything_is_written(run):
         (token,) = run.path.glob("lock*")
         leave(run, replace(lock.Owner.me(), host="thief", kernel="elsewhere"))
         assert not held.lost  # no launcher takes it so soon
-        held._beaten -= lock.BEAT_S * 2
+        held._last_beat -= lock.BEAT_S * 2
         with pytest.raises(lock.TakenOverError, match="taken over by process .* on thief"):
             held.require()
     assert tokens(run) == ["lock.dead"] and not token.exists()
@@ -276,7 +276,7 @@ def test_a_launcher_elsewhere_cannot_be_stopped_from_here(run):
 def bystander():
     """A process of this user that has nothing to do with the run, and its Owner."""
     process = subprocess.Popen(["sleep", "60"])
-    yield process, replace(lock.Owner.me(), pid=process.pid, born=lock._born(process.pid))
+    yield process, replace(lock.Owner.me(), pid=process.pid, born=lock._start_ticks(process.pid))
     process.kill()
     process.wait()
 
@@ -297,7 +297,7 @@ def test_a_process_that_only_reads_the_token_does_not_hold_it(run, bystander):
     with run.lock.open("rb") as token:
         reader = subprocess.Popen(["sleep", "60"], stdin=token)
     try:
-        leave(run, replace(owner, pid=reader.pid, born=lock._born(reader.pid)))
+        leave(run, replace(owner, pid=reader.pid, born=lock._start_ticks(reader.pid)))
         assert lock.owner(run) is None
     finally:
         reader.kill()

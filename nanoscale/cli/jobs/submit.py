@@ -89,9 +89,9 @@ def _through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
 def _request(line: CommandLine, *, fetch: bool) -> Request:
     """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
     from nanoscale.launch.preflight.pretrained import with_weights
-    from nanoscale.launch.slurm.allocation import wanted_nodes
+    from nanoscale.launch.slurm.allocation import requested_nodes
 
-    request = request_job(line, verify=_refuse_other_launchers, hosts=wanted_nodes)
+    request = request_job(line, verify=_refuse_other_launchers, hosts=requested_nodes)
     checked = with_weights(request.composed, request.config, fetch=fetch)
     resolved = replace(
         checked,

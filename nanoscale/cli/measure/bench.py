@@ -105,7 +105,7 @@ def bench(
     if told is None:
         return FAILED
     if other is not None:
-        told["compared"] = compared(told, other)
+        told["compared"] = compare_figures(told, other)
     if as_json:
         print_json(told)
     else:

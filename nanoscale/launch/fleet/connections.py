@@ -38,7 +38,7 @@ class Member:
     """The connection that the agent opened."""
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
-    heard: float = field(default_factory=time.monotonic)
+    last_heard: float = field(default_factory=time.monotonic)
     nanoscale: str | None = None
     """The version of its agent."""
     facts: Message | None = None
@@ -68,7 +68,7 @@ class Member:
         """Forget the former agent, before another one is started."""
         self.lost, self.facts, self.closed_at, self.code = None, None, None, None
         self.said_bye, self.answered, self.output = False, False, b""
-        self.unpacker, self.heard, self.mark = Unpacker(), time.monotonic(), mark
+        self.unpacker, self.last_heard, self.mark = Unpacker(), time.monotonic(), mark
 
 
 class KeyFile:
@@ -171,8 +171,12 @@ class Connections:
 
     def accept(self, members: Sequence[Member]) -> Iterator[Member]:
         """Yield the members whose agents have connected since the last call."""
-        for agent in self._reverse.new() if self._reverse is not None else ():
-            waiting = {m.name: m for m in members if m.sender is None and m.is_present}
+        for agent in self._reverse.accept_agents() if self._reverse is not None else ():
+            waiting = {
+                member.name: member
+                for member in members
+                if member.sender is None and member.is_present
+            }
             host = agent.find(list(waiting))
             if host is None:
                 agent.close()
@@ -180,21 +184,21 @@ class Connections:
             member = waiting[host]
             member.socket = agent.socket
             member.sender = Sender(agent.socket.fileno())
-            member.heard = time.monotonic()
+            member.last_heard = time.monotonic()
             self._register(agent.socket, member, carries_messages=True)
             yield member
 
     def drain(self, member: Member) -> bytes:
         """Return the rest of the standard error of a process that has ended, if it is the member's alone."""
-        rest = b""
+        output = b""
         if member.process is None or self._transport.is_reverse:
-            return rest
+            return output
         self._forget(member.process.stderr)
         os.set_blocking(member.process.stderr.fileno(), False)
         with suppress(BlockingIOError):
             while data := os.read(member.process.stderr.fileno(), _READ_BYTES):
-                rest += data
-        return rest
+                output += data
+        return output
 
     def hang_up(self, member: Member) -> None:
         """Close the connection, upon which the agent ends everything on its host."""

@@ -26,7 +26,7 @@ _EXIT_S = 5.0
 """Seconds for agents to exit regularly before they are killed."""
 _LAST_OUTPUT_S = 2.0
 """Seconds for the process of a broken connection to print the reason."""
-_LOOK_S = 0.1
+_CHECK_S = 0.1
 """Seconds between two checks of all hosts, however much output some of them send."""
 _STALL_S = 1.5
 
@@ -42,11 +42,11 @@ class Fleet:
     def __init__(self, config: Config, hosts: Sequence[Host], root: Path) -> None:
         self._config = config
         self._launcher = config.launcher
-        self._key_file = KeyFile(existing(root) / f".nanoscale-{uuid.uuid4().hex}")
+        self._key_file = KeyFile(nearest_existing(root) / f".nanoscale-{uuid.uuid4().hex}")
         self._mark = uuid.uuid4().hex
         self._preparation: Message = {"environment": {}}
         """The common request to all hosts."""
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         self._closing = threading.Event()
         self.transport = transport_of(config)
         self.members = [Member(host) for host in hosts]
@@ -69,17 +69,19 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._dismiss()
+        self._quit_agents()
         self._connections.close()
         if self.transport.is_local:
             scratch.remove_stale()  # an agent that was killed while it started has no process that would
         self._key_file.remove()
         adopt_orphans(False)
 
-    def _dismiss(self) -> None:
+    def _quit_agents(self) -> None:
         """Let idle agents exit by themselves: they remove their files."""
-        present = [m for m in self.members if m.is_present and m.facts is not None]
-        self.tell(present, "quit")
+        present = [
+            member for member in self.members if member.is_present and member.facts is not None
+        ]
+        self.send(present, "quit")
         deadline = time.monotonic() + _EXIT_S
         while present and time.monotonic() < deadline:
             self.poll(0.1)
@@ -134,14 +136,17 @@ class Fleet:
 
     def _prepare(self, member: Member) -> None:
         """Send the order, unless the agent has yet to connect."""
-        own = {MARK: member.mark}
+        host_variables = {MARK: member.mark}
         if member.host.devices is not None:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
+            host_variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
         port = self._launcher.master_port
-        self.tell(
+        self.send(
             [member],
             "prepare",
-            **{**self._preparation, "environment": {**self._preparation["environment"], **own}},
+            **{
+                **self._preparation,
+                "environment": {**self._preparation["environment"], **host_variables},
+            },
             slots=member.host.slots,
             lost_after_s=None if self.transport.is_local else self._launcher.lost_after_s,
             root=str(self._key_file.path.parent),
@@ -153,7 +158,7 @@ class Fleet:
     @property
     def master_addr(self) -> str:
         """The address of the first host for the others."""
-        first = next((m for m in self.members if m.is_present), self.members[0])
+        first = next((member for member in self.members if member.is_present), self.members[0])
         return self._launcher.master_addr or self.transport.address_of(first.host)
 
     def gather(
@@ -169,39 +174,39 @@ class Fleet:
         waiting = list(self.members)
         while waiting and not given_up():
             if time.monotonic() > deadline:
-                for member in filter(_has_yet_to_answer, waiting):
-                    self._lose(member, *self._explain(member, None, limit_s))
+                for member in filter(_is_pending, waiting):
+                    self._mark_lost(member, *self._explain(member, None, limit_s))
             self.poll(0.1)
-            while waiting and not _has_yet_to_answer(waiting[-1]):
+            while waiting and not _is_pending(waiting[-1]):
                 waiting.pop()
         self._key_file.remove()
 
     # --- messages -------------------------------------------------------------------------------------
 
-    def tell(self, members: Iterable[Member], kind: str, **content: Any) -> None:
+    def send(self, members: Iterable[Member], kind: str, **content: Any) -> None:
         for member in members:
             if member.sender is not None:
                 member.sender.send({"kind": kind, **content})
 
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
         """Return new messages, after at most this wait; lost members are marked."""
-        news: list[tuple[Member, Message]] = []
+        messages: list[tuple[Member, Message]] = []
         for member, carries_messages, data in self._connections.poll(timeout):
             if member is None or not carries_messages:
                 self.output.note(member, data)
             elif not data:
                 member.closed_at = time.monotonic()
             else:
-                news += self._heard(member, data)
+                messages += self._read_messages(member, data)
         for member in self._connections.accept(self.members):
             self._prepare(member)
-        if time.monotonic() - self._looked > _LOOK_S:
-            self._look_for_losses()
-            self._looked = time.monotonic()
-        return news
+        if time.monotonic() - self._last_check > _CHECK_S:
+            self._check_losses()
+            self._last_check = time.monotonic()
+        return messages
 
-    def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
-        member.heard, member.answered = time.monotonic(), True
+    def _read_messages(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
+        member.last_heard, member.answered = time.monotonic(), True
         news = []
         for message in member.unpacker.feed(data):
             if isinstance(message, str):
@@ -225,11 +230,11 @@ class Fleet:
 
     # --- losses ---------------------------------------------------------------------------------------
 
-    def _look_for_losses(self) -> None:
+    def _check_losses(self) -> None:
         now = time.monotonic()
-        if now - self._looked > _STALL_S:  # the launcher was suspended, not the agents
+        if now - self._last_check > _STALL_S:  # the launcher was suspended, not the agents
             for member in self.members:
-                member.heard = max(member.heard, now)
+                member.last_heard = max(member.last_heard, now)
         limit = self._launcher.lost_after_s
         for member in self.members:
             if not member.is_present or member.said_bye:
@@ -240,37 +245,39 @@ class Fleet:
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_OUTPUT_S:
                     self.output.note(member, self._connections.drain(member))
-                    self._lose(member, *self._explain(member, code))
+                    self._mark_lost(member, *self._explain(member, code))
             elif (
                 member.facts is not None
                 and not self.transport.is_local
-                and now - member.heard > limit
+                and now - member.last_heard > limit
             ):
-                self._lose(
+                self._mark_lost(
                     member,
                     f"the host stopped responding: no heartbeat for {limit:g} s (launcher.lost_after_s)",
                     "check that it is up, and check the network between it and the launcher",
                 )
 
-    def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
+    def _mark_lost(self, member: Member, diagnosis: str, remedy: str) -> None:
         member.lost = agent_failure(member.name, diagnosis, remedy, member.exit_code)
         self._connections.hang_up(member)
         self._end_orphans(member)
 
     def give_up(self, member: Member) -> None:
         """Give up a host whose agent does not follow orders."""
-        self._lose(member, "the agent did not terminate its ranks when asked to", "look at its log")
+        self._mark_lost(
+            member, "the agent did not terminate its ranks when asked to", "look at its log"
+        )
 
     def _explain(self, member: Member, code: int | None, limit_s: float = 0.0) -> tuple[str, str]:
         output = member.output.decode(errors="replace")
         return explain(member.host, self.transport, code, output, limit_s)
 
 
-def _has_yet_to_answer(member: Member) -> bool:
+def _is_pending(member: Member) -> bool:
     return member.is_present and member.facts is None
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -112,17 +112,17 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
     Returns:
         the processes that did not exit.
     """
-    left = orphans.end(lambda: members(sessions, mark), limit_s)
+    remaining = orphans.end(lambda: members(sessions, mark), limit_s)
     _reap_orphans(sessions)
-    return left
+    return remaining
 
 
 def members(sessions: Sequence[int], mark: str) -> list[int]:
     """List living processes of the sessions, or those that carry the mark after they left them."""
     import psutil
 
-    carriers = set(orphans.marked(mark))
-    return [pid for pid in psutil.pids() if pid in carriers or _is_of(sessions, pid)]
+    marked = set(orphans.marked(mark))
+    return [pid for pid in psutil.pids() if pid in marked or _is_of(sessions, pid)]
 
 
 def adopt_orphans(adopt: bool = True) -> None:

@@ -24,7 +24,7 @@ _PATIENCE_S = 10.0
 """Seconds for a handshake."""
 _SPARE = 64
 """Untrusted clients beyond the expected hosts."""
-_AT_ONCE = 64
+_ACCEPTS_PER_POLL = 64
 """Connections that are accepted between two checks of the open ones."""
 _NO_FILES_S = 0.1
 """Seconds before the next attempt to accept a connection when no file descriptor is left."""
@@ -50,20 +50,20 @@ class ReverseConnection:
 
 
 @dataclass(eq=False)
-class _Stranger:
+class _UntrustedClient:
     """A connection whose handshake is not over."""
 
     connection: socket.socket
     address: str
     handshake: Generator[int, bytes, Any]
-    wanted: int
+    needed: int
     """Bytes that the handshake waits for."""
     since: float = field(default_factory=time.monotonic)
     received: bytes = b""
 
 
 class ReverseListener:
-    """A listener on every interface until closed. It has a `fileno` to wait for, so `new` need not be polled.
+    """A listener on every interface until closed. Wait for its `fileno`, then call `accept_agents`.
 
     Args:
         hosts: how many agents may connect at the same time.
@@ -71,15 +71,15 @@ class ReverseListener:
 
     def __init__(self, key: bytes, hosts: int) -> None:
         self._key = key
-        self._most = hosts + _SPARE
-        self._strangers: list[_Stranger] = []
+        self._limit = hosts + _SPARE
+        self._untrusted: list[_UntrustedClient] = []
         """The oldest first."""
         self._agents: list[ReverseConnection] = []
-        self._deaf_until = 0.0
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
+        self._accept_again_at = 0.0
+        is_dual_stack = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual_stack else socket.AF_INET
         self._socket = socket.create_server(
-            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual_stack
         )
         self._socket.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -92,25 +92,25 @@ class ReverseListener:
     def addresses(self, hosts: Sequence[Host]) -> str:
         """Return the addresses of this machine for these hosts, the likeliest first: `A:PORT,B:PORT`."""
         port = self._socket.getsockname()[1]
-        elsewhere = [host for host in hosts if not hostnames.is_here(host.name)]
-        towards = address_towards((elsewhere or hosts)[0].address) or socket.gethostname()
-        others = [own for own in addresses() if ":" not in own and not is_loopback(own)]
-        names = dict.fromkeys([towards, socket.gethostname(), *others])
+        remote_hosts = [host for host in hosts if not hostnames.is_here(host.name)]
+        likeliest = address_towards((remote_hosts or hosts)[0].address) or socket.gethostname()
+        other_addresses = [
+            address for address in addresses() if ":" not in address and not is_loopback(address)
+        ]
+        names = dict.fromkeys([likeliest, socket.gethostname(), *other_addresses])
         return ",".join(f"{name}:{port}" for name in names)
 
-    def new(self) -> list[ReverseConnection]:
+    def accept_agents(self) -> list[ReverseConnection]:
         """Serve all ready clients, without waiting; return the agents authenticated since the last call."""
         now = time.monotonic()
         ready = [key.data for key, _ in self._selector.select(0)]
-        for stranger in filter(
-            None, ready
-        ):  # first, so that new clients replace nobody who answers
-            self._continue(stranger)
-        for stranger in [s for s in self._strangers if now - s.since > _PATIENCE_S]:
-            self._forget(stranger)
-        if self._deaf_until and now > self._deaf_until:
+        for client in filter(None, ready):  # first, so that new clients replace nobody who answers
+            self._continue(client)
+        for client in [client for client in self._untrusted if now - client.since > _PATIENCE_S]:
+            self._forget(client)
+        if self._accept_again_at and now > self._accept_again_at:
             self._selector.register(self._socket, selectors.EVENT_READ)
-            self._deaf_until = 0.0
+            self._accept_again_at = 0.0
         if None in ready:
             self._accept()
         agents, self._agents = self._agents, []
@@ -118,13 +118,13 @@ class ReverseListener:
 
     def close(self) -> None:
         """Close all unauthenticated connections, and stop listening."""
-        for stranger in list(self._strangers):
-            self._forget(stranger)
+        for client in list(self._untrusted):
+            self._forget(client)
         self._selector.close()
         self._socket.close()
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_ACCEPTS_PER_POLL):
             try:
                 accepted, address = self._socket.accept()
             except BlockingIOError:
@@ -132,9 +132,9 @@ class ReverseListener:
             except OSError:  # the peer hung up already, or no file descriptor is left
                 if not self._drop():
                     self._selector.unregister(self._socket)
-                    self._deaf_until = time.monotonic() + _NO_FILES_S
+                    self._accept_again_at = time.monotonic() + _NO_FILES_S
                 return
-            if len(self._strangers) >= self._most:
+            if len(self._untrusted) >= self._limit:
                 self._drop()
             self._begin(accepted, address[0])
 
@@ -143,45 +143,45 @@ class ReverseListener:
             accepted.setblocking(False)
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             handshake = admit(accepted, self._key)
-            stranger = _Stranger(accepted, address, handshake, next(handshake))
-            self._selector.register(accepted, selectors.EVENT_READ, stranger)
+            client = _UntrustedClient(accepted, address, handshake, next(handshake))
+            self._selector.register(accepted, selectors.EVENT_READ, client)
         except OSError:
             accepted.close()
         else:
-            self._strangers.append(stranger)
+            self._untrusted.append(client)
 
-    def _continue(self, stranger: _Stranger) -> None:
+    def _continue(self, client: _UntrustedClient) -> None:
         """Read available bytes, and finish the handshake if they decide it."""
         try:
-            received = stranger.connection.recv(stranger.wanted - len(stranger.received))
-            stranger.received += received
+            received = client.connection.recv(client.needed - len(client.received))
+            client.received += received
             if not received:
                 raise HandshakeError
-            if len(stranger.received) == stranger.wanted:
-                answer, stranger.received = stranger.received, b""
-                stranger.wanted = stranger.handshake.send(answer)
+            if len(client.received) == client.needed:
+                answer, client.received = client.received, b""
+                client.needed = client.handshake.send(answer)
         except StopIteration as end:
-            self._welcome(stranger, end.value)
+            self._authenticate(client, end.value)
         except BlockingIOError:
             pass
         except (OSError, ValueError, HandshakeError):  # the peer is not our agent
-            self._forget(stranger)
+            self._forget(client)
 
-    def _welcome(self, stranger: _Stranger, hello: dict[str, Any]) -> None:
-        self._strangers.remove(stranger)
-        self._selector.unregister(stranger.connection)
-        stranger.connection.setblocking(True)
-        self._agents.append(ReverseConnection(stranger.connection, hello))
+    def _authenticate(self, client: _UntrustedClient, hello: dict[str, Any]) -> None:
+        self._untrusted.remove(client)
+        self._selector.unregister(client.connection)
+        client.connection.setblocking(True)
+        self._agents.append(ReverseConnection(client.connection, hello))
 
     def _drop(self) -> bool:
         """Close the oldest untrusted connection from the address with the most; False if there is none."""
-        if not self._strangers:
+        if not self._untrusted:
             return False
-        counts = Counter(stranger.address for stranger in self._strangers)
-        self._forget(max(self._strangers, key=lambda stranger: counts[stranger.address]))
+        counts = Counter(client.address for client in self._untrusted)
+        self._forget(max(self._untrusted, key=lambda client: counts[client.address]))
         return True
 
-    def _forget(self, stranger: _Stranger) -> None:
-        self._strangers.remove(stranger)
-        self._selector.unregister(stranger.connection)
-        stranger.connection.close()
+    def _forget(self, client: _UntrustedClient) -> None:
+        self._untrusted.remove(client)
+        self._selector.unregister(client.connection)
+        client.connection.close()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -17,14 +17,14 @@ def unwinding() -> Iterator[None]:
 
     The exit code is a shell's for the signal: 128 and its number. Main thread only.
     """
-    before = {it: signal.getsignal(it) for it in _ENDS}
-    for number in _ENDS:
-        if before[number] is not signal.SIG_IGN:
+    previous_handlers = {number: signal.getsignal(number) for number in _TERMINATING}
+    for number in _TERMINATING:
+        if previous_handlers[number] is not signal.SIG_IGN:
             signal.signal(number, _unwind)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -42,30 +42,30 @@ class Signals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         """The first signal that came."""
-        self.insists = False
+        self.kill_requested = False
         """True if Ctrl-C came after another signal."""
         self.suspended = False
         """True if Ctrl-Z came."""
-        self._before: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Signals:
-        for number in _HEARD:
+        for number in _HANDLED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.hear(number)
+        self.record(number)
 
-    def hear(self, number: int) -> None:
+    def record(self, number: int) -> None:
         """Record a signal, whoever received it."""
         if number == signal.SIGTSTP:
             self.suspended = True
         elif self.first is None:
             self.first = signal.Signals(number)
         elif number == signal.SIGINT:
-            self.insists = True
+            self.kill_requested = True

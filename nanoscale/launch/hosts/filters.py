@@ -19,15 +19,15 @@ from nanoscale.config.rules import Host
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
 
-Chosen = dict[str, set[int] | None]
+ChosenSlots = dict[str, set[int] | None]
 """Canonical name of a host → its slots in a filter; None: all of them."""
 
 _ENTRY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([^:\[\]]*))?")
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _SLOT = re.compile(r"[0-9]{1,9}")
-_FEW = 8
+_HOSTS_LISTED = 8
 """Up to this many hosts are all listed, whatever is near."""
-_MOST_GUESSES = 8
+_MOST_SUGGESTIONS = 8
 """The most guesses, so that a filter for another hostfile is refused at once."""
 
 
@@ -35,45 +35,45 @@ def select(
     composed: Composed, hosts: Sequence[Host], file: str
 ) -> tuple[list[Host], list[Violation]]:
     """Return the hosts and slots that the configuration's filter leaves, in the file's order."""
-    including, excluding = composed.config.launcher.include, composed.config.launcher.exclude
-    if including is not None and excluding is not None:
+    include_text, exclude_text = composed.config.launcher.include, composed.config.launcher.exclude
+    if include_text is not None and exclude_text is not None:
         key, message = "launcher.exclude", "cannot be given together with launcher.include"
-        either = ("launcher.exclude=null", "launcher.include=null")
-        return [], [Violation(key, excluding, composed.source(key), message, either)]
-    if including is not None:
-        key, text, keep = "launcher.include", including, include
-    elif excluding is not None:
-        key, text, keep = "launcher.exclude", excluding, exclude
+        suggestions = ("launcher.exclude=null", "launcher.include=null")
+        return [], [Violation(key, exclude_text, composed.source(key), message, suggestions)]
+    if include_text is not None:
+        key, text, apply_filter = "launcher.include", include_text, include
+    elif exclude_text is not None:
+        key, text, apply_filter = "launcher.exclude", exclude_text, exclude
     else:
         return list(hosts), []
-    chosen, problems, meant = read_filter(text, hosts, file)
-    left, instead = keep(hosts, chosen), f"{key}=null"
-    if problems and meant is not None and not read_filter(meant, hosts, file)[1]:
-        instead = f"--{key.partition('.')[2]} {shlex.quote(meant)}"
-    elif not problems and not left:
+    chosen, problems, correction = read_filter(text, hosts, file)
+    remaining, suggestion = apply_filter(hosts, chosen), f"{key}=null"
+    if problems and correction is not None and not read_filter(correction, hosts, file)[1]:
+        suggestion = f"--{key.partition('.')[2]} {shlex.quote(correction)}"
+    elif not problems and not remaining:
         problems = [f"leaves no slot of {file}"]
     source = composed.source(key)
-    return left, [Violation(key, text, source, problem, (instead,)) for problem in problems]
+    return remaining, [Violation(key, text, source, problem, (suggestion,)) for problem in problems]
 
 
-def include(hosts: Sequence[Host], chosen: Chosen) -> list[Host]:
+def include(hosts: Sequence[Host], chosen: ChosenSlots) -> list[Host]:
     """Return only the named hosts and slots."""
     named = [(host, canonical(host.name)) for host in hosts]
-    return [_with(host, chosen[name]) for host, name in named if name in chosen]
+    return [_with_slots(host, chosen[name]) for host, name in named if name in chosen]
 
 
-def exclude(hosts: Sequence[Host], chosen: Chosen) -> list[Host]:
+def exclude(hosts: Sequence[Host], chosen: ChosenSlots) -> list[Host]:
     """Return all but the named ones; a host without remaining slots is dropped."""
-    kept = []
+    remaining_hosts = []
     for host in hosts:
-        named = chosen.get(canonical(host.name), set())
-        left = set() if named is None else set(range(host.slots)) - named
-        if left:
-            kept.append(_with(host, left if named else None))
-    return kept
+        excluded = chosen.get(canonical(host.name), set())
+        remaining = set() if excluded is None else set(range(host.slots)) - excluded
+        if remaining:
+            remaining_hosts.append(_with_slots(host, remaining if excluded else None))
+    return remaining_hosts
 
 
-def _with(host: Host, slots: set[int] | None) -> Host:
+def _with_slots(host: Host, slots: set[int] | None) -> Host:
     if slots is None:
         return host
     return replace(host, slots=len(slots), devices=tuple(sorted(slots)))
@@ -84,32 +84,38 @@ def _with(host: Host, slots: set[int] | None) -> Host:
 
 def read_filter(
     text: str, hosts: Sequence[Host], file: str
-) -> tuple[Chosen, list[str], str | None]:
+) -> tuple[ChosenSlots, list[str], str | None]:
     """Return the hosts of a filter, its problems, and the filter that may have been meant."""
     known = {canonical(host.name): host for host in hosts}
-    chosen: Chosen = {}
+    chosen: ChosenSlots = {}
     problems: list[str] = []
-    meant: list[str | None] = []
-    for entry in (word.strip() for word in text.split("@")):
+    corrections: list[str | None] = []
+    for entry in (part.strip() for part in text.split("@")):
         try:
             _read_entry(entry, known, chosen)
-            meant.append(entry)
+            corrections.append(entry)
         except _UnknownHostError as unknown:
-            there = f" ({', '.join(host.address for host in hosts)})" if len(hosts) <= _FEW else ""
-            problems.append(f"names {unknown.name or 'no host'}, which is not in {file}{there}")
-            guess = len(problems) <= _MOST_GUESSES
-            meant.append(_guess(entry, unknown.name, hosts) if guess else None)
-        except _WrongEntryError as wrong:
-            problems.append(wrong.message)
-            meant.append(wrong.meant)
-    whole = [entry for entry in meant if entry]
-    return chosen, problems, "@".join(whole) if whole and None not in meant else None
+            hosts_text = (
+                f" ({', '.join(host.address for host in hosts)})"
+                if len(hosts) <= _HOSTS_LISTED
+                else ""
+            )
+            problems.append(
+                f"names {unknown.name or 'no host'}, which is not in {file}{hosts_text}"
+            )
+            may_guess = len(problems) <= _MOST_SUGGESTIONS
+            corrections.append(_suggest_entry(entry, unknown.name, hosts) if may_guess else None)
+        except _WrongEntryError as error:
+            problems.append(error.message)
+            corrections.append(error.correction)
+    corrected = [entry for entry in corrections if entry]
+    return chosen, problems, "@".join(corrected) if corrected and None not in corrections else None
 
 
 class _WrongEntryError(Exception):
-    def __init__(self, message: str, meant: str | None) -> None:
+    def __init__(self, message: str, correction: str | None) -> None:
         self.message = message
-        self.meant = meant
+        self.correction = correction
         """The entry that may have been meant; "": none, None: unknown."""
 
 
@@ -118,54 +124,54 @@ class _UnknownHostError(Exception):
         self.name = name
 
 
-def _read_entry(entry: str, known: dict[str, Host], chosen: Chosen) -> None:
+def _read_entry(entry: str, known: dict[str, Host], chosen: ChosenSlots) -> None:
     """Add one `HOST` or `HOST:SLOT,SLOT` to the chosen hosts."""
     if not entry:
         raise _WrongEntryError("has an `@` with nothing beside it", "")
-    parts = _ENTRY.fullmatch(entry)
-    if parts is None:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
         raise _unbracketed(entry, known)
-    name, slots = parts[1], parts[2]
+    name, slots = match[1], match[2]
     host = known.get(canonical(name))
     if host is None:
         if name and name in {other.name.rpartition("@")[0] for other in known.values()}:
             raise _WrongEntryError(f"names the user {name}; write hosts without users here", "")
         raise _UnknownHostError(name)
-    before = chosen.get(canonical(name), set())
-    if before is None or (before and slots is None):
+    chosen_slots = chosen.get(canonical(name), set())
+    if chosen_slots is None or (chosen_slots and slots is None):
         raise _WrongEntryError(f"names {name} twice, once with all its slots", "")
-    more = None if slots is None else _read_slots(name, slots, host)
-    chosen[canonical(name)] = None if more is None else before | more
+    new_slots = None if slots is None else _read_slots(name, slots, host)
+    chosen[canonical(name)] = None if new_slots is None else chosen_slots | new_slots
 
 
 def _read_slots(name: str, text: str, host: Host) -> set[int]:
     slots: set[int] = set()
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        slot = int(word) if _SLOT.fullmatch(word) else -1
-        if _RANGE.fullmatch(word):
-            message = f"has the range {word} of {name}; list slots one by one"
+    items = [item.strip() for item in text.split(",")]
+    for item in items:
+        slot = int(item) if _SLOT.fullmatch(item) else -1
+        if _RANGE.fullmatch(item):
+            message = f"has the range {item} of {name}; list slots one by one"
         elif slot < 0:
-            message = f"names {word!r} of {name}, which is not a slot number"
+            message = f"names {item!r} of {name}, which is not a slot number"
         elif slot >= host.slots:
-            there = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
-            message = f"names slot {slot} of {name}, which has {there} ({host.source})"
+            slots_text = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
+            message = f"names slot {slot} of {name}, which has {slots_text} ({host.source})"
         else:
             slots.add(slot)
             continue
-        raise _WrongEntryError(message, _mended(name, words, host))
+        raise _WrongEntryError(message, _corrected(name, items, host))
     return slots
 
 
-def _mended(name: str, words: Sequence[str], host: Host) -> str:
+def _corrected(name: str, items: Sequence[str], host: Host) -> str:
     """Return the entry with ranges written out, and with slots that the host has."""
     slots: set[int] = set()
-    for word in words:
-        ends = _RANGE.fullmatch(word)
-        if ends:
-            slots.update(range(int(ends[1]), min(int(ends[2]) + 1, host.slots)))
-        elif _SLOT.fullmatch(word):
-            slots.add(min(int(word), host.slots - 1))
+    for item in items:
+        bounds = _RANGE.fullmatch(item)
+        if bounds:
+            slots.update(range(int(bounds[1]), min(int(bounds[2]) + 1, host.slots)))
+        elif _SLOT.fullmatch(item):
+            slots.add(min(int(item), host.slots - 1))
     return f"{name}:{','.join(map(str, sorted(slots)))}" if slots else name
 
 
@@ -180,9 +186,9 @@ def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:
     return _WrongEntryError(message, None)
 
 
-def _guess(entry: str, name: str, hosts: Sequence[Host]) -> str | None:
+def _suggest_entry(entry: str, name: str, hosts: Sequence[Host]) -> str | None:
     """Return the entry with the name of the host that may have been meant."""
-    near = nearest(name, [host.address for host in hosts], 1)
-    if not near or not name:
+    similar = nearest(name, [host.address for host in hosts], 1)
+    if not similar or not name:
         return None
-    return hostnames.in_filter(near[0]) + entry.removeprefix(name)
+    return hostnames.in_filter(similar[0]) + entry.removeprefix(name)

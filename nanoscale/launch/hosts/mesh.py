@@ -17,7 +17,7 @@ _MOST_LINES = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """A rank's host and coordinates."""
 
     rank: int
@@ -35,7 +35,7 @@ class Mesh:
 
     axes: dict[str, int] = field(default_factory=dict)
     """The degree of every axis, the slowest first."""
-    ranks: tuple[Place, ...] = ()
+    ranks: tuple[RankPlacement, ...] = ()
 
     @property
     def used(self) -> list[str]:
@@ -48,12 +48,12 @@ class Mesh:
 
 def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: ResolvedParallel) -> Mesh:
     """Return the mesh of a resolved layout; `hosts` lists each with its ranks."""
-    places = [
-        Place(rank, host, local, **asdict(coordinates(rank, parallel)))
+    ranks_of_mesh = [
+        RankPlacement(rank, host, local_rank, **asdict(coordinates(rank, parallel)))
         for host, ranks in hosts
-        for local, rank in enumerate(ranks)
+        for local_rank, rank in enumerate(ranks)
     ]
-    return Mesh({axis: getattr(parallel, axis) for axis in AXES}, tuple(places))
+    return Mesh({axis: getattr(parallel, axis) for axis in AXES}, tuple(ranks_of_mesh))
 
 
 def lines(mesh: Mesh) -> Iterator[str]:
@@ -70,15 +70,16 @@ def lines(mesh: Mesh) -> Iterator[str]:
 
 def _rows(mesh: Mesh) -> Iterator[str]:
     *outer, fastest = mesh.used
-    for (host, *at), row in groupby(
-        mesh.ranks, lambda place: (place.host, *(getattr(place, axis) for axis in outer))
+    for (host, *outer_coordinates), row in groupby(
+        mesh.ranks,
+        lambda placement: (placement.host, *(getattr(placement, axis) for axis in outer)),
     ):
-        places = list(row)
-        words = [f"ranks {_span(places, 'rank')}"]
-        words += [f"{axis} {number}" for axis, number in zip(outer, at, strict=True)]
-        yield "  ".join(["", host, *words, f"{fastest} {_span(places, fastest)}"])
+        placements = list(row)
+        parts = [f"ranks {_span(placements, 'rank')}"]
+        parts += [f"{axis} {number}" for axis, number in zip(outer, outer_coordinates, strict=True)]
+        yield "  ".join(["", host, *parts, f"{fastest} {_span(placements, fastest)}"])
 
 
-def _span(places: list[Place], name: str) -> str:
-    first, last = getattr(places[0], name), getattr(places[-1], name)
+def _span(placements: list[RankPlacement], name: str) -> str:
+    first, last = getattr(placements[0], name), getattr(placements[-1], name)
     return f"{first}" if first == last else f"{first}–{last}"

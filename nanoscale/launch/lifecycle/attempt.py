@@ -23,7 +23,7 @@ from nanoscale.runs.failure import (
     RankFailure,
     absent_ranks,
     agent_failure,
-    waited_in_vain,
+    all_timed_out,
 )
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.status import State
@@ -86,7 +86,7 @@ class Attempt:
             "writes_logs": self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
         }
         self.execution = JobExecution(
-            self.fleet, self.plan, self.members, order, self._look, self._hear
+            self.fleet, self.plan, self.members, order, self._on_poll, self._on_message
         )
 
     @property
@@ -105,7 +105,7 @@ class Attempt:
 
     # --- between two waits for messages ---------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _on_poll(self) -> None:
         self._check_lock()
         if time.monotonic() >= self.next_poll:  # however many messages come
             self.view.poll()
@@ -115,10 +115,10 @@ class Attempt:
             status.write(self.run, status.read(self.run).running())
         self._handle_signals()
 
-    def _hear(self, member: Member, message: Message) -> None:
+    def _on_message(self, member: Member, message: Message) -> None:
         """Record a signal that the host received, or write output that the rank has not written itself."""
         if message["kind"] == "signal":
-            self.signals.hear(message["number"])
+            self.signals.record(message["number"])
             return
         if "carried" in message:
             path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
@@ -137,14 +137,14 @@ class Attempt:
     def _handle_signals(self) -> None:
         if self.signals.suspended:
             self.signals.suspended = False
-            why = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
-            events.append(self.run, "note", why)
+            message = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
+            events.append(self.run, "note", message)
         if self.signals.first is None or self.execution.killing_since is not None:
             return
         if self.stopping_since is None:
             self.stopping_since = time.monotonic()
             self._forward(self.signals.first)
-        elif self.signals.insists:
+        elif self.signals.kill_requested:
             self._force("it was killed, as requested")
         elif time.monotonic() - self.stopping_since > self.launcher.stop_grace_s:
             limit = self.launcher.stop_grace_s
@@ -155,7 +155,7 @@ class Attempt:
         if not self.view.running:
             self.execution.kill()  # there is nothing to save
             return
-        self.fleet.tell(self.members, "stop", attempt=self.plan.attempt)
+        self.fleet.send(self.members, "stop", attempt=self.plan.attempt)
         events.append(
             self.run,
             "signal",
@@ -163,21 +163,21 @@ class Attempt:
             signal=number.name,
         )
 
-    def _force(self, why: str) -> None:
-        self.forced = why
+    def _force(self, reason: str) -> None:
+        self.forced = reason
         self.execution.kill()
 
     # --- outcome --------------------------------------------------------------------------------------
 
     def _judge(self) -> Outcome:
-        asked, outcomes = self.signals.first, set(self.execution.outcomes.values())
+        first_signal, outcomes = self.signals.first, set(self.execution.outcomes.values())
         if not self.execution.failures:
             if outcomes == {"completed"}:
                 return Outcome("completed", DONE)
-            if (self.forced is None and asked is not None) or "stopped" in outcomes:
-                by_user = asked is signal.SIGINT or events.stop_requested(self.run)
+            if (self.forced is None and first_signal is not None) or "stopped" in outcomes:
+                by_user = first_signal is signal.SIGINT or events.stop_requested(self.run)
                 return _STOPPED if by_user else Outcome("preempted", PREEMPTED)
-        if self.forced is not None and asked is signal.SIGINT:
+        if self.forced is not None and first_signal is signal.SIGINT:
             return _STOPPED
         return self._failed()
 
@@ -188,7 +188,7 @@ class Attempt:
             late = RankFailure(first.ranks[0], 0, first.host, time.time())
             remedy = "a larger launcher.stop_grace_s"
             failures = [replace(late, diagnosis=self.forced, remedy=remedy)]
-        elif waited_in_vain(failures) and (silent := self._silent()):
+        elif all_timed_out(failures) and (silent := self._silent_ranks()):
             limit = self.launcher.collective_timeout_s
             failures.append(absent_ranks(silent, limit))
         elif not failures:
@@ -200,7 +200,7 @@ class Attempt:
             failure.write(self.run, cause)
         return Outcome("failed", WRONG if cause.user_error else FAILED, cause)
 
-    def _silent(self) -> list[RankFailure]:
+    def _silent_ranks(self) -> list[RankFailure]:
         """List the ranks that did not fail."""
         failed = {failure.rank for failure in self.execution.failures.values()}
         return [

@@ -12,20 +12,22 @@ from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
+from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.lifecycle.one_shot_job import NO_RUN, execute
-from nanoscale.launch.preflight.verdicts import Verdict, named
+from nanoscale.launch.preflight.verdicts import Verdict, join_names
 from nanoscale.processes.messages import BANDWIDTH
 from nanoscale.runs.failure import Evidence, diagnose, first_cause
 
 CHECK = "bandwidth"
-_RANKS_HERE = 2
+_SINGLE_HOST_RANKS = 2
 """Ranks of a single host without GPUs."""
 _FEWEST_PAIRS = 3
 """The fewest pairs among which one can stand out."""
-_OPEN = "look for a firewall or a missing route: between the hosts, all ports must be open"
-_LOOK_AT = "cables, link speed (`ethtool`), errors (`ip -s link`), other jobs"
+_FIREWALL_REMEDY = (
+    "look for a firewall or a missing route: between the hosts, all ports must be open"
+)
+_NETWORK_CHECKS = "cables, link speed (`ethtool`), errors (`ip -s link`), other jobs"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def bus_gb_s(size: int, seconds: float, ranks: int) -> float:
 
 def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
     """Request the hosts' facts and prepare them for the test; returns when all have answered, or are lost."""
-    environment = passed_on(config, _plan(fleet.members, config).world_size, os.environ)
+    environment = agent_environment(config, _plan(fleet.members, config).world_size, os.environ)
     fleet.prepare(environment, will_launch=will_measure, job=BANDWIDTH)
     fleet.gather()
 
@@ -104,24 +106,26 @@ def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
     """Plan one rank per device; without GPUs one per host, or two if there is one host."""
     hosts = [member.host for member in members]
     if config.launcher.device == "cpu":
-        ranks = 1 if len(hosts) > 1 else _RANKS_HERE
+        ranks = 1 if len(hosts) > 1 else _SINGLE_HOST_RANKS
         hosts = [replace(host, slots=ranks) for host in hosts]
-    world = sum(host.slots for host in hosts)
+    world_size = sum(host.slots for host in hosts)
     facts = members[0].facts
     port = facts["port"] if facts is not None else None
-    return plan_launch(_laid_out(config, world), NO_RUN, 1, world, hosts, port)
+    return plan_launch(
+        _data_parallel_config(config, world_size), NO_RUN, 1, world_size, hosts, port
+    )
 
 
-def _laid_out(config: Config, world: int) -> ResolvedConfig:
+def _data_parallel_config(config: Config, world_size: int) -> ResolvedConfig:
     """Return a configuration of replicas, which trains nothing."""
-    layout = Parallel(dp=world, virtual_stages=1)
+    layout = Parallel(dp=world_size, virtual_stages=1)
     train = replace(config.train, micro_batch=1, steps=1)
     return resolved(replace(config, parallel=layout, train=train))
 
 
-def _ranks_config(config: Config, world: int) -> ResolvedConfig:
-    launcher = replace(config.launcher, collective_timeout_s=time_limit_s(world) / 2)
-    return _laid_out(replace(config, launcher=launcher), world)
+def _ranks_config(config: Config, world_size: int) -> ResolvedConfig:
+    launcher = replace(config.launcher, collective_timeout_s=time_limit_s(world_size) / 2)
+    return _data_parallel_config(replace(config, launcher=launcher), world_size)
 
 
 def time_limit_s(ranks: int) -> float:
@@ -138,25 +142,25 @@ def judge(test: JobExecution) -> Measured:
     if test.failures:
         return Measured(None, (_failed(test),))
     if test.late or test.result is None:
-        text = (
-            f"the test did not end within {test.limit_s:g} s; {named(test.late)} had not finished"
+        text = f"the test did not end within {test.limit_s:g} s; {join_names(test.late)} had not finished"
+        return Measured(
+            None, (Verdict(test.members[0].name, CHECK, False, text, _FIREWALL_REMEDY),)
         )
-        return Measured(None, (Verdict(test.members[0].name, CHECK, False, text, _OPEN),))
     if test.result["closed"]:
-        return Measured(None, tuple(judge_ways(test.result["closed"])))
+        return Measured(None, tuple(judge_connections(test.result["closed"])))
     figures = read_figures(test.result)
     return Measured(figures, tuple(judge_pairs(figures)))
 
 
 def _failed(test: JobExecution) -> Verdict:
     cause = first_cause(list(test.failures.values()))
-    said = cause.message.strip().partition("\n")[0]
+    first_line = cause.message.strip().partition("\n")[0]
     if cause.rank is None and cause.type:  # of the agent: it did not find the others
-        text = f"does not reach {test.plan.master_addr}:{test.plan.master_port} ({said})"
-        return Verdict(cause.host, CHECK, False, text, _OPEN)
+        text = f"does not reach {test.plan.master_addr}:{test.plan.master_port} ({first_line})"
+        return Verdict(cause.host, CHECK, False, text, _FIREWALL_REMEDY)
     diagnosis, remedy = diagnose(cause, test.evidence.get(cause.host, Evidence()))
-    who = "the agent" if cause.rank is None else f"rank {cause.rank}"
-    text = f"the test failed: {who}: {diagnosis}" + (f" ({said})" if said else "")
+    source = "the agent" if cause.rank is None else f"rank {cause.rank}"
+    text = f"the test failed: {source}: {diagnosis}" + (f" ({first_line})" if first_line else "")
     return Verdict(cause.host, CHECK, False, text, remedy)
 
 
@@ -165,13 +169,16 @@ def read_figures(result: dict[str, Any]) -> Figures:
     ranks, size = len(result["hosts"]), result["message_bytes"]
     hosts = tuple(dict.fromkeys(result["hosts"]))
     names = result["hosts"] if len(hosts) > 1 else [f"rank {rank}" for rank in range(ranks)]
-    reduced = [(one["bytes"], one["seconds"]) for one in result["all_reduce"]]
+    all_reduces = [(entry["bytes"], entry["seconds"]) for entry in result["all_reduce"]]
     slow = [tuple(pair) for pair in result["slow"]]
     return Figures(
         backend=result["backend"],
         ranks=ranks,
         hosts=hosts,
-        all_reduce=tuple(AllReduce(n, s * 1e6, bus_gb_s(n, s, ranks)) for n, s in reduced),
+        all_reduce=tuple(
+            AllReduce(size_bytes, seconds * 1e6, bus_gb_s(size_bytes, seconds, ranks))
+            for size_bytes, seconds in all_reduces
+        ),
         pairs=tuple(
             Pair(
                 ends=(names[pair["ranks"][0]], names[pair["ranks"][1]]),
@@ -185,34 +192,34 @@ def read_figures(result: dict[str, Any]) -> Figures:
     )
 
 
-def judge_ways(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
+def judge_connections(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
     """Yield each host with those that it does not reach, for the same reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for way in closed:
-        reasons.setdefault((way["host"], way["why"]), []).append(f"{way['to']} ({way['address']})")
-    for (host, why), others in reasons.items():
-        text = f"does not reach {named(others)}: {why}"
-        yield Verdict(host, "network", False, text, _OPEN)
+    for connection in closed:
+        reasons.setdefault((connection["host"], connection["why"]), []).append(
+            f"{connection['to']} ({connection['address']})"
+        )
+    for (host, reason), others in reasons.items():
+        text = f"does not reach {join_names(others)}: {reason}"
+        yield Verdict(host, "network", False, text, _FIREWALL_REMEDY)
 
 
 def judge_pairs(figures: Figures) -> Iterator[Verdict]:
     """Yield a verdict on slow pairs; if one host is in all of them, it is to blame."""
     if len(figures.pairs) < _FEWEST_PAIRS:
         return
-    usual = median(pair.gb_s for pair in figures.pairs)
+    median_gb_s = median(pair.gb_s for pair in figures.pairs)
     slow = [pair for pair in figures.pairs if pair.slow]
-    common = set.intersection(*(set(pair.ends) for pair in slow)) if len(slow) > 1 else set()
+    common_hosts = set.intersection(*(set(pair.ends) for pair in slow)) if len(slow) > 1 else set()
     for pair in slow:
-        blamed = sorted(common) or pair.ends
-        text = (
-            f"{' – '.join(pair.ends)} {pair.gb_s:.3g} GB/s, less than half of the usual {usual:.3g}"
-        )
-        remedy = f"look at the network of {' and '.join(blamed)}: {_LOOK_AT}"
-        yield Verdict(_host(figures, blamed[0]), CHECK, False, text, remedy)
-    ill = {_host(figures, end) for pair in slow for end in pair.ends}
+        suspects = sorted(common_hosts) or pair.ends
+        text = f"{' – '.join(pair.ends)} {pair.gb_s:.3g} GB/s, less than half of the usual {median_gb_s:.3g}"
+        remedy = f"look at the network of {' and '.join(suspects)}: {_NETWORK_CHECKS}"
+        yield Verdict(_host(figures, suspects[0]), CHECK, False, text, remedy)
+    slow_hosts = {_host(figures, end) for pair in slow for end in pair.ends}
     for host in figures.hosts:
-        if host not in ill:
-            text = f"is in no pair with less than half of the usual {usual:.3g} GB/s"
+        if host not in slow_hosts:
+            text = f"is in no pair with less than half of the usual {median_gb_s:.3g} GB/s"
             yield Verdict(host, CHECK, True, text)
 
 

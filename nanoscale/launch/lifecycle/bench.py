@@ -39,7 +39,7 @@ _MEASURE = "nanoscale bench"
 
 
 @contextmanager
-def room_for_checkpoint(config: ResolvedConfig) -> Iterator[Path | None]:
+def checkpoint_folder(config: ResolvedConfig) -> Iterator[Path | None]:
     """Provide a folder beside the runs for the checkpoint to measure; None if none is requested.
 
     The folder of runs is where checkpoints are written, and all hosts share it.
@@ -48,16 +48,16 @@ def room_for_checkpoint(config: ResolvedConfig) -> Iterator[Path | None]:
         yield None
         return
     root = Path(config.run.root).absolute()
-    made = [path for path in (root, *root.parents) if not path.exists()]
+    created = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
     try:
         with unwinding(), TemporaryDirectory(prefix=".bench-", dir=root) as folder:
-            aside = RunDirectory(Path(folder))
-            aside.checkpoints.mkdir()
-            fence.begin(aside, 1)
-            yield aside.path
+            scratch = RunDirectory(Path(folder))
+            scratch.checkpoints.mkdir()
+            fence.begin(scratch, 1)
+            yield scratch.path
     finally:
-        for path in made:
+        for path in created:
             if not any(path.iterdir()):
                 path.rmdir()
 
@@ -71,14 +71,14 @@ def document(config: ResolvedConfig, measured: Document, plan: Document | None) 
     layout, times = config.parallel, measured["times_s"]
     seconds = median(times)
     speed = config.tokens_per_step / fmean(times)
-    each = speed / config.world_size
+    speed_per_device = speed / config.world_size
     checkpoint = measured["checkpoint"]
     if checkpoint and "stall_s" in checkpoint:
-        between = config.checkpoint.every * seconds
+        interval_s = config.checkpoint.every * seconds
         if config.checkpoint.every_minutes:
-            between = min(between, 60 * config.checkpoint.every_minutes)
-        lost = checkpoint["stall_s"] / between
-        checkpoint = {**checkpoint, "every": config.checkpoint.every, "share": lost}
+            interval_s = min(interval_s, 60 * config.checkpoint.every_minutes)
+        stall_share = checkpoint["stall_s"] / interval_s
+        checkpoint = {**checkpoint, "every": config.checkpoint.every, "share": stall_share}
     return {
         "model": config.model.name,
         "parameters": parameters(config.model),
@@ -105,10 +105,10 @@ def document(config: ResolvedConfig, measured: Document, plan: Document | None) 
         "step_time_deviation_s": pstdev(times),
         "first_step_s": measured["first_step_s"],
         "tokens_per_s": speed,
-        "tokens_per_s_per_device": each,
+        "tokens_per_s_per_device": speed_per_device,
         "loss": measured["loss"],
         "memory_gib": measured["memory_gib"],
-        **_use(config, measured, each, plan),
+        **_utilisation(config, measured, speed_per_device, plan),
         "parts": measured["parts"],
         "checkpoint": checkpoint,
         "predicted": _predicted(plan),
@@ -116,31 +116,31 @@ def document(config: ResolvedConfig, measured: Document, plan: Document | None) 
     }
 
 
-def _use(
-    config: ResolvedConfig, measured: Document, each: float, plan: Document | None
+def _utilisation(
+    config: ResolvedConfig, measured: Document, speed_per_device: float, plan: Document | None
 ) -> Document:
     """Return the utilisation of the device: of its peak, and of its measured rate of large products."""
     name = None if measured["device"] == "cpu" else measured["device"]
     peak, rate = peak_of(config, name), measured["matmul_flops"]
-    known = not has_experts(config.model.hf_config)
-    flops = each * trained_flops_per_token(config) if known else None
-    again = _computed_again(config, plan)
+    is_known = not has_experts(config.model.hf_config)
+    flops = speed_per_device * trained_flops_per_token(config) if is_known else None
+    recompute_factor = _recompute_factor(config, plan)
 
-    def share(of: float | None, factor: float | None = 1.0) -> float | None:
-        return flops * factor / of if flops and of and factor else None
+    def share(reference: float | None, factor: float | None = 1.0) -> float | None:
+        return flops * factor / reference if flops and reference and factor else None
 
     return {
         "model_tflops": flops / 1e12 if flops else None,
         "peak_tflops": peak / 1e12 if peak else None,
         "matmul_tflops": rate / 1e12,
         "mfu": share(peak),
-        "hfu": share(peak, again),
+        "hfu": share(peak, recompute_factor),
         "mfu_of_measured": share(rate),
-        "hfu_of_measured": share(rate, again),
+        "hfu_of_measured": share(rate, recompute_factor),
     }
 
 
-def _computed_again(config: ResolvedConfig, plan: Document | None) -> float | None:
+def _recompute_factor(config: ResolvedConfig, plan: Document | None) -> float | None:
     """Return all FLOPs over the model's, which do not depend on the speed; None if unknown."""
     if config.parallel.activation_checkpointing == "none":
         return 1.0
@@ -168,40 +168,44 @@ def read_other(name: str) -> Document:
     file = Path(name).expanduser()
     if file.is_file():
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            float(found["step_time_s"])
+            document = json.loads(file.read_text(encoding="utf-8"))
+            float(document["step_time_s"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             text = f"--compare {name} is not the JSON of a bench ({type(error).__name__}: {error})"
             raise UserError("usage", f"{text}: {_MEASURE} … --json > FILE makes one") from None
-        return {"name": name, **{key: found.get(key) for key in COMPARED}}
-    return _of_run(RunDirectory.open(name))
+        return {"name": name, **{key: document.get(key) for key in COMPARED}}
+    return _run_figures(RunDirectory.open(name))
 
 
-def _of_run(run: RunDirectory) -> Document:
+def _run_figures(run: RunDirectory) -> Document:
     """Return a run's figures, as far as metrics.jsonl has them: the median of the steps after the first
     ones."""
-    told, config = steady(run), load(run.config)
-    if told.seconds is None:
+    steady_steps, config = steady(run), load(run.config)
+    if steady_steps.seconds is None:
         raise UserError(
             "run",
             f"--compare {run.reference}: it has logged no steps after the first {WARM_UP}",
         )
-    speed = config.tokens_per_step / told.seconds
+    speed = config.tokens_per_step / steady_steps.seconds
     last = metrics.last(run) or {}
     scale = last.get("mfu") and last["mfu"] / last["tokens_per_s"]
     return {
         "name": run.reference,
         **dict.fromkeys(COMPARED),
-        "step_time_s": told.seconds,
+        "step_time_s": steady_steps.seconds,
         "tokens_per_s": speed,
         "tokens_per_s_per_device": speed / config.world_size,
         "mfu": scale and scale * speed,
-        "memory_gib": told.memory_gib,
+        "memory_gib": steady_steps.memory_gib,
     }
 
 
-def compared(found: Document, other: Document) -> Document:
+def compare_figures(document: Document, other: Document) -> Document:
     """Return the other's figures, and the ratio of this one's to them, by name."""
-    pairs = {name: (found[name], other[name]) for name in COMPARED}
-    ratios = {name: mine / theirs for name, (mine, theirs) in pairs.items() if mine and theirs}
+    pairs = {name: (document[name], other[name]) for name in COMPARED}
+    ratios = {
+        name: value / other_value
+        for name, (value, other_value) in pairs.items()
+        if value and other_value
+    }
     return {**other, "ratios": ratios}

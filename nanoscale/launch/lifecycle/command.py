@@ -12,12 +12,12 @@ from typing import Any
 from nanoscale.config.machines import Host
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
-from nanoscale.launch.hosts.mesh import Mesh, Place, arrange
+from nanoscale.launch.hosts.mesh import Mesh, RankPlacement, arrange
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document
 
-_PASSED_ON = (
+_INHERITED = (
     "CUDA",
     "DS_",
     "FI_",
@@ -35,10 +35,10 @@ _PASSED_ON = (
 )
 """Prefixes of variables that affect a job on any host."""
 
-_LOCAL = ("LD_", "NVIDIA")
+_INHERITED_LOCALLY = ("LD_", "NVIDIA")
 """Prefixes of variables that affect it on this host."""
 
-_NOT_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHOME", "PYTHONPATH")
+_NOT_INHERITED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHOME", "PYTHONPATH")
 """Variables that differ on every host."""
 
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
@@ -61,7 +61,7 @@ class HostPlan:
     """Ranks to start there."""
     ranks: tuple[int, ...]
     command: tuple[str, ...]
-    """The command here that starts the agent there."""
+    """The command on this machine that starts the agent there."""
     devices: tuple[int, ...] | None = None
     """The devices to use, if not the first ones."""
 
@@ -83,7 +83,7 @@ class LaunchPlan:
     environment: dict[str, str]
     """The variables set for the agents."""
     inherited: tuple[str, ...]
-    """Names of variables that are passed on from here; their values are private."""
+    """Names of variables that are passed on from this machine; their values are private."""
     mesh: Mesh = field(default_factory=Mesh)
 
     def document(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def read_plan(run: RunDirectory) -> LaunchPlan | None:
         document = read_document(run.launch)
         hosts = tuple(HostPlan(**_tuples(host)) for host in document.pop("hosts"))
         mesh = document.pop("mesh")
-        places = tuple(Place(**place) for place in mesh["ranks"])
-        return LaunchPlan(hosts=hosts, mesh=Mesh(mesh["axes"], places), **_tuples(document))
+        placements = tuple(RankPlacement(**placement) for placement in mesh["ranks"])
+        return LaunchPlan(hosts=hosts, mesh=Mesh(mesh["axes"], placements), **_tuples(document))
     except FileNotFoundError:
         return None
     except (TypeError, KeyError, AttributeError) as error:
@@ -111,7 +111,9 @@ def read_plan(run: RunDirectory) -> LaunchPlan | None:
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     """Convert JSON's lists to tuples."""
-    return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
 
 
 def plan_launch(
@@ -129,12 +131,12 @@ def plan_launch(
         master_port: the port that the first host has reserved, once it has.
     """
     transport = transport_of(config)
-    hosts = hosts or (here(config),)
+    hosts = hosts or (local_host(config),)
     commands = transport.commands(hosts)
     ranks = _ranks(hosts)
     plans = tuple(
-        HostPlan(host.address, host.slots, own, command, host.devices)
-        for host, own, command in zip(hosts, ranks, commands, strict=True)
+        HostPlan(host.address, host.slots, host_ranks, command, host.devices)
+        for host, host_ranks, command in zip(hosts, ranks, commands, strict=True)
     )
     return LaunchPlan(
         attempt=attempt,
@@ -143,12 +145,12 @@ def plan_launch(
         master_addr=config.launcher.master_addr or transport.address_of(hosts[0]),
         master_port=master_port or wanted_port(config, run),
         environment=_environment(config, world_size, os.environ),
-        inherited=tuple(sorted(name for name in os.environ if _is_passed_on(config, name))),
+        inherited=tuple(sorted(name for name in os.environ if _is_inherited(config, name))),
         mesh=arrange([(plan.host, plan.ranks) for plan in plans], config.parallel),
     )
 
 
-def here(config: Config) -> Host:
+def local_host(config: Config) -> Host:
     """Return this machine as the one host of a resolved configuration."""
     assert isinstance(config.launcher.devices, int)
     return Host(socket.gethostname(), config.launcher.devices)
@@ -161,10 +163,12 @@ def wanted_port(config: Config, run: RunDirectory) -> int:
     return _PORTS[zlib.crc32(str(run.path).encode()) % len(_PORTS)]
 
 
-def passed_on(config: Config, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:
+def agent_environment(
+    config: Config, world_size: int, inherited: Mapping[str, str]
+) -> dict[str, str]:
     """Return the environment of the agents in addition to that of their hosts."""
-    chosen = {name: value for name, value in inherited.items() if _is_passed_on(config, name)}
-    return chosen | _environment(config, world_size, inherited)
+    passed = {name: value for name, value in inherited.items() if _is_inherited(config, name)}
+    return passed | _environment(config, world_size, inherited)
 
 
 def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:
@@ -176,14 +180,14 @@ def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:
     return shares
 
 
-def _is_passed_on(config: Config, name: str) -> bool:
+def _is_inherited(config: Config, name: str) -> bool:
     if transport_of(config).is_local:
-        return name.startswith(_PASSED_ON + _LOCAL)
-    if name in _NOT_PASSED_ON:
+        return name.startswith(_INHERITED + _INHERITED_LOCALLY)
+    if name in _NOT_INHERITED:
         return False
-    chosen = [*config.launcher.pass_env, *_trackers(config)]
-    beginnings = tuple(entry[:-1] for entry in chosen if entry.endswith("*"))
-    return name in chosen or name.startswith(_PASSED_ON + beginnings)
+    patterns = [*config.launcher.pass_env, *_trackers(config)]
+    prefixes = tuple(entry[:-1] for entry in patterns if entry.endswith("*"))
+    return name in patterns or name.startswith(_INHERITED + prefixes)
 
 
 def _trackers(config: Config) -> list[str]:
@@ -198,8 +202,8 @@ def _environment(config: Config, world_size: int, inherited: Mapping[str, str]) 
     environment = {}
     if config.launcher.threads != "auto":
         environment["OMP_NUM_THREADS"] = str(config.launcher.threads)
-    chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(inherited)
-    if config.launcher.device == "cpu" and not chosen:
+    spin_settings = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(inherited)
+    if config.launcher.device == "cpu" and not spin_settings:
         # By default threads spin so long at a barrier that one busy process slows a step thirtyfold.
         environment["GOMP_SPINCOUNT"] = "1000"
     if config.launcher.device == "cuda" and not _ALLOCATOR.intersection(inherited):

@@ -13,7 +13,7 @@ from nanoscale.launch.preflight.preflight import skew_s
 from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import Evidence, RankFailure, is_consequence
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _CAUSE_GRACE_S = 1.5
 """Seconds to wait for a better explanation while ranks only report that they lost another one."""
 _KILL_S = 10.0
@@ -30,9 +30,9 @@ class JobExecution:
     """The members in the order of the plan's hosts."""
     order: Message
     """The content of the order to launch besides the layout: the job, its folder and its limits."""
-    look: Callable[[], None] = lambda: None
+    on_poll: Callable[[], None] = lambda: None
     """A function that is called after each wait for messages, before they are handled."""
-    hear: Callable[[Member, Message], None] = lambda _member, _message: None
+    on_message: Callable[[Member, Message], None] = lambda _member, _message: None
     """A function that is called with each message that is about output or a signal."""
     limit_s: float | None = None
     """Seconds for the whole job; None: any time."""
@@ -54,21 +54,21 @@ class JobExecution:
             self.outcomes = {member.name: "never started" for member in self.members}
         else:
             self._launch()
-        began = time.monotonic()
+        start = time.monotonic()
         while not self.is_over:
-            news = self.fleet.poll(_LOOK_S)
-            self.look()
-            for member, message in news:
+            messages = self.fleet.poll(_POLL_S)
+            self.on_poll()
+            for member, message in messages:
                 self._receive(member, message)
             self._note_lost()
-            self._end_at_limit(began)
+            self._end_at_limit(start)
             self._end_after_failure()
             self._give_up_stragglers()
 
     def kill(self, *, stacks: bool = False) -> None:
         """Order all agents to end their ranks at once."""
         self.killing_since = time.monotonic()
-        self.fleet.tell(self.members, "kill", attempt=self.plan.attempt, stacks=stacks)
+        self.fleet.send(self.members, "kill", attempt=self.plan.attempt, stacks=stacks)
 
     def abandon(self) -> None:
         """Close the connections, upon which agents exit; in its rendezvous an agent follows no order."""
@@ -76,7 +76,7 @@ class JobExecution:
             self.fleet.give_up(member)
         deadline = time.monotonic() + _KILL_S
         while any(map(_is_connected, self.members)) and time.monotonic() < deadline:
-            self.fleet.poll(_LOOK_S)
+            self.fleet.poll(_POLL_S)
 
     @property
     def is_over(self) -> bool:
@@ -86,7 +86,7 @@ class JobExecution:
 
     def _launch(self) -> None:
         for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
-            self.fleet.tell(
+            self.fleet.send(
                 [member],
                 "launch",
                 **self.order,
@@ -102,7 +102,7 @@ class JobExecution:
 
     def _receive(self, member: Member, message: Message) -> None:
         if message["kind"] in ("output", "signal"):
-            self.hear(member, message)
+            self.on_message(member, message)
         elif message.get("attempt") != self.plan.attempt:
             pass  # belongs to an attempt that was given up
         elif message["kind"] == "failing":
@@ -118,8 +118,8 @@ class JobExecution:
         for document in documents:
             failure = RankFailure(**document)
             key = (failure.host, failure.rank)
-            known = self.failures.get(key)
-            after_kill = self.killing_since is not None and known is None and not failure.type
+            recorded = self.failures.get(key)
+            after_kill = self.killing_since is not None and recorded is None and not failure.type
             if not after_kill:
                 self.failures[key] = replace(failure, time=failure.time - skew)
         if self.failures and self.failing_since is None:
@@ -138,10 +138,10 @@ class JobExecution:
 
     # --- the end --------------------------------------------------------------------------------------
 
-    def _end_at_limit(self, began: float) -> None:
+    def _end_at_limit(self, start: float) -> None:
         if self.limit_s is None or self.failing_since is not None or self.killing_since is not None:
             return
-        if time.monotonic() - began > self.limit_s:
+        if time.monotonic() - start > self.limit_s:
             self.late = [member.name for member in self._unfinished()]
             self.kill()
 
@@ -151,7 +151,10 @@ class JobExecution:
             return
         failures = list(self.failures.values())
         waited = time.monotonic() - self.failing_since > _CAUSE_GRACE_S
-        all_failed = len([f for f in failures if f.rank is not None]) == self.plan.world_size
+        all_failed = (
+            len([failure for failure in failures if failure.rank is not None])
+            == self.plan.world_size
+        )
         if waited or all_failed or not all(map(is_consequence, failures)):
             self.kill(stacks=waited)
 

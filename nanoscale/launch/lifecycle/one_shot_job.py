@@ -12,7 +12,12 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Host
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.lifecycle.command import LaunchPlan, here, passed_on, plan_launch
+from nanoscale.launch.lifecycle.command import (
+    LaunchPlan,
+    agent_environment,
+    local_host,
+    plan_launch,
+)
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.preflight.preflight import require_ready
 from nanoscale.processes.messages import Message
@@ -22,7 +27,7 @@ from nanoscale.runs.tail import LineSplitter
 
 NO_RUN = RunDirectory(Path("/"))
 """A run directory in the place of a run's, which is neither read nor written."""
-_MEET_S = 600.0
+_RENDEZVOUS_S = 600.0
 
 
 class OneShotJobError(Exception):
@@ -49,16 +54,16 @@ def run_one_shot_job(
         UserError: the hosts are not ready, or a rank found an error in the request.
         OneShotJobError: it failed otherwise.
     """
-    hosts = hosts or (here(config),)
-    world = config.world_size
+    hosts = hosts or (local_host(config),)
+    world_size = config.world_size
     with Fleet(config, hosts, Path(config.run.root).absolute()) as fleet:
-        fleet.prepare(passed_on(config, world, os.environ), will_launch=True, job=job)
+        fleet.prepare(agent_environment(config, world_size, os.environ), will_launch=True, job=job)
         fleet.gather()
         if config.launcher.preflight:
             require_ready(fleet, config)
         facts = fleet.members[0].facts
         port = facts["port"] if facts is not None else None
-        plan = plan_launch(config, NO_RUN, 1, world, hosts, port)
+        plan = plan_launch(config, NO_RUN, 1, world_size, hosts, port)
         return _result(execute(fleet, fleet.members, plan, config, job, task, on_line))
 
 
@@ -80,12 +85,12 @@ def execute(
     """
     lines = LineSplitter()
 
-    def hear(_: Member, message: Message) -> None:
+    def on_message(_: Member, message: Message) -> None:
         if message["kind"] == "output" and (message["rank"], message["stream"]) == (0, "out"):
             for line in lines.feed(message["carried"]):
                 on_line(line.decode(errors="replace"))
 
-    meet_s = _MEET_S if limit_s is None else limit_s / 4
+    meet_s = _RENDEZVOUS_S if limit_s is None else limit_s / 4
     order = {
         "job": job,
         "run": None,
@@ -94,7 +99,7 @@ def execute(
         "lost_after_s": limit_s or meet_s,
         "meet_s": meet_s,
     }
-    execution = JobExecution(fleet, plan, members, order, hear=hear, limit_s=limit_s)
+    execution = JobExecution(fleet, plan, members, order, on_message=on_message, limit_s=limit_s)
     try:
         execution.run()
     except BaseException:
@@ -114,7 +119,7 @@ def _result(execution: JobExecution) -> dict[str, Any]:
         raise error
     cause = first_cause(failures)
     diagnosis, remedy = diagnose(cause, execution.evidence.get(cause.host, Evidence()))
-    who = "the agent" if cause.rank is None else f"rank {cause.rank}"
-    lines = [f"{who} on {cause.host} failed: {diagnosis}"]
+    source = "the agent" if cause.rank is None else f"rank {cause.rank}"
+    lines = [f"{source} on {cause.host} failed: {diagnosis}"]
     lines += [f"  remedy: {remedy}"] if remedy else []
     raise OneShotJobError("\n".join([*lines, cause.traceback.rstrip()]).rstrip())

@@ -81,17 +81,22 @@ def check_new_run(config: ResolvedConfig) -> None:
 def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
     """Name the runs of an array: a shared name, requested or unused, and a number."""
     first = requests[0]
-    asked = first.config.run.name
-    shared = asked or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if asked is None or (first.repeats and not first.composed.by_hand("run.name")):
-        shared = free_names(Path(first.config.run.root), shared, len(requests))
+    requested_name = first.config.run.name
+    shared_name = (
+        requested_name or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    if requested_name is None or (first.repeats and not first.composed.by_hand("run.name")):
+        shared_name = free_names(Path(first.config.run.root), shared_name, len(requests))
     named = [
         replace(
-            one, config=replace(one.config, run=replace(one.config.run, name=f"{shared}-{number}"))
+            request,
+            config=replace(
+                request.config, run=replace(request.config.run, name=f"{shared_name}-{number}")
+            ),
         )
-        for number, one in enumerate(requests)
+        for number, request in enumerate(requests)
     ]
-    return shared, named
+    return shared_name, named
 
 
 def check_new_runs(requests: Sequence[Request], shared: str) -> None:
@@ -129,16 +134,16 @@ def new_run(request: Request) -> Iterator[RunLock]:
         UserError: the name is used by now, or the root cannot be written to.
     """
     run = request.run
-    with ExitStack() as held:
-        with RunDirectory.build(run.path.parent, run.name) as aside:
-            lock = held.enter_context(RunLock(run, aside.path))
-            write_configuration(aside, request)
-            write_json(aside.environment, environment(request.devices))
+    with ExitStack() as stack:
+        with RunDirectory.build(run.path.parent, run.name) as new_directory:
+            lock = stack.enter_context(RunLock(run, new_directory.path))
+            write_configuration(new_directory, request)
+            write_json(new_directory.environment, environment(request.devices))
             if request.plan is not None:
-                write_json(aside.plan, request.plan)
+                write_json(new_directory.plan, request.plan)
             if request.program is not None:
-                write_json(aside.program, request.program)
-            status.write(aside, status.prepared())
+                write_json(new_directory.program, request.program)
+            status.write(new_directory, status.prepared())
         yield lock
 
 
@@ -157,9 +162,9 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     record_changes(run, request.config, request.composed.by_hand_around)
     if request.composed.by_hand(tags.KEY):
         run.tags.unlink(missing_ok=True)
-    before = run.config.read_text(encoding="utf-8")
-    if dump(request.config, request.asked) != before:
-        write_atomically(run.attempt_config(last_attempt), before)
+    previous = run.config.read_text(encoding="utf-8")
+    if dump(request.config, request.asked) != previous:
+        write_atomically(run.attempt_config(last_attempt), previous)
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
         run.program.unlink(missing_ok=True)
@@ -171,7 +176,10 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
 def provenance(composed: Composed) -> dict[str, Any]:
     """Return the content of provenance.json: every key's value and source, and the values that it replaced."""
     return {
-        key: {**_plain(settings[-1]), "overrode": [_plain(s) for s in reversed(settings[:-1])]}
+        key: {
+            **_provenance_entry(settings[-1]),
+            "overrode": [_provenance_entry(setting) for setting in reversed(settings[:-1])],
+        }
         for key, settings in composed.history.items()
     }
 
@@ -202,7 +210,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _plain(setting: Any) -> dict[str, Any]:
+def _provenance_entry(setting: Any) -> dict[str, Any]:
     entry = asdict(setting)
     if names := variables(entry["value"]):
         entry["environment"] = names

@@ -17,16 +17,16 @@ from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
-from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
+from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
 from nanoscale.runs.lock import RunLock
 
-_PAUSE_S = 1.0
+_SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _MOST_EMPTY_LOGS = 1024
 
 
@@ -62,19 +62,19 @@ class Supervisor:
         return self._plan
 
     def _attempts(self, number: int) -> Outcome:
-        left = self.request.config.launcher.max_restarts
-        pause = _PAUSE_S
+        restarts_left = self.request.config.launcher.max_restarts
+        pause = _SHORTEST_PAUSE_S
         while True:
             outcome = self._attempt(number)
-            worked = self.view.running
-            if not left or not self._may_restart(outcome):
+            has_trained = self.view.running
+            if not restarts_left or not self._may_restart(outcome):
                 return outcome
-            pause = _PAUSE_S if worked else min(2 * pause, _LONGEST_PAUSE_S)
-            left, number = left - 1, number + 1
-            self._say_restart(outcome, left)
-            self._wait(0.0 if worked else pause)
+            pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
+            restarts_left, number = restarts_left - 1, number + 1
+            self._record_restart(outcome, restarts_left)
+            self._wait(0.0 if has_trained else pause)
             if self.signals.first is None:
-                self._gather_again()
+                self._reconnect()
             if self.signals.first is not None:
                 return outcome
 
@@ -106,13 +106,13 @@ class Supervisor:
         for count in range(len(present), least - 1, -1):
             members = present[:count]
             try:
-                self._fit([member.host for member in members], number)
+                self._resolve_for([member.host for member in members], number)
             except UserError:
                 continue  # the layout does not fit this number
             return members
         return self.fleet.members
 
-    def _fit(self, hosts: Sequence[Host], number: int) -> None:
+    def _resolve_for(self, hosts: Sequence[Host], number: int) -> None:
         """Resolve the configuration for other hosts than before."""
         if tuple(hosts) == self.request.hosts:
             return
@@ -134,7 +134,7 @@ class Supervisor:
             facts["port"] if facts else None,
         )
 
-    def _gather_again(self) -> None:
+    def _reconnect(self) -> None:
         lost = [member for member in self.fleet.members if not member.is_present]
         if lost:
             self.fleet.connect(lost)
@@ -148,22 +148,26 @@ class Supervisor:
     def _may_restart(self, outcome: Outcome) -> bool:
         return outcome.exit_code == FAILED and self.signals.first is None
 
-    def _say_restart(self, outcome: Outcome, left: int) -> None:
+    def _record_restart(self, outcome: Outcome, restarts_left: int) -> None:
         cause = outcome.failure
-        why = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
-        further = counted(left, "more restart") if left else "no more restart"
-        saved = self.run.checkpoint_steps()
-        start = (
-            f"the checkpoint of step {saved[-1]}" if saved else "step 1: no checkpoint was saved"
+        reason = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
+        more_restarts = (
+            counted(restarts_left, "more restart") if restarts_left else "no more restart"
         )
-        text = f"{why}; starting again from {start} ({further} after this)"
-        events.append(self.run, "restart", text, left=left)
+        checkpoint_steps = self.run.checkpoint_steps()
+        start = (
+            f"the checkpoint of step {checkpoint_steps[-1]}"
+            if checkpoint_steps
+            else "step 1: no checkpoint was saved"
+        )
+        text = f"{reason}; starting again from {start} ({more_restarts} after this)"
+        events.append(self.run, "restart", text, left=restarts_left)
         self.view.poll()
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.signals.first is None:
-            self.fleet.poll(_LOOK_S)
+            self.fleet.poll(_POLL_S)
             self.view.poll()
 
     def _begin(self, plan: LaunchPlan) -> None:
@@ -218,6 +222,6 @@ def prepare(
 ) -> None:
     """Let the hosts prepare and send their facts, until all have answered or are lost, or a signal comes."""
     config = request.config
-    environment = passed_on(config, config.world_size, os.environ)
+    environment = agent_environment(config, config.world_size, os.environ)
     fleet.prepare(environment, will_launch=True)
     fleet.gather(limit_s, lambda: signals.first is not None)

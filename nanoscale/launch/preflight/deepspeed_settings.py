@@ -24,23 +24,28 @@ def check_extra(composed: Composed, config: ResolvedConfig) -> None:
     """
     if config.backend.name != "deepspeed" or not config.backend.extra:
         return
-    words = [sys.executable, "-m", "nanoscale.backends.deepspeed.validate"]
+    command = [sys.executable, "-m", "nanoscale.backends.deepspeed.validate"]
     settings = json.dumps(deepspeed_settings(config))
-    done = subprocess.run(
-        words, input=settings, capture_output=True, encoding="utf-8", errors="replace", check=False
+    result = subprocess.run(
+        command,
+        input=settings,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
+    if result.returncode:
+        last = result.stderr.strip().splitlines()[-1:]
         message = f"cannot be checked: {''.join(last) or 'DeepSpeed does not start'}"
         refuse([Violation("backend.extra", None, composed.source("backend.extra"), message)])
-    problems = json.loads(done.stdout.splitlines()[-1])
+    problems = json.loads(result.stdout.splitlines()[-1])
     violations = [
         Violation(
             f"backend.extra.{path}".rstrip("."),
             None,
             composed.source("backend.extra"),
             message,
-            tuple(_instead(nearest(path, known), config.backend.extra.get(path))),
+            tuple(_suggestions(nearest(path, known), config.backend.extra.get(path))),
         )
         for path, message, known in problems
     ]
@@ -48,7 +53,7 @@ def check_extra(composed: Composed, config: ResolvedConfig) -> None:
         refuse(violations)
 
 
-def _instead(names: Sequence[str], value: object) -> Iterator[str]:
+def _suggestions(names: Sequence[str], value: object) -> Iterator[str]:
     """Yield the override that sets each of DeepSpeed's settings, by our key if one decides it."""
     for name in names:
         key = OWNED.get(name)

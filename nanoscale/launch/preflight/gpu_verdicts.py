@@ -32,22 +32,24 @@ def torch_problem(software: Message, facts: Message, member: Member) -> tuple[st
     build, driver = software["torch"], software["driver_cuda"]
     torch = f"torch {build['version']}"
     if build["cuda"] is None:
-        suited = f" for CUDA {driver[0]}" if driver else ""
+        for_driver = f" for CUDA {driver[0]}" if driver else ""
         problem = f"{torch} is built without CUDA and cannot use the GPUs"
-        return problem, f"install a build of torch{suited} there ({TORCH_BUILDS})"
+        return problem, f"install a build of torch{for_driver} there ({TORCH_BUILDS})"
     # Within a major version of CUDA each driver supports each build (NVIDIA: minor version compatibility).
     if driver and driver[0] < int(build["cuda"].partition(".")[0]):
-        supported = f"the GPU driver {facts['versions']['driver']} supports CUDA {_version(driver)}"
-        problem = f"{supported}, and {torch} is built for CUDA {build['cuda']}"
-        other = f"install a build of torch for CUDA {driver[0]} there ({TORCH_BUILDS})"
-        return problem, f"update the driver, or {other}"
+        driver_text = (
+            f"the GPU driver {facts['versions']['driver']} supports CUDA {_version(driver)}"
+        )
+        problem = f"{driver_text}, and {torch} is built for CUDA {build['cuda']}"
+        alternative = f"install a build of torch for CUDA {driver[0]} there ({TORCH_BUILDS})"
+        return problem, f"update the driver, or {alternative}"
     architectures = build["architectures"]
     gpus = list(zip(facts["devices"]["names"], software["capabilities"], strict=False))
-    without = [gpu for gpu in gpus if not has_kernels(architectures, gpu[1])]
-    if without and len(gpus) - len(without) < member.host.slots:
-        kinds = sorted({f"{name} (sm_{major}{minor})" for name, (major, minor) in without})
-        has = f"it has kernels for {', '.join(architectures)}"
-        problem = f"{torch} has no kernels for {' and '.join(kinds)}: {has}"
+    unsupported = [gpu for gpu in gpus if not has_kernels(architectures, gpu[1])]
+    if unsupported and len(gpus) - len(unsupported) < member.host.slots:
+        kinds = sorted({f"{name} (sm_{major}{minor})" for name, (major, minor) in unsupported})
+        kernels_text = f"it has kernels for {', '.join(architectures)}"
+        problem = f"{torch} has no kernels for {' and '.join(kinds)}: {kernels_text}"
         return problem, f"install a build of torch there that has them ({TORCH_BUILDS})"
     return "", ""
 
@@ -68,28 +70,28 @@ def has_kernels(architectures: Sequence[str], capability: Sequence[int]) -> bool
 def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
     kind, _, number = architecture.partition("_")
     digits = number.rstrip("af")
-    own = (int(digits[:-1]), int(digits[-1]))
+    target = (int(digits[:-1]), int(digits[-1]))
     if number.endswith("a"):
-        return capability == own
-    newer = capability >= own
-    return newer and (capability[0] == own[0] or (kind == "compute" and number == digits))
+        return capability == target
+    newer = capability >= target
+    return newer and (capability[0] == target[0] or (kind == "compute" and number == digits))
 
 
 def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdict]:
     """Judge if Triton can compile, if the job compiles. A compile that is `auto` is not resolved yet."""
-    asked, instead = [], []
+    settings, alternatives = [], []
     if config.backend.name == "native" and config.backend.compile != "off":
-        asked.append(f"backend.compile={config.backend.compile}")
-        instead.append("backend.compile=off")
+        settings.append(f"backend.compile={config.backend.compile}")
+        alternatives.append("backend.compile=off")
     if config.optimizer.name == "adamw8bit":
-        asked.append("optimizer.name=adamw8bit")
-        instead.append("optimizer=adamw")
-    if not asked:
+        settings.append("optimizer.name=adamw8bit")
+        alternatives.append("optimizer=adamw")
+    if not settings:
         return
     problem, remedy = compile_problem(facts)
     if problem:
-        text = f"{problem}, which {' and '.join(asked)} needs"
-        remedy = f"{remedy}; or {' '.join(instead)}"
+        text = f"{problem}, which {' and '.join(settings)} needs"
+        remedy = f"{remedy}; or {' '.join(alternatives)}"
         needed = config.backend.compile == "on" or config.optimizer.name == "adamw8bit"
         yield Verdict(member.name, "compiler", False, text, remedy, needed=needed)
     else:
@@ -99,16 +101,16 @@ def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdic
 
 def compile_problem(facts: Message) -> tuple[str, str]:
     """Return why Triton cannot compile kernels there, and the remedy; both empty if it can."""
-    found = facts["gpu_software"]["compiler"]
-    name_one = "launcher.env.CC=/path/to/gcc"
+    compiler = facts["gpu_software"]["compiler"]
+    setting = "launcher.env.CC=/path/to/gcc"
     if "triton" not in facts["optional_packages"]:
         return "no Triton", "install torch there again, with the packages that it depends on"
-    if found["path"] is None:
-        return f"no C compiler ({found['problem']})", f"install gcc there, or name it: {name_one}"
-    if "Python.h" in found["problem"]:
+    if compiler["path"] is None:
+        return f"no C compiler ({compiler['problem']})", f"install gcc there, or name it: {setting}"
+    if "Python.h" in compiler["problem"]:
         packages = "python3-dev, or python3-devel"
-        return f"no Python.h for {found['path']}", f"install Python's headers there ({packages})"
-    if found["problem"]:
-        text = f"no C compiler that works ({found['path']}: {found['problem']})"
-        return text, f"fix it, or name another: {name_one}"
+        return f"no Python.h for {compiler['path']}", f"install Python's headers there ({packages})"
+    if compiler["problem"]:
+        text = f"no C compiler that works ({compiler['path']}: {compiler['problem']})"
+        return text, f"fix it, or name another: {setting}"
     return "", ""

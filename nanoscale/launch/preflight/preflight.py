@@ -18,7 +18,7 @@ from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.preflight.gpu_verdicts import gpu_software
-from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict, grouped, named
+from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict, grouped, join_names
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
 from nanoscale.processes.messages import Message
@@ -37,13 +37,15 @@ def require_ready(fleet: Fleet, config: Config) -> None:
     Lost hosts are listed beside the others. Lost hosts alone are not error of the request: the attempt fails by
     them, or continues without them.
     """
-    wrong = [v for v in judge(fleet.members, config) if not v.good and v.needed]
+    failed = [
+        verdict for verdict in judge(fleet.members, config) if not verdict.good and verdict.needed
+    ]
     lost = {member.name for member in fleet.members if not member.is_present}
-    if all(verdict.host in lost for verdict in wrong):
+    if all(verdict.host in lost for verdict in failed):
         return
     violations = [
-        Violation("", None, named(group.hosts), group.finding, remedy=group.remedy)
-        for group in grouped(wrong)
+        Violation("", None, join_names(group.hosts), group.finding, remedy=group.remedy)
+        for group in grouped(failed)
     ]
     raise UserError("hosts", "the hosts are not ready for this job", violations)
 
@@ -54,24 +56,28 @@ def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
     None if there are none.
     """
     verdicts = judge(members, config)
-    wrong = [v for v in verdicts if not v.good and v.needed and v.check in _COMPARED]
-    if not wrong:
+    failed = [
+        verdict
+        for verdict in verdicts
+        if not verdict.good and verdict.needed and verdict.check in _COMPARED
+    ]
+    if not failed:
         return None
-    hosts = "; ".join(f"{_having(group)} {group.finding}" for group in grouped(wrong))
+    hosts = "; ".join(f"{_hosts_and_verb(group)} {group.finding}" for group in grouped(failed))
     return f"versions differ, which launcher.preflight=false allows: {hosts}"
 
 
-def _having(group: EqualVerdicts) -> str:
-    return f"{named(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'}"
+def _hosts_and_verb(group: EqualVerdicts) -> str:
+    return f"{join_names(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'}"
 
 
 def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
     """Return all verdicts, host by host. Unknown facts give no verdict."""
-    all_of_them = _Hosts(members, config)
+    all_hosts = _Hosts(members, config)
     verdicts: list[Verdict] = []
     for member in members:
-        for look in _looks(all_of_them, member):
-            verdicts += look(all_of_them, member, member.facts or {})
+        for check in _checks_of(all_hosts, member):
+            verdicts += check(all_hosts, member, member.facts or {})
     return verdicts
 
 
@@ -104,16 +110,24 @@ class _Hosts:
     @cached_property
     def present(self) -> dict[str, Message]:
         """The facts of those that have answered."""
-        return {m.name: m.facts for m in self.members if m.is_present and m.facts is not None}
+        return {
+            member.name: member.facts
+            for member in self.members
+            if member.is_present and member.facts is not None
+        }
 
     @cached_property
-    def alike(self) -> dict[str, Message]:
+    def comparable(self) -> dict[str, Message]:
         """The facts of the hosts with our version of nanoscale, whose messages we understand."""
-        own = self.own["nanoscale"]
-        return {n: f for n, f in self.present.items() if f["versions"]["nanoscale"] == own}
+        own_version = self.launcher_versions["nanoscale"]
+        return {
+            name: facts
+            for name, facts in self.present.items()
+            if facts["versions"]["nanoscale"] == own_version
+        }
 
     @cached_property
-    def own(self) -> dict[str, str | None]:
+    def launcher_versions(self) -> dict[str, str | None]:
         """The launcher's versions."""
         return versions()
 
@@ -124,46 +138,46 @@ class _Hosts:
 
     @cached_property
     def addresses_of_first(self) -> set[str]:
-        first = self.alike.get(self.first or "")
+        first = self.comparable.get(self.first or "")
         return set(first["network"]["addresses"]) if first is not None else set()
 
     @cached_property
-    def usual(self) -> dict[str, tuple[str | None, list[str]]]:
+    def most_common(self) -> dict[str, tuple[str | None, list[str]]]:
         """The most common version of each program and the hosts that have it; ties go to the first host."""
-        found: dict[str, dict[str | None, list[str]]] = {}
+        hosts_by_version: dict[str, dict[str | None, list[str]]] = {}
         for host, facts in self.present.items():
             for name, version in facts["versions"].items():
-                found.setdefault(name, {}).setdefault(version, []).append(host)
+                hosts_by_version.setdefault(name, {}).setdefault(version, []).append(host)
         return {
             name: max(hosts.items(), key=lambda entry: len(entry[1]))
-            for name, hosts in found.items()
+            for name, hosts in hosts_by_version.items()
         }
 
     @cached_property
-    def usual_gpus(self) -> tuple[str, ...]:
-        kinds = Counter(tuple(facts["devices"]["names"]) for facts in self.alike.values())
+    def most_common_gpus(self) -> tuple[str, ...]:
+        kinds = Counter(tuple(facts["devices"]["names"]) for facts in self.comparable.values())
         return kinds.most_common(1)[0][0]
 
     @cached_property
-    def on_machine(self) -> dict[str, str]:
+    def first_on_machine(self) -> dict[str, str]:
         """The first host of each machine."""
         names: dict[str, str] = {}
-        for host, facts in self.alike.items():
+        for host, facts in self.comparable.items():
             names.setdefault(facts["machine"], host)
         return names
 
 
-_Look = Callable[[_Hosts, Member, Message], Iterator[Verdict]]
+_Check = Callable[[_Hosts, Member, Message], Iterator[Verdict]]
 
 
-def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
+def _checks_of(hosts: _Hosts, member: Member) -> Sequence[_Check]:
     if not member.is_present:
         return [_lost]
     if member.facts is None:
         return []
-    if member.name not in hosts.alike:
+    if member.name not in hosts.comparable:
         return [_reached, _versions]  # other facts may have another meaning
-    looks = [
+    checks = [
         _reached,
         _versions,
         _packages,
@@ -177,12 +191,12 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
         _shared_memory,
     ]
     if not hosts.transport.is_local:
-        looks.append(_clock)
+        checks.append(_clock)
     if len(hosts.members) > 1:
-        looks += [_machine, _network, _sockets]
+        checks += [_machine, _network, _sockets]
     if member.name == hosts.first:
-        looks.append(_port)
-    return [*looks, _locks]
+        checks.append(_port)
+    return [*checks, _locks]
 
 
 # --- host and software ----------------------------------------------------------------------------
@@ -192,7 +206,7 @@ def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
     assert member.lost is not None
     check = check_of(member.lost.diagnosis, hosts.transport)
     yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
-    if member.nanoscale not in (None, hosts.own["nanoscale"]):
+    if member.nanoscale not in (None, hosts.launcher_versions["nanoscale"]):
         yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
 
 
@@ -209,26 +223,29 @@ def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
 
 
 def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
-    ours, another_python = hosts.own["nanoscale"], hosts.transport.another_python(member.host)
-    good, text = version == ours, f"nanoscale {version}"
+    launcher_version, another_python = (
+        hosts.launcher_versions["nanoscale"],
+        hosts.transport.python_remedy(member.host),
+    )
+    good, text = version == launcher_version, f"nanoscale {version}"
     if not good:
-        text += f", and {ours} is the launcher's"
+        text += f", and {launcher_version} is the launcher's"
     remedy = f"install the launcher's nanoscale there, or {another_python}"
     return Verdict(member.name, "nanoscale", good, text, remedy)
 
 
 def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> Verdict:
-    usual, where = hosts.usual.get(name, (None, []))
+    usual, usual_hosts = hosts.most_common.get(name, (None, []))
     label = {"python": "Python", "driver": "GPU driver"}.get(name, name)
     text = f"{label} {version}" if version else f"no {label}"
     matters = name == "torch" or (name == "deepspeed" and hosts.config.backend.name == name)
     good = version == usual and (version is not None or not matters)
     if version != usual:
-        text += f", and {usual or 'none'} on {named(where)}"
+        text += f", and {usual or 'none'} on {join_names(usual_hosts)}"
     if name == "python":
         # The last number does not affect the exchange between ranks.
         matters = _minor(version) != _minor(usual)
-        remedy = hosts.transport.another_python(member.host)
+        remedy = hosts.transport.python_remedy(member.host)
     else:
         remedy = f"install {label} {usual} there" if usual else f"install {label}"
     if usual is None and version is not None:
@@ -243,8 +260,8 @@ def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
     if config.logger.tensorboard == "on" and member.name == hosts.first:
         needed.append(("tensorboard", "TensorBoard", "logger.tensorboard=on", "logger=none"))
     if config.logger.wandb != "off" and member.name == hosts.first:
-        by = f"logger.wandb={config.logger.wandb}"
-        needed.append(("wandb", "wandb", by, "logger.wandb=off"))
+        setting = f"logger.wandb={config.logger.wandb}"
+        needed.append(("wandb", "wandb", setting, "logger.wandb=off"))
     if config.logger.mlflow == "on" and member.name == hosts.first:
         needed.append(("mlflow", "MLflow", "logger.mlflow=on", "logger.mlflow=off"))
     if config.optimizer.name == "adamw8bit":
@@ -253,10 +270,10 @@ def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
         needed.append(("torchao", "torchao", "precision.fp8=true", "precision=bf16"))
     if config.model.source == "hf":
         needed.append(("transformers", "transformers", "model=hf", "a model of nanoscale's own"))
-    for package, name, by, instead in needed:
+    for package, name, setting, alternative in needed:
         installed = package in facts["optional_packages"]
-        text = f"{name} is installed" if installed else f"no {name}, which {by} needs"
-        remedy = f"install {name} there, or {instead}"
+        text = f"{name} is installed" if installed else f"no {name}, which {setting} needs"
+        remedy = f"install {name} there, or {alternative}"
         yield Verdict(member.name, package, installed, text, remedy)
 
 
@@ -268,24 +285,26 @@ def _minor(version: str | None) -> str:
 
 
 def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    found, wanted = facts["devices"], member.host.slots
+    devices, slots = facts["devices"], member.host.slots
     if hosts.config.launcher.device == "cpu":
-        several = f" for {wanted} ranks" if wanted > 1 else ""
+        ranks_text = f" for {slots} ranks" if slots > 1 else ""
         yield Verdict(
-            member.name, "devices", True, f"{counted(found['cores'], 'CPU core')}{several}"
+            member.name, "devices", True, f"{counted(devices['cores'], 'CPU core')}{ranks_text}"
         )
         return
-    count = found["count"] if found["kind"] == "cuda" else 0
+    count = devices["count"] if devices["kind"] == "cuda" else 0
     chosen = member.host.devices
-    which = f", which are to be {', '.join(map(str, chosen))}" if chosen else ""
-    text = f"{counted(count, 'GPU')} for {counted(wanted, 'slot')}{which}"
-    yield Verdict(member.name, "devices", count >= wanted, text, _fewer(hosts, member, count))
+    chosen_text = f", which are to be {', '.join(map(str, chosen))}" if chosen else ""
+    text = f"{counted(count, 'GPU')} for {counted(slots, 'slot')}{chosen_text}"
+    yield Verdict(
+        member.name, "devices", count >= slots, text, _devices_remedy(hosts, member, count)
+    )
 
 
-def _fewer(hosts: _Hosts, member: Member, count: int) -> str:
+def _devices_remedy(hosts: _Hosts, member: Member, count: int) -> str:
     if not count:
-        without = hosts.transport.leave_out(member.host)
-        return f"look at `nvidia-smi` there; or launcher.device=cpu, or {without}"
+        exclusion = hosts.transport.exclusion_remedy(member.host)
+        return f"look at `nvidia-smi` there; or launcher.device=cpu, or {exclusion}"
     if member.host.devices:
         return "choose others with --include or --exclude"
     if member.host.source:
@@ -302,19 +321,19 @@ def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     names = tuple(facts["devices"]["names"])
     if hosts.config.launcher.device == "cpu" or not names:
         return
-    same = names == hosts.usual_gpus
-    kinds = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
-    text = kinds if same else f"{kinds}, unlike most hosts"
+    are_usual = names == hosts.most_common_gpus
+    gpus_text = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
+    text = gpus_text if are_usual else f"{gpus_text}, unlike most hosts"
     remedy = "the slowest host sets the speed: leave it out, or use hosts with equal GPUs"
-    yield Verdict(member.name, "GPUs", same, text, remedy, needed=False)
-    taken = [
-        f"{number} ({share(int(GIB * (whole - free)), int(GIB * whole))})"
-        for number, (free, whole) in enumerate(facts["gpu_memory_gib"])
-        if free < _LEAST_GPU_SHARE * whole
+    yield Verdict(member.name, "GPUs", are_usual, text, remedy, needed=False)
+    in_use = [
+        f"{number} ({share(int(GIB * (total - free)), int(GIB * total))})"
+        for number, (free, total) in enumerate(facts["gpu_memory_gib"])
+        if free < _LEAST_GPU_SHARE * total
     ]
-    text = f"memory of GPU {', '.join(taken)} is in use" if taken else "GPU memory is free"
+    text = f"memory of GPU {', '.join(in_use)} is in use" if in_use else "GPU memory is free"
     remedy = "`nvidia-smi` there shows by whom"
-    yield Verdict(member.name, "GPU memory", not taken, text, remedy, needed=False)
+    yield Verdict(member.name, "GPU memory", not in_use, text, remedy, needed=False)
 
 
 def _gpu_software(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -327,24 +346,24 @@ def _number_types(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Ver
     config, names = hosts.config, facts["devices"]["names"]
     if config.launcher.device == "cpu" or config.precision.compute != "bf16":
         return
-    if weak := sorted(set(filter(lacks_bf16, names))):
+    if without_bf16 := sorted(set(filter(lacks_bf16, names))):
         yield Verdict(
-            member.name, "precision", False, f"{listed(weak)} has no bf16", "precision=fp16"
+            member.name, "precision", False, f"{listed(without_bf16)} has no bf16", "precision=fp16"
         )
 
 
 def _memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     free = facts["memory_gib"]
     if free is not None:
-        yield _room(member, "memory", free, "of host memory free", "end what uses it")
+        yield _free_space(member, "memory", free, "of host memory free", "end what uses it")
 
 
-def _room(
-    member: Member, check: str, free: float, what: str, remedy: str, *, needed: bool = True
+def _free_space(
+    member: Member, check: str, free: float, resource: str, remedy: str, *, needed: bool = True
 ) -> Verdict:
     least = _LEAST_GIB[check]
     good = free >= least
-    text = f"{{}} GiB {what}" if good else f"only {{}} GiB {what}; {least:g} is the minimum"
+    text = f"{{}} GiB {resource}" if good else f"only {{}} GiB {resource}; {least:g} is the minimum"
     return Verdict(member.name, check, good, text, remedy, amount=free, needed=needed)
 
 
@@ -365,7 +384,7 @@ def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     elif root["free_gib"] is not None:
         what = f"free in {folder}"
         remedy = "free some space, or start the run with run.root=FOLDER on another disk"
-        yield _room(member, "run.root", root["free_gib"], what, remedy)
+        yield _free_space(member, "run.root", root["free_gib"], what, remedy)
 
 
 def _cache(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -378,7 +397,9 @@ def _cache(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
         yield Verdict(member.name, "cache", False, text, remedy, needed=needed)
     elif cache["free_gib"] is not None:
         remedy = f"free some space, or {remedy} on another disk"
-        yield _room(member, "cache", cache["free_gib"], f"free in {folder}", remedy, needed=needed)
+        yield _free_space(
+            member, "cache", cache["free_gib"], f"free in {folder}", remedy, needed=needed
+        )
 
 
 def _shared_memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -386,7 +407,7 @@ def _shared_memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdic
     if free is not None:
         what = "of shared memory free (/dev/shm)"
         remedy = "give its container more, as in `docker run --shm-size=16g`; or remove old files"
-        yield _room(member, "/dev/shm", free, what, remedy, needed=False)
+        yield _free_space(member, "/dev/shm", free, what, remedy, needed=False)
 
 
 def _locks(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -415,7 +436,7 @@ def _clock(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
 
 def _machine(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     """Report two hosts that are one machine: they would use the same devices."""
-    same = hosts.on_machine[facts["machine"]]
+    same = hosts.first_on_machine[facts["machine"]]
     if same != member.name:
         text, remedy = f"is the same machine as {same}", "leave one of them out"
         needed = hosts.config.launcher.device == "cuda"
@@ -435,54 +456,54 @@ def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
     """Return the problem of a host's address of the rendezvous; empty if there is none."""
-    target, found = network["asked_for"], network["found"]
-    where = f"{target} resolves to {' and '.join(found)}"
-    if not found:
+    target, addresses = network["asked_for"], network["found"]
+    resolution = f"{target} resolves to {' and '.join(addresses)}"
+    if not addresses:
         return f"cannot resolve {target}, where the ranks meet"
-    if ipaddress.ip_address(found[0]).is_loopback:  # the first is the one in use
-        return f"{where} there, which no other host can reach (look at /etc/hosts)"
+    if ipaddress.ip_address(addresses[0]).is_loopback:  # the first is the one in use
+        return f"{resolution} there, which no other host can reach (look at /etc/hosts)"
     if network["interface"] is None:
-        return f"{where}, and there is no route to it"
+        return f"{resolution}, and there is no route to it"
     if target != (hosts.config.launcher.master_addr or hosts.first):
         return ""  # the rendezvous was at a host that is lost
-    if not hosts.addresses_of_first or hosts.addresses_of_first.intersection(found):
+    if not hosts.addresses_of_first or hosts.addresses_of_first.intersection(addresses):
         return ""
-    whose = "its addresses" if member.name == hosts.first else f"the addresses of {hosts.first}"
-    return f"{where}, which is not one of {whose}"
+    owner = "its addresses" if member.name == hosts.first else f"the addresses of {hosts.first}"
+    return f"{resolution}, which is not one of {owner}"
 
 
 def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     """Check the chosen network interfaces, if any."""
-    there = sorted(set(facts["network"]["addresses"].values()))
+    interfaces = sorted(set(facts["network"]["addresses"].values()))
     for name, chosen in facts["network"]["chosen"].items():
-        good = _fits(name, chosen, there)
+        good = _matches_interface(name, chosen, interfaces)
         text = f"{name}={chosen}"
         if not good:
-            text += f" fits none of its interfaces ({', '.join(there)})"
+            text += f" fits none of its interfaces ({', '.join(interfaces)})"
         remedy = f"unset {name}, or name an interface that all hosts have"
         needed = name.startswith("GLOO") or hosts.config.launcher.device == "cuda"
         yield Verdict(member.name, "interface", good, text, remedy, needed=needed)
 
 
-def _fits(name: str, chosen: str, interfaces: Sequence[str]) -> bool:
+def _matches_interface(name: str, chosen: str, interfaces: Sequence[str]) -> bool:
     """True if an interface matches: gloo takes names, NCCL prefixes; `=` means names, `^` all others."""
-    words = re.split(r" *, *", chosen.lstrip("^="))
+    names = re.split(r" *, *", chosen.lstrip("^="))
     if name.startswith("GLOO"):
-        return set(words) <= set(interfaces)
+        return set(names) <= set(interfaces)
     exact = chosen.lstrip("^").startswith("=")
-    fitting = {
+    matching = {
         interface
         for interface in interfaces
-        if (interface in words if exact else interface.startswith(tuple(words)))
+        if (interface in names if exact else interface.startswith(tuple(names)))
     }
-    return bool(set(interfaces) - fitting if chosen.startswith("^") else fitting)
+    return bool(set(interfaces) - matching if chosen.startswith("^") else matching)
 
 
 def _port(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     port = facts["port"]
     if port is None:
-        wanted = hosts.config.launcher.master_port
-        text = f"port {wanted} is taken: something listens there already"
+        requested = hosts.config.launcher.master_port
+        text = f"port {requested} is taken: something listens there already"
         remedy = "launcher.master_port=auto, or another number"
         yield Verdict(member.name, "port", False, text, remedy)
     else:

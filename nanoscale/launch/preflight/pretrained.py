@@ -30,17 +30,17 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
         UserError: a file or tensor is missing, damaged or of another shape.
     """
     if config.model.source == "hf":
-        return _with_foreign(composed, config, fetch=fetch)
-    asked = config.model.init_from
-    if asked is None or not (fetch or is_folder(asked)):
+        return _with_hf_model(composed, config, fetch=fetch)
+    init_from = config.model.init_from
+    if init_from is None or not (fetch or is_folder(init_from)):
         return config
     try:
-        folder = locate(asked, weights=True)
+        folder = locate(init_from, weights=True)
         find(folder, config.model)
         if config.model.tie_embeddings and has_own_head(folder):
             _refuse_tied(composed, folder)
     except (NoSuchModelError, BadFileError) as error:
-        refuse_model(composed, KEY, asked, error)
+        refuse_model(composed, KEY, init_from, error)
     return replace(config, model=replace(config.model, init_from=str(folder)))
 
 
@@ -51,37 +51,39 @@ def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
         f"transformers does not tie them either"
     )
     key = "model.tie_embeddings"
-    found = Violation(key, True, composed.source(key), message, (f"{key}=false",))
-    refuse([found], kind="model")
+    violation = Violation(key, True, composed.source(key), message, (f"{key}=false",))
+    refuse([violation], kind="model")
 
 
-def _with_foreign(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
+def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
     """Return the configuration of a transformers model, with the number of its parameters.
 
     Only transformers can check it, in a process that takes seconds.
     """
-    model, asked = config.model, config.model.init_from
+    model, init_from = config.model, config.model.init_from
     try:
-        wanted = asked is not None and (fetch or is_folder(asked))
-        folder = str(locate(asked, weights=True)) if asked is not None and wanted else None
+        is_needed = init_from is not None and (fetch or is_folder(init_from))
+        folder = (
+            str(locate(init_from, weights=True)) if init_from is not None and is_needed else None
+        )
     except NoSuchModelError as error:
-        refuse_model(composed, KEY, asked, error)
+        refuse_model(composed, KEY, init_from, error)
     request = json.dumps({"model": asdict(model), "folder": folder})
-    words = [sys.executable, "-m", "nanoscale.checkpoint.hf.load_any_model"]
-    done = subprocess.run(
-        words, input=request, capture_output=True, encoding="utf-8", errors="replace", check=False
+    command = [sys.executable, "-m", "nanoscale.checkpoint.hf.load_any_model"]
+    result = subprocess.run(
+        command, input=request, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
-    if done.returncode:
-        last = "".join(done.stderr.strip().splitlines()[-1:])
-        why = f"cannot be checked: {last or 'transformers does not start'}"
-        answer = {"problem": why, "of": "model"}
+    if result.returncode:
+        last = "".join(result.stderr.strip().splitlines()[-1:])
+        problem = f"cannot be checked: {last or 'transformers does not start'}"
+        answer = {"problem": problem, "of": "model"}
     else:
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(result.stdout.splitlines()[-1])
     if answer["problem"] is not None:
         has_code = "auto_map" in model.hf_config and not model.trust_remote_code
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
-        key, value = (KEY, asked) if answer["of"] == "files" else (any_model.KEY, model.name)
+        key, value = (KEY, init_from) if answer["of"] == "files" else (any_model.KEY, model.name)
         text = "; ".join(filter(None, (answer["problem"], code)))
         refuse([Violation(key, value, composed.source(key), text)], kind="model")
-    counted = replace(model, init_from=folder or asked, parameters=answer["parameters"])
-    return replace(config, model=counted)
+    checked = replace(model, init_from=folder or init_from, parameters=answer["parameters"])
+    return replace(config, model=checked)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_NAMED = 3
+_HOSTS_NAMED = 3
 """The most hosts that are named; more are counted."""
 _HOST = "HOST"
 """The placeholder for each host's name in a text about several."""
@@ -73,11 +73,11 @@ def grouped(verdicts: Iterable[Verdict]) -> list[EqualVerdicts]:
     return [EqualVerdicts(tuple(group)) for group in groups.values()]
 
 
-def named(hosts: Sequence[str]) -> str:
+def join_names(hosts: Sequence[str]) -> str:
     """Join names: `n1`, `n1 and n2`, `n1, n2 and 14 more`."""
-    if len(hosts) <= _NAMED:
+    if len(hosts) <= _HOSTS_NAMED:
         return " and ".join(filter(None, [", ".join(hosts[:-1]), *hosts[-1:]]))
-    return f"{', '.join(hosts[: _NAMED - 1])} and {len(hosts) - _NAMED + 1} more"
+    return f"{', '.join(hosts[: _HOSTS_NAMED - 1])} and {len(hosts) - _HOSTS_NAMED + 1} more"
 
 
 def _anonymous(text: str, host: str) -> str:
@@ -89,8 +89,8 @@ def _anonymous(text: str, host: str) -> str:
 
 
 def _with_amounts(text: str, amounts: Sequence[float | None]) -> str:
-    known = [f"{amount:,.1f}" for amount in sorted(a for a in amounts if a is not None)]
-    if not known:
+    values = [f"{amount:,.1f}" for amount in sorted(a for a in amounts if a is not None)]
+    if not values:
         return text
-    span = known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+    span = values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
     return text.replace("{}", span)

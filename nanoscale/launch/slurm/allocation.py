@@ -20,32 +20,32 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 """SLURM's own steps have numbers from here on: 4294967290 is that of an interactive shell."""
 
 
-def wanted_nodes(composed: Composed) -> tuple[Host, ...]:
+def requested_nodes(composed: Composed) -> tuple[Host, ...]:
     """Return the requested nodes, the most that an elastic job can have.
 
     Raises:
         UserError: the number of nodes, or of ranks on each, is not known here.
     """
-    wrong = nodes.violation(composed)
-    if wrong is not None:
-        refuse([wrong])
+    violation = nodes.violation(composed)
+    if violation is not None:
+        refuse([violation])
     _, most = nodes.node_range(composed.config.launcher.nodes) or (1, 1)
-    slots = _ranks_a_node(composed, most)
+    slots = _ranks_per_node(composed, most)
     return tuple(Host(f"node{number + 1}", slots) for number in range(most))
 
 
-def given_nodes(composed: Composed) -> tuple[Host, ...]:
+def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     """Return the nodes of the job that this process is a part of, `launcher.nodes` of them.
 
     Raises:
         UserError: this is not a job of SLURM, or it has too few nodes.
     """
-    wrong = nodes.violation(composed)
-    if wrong is not None:
-        refuse([wrong])
-    given = os.environ.get("SLURM_JOB_NODELIST")
+    violation = nodes.violation(composed)
+    if violation is not None:
+        refuse([violation])
+    node_list = os.environ.get("SLURM_JOB_NODELIST")
     key = "launcher.name"
-    if given is None:
+    if node_list is None:
         message = "starts ranks within a SLURM job, and this shell is not in one"
         remedy = (
             "put `salloc --nodes=2` before the command; to queue a training, type `nanoscale "
@@ -53,20 +53,20 @@ def given_nodes(composed: Composed) -> tuple[Host, ...]:
         )
         refuse([Violation(key, "slurm", composed.source(key), message, remedy=remedy)])
     try:
-        names = host_names(given)
+        names = host_names(node_list)
     except SlurmError as error:
         raise UserError(
-            "slurm", f"SLURM cannot expand the list of nodes {given}: {error}"
+            "slurm", f"SLURM cannot expand the list of nodes {node_list}: {error}"
         ) from error
     least, most = nodes.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
         key = "launcher.nodes"
-        message = f"is more than the {len(names)} nodes of this job ({given})"
+        message = f"is more than the {len(names)} nodes of this job ({node_list})"
         value, source = composed.config.launcher.nodes, composed.source(key)
         refuse([Violation(key, value, source, message, (f"launcher.nodes={len(names)}",))])
-    taken = names[:most]
-    slots = _ranks_a_node(composed, len(taken), os.environ.get("SLURM_GPUS_ON_NODE"))
-    return tuple(Host(name, slots) for name in taken)
+    used = names[:most]
+    slots = _ranks_per_node(composed, len(used), os.environ.get("SLURM_GPUS_ON_NODE"))
+    return tuple(Host(name, slots) for name in used)
 
 
 def require_one_launcher() -> None:
@@ -111,15 +111,17 @@ def _in_step(env: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
 
 
-def _refuse_copies(env: Mapping[str, str], program: str, variable: str, added: str = "") -> None:
+def _refuse_copies(
+    env: Mapping[str, str], program: str, variable: str, condition: str = ""
+) -> None:
     copies = _integer(env, variable)
     if copies > 1:
         message = (
             f"{program} starts this command {copies} times, and each would launch the whole job"
         )
-        remedy = f"type the same command without {program}{added}"
-        wrong = Violation(variable, copies, "environment", message, remedy=remedy)
-        raise UserError("usage", f"{message}. nanoscale starts the ranks itself", [wrong])
+        remedy = f"type the same command without {program}{condition}"
+        violation = Violation(variable, copies, "environment", message, remedy=remedy)
+        raise UserError("usage", f"{message}. nanoscale starts the ranks itself", [violation])
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -133,21 +135,21 @@ def cpus_a_node(environment: Mapping[str, str]) -> int | None:
     return min(map(int, counts), default=None)
 
 
-def _ranks_a_node(composed: Composed, count: int, gpus: str | None = None) -> int:
+def _ranks_per_node(composed: Composed, count: int, gpus: str | None = None) -> int:
     """Return the ranks of a node; `gpus` describes the GPUs of a node of the job, if known."""
     launcher, layout = composed.config.launcher, composed.config.parallel
     if launcher.devices != "auto":
         return launcher.devices
     if launcher.device != "cpu":
-        found = re.findall(r"(?:^|:)([0-9]+)(?=,|$)", gpus or launcher.slurm.gpus or "")
-        if found:
-            return sum(map(int, found))
+        gpu_counts = re.findall(r"(?:^|:)([0-9]+)(?=,|$)", gpus or launcher.slurm.gpus or "")
+        if gpu_counts:
+            return sum(map(int, gpu_counts))
         key = "launcher.devices"
         message = "must be set here: it says how many GPUs of a node are used"
-        ways = ("--num-gpus 8", "launcher.device=cpu")
-        refuse([Violation(key, "auto", composed.source(key), message, ways)])
-    copies = layout.dp_replicate if layout.dp == "auto" else layout.dp
-    ranks = copies * layout.tp * layout.pp * layout.cp
+        suggestions = ("--num-gpus 8", "launcher.device=cpu")
+        refuse([Violation(key, "auto", composed.source(key), message, suggestions)])
+    replicas = layout.dp_replicate if layout.dp == "auto" else layout.dp
+    ranks = replicas * layout.tp * layout.pp * layout.cp
     if layout.dp == "auto":
         ranks = lcm(ranks, count)
     return -(-ranks // count)

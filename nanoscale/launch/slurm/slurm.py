@@ -13,11 +13,11 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
 from nanoscale.runs.submission import Submission
 
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables of SLURM's address and credentials; all its other variables belong to the job we may be in."""
-_SCRUBBED = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+_JOB_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
 
-_ANSWER_S = 30.0
+_TIMEOUT_S = 30.0
 _COLUMNS = {
     "JobArrayID": 64,
     "State": 32,
@@ -98,12 +98,12 @@ def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
     """
     states: dict[str, JobState] = {}
     by_cluster = sorted(jobs, key=lambda job: job.cluster or "")
-    for cluster, some in groupby(by_cluster, key=lambda job: job.cluster):
-        numbers = [str(job) for job in some]
+    for cluster, cluster_jobs in groupby(by_cluster, key=lambda job: job.cluster):
+        numbers = [str(job) for job in cluster_jobs]
         columns = ",".join(f"{name}:{width}|" for name, width in _COLUMNS.items())
         command = ["squeue", "--noheader", "--array", "--states=all", "--Format", columns]
-        command += [*_on(cluster), "--jobs", ",".join(numbers)]
-        states |= {state.job: state for state in _parse(_ask(command)) if state.job in numbers}
+        command += [*_cluster_option(cluster), "--jobs", ",".join(numbers)]
+        states |= {state.job: state for state in _parse(_query(command)) if state.job in numbers}
     return states
 
 
@@ -118,7 +118,7 @@ def cancel(job: Submission, *, only_waiting: bool = False) -> None:
     """
     # With a state, scancel cancels all waiting tasks of an array, not only the named one.
     waiting = ["--state=PENDING"] if only_waiting and job.task is None else []
-    _ask(["scancel", *_on(job.cluster), *waiting, str(job)])
+    _query(["scancel", *_cluster_option(job.cluster), *waiting, str(job)])
 
 
 def signal_batch(job: Submission, name: str) -> None:
@@ -127,7 +127,7 @@ def signal_batch(job: Submission, name: str) -> None:
     Raises:
         SlurmError: SLURM refused.
     """
-    _ask(["scancel", *_on(job.cluster), "--batch", f"--signal={name}", str(job)])
+    _query(["scancel", *_cluster_option(job.cluster), "--batch", f"--signal={name}", str(job)])
 
 
 def host_names(nodes: str) -> list[str]:
@@ -138,37 +138,37 @@ def host_names(nodes: str) -> list[str]:
     """
     if "[" not in nodes:
         return nodes.split(",")
-    return _ask(["scontrol", "show", "hostnames", nodes]).split()
+    return _query(["scontrol", "show", "hostnames", nodes]).split()
 
 
 def srun_options(config: Config) -> list[str]:
     """Return the options of srun that run the agents in the image of launcher.slurm.container (pyxis)."""
-    wanted = config.launcher.slurm
-    if wanted.container is None or wanted.container_runtime != "pyxis":
+    settings = config.launcher.slurm
+    if settings.container is None or settings.container_runtime != "pyxis":
         return []
     mounts = ",".join(_mounts(config))
-    return [f"--container-image={wanted.container}", f"--container-mounts={mounts}"]
+    return [f"--container-image={settings.container}", f"--container-mounts={mounts}"]
 
 
 def container_prefix(config: Config) -> list[str]:
     """Return the prefix of the command of an agent that runs in an image (apptainer)."""
-    wanted = config.launcher.slurm
-    if wanted.container is None or wanted.container_runtime != "apptainer":
+    settings = config.launcher.slurm
+    if settings.container is None or settings.container_runtime != "apptainer":
         return []
     gpus = ["--nv"] if config.launcher.device == "cuda" else []
-    mounts = [word for mount in _mounts(config) for word in ("--bind", mount)]
-    return ["apptainer", "exec", *gpus, *mounts, wanted.container]
+    mounts = [part for mount in _mounts(config) for part in ("--bind", mount)]
+    return ["apptainer", "exec", *gpus, *mounts, settings.container]
 
 
 def _mounts(config: Config) -> list[str]:
     """Return the configured folders, and that of the runs unless it is among them."""
-    asked = config.launcher.slurm.container_mounts
+    configured = config.launcher.slurm.container_mounts
     root = str(Path(config.run.root).absolute())
-    inside = [mount.split(":")[1] for mount in asked if mount.count(":")]
-    return asked if root in inside else [f"{root}:{root}", *asked]
+    mounted = [mount.split(":")[1] for mount in configured if mount.count(":")]
+    return configured if root in mounted else [f"{root}:{root}", *configured]
 
 
-def _on(cluster: str | None) -> list[str]:
+def _cluster_option(cluster: str | None) -> list[str]:
     return [] if cluster is None else [f"--clusters={cluster}"]
 
 
@@ -188,9 +188,9 @@ def _state(job: str, state: str, reason: str, nodes: str, start: str, restarts: 
     )
 
 
-def _ask(command: Sequence[str]) -> str:
+def _query(command: Sequence[str]) -> str:
     try:
-        return _run(command, _ANSWER_S)
+        return _run(command, _TIMEOUT_S)
     except FileNotFoundError as error:
         raise SlurmError(f"there is no {command[0]} here") from error
 
@@ -198,9 +198,9 @@ def _ask(command: Sequence[str]) -> str:
 def _run(command: Sequence[str], wait_s: float | None) -> str:
     """Return the output of a SLURM command; empty if it only reports that it knows no such job."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
-            env=scrubbed(os.environ),
+            env=without_job_variables(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -210,17 +210,17 @@ def _run(command: Sequence[str], wait_s: float | None) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]} did not answer within {wait_s:g} s") from error
-    if done.returncode == 0 or (command[0] == "squeue" and "Invalid job id" in done.stderr):
-        return done.stdout
-    lines = [line.removeprefix(f"{command[0]}: ") for line in done.stderr.strip().splitlines()]
+    if result.returncode == 0 or (command[0] == "squeue" and "Invalid job id" in result.stderr):
+        return result.stdout
+    lines = [line.removeprefix(f"{command[0]}: ") for line in result.stderr.strip().splitlines()]
     lines = [line.removeprefix("error: ") for line in lines]
-    raise SlurmError("; ".join(lines) or f"{command[0]} ended with {done.returncode}")
+    raise SlurmError("; ".join(lines) or f"{command[0]} ended with {result.returncode}")
 
 
-def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+def without_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without a SLURM job's variables, which would become options of the next job."""
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or not name.startswith(_SCRUBBED)
+        if name in _KEPT_VARIABLES or not name.startswith(_JOB_PREFIXES)
     }

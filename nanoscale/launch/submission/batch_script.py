@@ -117,18 +117,18 @@ Option = tuple[str, str | None]
 
 
 def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str) -> str:
-    wanted = config.launcher.slurm
+    settings = config.launcher.slurm
     # Anybody who can change the run's config.yaml can change this script as well.
-    call = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
+    launch = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
     parts = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
         "# Written by `nanoscale submit`. Submitted again with sbatch, it continues where the run stopped.\n",
         LISTEN,
-        "".join(f"{line}\n" for line in wanted.setup),
+        "".join(f"{line}\n" for line in settings.setup),
         choose,
         "".join(f"export {name}={value}\n" for name, value in _exports(config)),
-        call + FOLLOW,
-        f"max_requeues={wanted.max_requeues}\n{REQUEUE}",
+        launch + FOLLOW,
+        f"max_requeues={settings.max_requeues}\n{REQUEUE}",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -145,9 +145,9 @@ def _exports(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
 
 def _options(config: ResolvedConfig, name: str, output: str) -> list[Option]:
     """Return the options for SLURM, in the order of the script."""
-    launcher, wanted = config.launcher, config.launcher.slurm
+    launcher, settings = config.launcher, config.launcher.slurm
     assert isinstance(launcher.devices, int)
-    further = [_split(directive) for directive in wanted.directives]
+    directives = [_split(directive) for directive in settings.directives]
     options: list[Option] = [
         ("job-name", name),
         ("output", output),
@@ -155,27 +155,27 @@ def _options(config: ResolvedConfig, name: str, output: str) -> list[Option]:
         ("nodes", str(launcher.nodes or 1).replace(":", "-")),
         ("ntasks-per-node", "1"),
     ]
-    if not any(option in _INSTEAD_OF_GPUS for option, _ in further):
+    if not any(option in _INSTEAD_OF_GPUS for option, _ in directives):
         gpus = str(launcher.devices) if launcher.device == "cuda" else None
-        options += _given("gpus-per-node", wanted.gpus or gpus)
+        options += _optional("gpus-per-node", settings.gpus or gpus)
     if elastic(launcher.nodes):
         options.append(("no-kill", None))  # the job continues with the remaining nodes
-    if wanted.exclusive:
+    if settings.exclusive:
         options.append(("exclusive", None))
-        if not any(option.startswith("mem") for option, _ in further):
+        if not any(option.startswith("mem") for option, _ in directives):
             # all memory of a node; without it, the site's default applies
             options.append(("mem", "0"))
     elif isinstance(launcher.threads, int):
         options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
     for option in ("partition", "account", "qos", "time", "constraint"):
-        options += _given(option, getattr(wanted, option))
+        options += _optional(option, getattr(settings, option))
     options.append(("requeue", None))
-    if wanted.signal_before_s:
-        options.append(("signal", f"B:USR1@{wanted.signal_before_s}"))
-    return options + further
+    if settings.signal_before_s:
+        options.append(("signal", f"B:USR1@{settings.signal_before_s}"))
+    return options + directives
 
 
-def _given(option: str, value: str | None) -> list[Option]:
+def _optional(option: str, value: str | None) -> list[Option]:
     return [] if value is None else [(option, value)]
 
 

@@ -86,9 +86,9 @@ _LOST = "the agent, which supervises the ranks, was lost"
 
 def check_of(diagnosis: str, transport: Transport) -> str:
     """Return the check that a diagnosis of `explain` belongs to; the connection by default."""
-    known = [(check, beginning) for check, _, beginning, _ in _CAUSES]
-    known.append((Local.check, _LOST))
-    labels = (check for check, beginning in known if diagnosis.startswith(beginning))
+    beginnings = [(check, beginning) for check, _, beginning, _ in _CAUSES]
+    beginnings.append((Local.check, _LOST))
+    labels = (check for check, beginning in beginnings if diagnosis.startswith(beginning))
     return next(labels, transport.check)
 
 
@@ -103,19 +103,19 @@ def explain(
         output: its output.
         limit_s: how long the launcher waited for an answer.
     """
-    user, at, _ = host.name.rpartition("@")
+    user, separator, _ = host.name.rpartition("@")
     ssh_args = transport.config.launcher.ssh_args
     names = {
         "known_host": shlex.quote(_known_host(host, ssh_args)),
         "ssh": shlex.join(["ssh", *ssh_args]),
-        "name": shlex.quote(f"{user}{at}{host.address}"),
-        "leave_out": transport.leave_out(host),
-        "another_python": transport.another_python(host),
+        "name": shlex.quote(f"{user}{separator}{host.address}"),
+        "leave_out": transport.exclusion_remedy(host),
+        "another_python": transport.python_remedy(host),
     }
     for _check, pattern, diagnosis, remedy in _CAUSES:
-        found = re.search(pattern, output, re.IGNORECASE)
-        if found:
-            line = _line_around(output, found.start())
+        match = re.search(pattern, output, re.IGNORECASE)
+        if match:
+            line = _line_around(output, match.start())
             return f"{diagnosis} ({line})", remedy.format(**names)
     if code is None:
         return (
@@ -123,10 +123,10 @@ def explain(
             f"check that it is up, or {names['leave_out']}",
         )
     name = signal_name(code)
-    how = f"it was killed by {name}" if name else f"it ended with code {code}"
+    ending = f"it was killed by {name}" if name else f"it ended with code {code}"
     last = _last_line(output)
     return (
-        f"{_LOST}: {how}" + (f" ({last})" if last else ""),
+        f"{_LOST}: {ending}" + (f" ({last})" if last else ""),
         "its log shows what it did last; if memory ran out, use less of it",
     )
 

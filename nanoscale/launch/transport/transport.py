@@ -92,11 +92,11 @@ class Transport(ABC):
         """Return the host whose agent has ended, and its exit code, if a line of the output reports that."""
         return None
 
-    def another_python(self, host: Host) -> str:
+    def python_remedy(self, host: Host) -> str:
         """Return the remedy for a host whose interpreter does not suit the job."""
         return "name another interpreter: cluster.python=/path/to/python"
 
-    def leave_out(self, host: Host) -> str:
+    def exclusion_remedy(self, host: Host) -> str:
         """Return the remedy that excludes a host."""
         return f"do without {host.name}"
 
@@ -120,7 +120,7 @@ class Local(Transport):
     def address_of(self, host: Host) -> str:
         return "127.0.0.1"
 
-    def another_python(self, host: Host) -> str:
+    def python_remedy(self, host: Host) -> str:
         return "use another interpreter"
 
     def idle_machines(self) -> str | None:
@@ -139,24 +139,28 @@ class Ssh(Transport):
 
     def cleanup_command(self, host: Host, mark: str) -> Command | None:
         launcher = replace(self.config.launcher, connect_timeout_s=_CLEANUP_CONNECT_S)
-        impatient = type(self)(replace(self.config, launcher=launcher))
-        return impatient._command(host, "--end-orphans", mark)
+        quick = type(self)(replace(self.config, launcher=launcher))
+        return quick._command(host, "--end-orphans", mark)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         return {}
 
-    def another_python(self, host: Host) -> str:
-        own = hostnames.own_python(host.address)
-        return f"{super().another_python(host)}, or {own} for this host"
+    def python_remedy(self, host: Host) -> str:
+        override = hostnames.own_python(host.address)
+        return f"{super().python_remedy(host)}, or {override} for this host"
 
-    def leave_out(self, host: Host) -> str:
+    def exclusion_remedy(self, host: Host) -> str:
         """Return the remedy that excludes a host, in addition to the present filter."""
         launcher, entry = self.config.launcher, hostnames.in_filter(host.name)
         if launcher.include is not None:
             return f"take {entry} out of --include {shlex.quote(launcher.include)}"
-        before = launcher.exclude.split("@") if launcher.exclude else []
+        excluded = launcher.exclude.split("@") if launcher.exclude else []
         slots_of_host = re.compile(rf"\s*{re.escape(entry)}\s*(:.*)?", re.IGNORECASE)
-        others = [one for one in before if not slots_of_host.fullmatch(one)]
+        others = [
+            excluded_entry
+            for excluded_entry in excluded
+            if not slots_of_host.fullmatch(excluded_entry)
+        ]
         return f"leave it out with --exclude {shlex.quote('@'.join([*others, entry]))}"
 
     def _command(self, host: Host, *arguments: str) -> Command:
@@ -172,8 +176,10 @@ class Ssh(Transport):
             "ServerAliveInterval": max(1, int(launcher.lost_after_s)),
             "ServerAliveCountMax": 2,
         }
-        added = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return [*launcher.ssh_args, *added]
+        own_options = [
+            part for name, value in options.items() for part in ("-o", f"{name}={value}")
+        ]
+        return [*launcher.ssh_args, *own_options]
 
     def _remote(self, host: Host, *arguments: str) -> str:
         """Return the agent's command line, quoted for the shell of another host."""
@@ -195,17 +201,19 @@ class Pdsh(Ssh):
         groups: dict[str, list[Host]] = {}
         for host in hosts:
             groups.setdefault(interpreter(self.config, host), []).append(host)
-        call = ("--connect", addresses, key_file)
-        made = {python: self._pdsh(group, *call) for python, group in groups.items()}
-        return [made[interpreter(self.config, host)] for host in hosts]
+        arguments = ("--connect", addresses, key_file)
+        command_by_python = {
+            python: self._pdsh(group, *arguments) for python, group in groups.items()
+        }
+        return [command_by_python[interpreter(self.config, host)] for host in hosts]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         # pdsh splits this at spaces and supports no quotes: the rules refuse arguments that would need them.
         options = " ".join(self._options()).replace("%", "%%")
-        before = inherited.get("PDSH_SSH_ARGS_APPEND", "")
+        inherited_options = inherited.get("PDSH_SSH_ARGS_APPEND", "")
         return {
             "PDSH_RCMD_TYPE": inherited.get("PDSH_RCMD_TYPE", "ssh"),
-            "PDSH_SSH_ARGS_APPEND": f"{before} {options}".strip(),
+            "PDSH_SSH_ARGS_APPEND": f"{inherited_options} {options}".strip(),
         }
 
     def exit_code(self, line: bytes) -> tuple[str, int] | None:
@@ -283,9 +291,9 @@ def source_path(inherited: Mapping[str, str]) -> str | None:
 
 def interpreter(config: Config, host: Host) -> str:
     """Return the path of Python on a host."""
-    chosen = config.cluster.pythons
-    named = chosen.get(host.name) or chosen.get(host.address) or config.cluster.python
-    return str(named or sys.executable)
+    pythons = config.cluster.pythons
+    configured = pythons.get(host.name) or pythons.get(host.address) or config.cluster.python
+    return str(configured or sys.executable)
 
 
 def _destination(host: Host) -> str:

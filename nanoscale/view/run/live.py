@@ -257,7 +257,7 @@ def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:
 
 def _unfinished(tail: LineTail) -> list[bytes]:
     """Return the beginning of a line whose end has not come, as a line."""
-    return [rest] if (rest := tail.rest()) else []
+    return [rest] if (rest := tail.take_remainder()) else []
 
 
 class _Screen(Protocol):
