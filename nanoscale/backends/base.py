@@ -42,7 +42,7 @@ class Engine(ABC):
 
     config: ResolvedConfig
     device: torch.device
-    place: Coordinates
+    coordinates: Coordinates
     stages: dict[int, Transformer]
     """This rank's stages of the model by number."""
     scaling: LossScale | None

@@ -33,8 +33,8 @@ class Box:
         return Box((0,) * len(shape), shape)
 
 
-def _unchanged(part: Tensor) -> Tensor:
-    return part
+def _unchanged(elements: Tensor) -> Tensor:
+    return elements
 
 
 class FlatShard(Tensor):

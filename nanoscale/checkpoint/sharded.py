@@ -72,7 +72,9 @@ def save(
             alone = not dist.is_initialized()
             dcp.save(state, storage_writer=writer, process_group=group, no_dist=alone)
         sums = _on_all_ranks(lambda: store.sum_files(_written_by(rank, staging)), True, group)
-        all_sums = {name: entry for part in sums if part for name, entry in part.items()}
+        all_sums = {
+            name: entry for rank_sums in sums if rank_sums for name, entry in rank_sums.items()
+        }
         manifest = about | {"tensors": tensors}
         _on_all_ranks(lambda: store.publish(staging, manifest, all_sums), rank == 0, group)
     return final
@@ -187,13 +189,13 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
     if damage:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
     manifest = stored.manifest
-    parts = {name.partition(".")[0] for name in state}
-    wanted = {
+    prefixes = {name.partition(".")[0] for name in state}
+    needed = {
         k: description
         for k, description in manifest["tensors"].items()
-        if k.partition(".")[0] in parts
+        if k.partition(".")[0] in prefixes
     }
-    _require_same_tensors(stored, wanted, describe_all(state))
+    _require_same_tensors(stored, needed, describe_all(state))
     _read(stored, state)
     return manifest
 
@@ -239,8 +241,8 @@ def _written_by(rank: int, staging: Path) -> list[Path]:
 def _find_damage(candidate: StoredCheckpoint) -> list[str]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
-    parts = process_group.gather(store.find_damage(candidate.path, rank, world))
-    return sorted({sentence for part in parts for sentence in part})
+    damage_by_rank = process_group.gather(store.find_damage(candidate.path, rank, world))
+    return sorted({sentence for rank_damage in damage_by_rank for sentence in rank_damage})
 
 
 def _read(candidate: StoredCheckpoint, state: State) -> None:
@@ -294,23 +296,23 @@ def _drop_absent(state: State, stored: Description) -> State:
 
 
 def _require_same_tensors(
-    candidate: StoredCheckpoint, stored: Description, wanted: Description
+    candidate: StoredCheckpoint, stored: Description, needed: Description
 ) -> None:
     """Raise a readable error if a checkpoint belongs to another model, before torch does in its own terms."""
     stored = {
         name: description
         for name, description in stored.items()
-        if name in wanted or not _is_optional(name)
+        if name in needed or not _is_optional(name)
     }
     violations = [
         Violation(
             name,
-            wanted.get(name, {}).get("shape", "absent"),
+            needed.get(name, {}).get("shape", "absent"),
             candidate.path.name,
             f"the checkpoint has {stored.get(name, {}).get('shape', 'no such tensor')}",
         )
-        for name in sorted(stored.keys() | wanted.keys())
-        if stored.get(name, {}).get("shape") != wanted.get(name, {}).get("shape")
+        for name in sorted(stored.keys() | needed.keys())
+        if stored.get(name, {}).get("shape") != needed.get(name, {}).get("shape")
     ]
     if violations:
         message = f"{candidate.path} was saved with another model or optimizer than that of the configuration"

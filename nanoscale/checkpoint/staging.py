@@ -42,13 +42,17 @@ class Staging:
 
     def copy(self, state: State) -> State:
         """Return a copy of the present state; it is complete once `fill` has returned."""
-        parts = {name: _parts(value) for name, value in state.items()}
-        on_gpu = any(part.is_cuda for tensors in parts.values() for part in tensors)
-        copies = self._cut([part for tensors in parts.values() for part in tensors], pin=on_gpu)
+        tensors_of = {name: _local_tensors(value) for name, value in state.items()}
+        on_gpu = any(tensor.is_cuda for tensors in tensors_of.values() for tensor in tensors)
+        copies = self._buffer_views(
+            [tensor for tensors in tensors_of.values() for tensor in tensors], pin=on_gpu
+        )
         staged = {}
         with self._on_copy_stream(on_gpu):
             for name, value in state.items():
-                copied = tuple(self._copy(name, part, next(copies)) for part in parts[name])
+                copied = tuple(
+                    self._copy(name, tensor, next(copies)) for tensor in tensors_of[name]
+                )
                 staged[name] = _staged(value, copied)
         if self._pending:
             self._filled.clear()
@@ -57,8 +61,8 @@ class Staging:
     def fill(self) -> None:
         """Make the remaining copies, and return when all are complete; not for the thread that trains."""
         try:
-            for copy, part in self._pending:
-                copy.copy_(part)
+            for copy, source in self._pending:
+                copy.copy_(source)
         finally:
             self._pending.clear()
             self._filled.set()
@@ -88,12 +92,12 @@ class Staging:
             yield
         self._copied = self._stream.record_event()
 
-    def _cut(self, parts: list[Tensor], *, pin: bool) -> Iterator[Tensor]:
+    def _buffer_views(self, tensors: list[Tensor], *, pin: bool) -> Iterator[Tensor]:
         """Yield memory for a copy of each part.
 
         One buffer holds all of them: PyTorch's own pinned memory would round each up to a power of two.
         """
-        sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if self._buffer.nbytes != sum(sizes):
             if self._copied is not None:
                 unpin_memory(self._buffer.data_ptr())
@@ -101,17 +105,17 @@ class Staging:
             if pin:
                 pin_memory(self._buffer.data_ptr(), self._buffer.nbytes)
         starts = accumulate(sizes, initial=0)
-        for part, start in zip(parts, starts, strict=False):
-            yield self._buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        for tensor, start in zip(tensors, starts, strict=False):
+            yield self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def _copy(self, name: str, part: Tensor, copy: Tensor) -> Tensor:
-        if name.startswith(CHANGED_BY_OPTIMIZER) and not part.is_cuda:
-            self._pending.append((copy, part))
+    def _copy(self, name: str, source: Tensor, copy: Tensor) -> Tensor:
+        if name.startswith(CHANGED_BY_OPTIMIZER) and not source.is_cuda:
+            self._pending.append((copy, source))
             return copy
-        return copy.copy_(part, non_blocking=True)
+        return copy.copy_(source, non_blocking=True)
 
 
-def _parts(value: Tensor) -> tuple[Tensor, ...]:
+def _local_tensors(value: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors of this rank's memory that make up a value."""
     if isinstance(value, FlatShard):
         return value.parts
@@ -119,10 +123,10 @@ def _parts(value: Tensor) -> tuple[Tensor, ...]:
     return (local.detach(),)
 
 
-def _staged(value: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+def _staged(value: Tensor, copies: tuple[Tensor, ...]) -> Tensor:
     """Return the same tensor, made of copies of its parts."""
     if isinstance(value, FlatShard):
-        return value.with_parts(parts)
+        return value.with_parts(copies)
     if isinstance(value, DTensor):
-        return FlatShard(parts[0].view(-1), tuple(value.shape), 0, Box(*local_region(value)))
-    return parts[0]
+        return FlatShard(copies[0].view(-1), tuple(value.shape), 0, Box(*local_region(value)))
+    return copies[0]

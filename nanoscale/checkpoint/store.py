@@ -95,11 +95,11 @@ def list_set_aside(folder: Path) -> list[StoredCheckpoint]:
     return [StoredCheckpoint(path, int(match[2])) for path, match in matches if match]
 
 
-def undo(aside: Path) -> str:
+def undo(damaged: Path) -> str:
     """Return the command that restores a checkpoint that was set aside."""
-    match = _SET_ASIDE.fullmatch(aside.name)
-    assert match is not None, aside
-    return f"mv {shlex.quote(str(aside))} {shlex.quote(str(aside.with_name(match[1])))}"
+    match = _SET_ASIDE.fullmatch(damaged.name)
+    assert match is not None, damaged
+    return f"mv {shlex.quote(str(damaged))} {shlex.quote(str(damaged.with_name(match[1])))}"
 
 
 def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
@@ -116,9 +116,12 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
             return candidate
     message = "there is no checkpoint" + ("" if step is None else f" of step {step}")
     steps = tuple(f"--step {candidate.step}" for candidate in stored)
-    aside = [damaged.path for damaged in list_set_aside(folder) if step in (None, damaged.step)]
-    if aside:
-        message += f" ({aside[-1].name} was set aside as damaged; to undo that: {undo(aside[-1])})"
+    damaged_paths = [
+        damaged.path for damaged in list_set_aside(folder) if step in (None, damaged.step)
+    ]
+    if damaged_paths:
+        newest = damaged_paths[-1]
+        message += f" ({newest.name} was set aside as damaged; to undo that: {undo(newest)})"
     violation = Violation(str(folder), step, "command line", message, steps)
     raise UserError("checkpoint", f"{message} in {folder}", [violation])
 
@@ -207,12 +210,12 @@ def obsolete(
         old = [checkpoint for checkpoint in stored[-2:-1] if _saved_by_time(checkpoint)]
     else:
         old = stored[:-keep_last]
-    kept = {
+    kept_steps = {
         checkpoint.step
         for checkpoint in old
         if checkpoint.step in best or (keep_every and checkpoint.step % keep_every == 0)
     }
-    return [checkpoint for checkpoint in old if checkpoint.step not in kept]
+    return [checkpoint for checkpoint in old if checkpoint.step not in kept_steps]
 
 
 def lowest_losses(stored: Iterable[StoredCheckpoint], count: int) -> list[int]:
@@ -256,17 +259,17 @@ def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:
         FencedError: the run has continued without this attempt.
     """
     folder = checkpoint.path.parent
-    aside = folder / f"damaged-{checkpoint.path.name}"
+    target = folder / f"damaged-{checkpoint.path.name}"
     number = 2
-    while aside.exists():
-        aside = folder / f"damaged-{checkpoint.path.name}-{number}"
+    while target.exists():
+        target = folder / f"damaged-{checkpoint.path.name}-{number}"
         number += 1
     with fence.explained(workspace):
-        checkpoint.path.rename(workspace / aside.name)
-        (workspace / aside.name).rename(aside)
+        checkpoint.path.rename(workspace / target.name)
+        (workspace / target.name).rename(target)
         remaining = list_checkpoints(folder)
         point_latest(workspace, remaining[-1].path if remaining else None)
-    return aside
+    return target
 
 
 def find_damage(path: Path, index: int = 0, count: int = 1, *, sums: bool = True) -> list[str]:

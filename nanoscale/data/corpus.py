@@ -134,18 +134,22 @@ def _build(
     folder: Path, sources: Path, files: list[Path], tokenizer: str, settings: Settings, key: str
 ) -> Corpus:
     """Prepare next to `folder`, then rename to it in one step; the caller holds the lock."""
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # its process is dead, since we hold the lock
+    temporary = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)  # its process is dead, since we hold the lock
     shutil.rmtree(folder, ignore_errors=True)  # it is incomplete
-    part.mkdir()
+    temporary.mkdir()
     try:
         texts = _texts(sources, files)
-        manifest = {"key": key, "settings": settings, **_fill(part, texts, tokenizer, settings)}
-        _write_durably(part / "manifest.json", json.dumps(manifest, indent=1).encode())
-        sync_folder(part)
-        part.rename(folder)
+        manifest = {
+            "key": key,
+            "settings": settings,
+            **_fill(temporary, texts, tokenizer, settings),
+        }
+        _write_durably(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+        sync_folder(temporary)
+        temporary.rename(folder)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(folder.parent)
     return Corpus(folder, manifest)

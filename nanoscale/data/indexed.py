@@ -89,8 +89,8 @@ class IndexedWriter:
         _flush(self._stream)
         self._stream.close()
         with self._idx_part.open("wb") as stream:
-            for part in index_parts(self._dtype, np.array(self._lengths, dtype="<i4")):
-                stream.write(part)
+            for chunk in index_parts(self._dtype, np.array(self._lengths, dtype="<i4")):
+                stream.write(chunk)
             _flush(stream)
         self._idx.unlink(missing_ok=True)  # so that an old index never lies beside new tokens
         self._bin_part.rename(self._bin)

@@ -32,15 +32,15 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     """
     folder = prepared_folder.folder_of(path)
     manifest = prepared_folder.manifest(folder) if folder else None
-    parts = (
+    split_paths = (
         {"train": folder / prepared_folder.TOKENS} if folder else {"train": Path(path).expanduser()}
     )
     if folder and bin_path(folder / prepared_folder.VALID).exists():
-        parts["valid"] = folder / prepared_folder.VALID
-    files = {name: _open(part) for name, part in parts.items()}
+        split_paths["valid"] = folder / prepared_folder.VALID
+    files = {name: _open(path_of_split) for name, path_of_split in split_paths.items()}
     decoder = _decoder(folder, tokenizer)
     splits = {
-        name: _split(file, decoder, samples, _answers(parts[name], file))
+        name: _split(file, decoder, samples, _answers(split_paths[name], file))
         for name, file in files.items()
     }
     largest = max(split["largest_token"] for split in splits.values())
@@ -77,8 +77,8 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
     return load(file) if file.exists() else ByteTokenizer()
 
 
-def _answers(part: Path, file: TokenFile) -> np.ndarray | None:
-    prefix = part.with_suffix("") if part.suffix in (".bin", ".idx") else part
+def _answers(path: Path, file: TokenFile) -> np.ndarray | None:
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return open_answers(prefix, file) if answers_of(prefix).is_file() else None
 
 

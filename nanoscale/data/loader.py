@@ -171,9 +171,9 @@ def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
     return UserError("data", f"too few tokens: {what}", [violation])
 
 
-def outside_vocabulary(tokens: TokenFile, found: np.ndarray, vocab: int) -> UserError:
+def outside_vocabulary(tokens: TokenFile, tokens_read: np.ndarray, vocab: int) -> UserError:
     """Return the error for tokens outside the model's vocabulary."""
-    token = int(found.min()) if found.min() < 0 else int(found.max())
+    token = int(tokens_read.min()) if tokens_read.min() < 0 else int(tokens_read.max())
     what = f"{tokens.path} holds token {token}, and the model's ids are in [0, {vocab})"
     suggestions = (f"model.vocab={token + 1}",) if token >= vocab else ()
     violation = Violation("model.vocab", vocab, "", what, suggestions)

@@ -83,7 +83,7 @@ class JsonLines:
     def _keep_lines(self, run: RunDirectory, step: int) -> None:
         """Keep the lines up to `step`; damaged lines are moved to a file beside it and reported in the run's
         events."""
-        kept, damage = b"", ""
+        content, damage = b"", ""
         try:
             text = run.metrics.read_bytes()
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class JsonLines:
             run.metrics.rename(damaged_file)
         else:
             lines, damaged = lines_up_to(text, step)
-            kept = b"".join(lines)
+            content = b"".join(lines)
             if damaged:
                 damaged_file = _free_path(run.metrics)
                 more = ", …" if damaged[_LINES_NAMED:] else ""
@@ -108,7 +108,7 @@ class JsonLines:
                 )
                 damaged_file.write_bytes(text)
         with fence.explained(self._workspace):
-            write_atomically(run.metrics, kept, self._workspace)
+            write_atomically(run.metrics, content, self._workspace)
         if damage:
             events.append(run, "metrics", f"{damage}; the training continues with step {step + 1}")
 
@@ -136,14 +136,14 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
 
     Text after the last line end is neither: a crash has cut it off.
     """
-    kept, damaged = [], []
+    lines, damaged = [], []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + b"\n")
+                lines.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             damaged.append(number)
-    return kept, damaged
+    return lines, damaged
 
 
 def _free_path(path: Path) -> Path:

@@ -190,9 +190,9 @@ class Background:
         fence.require(self.subject.workspace)
         run = self.subject.run
         with _FILE:
-            known = _read_all(run) | {self.name: asdict(self._state)}
+            states = _read_all(run) | {self.name: asdict(self._state)}
             write_atomically(
-                run.trackers, json.dumps(known, indent=2) + "\n", self.subject.workspace
+                run.trackers, json.dumps(states, indent=2) + "\n", self.subject.workspace
             )
 
     def _report(self, problem: str) -> None:

@@ -128,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         chunks = -(-len(targets) * len(weight) // LOGITS_AT_ONCE)
         hidden_needs_grad, weight_needs_grad = (
-            backward_follows and asked for asked in ctx.needs_input_grad[:2]
+            backward_follows and needed for needed in ctx.needs_input_grad[:2]
         )
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         grad_hidden, grad_weight = torch.empty_like(hidden) if hidden_needs_grad else None, None

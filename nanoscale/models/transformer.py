@@ -264,8 +264,8 @@ def scale_rope_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """
     wavelength = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((scaling.original_seq_len / wavelength - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    smooth = ((scaling.original_seq_len / wavelength - low) / (high - low)).clamp(0, 1)
+    return smooth * frequencies + (1 - smooth) * frequencies / scaling.factor
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

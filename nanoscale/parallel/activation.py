@@ -164,14 +164,14 @@ def device_contexts(selection: str) -> tuple[Any, Any]:
 
 def host_contexts(selection: str) -> tuple[Any, Any]:
     """Return the same with kept results on the host, which PyTorch's own contexts do not support."""
-    kept: deque[Any] = deque()
-    return _SaveToHost(SavePolicy(selection), kept), _LoadFromHost(SavePolicy(selection), kept)
+    saved: deque[Any] = deque()
+    return _SaveToHost(SavePolicy(selection), saved), _LoadFromHost(SavePolicy(selection), saved)
 
 
 class _SaveToHost(TorchDispatchMode):
-    def __init__(self, policy: SavePolicy, kept: deque[Any]) -> None:
+    def __init__(self, policy: SavePolicy, saved: deque[Any]) -> None:
         super().__init__()
-        self.policy, self.kept, self.memory = policy, kept, HostMemory()
+        self.policy, self.saved, self.memory = policy, saved, HostMemory()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -180,20 +180,20 @@ class _SaveToHost(TorchDispatchMode):
         if self.policy(func):
             if func in COLLECTIVES:  # they return before their result is ready
                 torch.ops._c10d_functional.wait_tensor(result)
-            self.kept.append(tree_map_only(Tensor, self.memory.pack, result))
+            self.saved.append(tree_map_only(Tensor, self.memory.pack, result))
         return result
 
 
 class _LoadFromHost(TorchDispatchMode):
-    def __init__(self, policy: SavePolicy, kept: deque[Any]) -> None:
+    def __init__(self, policy: SavePolicy, saved: deque[Any]) -> None:
         super().__init__()
-        self.policy, self.kept = policy, kept
+        self.policy, self.saved = policy, saved
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.policy(func):
-            return tree_map_only(HostTensor, HostMemory.unpack, self.kept.popleft())
+            return tree_map_only(HostTensor, HostMemory.unpack, self.saved.popleft())
         return func(*args, **(kwargs or {}))
 
 

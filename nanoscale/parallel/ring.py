@@ -152,8 +152,8 @@ def pass_gradients(
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     incoming = Transfer((k, v), group)
     grad_q, grad_k, grad_v = (
-        part.to(accumulator(q.dtype))
-        for part in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
+        block_grad.to(accumulator(q.dtype))
+        for block_grad in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
     )
     for hop in range(1, degree):
         # Gradients are sent one hop behind their keys, while those of the next keys are computed.

@@ -73,9 +73,9 @@ class _Gather(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, *stream: Any) -> Tensor:
+    def forward(ctx: Any, partial_sum: Tensor, *stream: Any) -> Tensor:
         ctx.stream = stream
-        return _reduce(part, *stream)
+        return _reduce(partial_sum, *stream)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -67,7 +67,7 @@ class Merged:
 
     def __init__(self, config: ResolvedConfig, read: Read) -> None:
         self._config, self._read = config, read
-        self._found = find(Path(str(config.model.init_from)), config.model)
+        self._stored = find(Path(str(config.model.init_from)), config.model)
         self._sizes = shapes(config.model)
         self._adapted = set(lora.modules(config.model, config.lora).values())
 
@@ -92,10 +92,10 @@ class Merged:
         import torch
         from safetensors import safe_open
 
-        size, parts = self._sizes[name], []
-        for place, stored in self._found[name]:
-            slices = place.slices(size, (0,) * len(size), size)
+        size, matrices = self._sizes[name], []
+        for position, stored in self._stored[name]:
+            slices = position.slices(size, (0,) * len(size), size)
             with safe_open(stored.file, "pt") as opened:
-                part = read_part(opened, stored.name, slices)
-            parts.append(part.T if place.transposed else part)
-        return parts[0] if place.expert is None else torch.stack(parts)
+                matrix = read_part(opened, stored.name, slices)
+            matrices.append(matrix.T if position.transposed else matrix)
+        return matrices[0] if position.expert is None else torch.stack(matrices)

@@ -232,34 +232,34 @@ class _Source:
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
             self._weight = Merged(config, self._reader.read)
-        self._parts: dict[str, list[tuple[str, TensorPosition]]] = {}
+        self._positions: dict[str, list[tuple[str, TensorPosition]]] = {}
         for name, (_, positions) in tensors.items():
             for position in positions:
-                self._parts.setdefault(position.name, []).append((name, position))
+                self._positions.setdefault(position.name, []).append((name, position))
         self._done = 0
         self._last_read: tuple[str, Tensor] | None = None
 
     def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
         for name in tensors:
             self._done += 1
-            self._note(name, self._done, len(self._parts))
-            for part in self._hf_tensor(name):
-                numbers: Any = part.contiguous().view(-1).view(torch.uint8).numpy()
+            self._note(name, self._done, len(self._positions))
+            for block in self._hf_tensor(name):
+                numbers: Any = block.contiguous().view(-1).view(torch.uint8).numpy()
                 yield memoryview(numbers)
 
     def _hf_tensor(self, name: str) -> Iterator[Tensor]:
         """Yield one Hugging Face tensor; several of ours side by side form one, along its last dimension."""
         values = []
-        for ours, position in self._parts[name]:
-            value = self._read_parameter(ours, position).to(_DTYPES[self.kind])
+        for parameter_name, position in self._positions[name]:
+            value = self._read_parameter(parameter_name, position).to(_DTYPES[self.kind])
             values.append(value.T if position.transposed else value)
         yield values[0] if len(values) == 1 else torch.cat(values, dim=position.axis)
 
-    def _read_parameter(self, ours: str, position: TensorPosition) -> Tensor:
+    def _read_parameter(self, name: str, position: TensorPosition) -> Tensor:
         """Return one part; experts of a matrix follow each other, so it is read once and kept for all."""
-        if self._last_read is None or self._last_read[0] != ours:
+        if self._last_read is None or self._last_read[0] != name:
             self._last_read = None
-            self._last_read = ours, self._weight(ours)
+            self._last_read = name, self._weight(name)
         value = self._last_read[1]
         return value if position.expert is None else value[position.expert]
 

@@ -47,21 +47,21 @@ def find(folder: Path, model: Model) -> StoredParameters:
     """
     file_tensors = read_folder(folder)
     shapes_by_name, positions = shapes(model), hf_positions(model, merged=is_merged(file_tensors))
-    wanted = {
+    needed = {
         position.name: position.shape(shapes_by_name[name])
         for name, parameter_positions in positions.items()
         for position in parameter_positions
     }
     stored = {
-        name: tensor for name in wanted if (tensor := _find_tensor(file_tensors, name)) is not None
+        name: tensor for name in needed if (tensor := _find_tensor(file_tensors, name)) is not None
     }
     embedding = positions["embed.weight"][0].name
     for absent, other in ((HEAD, embedding), (embedding, HEAD)):
         tensor = _find_tensor(file_tensors, other)
-        if absent in wanted.keys() - stored.keys() and tensor is not None and _is_tied(folder):
+        if absent in needed.keys() - stored.keys() and tensor is not None and _is_tied(folder):
             stored[absent] = tensor
-    problems = [f"{name} is missing" for name in wanted if name not in stored]
-    problems += differences(stored, wanted)
+    problems = [f"{name} is missing" for name in needed if name not in stored]
+    problems += differences(stored, needed)
     used = {tensor.name for tensor in stored.values()}
     problems += [
         f"{name} is not a parameter of this shape"
@@ -75,12 +75,12 @@ def find(folder: Path, model: Model) -> StoredParameters:
     }
 
 
-def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
+def differences(stored: dict[str, Stored], needed: Shapes) -> list[str]:
     """Describe tensors of other shapes or of unsupported dtypes."""
     problems = [
-        f"{name} is {_size(tensor.shape)}, and the shape needs {_size(wanted[name])}"
+        f"{name} is {_size(tensor.shape)}, and the shape needs {_size(needed[name])}"
         for name, tensor in stored.items()
-        if tensor.shape != wanted[name]
+        if tensor.shape != needed[name]
     ]
     return problems + [
         f"{name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read"
@@ -113,7 +113,7 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     )
 
 
-def read_parts(wanted: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> None:
+def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> None:
     """Fill each tensor in place from a file tensor, its position there, and its whole shape.
 
     Raises:
@@ -122,7 +122,7 @@ def read_parts(wanted: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> No
     import torch
     from safetensors import SafetensorError, safe_open
 
-    by_file = sorted(wanted, key=lambda entry: str(entry[0].file))
+    by_file = sorted(requests, key=lambda entry: str(entry[0].file))
     with ExitStack() as open_files, torch.no_grad():
         file, reader = None, None
         for tensor, position, full_shape, target in by_file:
@@ -133,10 +133,10 @@ def read_parts(wanted: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> No
                         tensor.file,
                         open_files.enter_context(safe_open(tensor.file, "pt")),
                     )
-                for box, memory in _parts(target, position):
+                for box, memory in _boxes_of(target, position):
                     slices = position.slices(full_shape, box.offsets, box.sizes)
-                    part = read_part(reader, tensor.name, slices)
-                    memory.copy_(part.T if position.transposed else part)
+                    values = read_part(reader, tensor.name, slices)
+                    memory.copy_(values.T if position.transposed else values)
             except (SafetensorError, OSError) as error:
                 raise BadFileError(f"{tensor.file.name} cannot be read: {error}") from error
 
@@ -167,11 +167,11 @@ def fingerprint(folder: Path, model: Model) -> str:
 
 def read_part(reader: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
     """Read these elements of a tensor, and no others, from an open file."""
-    part: Tensor = reader.get_slice(name)[slices]
-    return part
+    values: Tensor = reader.get_slice(name)[slices]
+    return values
 
 
-def _parts(target: Tensor, position: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
+def _boxes_of(target: Tensor, position: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
     """Yield the boxes of `boxes`; for one expert, those that contain it, with the memory of its row."""
     for box, memory in boxes(target):
         if position.expert is None:

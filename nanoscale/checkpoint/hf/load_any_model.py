@@ -36,9 +36,9 @@ def find(folder: Path, model: Any) -> dict[str, Stored]:
     """
     file_tensors = read_folder(folder)
     stored, unknown, tied = _match_names(file_tensors, model)
-    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    problems = [f"{name} is missing" for name in wanted if name not in stored]
-    problems += differences({name: stored[name] for name in wanted if name in stored}, wanted)
+    needed = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    problems = [f"{name} is missing" for name in needed if name not in stored]
+    problems += differences({name: stored[name] for name in needed if name in stored}, needed)
     problems += [f"{name} is not one of its parameters" for name in unknown]
     problems += [
         f"{tensor.name} differs from {stored[name].name}, to which its config.json ties it: "

@@ -39,21 +39,21 @@ class TensorPosition:
     expert: int | None = None
     """The index in our first dimension; None if that is not a dimension of experts."""
 
-    def shape(self, ours: Shape) -> Shape:
+    def shape(self, own_shape: Shape) -> Shape:
         """Return the shape of the whole Hugging Face tensor."""
-        ours = self._within(ours)
-        hf_shape = list(ours[::-1] if self.transposed else ours)
+        own_shape = self._per_expert(own_shape)
+        hf_shape = list(own_shape[::-1] if self.transposed else own_shape)
         hf_shape[self.axis] *= self.parts
         return tuple(hf_shape)
 
-    def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
+    def slices(self, own_shape: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
         """Return the slices of a box of our tensor, or of its part for the expert, in the Hugging Face
         tensor."""
-        ours, offsets, sizes = map(self._within, (ours, offsets, sizes))
-        order = range(len(ours))[:: -1 if self.transposed else 1]
+        own_shape, offsets, sizes = map(self._per_expert, (own_shape, offsets, sizes))
+        order = range(len(own_shape))[:: -1 if self.transposed else 1]
         start = [offsets[axis] for axis in order]
         length = [sizes[axis] for axis in order]
-        start[self.axis] += self.part * ours[order[self.axis]]
+        start[self.axis] += self.part * own_shape[order[self.axis]]
         return tuple(
             slice(first, first + count) for first, count in zip(start, length, strict=True)
         )
@@ -64,7 +64,7 @@ class TensorPosition:
         row = self.expert - offsets[0]
         return row if 0 <= row < sizes[0] else None
 
-    def _within(self, lengths: Shape) -> Shape:
+    def _per_expert(self, lengths: Shape) -> Shape:
         return lengths if self.expert is None else lengths[1:]
 
 

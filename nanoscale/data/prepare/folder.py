@@ -164,8 +164,8 @@ class _Split:
     def write_index(self, dtype: np.dtype[Any]) -> None:
         lengths = np.memmap(self._lengths_path, dtype="<i4", mode="r")
         with idx_path(self._prefix).open("wb") as stream:
-            for part in index_parts(dtype, lengths):
-                stream.write(part)
+            for chunk in index_parts(dtype, lengths):
+                stream.write(chunk)
             stream.flush()
             os.fsync(stream.fileno())
 
@@ -184,27 +184,27 @@ def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
     It is removed if the body fails before the first commit. Raises UserError if another process holds it, or
     another request left it.
     """
-    part = out.with_name(f"{out.name}.part")
+    unfinished = out.with_name(f"{out.name}.part")
     try:
-        (part / "whole").mkdir(parents=True, exist_ok=True)
+        (unfinished / "whole").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError("data", f"{part} cannot be made: {error.strerror}") from error
-    with (part / "lock").open("a", encoding="utf-8") as lock:
+        raise UserError("data", f"{unfinished} cannot be made: {error.strerror}") from error
+    with (unfinished / "lock").open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError("data", f"{out} is being prepared by another process") from error
-        _check_request(part, identity)
+        _check_request(unfinished, identity)
         try:
-            yield part
+            yield unfinished
         except BaseException:
-            if part.exists() and committed(part) is None:
-                shutil.rmtree(part)
+            if unfinished.exists() and committed(unfinished) is None:
+                shutil.rmtree(unfinished)
             raise
 
 
-def _check_request(part: Path, identity: dict[str, Any]) -> None:
-    path = part / "request.json"
+def _check_request(unfinished: Path, identity: dict[str, Any]) -> None:
+    path = unfinished / "request.json"
     if not path.exists():
         write_document(path, identity)
         return
@@ -216,17 +216,17 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
     ]
     if differences:
         names = ", ".join(violation.key for violation in differences)
-        found = Violation(
-            "--out", str(part), "", f"it was started with other settings: {names}",
-            remedy=f"repeat the earlier request, or start again: rm -r -- {shlex.quote(str(part))}",
+        refusal = Violation(
+            "--out", str(unfinished), "", f"it was started with other settings: {names}",
+            remedy=f"repeat the earlier request, or start again: rm -r -- {shlex.quote(str(unfinished))}",
         )  # fmt: skip
-        raise UserError("data", f"{part}: {found.message}", [found])
+        raise UserError("data", f"{unfinished}: {refusal.message}", [refusal])
 
 
-def committed(part: Path) -> PreparationProgress | None:
+def committed(unfinished: Path) -> PreparationProgress | None:
     """Return the progress of the last commit; None before the first."""
     try:
-        progress = json.loads((part / "progress.json").read_bytes())
+        progress = json.loads((unfinished / "progress.json").read_bytes())
     except FileNotFoundError:
         return None
     progress["cursor"] = Cursor(**progress["cursor"])

@@ -120,17 +120,19 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
         if template is not None:
             folder.write_whole(whole / TEMPLATE, template.source.encode())
         sizes = [source.bytes for source in sources]
-        part = UnfinishedFolder(path, smallest_type(tokenizer.vocab_size), sizes, request.chat)
-        _fill(part, path, request, reading, watcher, stop)
-        _refuse_empty(part.progress, request)
-        part.publish(request.out, _manifest(identity, tokenizer, whole, part.progress))
+        unfinished = UnfinishedFolder(
+            path, smallest_type(tokenizer.vocab_size), sizes, request.chat
+        )
+        _fill(unfinished, path, request, reading, watcher, stop)
+        _refuse_empty(unfinished.progress, request)
+        unfinished.publish(request.out, _manifest(identity, tokenizer, whole, unfinished.progress))
     result = manifest(request.out)
     assert result is not None, "it was just written"
     return result
 
 
 def _fill(
-    part: UnfinishedFolder,
+    unfinished: UnfinishedFolder,
     path: Path,
     request: PreparationRequest,
     reading: Reading,
@@ -140,25 +142,25 @@ def _fill(
     """Tokenize everything after the last commit."""
     total = sum(source.bytes for source in reading.sources)
     file = path / "whole" / TOKENIZER
-    setup = Setup(reading, file if file.exists() else None, part.dtype)
-    if part.progress != PreparationProgress():
-        watcher.note(f"continues after {part.progress.documents:,} documents")
-    _refuse_bad(part, request, path)
+    setup = Setup(reading, file if file.exists() else None, unfinished.dtype)
+    if unfinished.progress != PreparationProgress():
+        watcher.note(f"continues after {unfinished.progress.documents:,} documents")
+    _refuse_bad(unfinished, request, path)
     chunks = read_chunks(
-        reading.sources, reading.field, reading.separator, part.progress.cursor, request.chat
+        reading.sources, reading.field, reading.separator, unfinished.progress.cursor, request.chat
     )
     committed = time.monotonic()
     with closing(chunks), _encoding(request.workers, chunks, setup, stop) as results:
         try:
             for chunk, encoded in results:
-                part.add(chunk, encoded)
-                _refuse_bad(part, request, path)
-                watcher.progress(part.progress, total)
+                unfinished.add(chunk, encoded)
+                _refuse_bad(unfinished, request, path)
+                watcher.progress(unfinished.progress, total)
                 if time.monotonic() - committed >= COMMIT_S:
-                    part.commit()
+                    unfinished.commit()
                     committed = time.monotonic()
         except KeyboardInterrupt:
-            part.commit()
+            unfinished.commit()
             raise
 
 
@@ -175,11 +177,11 @@ def _encoding(
             yield pool.map(chunks)
 
 
-def _refuse_bad(part: UnfinishedFolder, request: PreparationRequest, path: Path) -> None:
-    if part.progress.bad == 0 or request.skip_bad:
+def _refuse_bad(unfinished: UnfinishedFolder, request: PreparationRequest, path: Path) -> None:
+    if unfinished.progress.bad == 0 or request.skip_bad:
         return
     kept = f"; what was prepared is kept in {path}" if folder.committed(path) else ""
-    raise bad_records_error(part.progress.shown[:_MOST_SHOWN], kept)
+    raise bad_records_error(unfinished.progress.shown[:_MOST_SHOWN], kept)
 
 
 def _refuse_unreadable(sources: list[TextSource], request: PreparationRequest) -> None:
@@ -333,8 +335,8 @@ def _manifest(
 
 
 def _counts(count: folder.Count, chat: bool) -> dict[str, int]:
-    found = {"documents": count.documents, "tokens": count.tokens}
-    return found | ({"answers": count.answers} if chat else {})
+    counts = {"documents": count.documents, "tokens": count.tokens}
+    return counts | ({"answers": count.answers} if chat else {})
 
 
 @contextmanager

@@ -45,9 +45,9 @@ def check_extra(composed: Composed, config: ResolvedConfig) -> None:
             None,
             composed.source("backend.extra"),
             message,
-            tuple(_suggestions(nearest(path, known), config.backend.extra.get(path))),
+            tuple(_suggestions(nearest(path, known_names), config.backend.extra.get(path))),
         )
-        for path, message, known in problems
+        for path, message, known_names in problems
     ]
     if violations:
         refuse(violations)

@@ -156,7 +156,7 @@ def container_prefix(config: Config) -> list[str]:
     if settings.container is None or settings.container_runtime != "apptainer":
         return []
     gpus = ["--nv"] if config.launcher.device == "cuda" else []
-    mounts = [part for mount in _mounts(config) for part in ("--bind", mount)]
+    mounts = [argument for mount in _mounts(config) for argument in ("--bind", mount)]
     return ["apptainer", "exec", *gpus, *mounts, settings.container]
 
 

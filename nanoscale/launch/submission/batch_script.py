@@ -120,7 +120,7 @@ def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str
     settings = config.launcher.slurm
     # Anybody who can change the run's config.yaml can change this script as well.
     launch = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
-    parts = [
+    sections = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
         "# Written by `nanoscale submit`. Submitted again with sbatch, it continues where the run stopped.\n",
         LISTEN,
@@ -130,7 +130,7 @@ def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str
         launch + FOLLOW,
         f"max_requeues={settings.max_requeues}\n{REQUEUE}",
     ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(section for section in sections if section)
 
 
 def _launcher(config: ResolvedConfig) -> list[str]:
