@@ -365,7 +365,7 @@ def free_names(root: Path, shared: str, count: int) -> str:
     """Return `shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
     root = _absolute(root)
     suffixes = [ARRAY, *(f"-{number}" for number in range(count))]
-    candidates = _numbered(shared, room=len(f"-{count}"))
+    candidates = _numbered(shared, suffix_bytes=len(f"-{count}"))
     return next(
         candidate
         for candidate in candidates

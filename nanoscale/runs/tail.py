@@ -51,7 +51,7 @@ class LineSplitter:
             lines.append(self.take_remainder())
         return lines
 
-    def remainder(self) -> bytes:
+    def take_remainder(self) -> bytes:
         """Return the bytes after the last line's end, and forget them."""
         remainder, self._partial_line, self._size = b"".join(self._partial_line), [], 0
         return remainder

@@ -18,7 +18,7 @@ from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.native import build_stages
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.hf import load
-from nanoscale.checkpoint.hf.names import places, shapes
+from nanoscale.checkpoint.hf.names import hf_positions, shapes
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.resolved import ResolvedConfig
@@ -122,7 +122,7 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
         {
             place.name: p.detach() if place.expert is None else p.detach()[place.expert].clone()
             for name, p in whole.named_parameters()
-            for place in places(shape)[name]
+            for place in hf_positions(shape)[name]
         },
         tmp_path / "model.safetensors",
     )

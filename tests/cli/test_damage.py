@@ -196,5 +196,5 @@ def test_a_page_that_cannot_be_written_is_one_line(
 
 def test_a_hello_without_a_version_is_one_of_an_unknown_version() -> None:
     member: Any = SimpleNamespace(unpacker=SimpleNamespace(feed=lambda _: [{"kind": "hello"}]))
-    assert Fleet.__new__(Fleet)._heard(member, b"") == []
+    assert Fleet.__new__(Fleet)._read_messages(member, b"") == []
     assert member.nanoscale == "of an unknown version"

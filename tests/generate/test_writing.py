@@ -143,7 +143,7 @@ def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:
     lean = {f"balance.layers.{n}": torch.tensor([n, -1, 2, 3]) for n in range(4)}
     opened = open_model(str(run_of_bytes(tmp_path, shape, **lean).path), dtype="bf16")
     for number, block in opened.model.layers.items():
-        assert block.mlp.router.lean.tolist() == [int(number), -1, 2, 3]
+        assert block.mlp.router.choice_bias.tolist() == [int(number), -1, 2, 3]
         assert block.mlp.router.load.tolist() == [0, 0, 0, 0]
     assert {p.dtype for p in opened.model.parameters()} == {DTYPES["bf16"]}
 

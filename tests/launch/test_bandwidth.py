@@ -11,7 +11,7 @@ import pytest
 
 from nanoscale.config.schema import Config
 from nanoscale.launch.lifecycle.bandwidth import (
-    _LOOK_AT,
+    _NETWORK_CHECKS,
     _ranks_config,
     bus_gb_s,
     judge_connections,
@@ -88,7 +88,7 @@ def test_a_slow_pair_names_its_two_hosts():
 
 
 def test_the_command_that_shows_a_links_errors_is_one_of_ip():
-    ethtool, ip = re.findall("`([^`]+)`", _LOOK_AT)
+    ethtool, ip = re.findall("`([^`]+)`", _NETWORK_CHECKS)
     assert ethtool == "ethtool"
     if shutil.which("ip") is None:
         pytest.skip("ip is not installed: apt-get install iproute2")

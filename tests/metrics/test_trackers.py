@@ -15,7 +15,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Launcher, Logger, Optimizer, Run
-from nanoscale.launch.lifecycle.command import _is_passed_on
+from nanoscale.launch.lifecycle.command import _is_inherited
 from nanoscale.metrics import trackers
 from nanoscale.metrics.sinks import open_sinks
 from nanoscale.metrics.trackers import Subject
@@ -211,4 +211,4 @@ def test_the_variables_of_a_tracker_reach_other_hosts_only_if_it_is_used() -> No
     names = ("WANDB_API_KEY", "MLFLOW_TRACKING_URI")
     for logger, passed in ((Logger(), []), (Logger(wandb="online"), [names[0]])):
         config = Config(launcher=Launcher(name="ssh"), logger=logger)
-        assert [name for name in names if _is_passed_on(config, name)] == passed
+        assert [name for name in names if _is_inherited(config, name)] == passed
