@@ -169,7 +169,9 @@ def _block_positions(
         else:
             _, layer, module_in_block = module.split(".", 2)
             # Modules of newer families have our names in Hugging Face's `self_attn`.
-            position = block.get(module_in_block) or TensorPosition(module_in_block.replace("attention.", "self_attn."))
+            position = block.get(module_in_block) or TensorPosition(
+                module_in_block.replace("attention.", "self_attn.")
+            )
             transposed = position.transposed and kind == "weight"
             hf_name = f"{prefix}{layers}.{layer}.{position.name}.{kind}"
             positions[name] = (TensorPosition(hf_name, transposed, position.part, position.parts),)

@@ -14,7 +14,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import INTERRUPTED, PREEMPTED
-from nanoscale.launch.lifecycle.command import here, plan_launch
+from nanoscale.launch.lifecycle.command import local_host, plan_launch
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
 from nanoscale.launch.request import Request
@@ -39,7 +39,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
     import typer
 
     config = request.config
-    hosts = request.hosts or (here(config),)
+    hosts = request.hosts or (local_host(config),)
     with Fleet(config, hosts, request.run.path.parent) as fleet:
         prepare(fleet, request, signals)
         if signals.first is not None:
@@ -80,7 +80,7 @@ def attempt(
         write_report(run)
     print_outcome(run, outcome, stream)
     if as_json:
-        with display.surviving(sys.stdout):
+        with display.survive_lost_stream(sys.stdout):
             print_json(document(run, outcome))
             sys.stdout.flush()
     return outcome.exit_code

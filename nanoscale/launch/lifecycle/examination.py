@@ -21,7 +21,7 @@ from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.bandwidth import Measured, measure, prepare
-from nanoscale.launch.lifecycle.command import here
+from nanoscale.launch.lifecycle.command import local_host
 from nanoscale.launch.preflight.preflight import can_compute, judge
 from nanoscale.launch.preflight.verdicts import Verdict
 from nanoscale.launch.transport.transport import read_hosts, transport_of
@@ -35,7 +35,7 @@ def machines(composed: Composed) -> tuple[Config, Sequence[Host]]:
     config = check_machines(composed, detect(), hosts)
     if not transport_of(config).is_local:
         check_root(Path(config.run.root))  # the hosts look for a file there
-    return config, hosts or (here(config),)
+    return config, hosts or (local_host(config),)
 
 
 def examine(

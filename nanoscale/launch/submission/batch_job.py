@@ -24,7 +24,7 @@ from nanoscale.launch.slurm import slurm
 from nanoscale.launch.slurm.slurm import SlurmError
 from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.runs import submission
-from nanoscale.runs.directory import ARRAY, RunDirectory, taken_back, write_atomically
+from nanoscale.runs.directory import ARRAY, RunDirectory, removed_on_error, write_atomically
 from nanoscale.runs.submission import Submission
 
 _PARTITIONS, _ASSOCIATIONS = "sinfo --summarize", "sacctmgr show associations user=$USER"
@@ -108,7 +108,7 @@ class BatchJob:
             UserError: a run cannot be created, there is no sbatch here, or SLURM refused.
         """
         script = self.script
-        with taken_back(self.root) as made:
+        with removed_on_error(self.root) as made:
             for request in self.requests:
                 with new_run(request) as lock:
                     made.append(lock.run.path)

@@ -21,7 +21,7 @@ from nanoscale.config.rules.launcher import requested_launcher
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.launch.hosts.hosts import read_hostfile
-from nanoscale.launch.slurm.allocation import cpus_a_node, given_nodes, idle_nodes
+from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
 from nanoscale.launch.slurm.slurm import container_prefix, srun_options
 
 Command = tuple[str, ...]
@@ -235,7 +235,7 @@ class Srun(Transport):
 
     check = "srun"
     is_reverse = True
-    hosts = staticmethod(given_nodes)
+    hosts = staticmethod(allocated_nodes)
 
     def commands(
         self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE

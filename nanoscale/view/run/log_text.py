@@ -29,5 +29,5 @@ def _print_lines(path: Path, tail: LineTail, last: bool) -> None:
     prefix = f"{host}:{rank} │ ".encode() if ranks else b""
     for lines in tail.batches():
         display.content(b"".join(prefix + line.rstrip() + b"\n" for line in lines))
-    if last and (rest := tail.rest()):
+    if last and (rest := tail.take_remainder()):
         display.content(prefix + rest.rstrip() + b"\n")

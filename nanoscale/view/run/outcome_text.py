@@ -78,7 +78,7 @@ def _print_failure(run: RunDirectory, cause: Failure) -> None:
     if not screen.is_terminal:
         display.note("\n".join([f"{title}:", *lines]))
         return
-    with display.surviving(sys.stderr):
+    with display.survive_lost_stream(sys.stderr):
         screen.print(Panel(Text("\n".join(lines)), title=Text(title), border_style="red"))
 
 
@@ -117,7 +117,7 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
         lines.append(f"  plan        {compared}")
     if outcome.state != "completed":
         lines += _ways_on(run)
-    with display.surviving(stream):
+    with display.survive_lost_stream(stream):
         display.show("\n".join(lines), stream=stream)
 
 
