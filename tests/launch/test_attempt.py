@@ -36,7 +36,7 @@ class Fleet:
         self.told = []
         self.transport = transport_of(Config(launcher=Launcher(name=name)))
 
-    def tell(self, members, kind, **content):
+    def send(self, members, kind, **content):
         self.told.append((kind, [member.name for member in members], content))
 
 

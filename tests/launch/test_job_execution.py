@@ -29,7 +29,7 @@ class Fleet:
         self.messages = list(messages)
         self.told: list[str] = []
 
-    def tell(self, members: list[Member], kind: str, **content: Any) -> None:
+    def send(self, members: list[Member], kind: str, **content: Any) -> None:
         self.told.append(kind)
         if kind == "kill":
             self.messages += [(member.name, {**ENDED, "result": None}) for member in members]
