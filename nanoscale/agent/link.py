@@ -125,7 +125,10 @@ class Link:
                 for message in unpacker.feed(data):
                     if isinstance(message, dict):
                         self._handle(message)
-            elif self._lost_after_s is not None and time.monotonic() - last_heard > self._lost_after_s:
+            elif (
+                self._lost_after_s is not None
+                and time.monotonic() - last_heard > self._lost_after_s
+            ):
                 self._end(f"no heartbeat from the launcher for {self._lost_after_s:g} s")
 
     def _read(self) -> bytes:
