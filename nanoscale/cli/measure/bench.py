@@ -70,7 +70,7 @@ def bench(
     checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out. With
     --devices 1,2,4 or --num-nodes 1,2, it measures each and shows speed-up and efficiency beside the plan's.
     """
-    from nanoscale.launch.lifecycle.bench import compared, read_other
+    from nanoscale.launch.lifecycle.bench import read_other
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
         if value < least:
