@@ -73,14 +73,14 @@ class Subject:
         environment: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             environment = read_json(self.run.environment)
-        configured = {
+        tags = {
             "nanoscale.run": str(self.run.path),
             "nanoscale.attempt": str(self.attempt),
             "nanoscale.version": str(environment.get("nanoscale", "")),
             "torch.version": str(environment.get("packages", {}).get("torch", "")),
             "host": str(environment.get("host", "")),
         }
-        return {name: value for name, value in named.items() if value}
+        return {name: value for name, value in tags.items() if value}
 
     def values(self) -> dict[str, Any]:
         """Return the configuration as nested mappings, without values that may be secrets."""

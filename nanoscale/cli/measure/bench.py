@@ -70,7 +70,7 @@ def bench(
     checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out. With
     --devices 1,2,4 or --num-nodes 1,2, it measures each and shows speed-up and efficiency beside the plan's.
     """
-    from nanoscale.launch.lifecycle.bench import read_other
+    from nanoscale.launch.lifecycle.bench import compare_figures, read_other
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
         if value < least:
@@ -121,12 +121,12 @@ def _request(line: CommandLine, force: bool) -> Request:
 
 def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Document | None:
     """Return the measurements of a job; None if it has failed, which is reported."""
-    from nanoscale.launch.lifecycle.bench import document, room_for_checkpoint
+    from nanoscale.launch.lifecycle.bench import checkpoint_folder, document
     from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import BENCH
 
     measured = _measured(request.config, warmup + steps + _RECORDED)
-    with saying() as say, room_for_checkpoint(request.config) as folder:
+    with saying() as say, checkpoint_folder(request.config) as folder:
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
         say(f"{label}starting the ranks …")
         try:
