@@ -486,12 +486,14 @@ class Checkpoint:
 class Peaks:
     """The maker's peaks of dense matrix products, without sparsity; null: not supported in that type."""
 
-    fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0)
-    fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0)
-    tf32: float | None = key(None, "peak in TF32; null: that of fp32", unit="TFLOP/s", at_least=0)
-    fp16: float | None = key(None, "peak in fp16", unit="TFLOP/s", at_least=0)
-    bf16: float | None = key(None, "peak in bf16", unit="TFLOP/s", at_least=0)
-    fp8: float | None = key(None, "peak in 8 bits", unit="TFLOP/s", at_least=0)
+    fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0.001)
+    fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0.001)
+    tf32: float | None = key(
+        None, "peak in TF32; null: that of fp32", unit="TFLOP/s", at_least=0.001
+    )
+    fp16: float | None = key(None, "peak in fp16", unit="TFLOP/s", at_least=0.001)
+    bf16: float | None = key(None, "peak in bf16", unit="TFLOP/s", at_least=0.001)
+    fp8: float | None = key(None, "peak in 8 bits", unit="TFLOP/s", at_least=0.001)
 
 
 @dataclass(frozen=True)
@@ -499,27 +501,27 @@ class Reached:
     """The speed of the maker's libraries, hot and with random numbers; null: a usual share of the peak."""
 
     matmul: float | None = key(
-        None, "share of the peak that large products reach in 16 bits or more", at_least=0
+        None, "share of the peak that large products reach in 16 bits or more", at_least=0.001
     )
     matmul_fp8: float | None = key(
-        None, "share of the peak that large products reach in 8 bits", at_least=0
+        None, "share of the peak that large products reach in 8 bits", at_least=0.001
     )
     attention: float | None = key(
         None,
         "share of the 16-bit peak that FlashAttention reaches forward with long sequences",
-        at_least=0,
+        at_least=0.001,
     )
     attention_cudnn: float | None = key(
-        None, "the same for cuDNN's attention; null: PyTorch does not choose it", at_least=0
+        None, "the same for cuDNN's attention; null: PyTorch does not choose it", at_least=0.001
     )
     memory: float | None = key(
-        None, "share of the memory bandwidth that element-wise kernels reach", at_least=0
+        None, "share of the memory bandwidth that element-wise kernels reach", at_least=0.001
     )
     intra_host: float | None = key(
-        None, "share of intra_host_gbs that collectives reach", at_least=0
+        None, "share of intra_host_gbs that collectives reach", at_least=0.001
     )
     inter_host: float | None = key(
-        None, "share of inter_host_gbs that collectives reach", at_least=0
+        None, "share of inter_host_gbs that collectives reach", at_least=0.001
     )
 
 
@@ -536,8 +538,11 @@ class Cluster:
     island: int | None = key(
         None, "devices that the fast links join; null: those of a host", at_least=1
     )
+    pod: int | None = key(
+        None, "hosts that the network joins at inter_host_gbs; null: all of them", at_least=1
+    )
     memory_gib: float | None = key(
-        None, "memory of a device, as torch sees it", unit="GiB", at_least=0
+        None, "memory of a device, as torch sees it", unit="GiB", at_least=0.001
     )
     context_gib: float | None = key(
         None,
@@ -545,7 +550,9 @@ class Cluster:
         unit="GiB",
         at_least=0,
     )
-    memory_gbs: float | None = key(None, "bandwidth of a device's memory", unit="GB/s", at_least=0)
+    memory_gbs: float | None = key(
+        None, "bandwidth of a device's memory", unit="GB/s", at_least=0.001
+    )
     multiprocessors: int | None = key(
         None,
         "multiprocessors of a device; each computes one tile of a product at a time",
@@ -558,7 +565,7 @@ class Cluster:
         None,
         "dense peak of one device at the trained precision; null: from peaks",
         unit="TFLOP/s",
-        at_least=0,
+        at_least=0.001,
     )
     peaks: Peaks = field(default_factory=Peaks)
     reached: Reached = field(default_factory=Reached)
@@ -566,7 +573,7 @@ class Cluster:
         None,
         "bandwidth of the fast links (NVLink, xGMI, PCIe), per device and direction",
         unit="GB/s",
-        at_least=0,
+        at_least=0.001,
     )
     intra_host_us: float | None = key(
         None, "latency of a step over the fast links", unit="µs", at_least=0
@@ -575,20 +582,26 @@ class Cluster:
         None,
         "bandwidth of the network between hosts, per device and direction",
         unit="GB/s",
-        at_least=0,
+        at_least=0.001,
     )
     inter_host_us: float | None = key(
         None, "latency of a step over the network", unit="µs", at_least=0
+    )
+    inter_pod_gbs: float | None = key(
+        None,
+        "bandwidth of the network between pods, per device and direction; null: that between hosts",
+        unit="GB/s",
+        at_least=0.001,
     )
     host_link_gbs: float | None = key(
         None,
         "bandwidth of the link to host memory, per device and direction",
         unit="GB/s",
-        at_least=0,
+        at_least=0.001,
     )
-    host_memory_gib: float | None = key(None, "memory of a host", unit="GiB", at_least=0)
+    host_memory_gib: float | None = key(None, "memory of a host", unit="GiB", at_least=0.001)
     host_memory_gbs: float | None = key(
-        None, "bandwidth of a host's memory", unit="GB/s", at_least=0
+        None, "bandwidth of a host's memory", unit="GB/s", at_least=0.001
     )
     price: float | None = key(
         None, "price of a device per hour, in any currency; null: no costs are shown", at_least=0
@@ -796,8 +809,8 @@ class Train:
     )
     micro_batch: int | Literal["auto"] = key(
         "auto",
-        "samples per rank and forward pass; auto: no accumulation, or with pp enough micro "
-        "batches to keep every stage busy",
+        "samples per rank and forward pass; auto: the most that fit by the plan, with at least "
+        "90 %, and that leave enough micro batches for all stages of a pipeline",
         unit="samples",
         at_least=1,
     )

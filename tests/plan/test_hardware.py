@@ -44,7 +44,9 @@ def test_a_machine_is_described_wholly_and_in_the_right_units(name):
     assert found.device == name
     for field in fields(found):
         value = getattr(found, field.name)
-        if field.name not in ("hosts", "price", "device", "peaks", "efficiency", "context_gib"):
+        if field.name not in (
+            *("hosts", "pod", "price", "device", "peaks", "efficiency", "context_gib"),
+        ):
             assert value > 0, field.name
     assert 0 < found.efficiency.matmul <= 1
     assert found.intra_bandwidth > found.inter_bandwidth
@@ -73,7 +75,9 @@ def test_figures_of_the_data_sheets(name, bf16, gbs, gib):
     ("driver", "name"),
     [("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H200", "h200"),
      ("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
-     ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H100 NVL", None), ("NVIDIA A2", None), ("", None)],
+     ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H100 NVL", None), ("NVIDIA A2", None), ("", None),
+     ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"), ("NVIDIA L40", None), ("NVIDIA GH200 480GB", None),
+     ("NVIDIA H20", "h20"), ("Tesla V100-SXM2-32GB-LS", "v100"), ("NVIDIA GeForce RTX 4090", "rtx-4090")],
 )  # fmt: skip
 def test_devices_are_recognised_by_the_whole_of_what_tells_them_apart(driver, name):
     assert recognise(driver) == name

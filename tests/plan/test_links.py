@@ -64,6 +64,26 @@ def test_72_devices_of_an_nvl72_are_an_island_though_hosts_have_4():
     assert group(machine("h200"), 16, 4) == AxisRanks(16, 2)
 
 
+def test_pods_share_the_links_between_them():
+    """Every pod takes in the other pods' parts, once, through all adapters of its ranks."""
+    ideal = changed(machine(), **IDEAL, inter_latency=0.0, intra_latency=0.0)
+    pods = changed(ideal, pod=64, pod_bandwidth=ideal.inter_bandwidth / 7)
+    one, eight = group(pods, 32, 8), group(pods, 256, 1)
+    assert (one, eight) == (AxisRanks(32, 1, 8), AxisRanks(256, 8, 64))
+    assert group(pods, 8, 8) == group(ideal, 8, 8)  # a pod of its own
+    size, lane = 1e14, ideal.inter_bandwidth / 7
+    alone = collectives.all_gather(pods, one, size) - collectives.START
+    assert alone == pytest.approx(max(size * 24 / 32 / (8 * lane), size * 31 / 32 / (7 * lane)))
+    together = collectives.all_gather(pods, eight, size) - collectives.START
+    assert together == pytest.approx(collectives.all_gather(ideal, group(ideal, 256, 1), size))
+    starved = changed(pods, pod_bandwidth=lane / 10)
+    slow = collectives.all_gather(starved, eight, size) - collectives.START
+    assert slow == pytest.approx(size * 3 / 4 / (64 * lane / 10))
+    assert collectives.device_share(starved, eight) < collectives.device_share(pods, eight)
+    assert collectives.send(pods, one, size) == pytest.approx(size / lane, rel=1e-3)
+    assert collectives.all_to_all(pods, one, size) == pytest.approx(size * 3 / 4 / lane, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("device", "size", "published"),
     [("a100-80", 2**24, 109.2), ("a100-80", 2**25, 132.8), ("a100-80", 2**26, 166.6), ("a100-80", 2**28, 213.9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -86,13 +87,14 @@ def described(config: Config) -> Cluster:
 
 
 def recognise(device_name: str) -> str | None:
-    """Return the table's name of a device by its driver's; the longest part that it contains decides."""
+    """Return the table's name of a device by its driver's; the longest run of whole words that it contains
+    decides."""
     found = [
         (len(part), name)
         for name in known_devices()
         if (cluster := _known(name)) is not None
         for part in cluster.recognised
-        if part.lower() in device_name.lower()
+        if re.search(rf"\b{re.escape(part)}\b", device_name, re.IGNORECASE)
     ]
     return max(found)[1] if found else None
 

@@ -16,6 +16,7 @@ from nanoscale.config.hardware.data_sheets import (
     described,
     kind,
     known_overrides,
+    wide_kind,
 )
 from nanoscale.config.schema import Cluster, Config, Precision
 
@@ -63,6 +64,8 @@ class Hardware:
     """The number of hosts; None: as many as the layout needs."""
     island: int
     """Devices joined by fast links."""
+    pod: int | None
+    """Devices whose hosts share a network at full speed; None: all."""
     memory_gib: float
     """A device's memory, as torch sees it, GiB."""
     context_gib: float
@@ -80,6 +83,8 @@ class Hardware:
     """The network of a device in one direction, B/s."""
     inter_latency: float
     """The latency of a step, s."""
+    pod_bandwidth: float
+    """The network of a device between pods in one direction, B/s."""
     host_bandwidth: float
     """The link between a device and its host's memory in one direction, B/s."""
     host_memory_gib: float
@@ -132,14 +137,15 @@ def hardware_of(config: Config) -> Hardware:
         peaks.setdefault("tf32", peaks["fp32"])
     if cluster.peak_tflops is not None:
         peaks[trained] = cluster.peak_tflops * 1e12
-    if trained not in peaks and trained != "auto":  # that is resolved for the devices, later
-        ways = [f"precision={name}" for name in peaks if name != "tf32"]
-        ways.append(f"cluster.peaks.{trained}=TFLOP/s")
-        raise UnknownHardwareError(
-            "config",
-            f"cluster.peaks.{trained} is null: {cluster.device} has no known peak in {trained}. "
-            f"Type {' or '.join(ways)}",
-        )
+    for computed in (trained, wide_kind(config.precision)):
+        if computed not in peaks and computed != "auto":  # that is resolved for the devices, later
+            ways = [f"precision={name}" for name in peaks if name not in ("tf32", trained)]
+            ways.append(f"cluster.peaks.{computed}=TFLOP/s")
+            raise UnknownHardwareError(
+                "config",
+                f"cluster.peaks.{computed} is null: {cluster.device} has no known peak in {computed}. "
+                f"Type {' or '.join(ways)}",
+            )
     return _in_si(cluster, peaks, _efficiency(cluster))
 
 
@@ -155,11 +161,13 @@ def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) ->
 
     per_host = cluster.devices_per_host
     assert per_host is not None
+    island, between_hosts = cluster.island or per_host, number("inter_host_gbs", 6.25)
     return Hardware(
         device=cluster.device or "unnamed",
         devices_per_host=per_host,
         hosts=cluster.hosts,
-        island=cluster.island or per_host,
+        island=island,
+        pod=max(island, per_host * cluster.pod) if cluster.pod else None,
         memory_gib=number("memory_gib"),
         context_gib=number("context_gib", 1.0),
         memory_bandwidth=number("memory_gbs") * 1e9,
@@ -167,8 +175,9 @@ def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) ->
         peaks=peaks,
         intra_bandwidth=number("intra_host_gbs", 32.0) * 1e9,
         intra_latency=number("intra_host_us", 3.4) * 1e-6,
-        inter_bandwidth=number("inter_host_gbs", 6.25) * 1e9,
+        inter_bandwidth=between_hosts * 1e9,
         inter_latency=number("inter_host_us", 14.0) * 1e-6,
+        pod_bandwidth=number("inter_pod_gbs", between_hosts) * 1e9,
         host_bandwidth=number("host_link_gbs", 32.0) * 1e9,
         host_memory_gib=number("host_memory_gib", 256.0),
         host_memory_bandwidth=number("host_memory_gbs", 200.0) * 1e9,

@@ -144,6 +144,8 @@ def product(hardware: Hardware, part: MicroBatchShape, linear: _Linear, swap: st
     elif swap == "weights":
         m, n, k = n, k, m
     kind = _wide(part) if linear.wide else part.kind
+    if kind not in hardware.peaks:  # a device that a user described in few words
+        kind = part.wide
     slower = 1.0
     if kind == "fp8" and part.fp8_recipe != "tensorwise":
         if swap == "weights" and part.fp8_recipe == "rowwise_with_gw_hp":

@@ -31,6 +31,8 @@ class AxisRanks:
     size: int
     inside: int
     """The number of them joined by fast links."""
+    pod: int | None = None
+    """The number of them in one pod; None: all."""
 
     @property
     def islands(self) -> float:
@@ -40,7 +42,10 @@ class AxisRanks:
 @lru_cache(maxsize=4096)
 def group(hardware: Hardware, size: int, stride: int) -> AxisRanks:
     """Return the group of an axis's ranks; those of tp have stride 1 and fill hosts first."""
-    return AxisRanks(size, max(1, min(size, hardware.island // stride)))
+    inside = max(1, min(size, hardware.island // stride))
+    if hardware.pod is None or size * stride <= hardware.pod:
+        return AxisRanks(size, inside)
+    return AxisRanks(size, inside, max(1, hardware.pod // stride))
 
 
 def all_gather(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
@@ -52,16 +57,22 @@ def all_gather(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """
     if ranks.size == 1:
         return 0.0
+    return max(_levels(hardware, ranks, size)) + _latency(hardware, ranks, size)
+
+
+def _levels(hardware: Hardware, ranks: AxisRanks, size: float) -> tuple[float, float, float]:
+    """Return the seconds of a gather's bytes over the fast links, between hosts, and between pods."""
     efficiency = hardware.efficiency
     inside = size * (ranks.size - 1) / ranks.size
-    seconds = (
-        inside / (hardware.intra_bandwidth * efficiency.intra_host) if ranks.inside > 1 else 0.0
+    fast = hardware.intra_bandwidth * efficiency.intra_host
+    hosts = hardware.inter_bandwidth * efficiency.inter_host * ranks.inside
+    pod = ranks.pod or ranks.size
+    pods = hardware.pod_bandwidth * efficiency.inter_host * pod
+    return (
+        inside / fast if ranks.inside > 1 else 0.0,
+        size * (ranks.size - ranks.inside) / ranks.size / hosts,
+        size * (ranks.size - pod) / ranks.size / pods,
     )
-    if ranks.inside < ranks.size:
-        across = size * (ranks.size - ranks.inside) / ranks.size
-        network = hardware.inter_bandwidth * efficiency.inter_host * ranks.inside
-        seconds = max(seconds, across / network)
-    return seconds + _latency(hardware, ranks, size)
 
 
 def device_share(hardware: Hardware, ranks: AxisRanks) -> float:
@@ -71,11 +82,9 @@ def device_share(hardware: Hardware, ranks: AxisRanks) -> float:
     """
     if ranks.inside == ranks.size:
         return 1.0
-    efficiency = hardware.efficiency
-    fast = hardware.intra_bandwidth * efficiency.intra_host
-    network = hardware.inter_bandwidth * efficiency.inter_host * ranks.inside
-    network *= (ranks.size - 1) / (ranks.size - ranks.inside)
-    return min(1.0, network / fast)
+    fast = hardware.intra_bandwidth * hardware.efficiency.intra_host
+    inside = (ranks.size - 1) / ranks.size / fast
+    return min(1.0, inside / max(_levels(hardware, ranks, 1.0)))
 
 
 def reduce_scatter(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
@@ -102,6 +111,9 @@ def exchange(hardware: Hardware, ranks: AxisRanks, near: float, across: float) -
     efficiency = hardware.efficiency
     seconds = near / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)
     seconds = max(seconds, across / (hardware.inter_bandwidth * efficiency.inter_host))
+    if ranks.pod is not None:
+        beyond = across * (ranks.size - ranks.pod) / (ranks.size - ranks.inside)
+        seconds = max(seconds, beyond / (hardware.pod_bandwidth * efficiency.inter_host))
     # Every peer's message is set up separately.
     peers = (ranks.inside - 1) * hardware.intra_latency
     across_latency = hardware.inter_latency if ranks.inside < ranks.size else 0.0
@@ -114,7 +126,8 @@ def send(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     if ranks.inside == ranks.size:
         seconds = size / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)
     else:
-        seconds = size / (hardware.inter_bandwidth * efficiency.inter_host)
+        network = hardware.inter_bandwidth if ranks.pod is None else hardware.pod_bandwidth
+        seconds = size / (network * efficiency.inter_host)
     return seconds + START + _step_latency(hardware, ranks)
 
 
