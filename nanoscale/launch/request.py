@@ -15,6 +15,7 @@ from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.yaml_file import read
 from nanoscale.launch.preflight.deepspeed_settings import check_extra
 from nanoscale.launch.transport.transport import read_hosts
+from nanoscale.plan.micro_batch import with_fitting_micro_batch
 from nanoscale.plan.saving import SavingPlan, plan_saving
 from nanoscale.runs.directory import RunDirectory
 
@@ -81,5 +82,7 @@ def check_request(
     devices = detect() if devices is None else devices
     hosts = read_hosts(composed) if hosts is None else hosts
     config = check(composed, devices, hosts)
+    if composed.config.train.micro_batch == "auto":
+        config = with_fitting_micro_batch(config)
     check_extra(composed, config)
     return Request(composed, config, devices, repeats=repeats, hosts=hosts)

@@ -1,0 +1,68 @@
+"""`train.micro_batch=auto`: the largest micro batch that fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Cluster, Zero
+from nanoscale.plan.micro_batch import with_fitting_micro_batch
+from nanoscale.plan.predict import SURE, predict
+from tests.plan.machines import job
+
+
+def sized(config: ResolvedConfig, micro_batch: int) -> ResolvedConfig:
+    return replace(config, train=replace(config.train, micro_batch=micro_batch))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dp": 8, "zero": Zero(stage=3)},
+        {"dp": 2, "tp": 4, "zero": Zero(stage=1)},
+        {"dp": 2, "pp": 4, "schedule": "1f1b", "zero": Zero(stage=1), "seq_len": 2048},
+        {
+            "dp": 2,
+            "pp": 4,
+            "schedule": "zero-bubble",
+            "virtual_stages": 2,
+            "zero": Zero(stage=1),
+            "seq_len": 512,
+        },
+    ],
+)
+def test_it_is_the_largest_that_surely_fits(keys) -> None:
+    job_of_one = job(global_batch=512, **keys)
+    busy = 512 // keys["dp"] // keys.get("pp", 1)
+    chosen = with_fitting_micro_batch(sized(job_of_one, busy)).train.micro_batch
+    assert 1 <= chosen < busy
+    assert predict(sized(job_of_one, chosen)).fits_probability >= SURE
+    assert predict(sized(job_of_one, 2 * chosen)).fits_probability < SURE
+
+
+def test_what_fits_at_once_is_not_divided() -> None:
+    config = job("llama-1b", seq_len=512, zero=Zero(stage=3), micro_batch=2)
+    assert with_fitting_micro_batch(config) == config
+
+
+def test_it_is_the_smallest_if_none_surely_fits() -> None:
+    config = job("llama-70b", zero=Zero(stage=0), micro_batch=2)
+    assert with_fitting_micro_batch(config).train.micro_batch == 1
+
+
+def test_it_stays_on_hardware_that_no_plan_knows() -> None:
+    config = job(zero=Zero(stage=3), micro_batch=2, cluster=Cluster(device="strange"))
+    assert with_fitting_micro_batch(config) == config
+
+
+def test_a_plan_of_an_open_micro_batch_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=llama-8b", "cluster=h100-sxm", "cluster.hosts=1", "train.micro_batch=auto"]
+    assert nanoscale(["plan", "--json", *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits_probability"] >= SURE
+    assert nanoscale(["plan", "--json", *words[:3], "train.micro_batch=64"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits_probability"] < SURE
