@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
+from nanoscale.config.hardware.usual_mfu import usual_mfu_text
 from nanoscale.runs.step_parts import table_lines
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def _use(told: dict[str, Any], row: Any) -> Iterator[str]:
             continue
         again = f", HFU {told[hfu]:.1%}" if told[hfu] is not None else ""
         yield row(f"of {label}", f"MFU {told[mfu]:.1%}{again} of {_flops(told[roof])}, {words}")
+        usual = usual_mfu_text(told.get("usual_mfu"))
+        if roof == "peak_tflops" and usual:
+            yield row("", usual)
 
 
 def _flops(tera: float) -> str:

@@ -302,3 +302,24 @@ def test_the_ladder_is_told_where_it_applies(words: str, advised: str | None) ->
     typed_words = (*words.split(), "cluster=h100-sxm", "train.micro_batch=1")
     lines = advice(predict(typed(typed_words, [])))
     assert [advised in line for line in lines] == [True] if advised else lines == []
+
+
+def test_selective_recomputation_may_keep_fewer_products() -> None:
+    words = (*MIDDLE[:3], "train.seq_len=32k", "model.max_seq_len=32k")
+    composed, result = found(*words)
+    kept = [
+        plan
+        for plan in result.ranked
+        if plan.config.parallel.activation_checkpointing == "selective"
+        and plan.config.parallel.selective_keep != "matmuls"
+    ]
+    assert {plan.config.parallel.selective_keep for plan in kept} == {
+        "attention",
+        "every-2nd-matmul",
+    }
+    for plan in kept[:3]:
+        again = typed(words, to_type(composed, plan.config)).parallel
+        assert again.selective_keep == plan.config.parallel.selective_keep
+    held = (*words, "parallel.activation_checkpointing=full")
+    modes = {plan.config.parallel.activation_checkpointing for plan in found(*held)[1].ranked}
+    assert modes == {"full"}

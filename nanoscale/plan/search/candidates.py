@@ -23,6 +23,7 @@ from nanoscale.config.stages import ONE_STAGE, V_SHAPED, usual_virtual_stages
 
 T = TypeVar("T")
 Recomputation = Literal["none", "full", "selective", "sqrt"]
+Kept = Literal["every-2nd-matmul", "attention"]
 Method = Literal["ring", "ulysses"]
 Stage = Literal[0, 1, 2, 3]
 
@@ -33,6 +34,8 @@ exchange."""
 LARGEST_MICRO_BATCH = 32
 RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
 """The modes from the fastest to the one that keeps least."""
+KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention")
+"""Less than what selective recomputation usually keeps."""
 USUAL: Schedule = "1f1b"
 
 
@@ -123,6 +126,20 @@ def recomputations(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resol
     modes = _choices(space, "activation_checkpointing", RECOMPUTATION)
     changed = (_recomputing(config, mode, keep_options=True) for mode in modes)
     return _legal(changed, _RECOMPUTED, {_MICRO_BATCH})
+
+
+def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
+    """Yield the configuration with selective recomputation that keeps less than all products."""
+    if "selective" not in _choices(space, "activation_checkpointing", RECOMPUTATION):
+        return
+    if "parallel.selective_keep" not in space.held:
+        layout = config.parallel
+        kept = (
+            replace(layout, activation_checkpointing="selective", selective_keep=keep)
+            for keep in KEPT
+        )
+        kept_configs = (replace(config, parallel=changed) for changed in kept)
+        yield from _legal(kept_configs, _RECOMPUTED, {_MICRO_BATCH})
 
 
 def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:

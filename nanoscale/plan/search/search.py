@@ -1,7 +1,8 @@
 """All legal layouts of a job, the fastest that fit first, and the reasons for the first.
 
 The fastest schedule is searched last, among the shapes that are best with 1F1B: a schedule fills the bubble of
-a shape, and the other costs of a shape are the same with all of them. The largest degree of ep comes first;
+a shape, and the other costs of a shape are the same with all of them. Before it, the best shapes try selective
+recomputation that keeps fewer products. The largest degree of ep comes first;
 other degrees are tried with the best shapes.
 """
 
@@ -34,6 +35,7 @@ from nanoscale.plan.predict import (
 from nanoscale.plan.search.candidates import (
     SearchSpace,
     expert_degrees,
+    kept_products,
     last_resorts,
     micro_batches,
     recomputations,
@@ -109,6 +111,10 @@ def _search(space: SearchSpace, hardware: Hardware, software: Software) -> Searc
             for shared in islice(expert_degrees(space, plan.config), 1, None):
                 tried.add_all(space, shared)
     first = sorted(tried.fitting, key=_rank)
+    for plan in _best_of_shapes(first, 1):
+        for kept in kept_products(space, plan.config):
+            tried.add(space, kept)
+    first = sorted(tried.fitting, key=_rank)
     for plan in _best_of_shapes(first, 2):
         for scheduled in schedules(space, plan.config):
             tried.add_all(space, scheduled)
@@ -143,12 +149,12 @@ class _Tried:
 
     def add_all(self, space: SearchSpace, shape: ResolvedConfig) -> None:
         """Add a shape with each kind of recomputation; if nothing fits, with the last resorts."""
-        fits = [self._add(space, config) for config in recomputations(space, shape)]
+        fits = [self.add(space, config) for config in recomputations(space, shape)]
         if not any(fits):
             for config in last_resorts(space, shape):
-                self._add(space, config)
+                self.add(space, config)
 
-    def _add(self, space: SearchSpace, recomputed: ResolvedConfig) -> bool:
+    def add(self, space: SearchSpace, recomputed: ResolvedConfig) -> bool:
         """Add micro batches up to the first that is too large or no faster; True if any fits."""
         fastest = math.inf
         for config in micro_batches(space, recomputed):

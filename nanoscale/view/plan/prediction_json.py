@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nanoscale.common.units import GIB
+from nanoscale.config.hardware.usual_mfu import usual_mfu
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
@@ -27,6 +28,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "mfu": time.mfu,
         "mfu_causal": time.mfu_causal,
         "hfu": time.hfu,
+        "usual_mfu": usual_mfu(plan.config),
         "pipeline_utilisation": plan.timeline.utilisation if plan.timeline is not None else None,
         "training": asdict(plan.training),
         "checkpoints": plan_saving(plan.config, time.seconds).document(),

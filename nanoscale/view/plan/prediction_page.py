@@ -11,7 +11,7 @@ from nanoscale.view.charts import Bar, Point, scatter, stacked_bars
 from nanoscale.view.page import render
 from nanoscale.view.plan.explain import how
 from nanoscale.view.plan.memory_text import shown
-from nanoscale.view.plan.prediction_text import MEANINGS, head, outcome, verdict
+from nanoscale.view.plan.prediction_text import MEANINGS, head, outcome, recomputation, verdict
 from nanoscale.view.plan.timeline_svg import timeline_svg
 
 MOST_POINTS = 2000
@@ -117,7 +117,7 @@ def name_of(plan: Prediction) -> str:
     words = [*degrees, f"ZeRO {config.zero.stage}"]
     if layout.pp > 1:
         words.append(f"{layout.schedule} ×{layout.virtual_stages}")
-    recomputed = layout.activation_checkpointing
+    recomputed = recomputation(layout)
     return ", ".join([*words, f"micro batch {config.train.micro_batch}", f"recompute {recomputed}"])
 
 

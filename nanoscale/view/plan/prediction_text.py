@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from nanoscale.common.units import byte_size, duration, share, three_digits
 from nanoscale.config.hardware.cpu_speed import known_speed
 from nanoscale.config.hardware.data_sheets import CPU, kind
+from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
+from nanoscale.config.schema import Parallel
 from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
@@ -69,7 +71,7 @@ def head(plan: Prediction) -> list[str]:
         degrees.append(layout.schedule)
         if layout.virtual_stages != 1:
             degrees[-1] += f", {layout.virtual_stages} stages a rank"
-    recomputed = layout.activation_checkpointing
+    recomputed = recomputation(layout)
     degrees += [f"ZeRO {config.zero.stage}"] + (
         [f"recompute {recomputed}"] if recomputed != "none" else []
     )
@@ -84,6 +86,13 @@ def head(plan: Prediction) -> list[str]:
         f"global batch {train.global_batch} = micro batch {train.micro_batch} · dp {layout.dp} · accumulation "
         f"{config.accumulation}, {train.seq_len:,} tokens each",
     ]
+
+
+def recomputation(layout: Parallel) -> str:
+    """Return the mode of recomputation, with the products that it keeps if they are not the usual ones."""
+    mode, keep = layout.activation_checkpointing, layout.selective_keep
+    usual = mode != "selective" or keep == Parallel().selective_keep
+    return mode if usual else f"{mode} ({keep})"
 
 
 def verdict(plan: Prediction) -> str:
@@ -107,11 +116,14 @@ def outcome(plan: Prediction) -> list[str]:
     device_hours = f"{three_digits(run.device_hours)} device hours"
     length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
     saving = plan_saving(plan.config, time.seconds)
-    rough = plan.hardware.device == CPU and known_speed() is None
+    on_cpu = plan.hardware.device == CPU
+    rough = on_cpu and known_speed() is None
+    usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config))
     return [
         speed,
         *(["rough: this CPU's speed is assumed; `nanoscale doctor` measures it"] if rough else []),
         shares,
+        *([usual] if usual else []),
         *([advice] if advice else []),
         length,
         *(f"checkpoints: {sentence}" for sentence in saving.sentences()),

@@ -11,7 +11,7 @@ from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.plan.time.step import StepBreakdown
-from nanoscale.view.plan.prediction_text import MEANINGS
+from nanoscale.view.plan.prediction_text import MEANINGS, recomputation
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
     "tp": lambda plan: plan.config.parallel.tp,
@@ -23,7 +23,7 @@ _AXES: dict[str, Callable[[Prediction], object]] = {
     "replicas": lambda plan: plan.config.parallel.dp_replicate,
     "schedule": lambda plan: plan.config.parallel.schedule,
     "micro batch": lambda plan: plan.config.train.micro_batch,
-    "recompute": lambda plan: plan.config.parallel.activation_checkpointing,
+    "recompute": lambda plan: recomputation(plan.config.parallel),
 }
 _LEAST_S = 0.002
 """Parts that change the step by less than this share are not mentioned."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.units import byte_size, duration, share
+from nanoscale.config.schema import Parallel
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
@@ -149,6 +150,14 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
     return table
 
 
+_KEPT = {"attention": ", attn", "every-2nd-matmul": ", 2nd"}
+
+
+def _recomputation(layout: Parallel) -> str:
+    mode = layout.activation_checkpointing
+    return mode + (_KEPT.get(layout.selective_keep, "") if mode == "selective" else "")
+
+
 def _row(plan: Prediction, on_front: bool) -> list[str]:
     config, time = plan.config, plan.time
     layout, cost = config.parallel, plan.training.cost
@@ -167,7 +176,7 @@ def _row(plan: Prediction, on_front: bool) -> list[str]:
         f"{layout.schedule}{virtual}" if layout.pp > 1 else "",
         str(config.zero.stage) + (" host" if offloaded(config) != "none" else ""),
         str(config.train.micro_batch),
-        layout.activation_checkpointing,
+        _recomputation(layout),
         byte_size(plan.worst.total),
         f"{plan.fits_probability:.0%}",
         duration(time.seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from nanoscale.config.hardware.usual_mfu import usual_mfu_text
 from nanoscale.view.run.run_page import compared, head, outcome
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def print_report(screen: Console, about: dict[str, Any]) -> None:
         for row in about["against_plan"]:
             table.add_row(*compared(row))
         screen.print(table)
+    if usual := usual_mfu_text(about["usual_mfu"]):
+        screen.print(usual, markup=False, soft_wrap=True)
     screen.print()
     if len(about["attempts"]) > 1:
         screen.print(f"attempts     {len(about['attempts'])}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nanoscale.common.units import GIB, byte_size, clock, counted, duration
+from nanoscale.config.hardware.usual_mfu import usual_mfu_text
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.view.charts import curves
 from nanoscale.view.page import render
@@ -33,6 +34,7 @@ def report_page(about: Document) -> str:
         failure=None if about["state"] == "completed" else about["failure"],
         charts=list(_charts(about)),
         against_plan=[compared(row) for row in about["against_plan"]],
+        usual_mfu=usual_mfu_text(about["usual_mfu"]),
         attempts=list(map(_attempt, about["attempts"])),
         checkpoints=list(map(_checkpoint, about["checkpoints"])),
         path=about["path"],

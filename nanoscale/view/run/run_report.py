@@ -8,6 +8,7 @@ from typing import Any
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.data.sample_count import times_seen
 from nanoscale.config.hardware.data_sheets import kind
+from nanoscale.config.hardware.usual_mfu import usual_mfu
 from nanoscale.config.model_math import parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.lifecycle.command import read_plan
@@ -45,6 +46,7 @@ def document(run: RunDirectory) -> Document:
         "first": records[0] if records else None,
         "last": records[-1] if records else None,
         "against_plan": against_plan(run, config, steady(run)),
+        "usual_mfu": usual_mfu(config) if config.launcher.device == "cuda" else None,
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name in CURVES},
     }
