@@ -606,6 +606,9 @@ class Cluster:
     price: float | None = key(
         None, "price of a device per hour, in any currency; null: no costs are shown", at_least=0
     )
+    reference: list[str] = key(
+        [], "overrides of cluster with which `plan` plans a recipe where there is no GPU"
+    )
     efficiency: str | None = key(
         None,
         "file of efficiencies learned by `nanoscale plan --calibrate`; null: the assumed ones",

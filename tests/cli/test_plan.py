@@ -10,6 +10,7 @@ import pytest
 
 from nanoscale.cli.inspect.plan import SoftwareName
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.devices import detect
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.request import Request
@@ -193,6 +194,25 @@ def test_bad_requests(capsys):
 def test_this_machine_is_planned_for_where_nothing_is_described(capsys):
     plan = json.loads(output(capsys, "recipe=debug", "launcher.device=cpu", "--json"))
     assert plan["fits"] and plan["hardware"]["device"] == "cpu"
+
+
+@pytest.mark.skipif(detect().kind != "cpu", reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        (["recipe=llama-8b"], "h100-sxm"),
+        (["recipe=llama-8b-1gpu"], "h200"),
+        (["recipe=llama-8b", "cluster=a100-80"], "a100-80"),
+        (["recipe=llama-1b", "cluster=local"], "cpu"),
+        (["recipe=llama-1b", "launcher.device=cpu"], "cpu"),
+        (["recipe=debug"], "cpu"),
+    ],
+)
+def test_a_recipe_for_gpus_is_planned_for_its_reference_where_there_are_none(words, device, capsys):
+    assert nanoscale(["plan", *words, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["hardware"]["device"] == device
+    assert ("no GPU here" in shown.err) == (len(words) == 1 and device != "cpu")
 
 
 LARGE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
 from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, console, print_json
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
+from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def plan(
         require_writable("--write", write, overwrite=overwrite)
         if html is not None and html.resolve() == write.resolve():
             raise UserError("usage", f"--write and --html both name {html}")
+    line = _on_reference(line)
     if search:
         return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
     if write is not None:
@@ -93,6 +96,27 @@ def plan(
             "--write needs --search or --calibrate: type --search --write FILE",
         )
     return _one(line, RECORDS[software.value], explain, html, overwrite, as_json)
+
+
+def _on_reference(line: CommandLine) -> CommandLine:
+    """Return the line with the recipe's reference cluster, if there is no GPU and no cluster is named."""
+    from nanoscale.common.devices import detect
+
+    overrides = list(line.overrides or ())
+    named = any(word.startswith("cluster") for word in overrides)
+    if named or line.options or line.config_file is not None or detect().kind != "cpu":
+        return line
+    config = line.compose().config
+    words = config.cluster.reference
+    if not words or config.cluster.device is not None or config.launcher.device != "auto":
+        return line
+    if strange := [word for word in words if not word.startswith("cluster")]:
+        raise UserError("config", f"cluster.reference has {strange[0]}, which is not of cluster")
+    note(
+        f"there is no GPU here: planned for the recipe's reference, {' '.join(words)}. Type cluster=local to "
+        f"plan for this machine"
+    )
+    return replace(line, overrides=[*words, *overrides])
 
 
 def _one(
