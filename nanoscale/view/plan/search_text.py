@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN = 12
+_OF_A_KIND = 2
 WIDTH = 120
 """The width if the output is not a terminal."""
 _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
@@ -80,13 +82,17 @@ def _left_out(composed: Composed, result: SearchResult) -> list[str]:
 
 
 def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Return the first layouts, without those that reach the same speed and memory in another way."""
-    chosen: dict[tuple[str, str], Prediction] = {}
+    """Return the fastest layouts, and of those with the same degrees the first two that differ in speed or
+    memory."""
+    chosen: dict[tuple[object, ...], dict[tuple[str, str], Prediction]] = defaultdict(dict)
     for plan in ranked:
-        chosen.setdefault((f"{plan.time.seconds:.3g}", f"{plan.worst.total:.3g}"), plan)
-        if len(chosen) == SHOWN:
-            break
-    return list(chosen.values())
+        layout = plan.config.parallel
+        alike = chosen[layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep]
+        if len(alike) < _OF_A_KIND:
+            alike.setdefault((f"{plan.time.seconds:.3g}", f"{plan.worst.total:.3g}"), plan)
+    found = (plan for alike in chosen.values() for plan in alike.values())
+    place = {id(plan): number for number, plan in enumerate(ranked)}
+    return sorted(found, key=lambda plan: place[id(plan)])[:SHOWN]
 
 
 def _print_nearest(console: Console, composed: Composed, result: SearchResult) -> None:
