@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
@@ -18,9 +17,9 @@ from nanoscale.rehearse.life import micro_batches, play
 from nanoscale.rehearse.played import collectives
 from nanoscale.rehearse.played.kernels import show_ring
 from nanoscale.rehearse.played.live_memory import LiveMemory
-from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.train.job import make_engine
+from tests.support.even_loads import even_loads
 from tests.support.ranks import run_ranks
 
 Program = list[tuple[list[int], tuple[str, int, str, int | None]]]
@@ -57,9 +56,8 @@ class Recorder(LiveMemory):
 def measured(rank: int, configs: list[ResolvedConfig], steps: int = 2) -> list[Measured]:
     """Train each configuration for some steps, evaluate, and take the state, as a rehearsal does."""
     process_group.join(configs[0].world_size, torch.device("cpu"), 60.0)
-    with Patches() as patches:
+    with even_loads() as patches:
         show_ring(patches)
-        patches.wrap(torch.Tensor, "topk", _evenly)
         return [_measured(config, steps) for config in configs]
 
 
@@ -74,19 +72,6 @@ def _measured(config: ResolvedConfig, steps: int) -> Measured:
             engine.evaluate([(micro_batches(config)[0], config.train.micro_batch)])
         engine.state()
         return Measured(recorder.peak, recorder.sequence)
-
-
-def _evenly(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Give every expert as many tokens: a rehearsal makes up such loads."""
-
-    def topk(scores: torch.Tensor, taken: int) -> Any:
-        best = plain(scores, taken)
-        with _disable_current_modes():
-            numbers = torch.arange(best.indices.numel()) % scores.shape[-1]
-            best.indices.copy_(numbers.view_as(best.indices))
-        return best
-
-    return topk
 
 
 def rehearsed(config: ResolvedConfig, ranks: Sequence[int]) -> list[RankRecord]:

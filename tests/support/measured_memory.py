@@ -39,6 +39,7 @@ from nanoscale.parallel import process_group
 from nanoscale.plan.predict import predict
 from nanoscale.rehearse.played.live_memory import LiveMemory
 from nanoscale.train.job import make_engine
+from tests.support.even_loads import even_loads
 from tests.support.jobs import make_config
 from tests.support.layouts import GPT2 as TIED
 from tests.support.layouts import ROWS as MATRIX
@@ -51,6 +52,14 @@ SEQ = 128
 SOME: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "ffn": 176, "balance": "bias"}
 MIXTURE = replace(SHAPE, **SOME)
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
+
+
+def vocabulary(size: int, **more: Any) -> Model:
+    """Return a shape whose embedding and head are most of it."""
+    return replace(SHAPE, vocab=size, layers=2, **more)
+
+
+K = 1024
 SMALL_BUCKETS = {"reduce_bucket": 2**18, "allgather_bucket": 2**18, "prefetch_bucket": 2**16}
 
 
@@ -189,6 +198,85 @@ ROWS = [
     deepspeed("cp 2, stage 2", {"cp": 2}, 2),
     deepspeed("ulysses cp 2, stage 3", {"cp": 2, "cp_method": "ulysses"}, 3),
     *(
+        Row(f"vocab {size}k, dp 2, stage {stage}", {"dp": 2}, stage, shape=vocabulary(size * K))
+        for size in (16, 32)
+        for stage in range(4)
+    ),
+    *(
+        Row(
+            f"vocab 16k, bf16, dp 2, stage {s}",
+            {"dp": 2},
+            s,
+            precision="bf16",
+            shape=vocabulary(16 * K),
+        )
+        for s in range(4)
+    ),
+    *(
+        Row(
+            f"vocab 16k, tied, {precision}, dp 2, stage {stage}",
+            {"dp": 2},
+            stage,
+            precision=precision,
+            shape=vocabulary(16 * K, tie_embeddings=True),
+        )
+        for precision in ("fp32", "bf16")
+        for stage in range(4)
+    ),
+    *(
+        Row(
+            f"vocab 16k, dp 2, stage {s}, no accumulation",
+            {"dp": 2},
+            s,
+            8,
+            shape=vocabulary(16 * K),
+        )
+        for s in (1, 2, 3)
+    ),
+    *(
+        Row(
+            f"vocab 16k, dp 2, stage {s}, accumulation of 4",
+            {"dp": 2},
+            s,
+            shape=vocabulary(16 * K),
+            micro_batch=2,
+        )
+        for s in (2, 3)
+    ),
+    Row(
+        "vocab 16k, tied, dp 2, stage 3, full",
+        {"dp": 2} | recomputed("full"),
+        3,
+        shape=vocabulary(16 * K, tie_embeddings=True),
+    ),
+    Row("vocab 16k, tp 2", {"tp": 2}, shape=vocabulary(16 * K)),
+    Row("vocab 16k, tp 2, tied", {"tp": 2}, shape=vocabulary(16 * K, tie_embeddings=True)),
+    Row("vocab 16k, cp 2, stage 3", {"cp": 2}, 3, shape=vocabulary(16 * K)),
+    Row("vocab 16k, pp 2", {"pp": 2}, micro_batch=2, shape=vocabulary(16 * K)),
+    Row("vocab 16k, dp 2 · tp 2, stage 2", {"dp": 2, "tp": 2}, 2, shape=vocabulary(16 * K)),
+    Row("vocab 16k, dp 2 · pp 2, stage 1", {"dp": 2, "pp": 2}, 1, 2, shape=vocabulary(16 * K)),
+    Row("vocab 128k, one process", shape=vocabulary(128 * K, hidden=64, head_dim=8), micro_batch=2),
+    *(
+        Row(
+            f"vocab 128k, dp 2, stage {stage}",
+            {"dp": 2},
+            stage,
+            micro_batch=2,
+            shape=vocabulary(128 * K, hidden=64, head_dim=8),
+        )
+        for stage in (0, 1, 3)
+    ),
+    *(
+        deepspeed(
+            f"vocab 16k, {name}dp 2, stage {s}",
+            {"dp": 2},
+            s,
+            shape=vocabulary(16 * K, tie_embeddings=tied),
+        )
+        for name, tied in (("", False), ("tied, ", True))
+        for s in range(4)
+    ),
+    *(
         Row(
             f"matrix: {row.name}",
             row.degrees,
@@ -292,7 +380,7 @@ def config_of(row: Row) -> ResolvedConfig:
 
 def measure(_rank: int, config: ResolvedConfig) -> int:
     """Return the peak of live tensors on this rank, bytes."""
-    with LiveMemory() as memory:
+    with even_loads(), LiveMemory() as memory:
         train_two_steps(config, memory.reset_peak)
         return memory.peak
 

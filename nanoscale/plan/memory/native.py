@@ -280,6 +280,19 @@ def _pipelined(
         ),
         _update(setting, held, weights, optimizer, fly.received),
     ]
+    if held.first and setting.micro_batches > 1:
+        # Of a later micro batch: its gradient of the whole table is added to the one that waits.
+        phases.append(
+            Phase(
+                "backward of the embedding",
+                weights=weights,
+                compute_copies=copies,
+                gradients=waiting + compute * held.embedding,
+                optimizer=optimizer,
+                activations=max(0, fly.activations - (one if before else 2 * one)),
+                communication=fly.received,
+            )
+        )
     if not before:
         rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
         logits = max(0, fly.loss_kept - fly.loss_kept // max(1, deepest) - fly.gone)
