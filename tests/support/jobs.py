@@ -44,6 +44,7 @@ from tests.support.recipes import complete
 SEQ_LEN = 16
 SAMPLES = 8
 STEPS = 20
+SAVED_STEPS = 14
 SHAPE = Model(
     layers=4,
     hidden=32,
@@ -177,7 +178,7 @@ def curve(run: RunDirectory) -> Curve:
 
 def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
     checkpoint = list_checkpoints(run.checkpoints)[-1]
-    assert checkpoint.step == STEPS
+    assert checkpoint.step == frozen.load(run.config).train.steps
     return tensors_of(checkpoint)
 
 
@@ -199,7 +200,7 @@ def never_stopped(folder: Path, config: ResolvedConfig) -> RunDirectory:
     config = replace(config, run=replace(config.run, root=str(folder / "whole")))
     run = make_run(config)
     train(run, config)
-    assert len(curve(run)) == STEPS
+    assert len(curve(run)) == config.train.steps
     return run
 
 
@@ -222,9 +223,10 @@ def assert_same_training(left: RunDirectory, right: RunDirectory) -> None:
 
 
 def saving_config(folder: Path, **changes: Any) -> ResolvedConfig:
-    """Return a configuration that saves a checkpoint every third step and keeps them all."""
+    """Return a configuration of SAVED_STEPS that saves a checkpoint every third step and keeps them all."""
     checkpoint = Checkpoint(every=3, keep_last=None)
-    return make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)
+    config = make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)
+    return replace(config, train=replace(config.train, steps=SAVED_STEPS))
 
 
 class StopBefore(StopFlag):

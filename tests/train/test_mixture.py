@@ -13,9 +13,9 @@ from nanoscale.config.schema import Config
 from nanoscale.data.indexed import IndexedWriter
 from tests.support.jobs import (
     SAMPLES,
+    SAVED_STEPS,
     SEQ_LEN,
     SHAPE,
-    STEPS,
     StopBefore,
     assert_same_training,
     make_run,
@@ -50,7 +50,7 @@ def mixture(folder: Path, shares: dict[str, float] = SHARES, **changes: object) 
     }
     data = replace(config.data, path=None, mixture=entries, valid_fraction=HELD_OUT)
     return replace(
-        config, data=data, train=replace(config.train, eval_every=10, eval_samples=SAMPLES)
+        config, data=data, train=replace(config.train, eval_every=7, eval_samples=SAMPLES)
     )
 
 
@@ -72,7 +72,7 @@ def test_resumed_in_another_layout(tmp_path: Path, tokens: dict[str, np.ndarray]
     train(run, mixture(tmp_path))
     assert resumed_at(run) == [6, 12]
     assert_same_training(run, whole)
-    shown = next(record for record in read_metrics(whole) if record["step"] == STEPS)
+    shown = next(record for record in read_metrics(whole) if record["step"] == SAVED_STEPS)
     assert f"eval_loss/{next(iter(SHARES))}" in shown
 
 
