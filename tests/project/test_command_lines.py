@@ -164,7 +164,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record = dict.fromkeys(("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s"), 1.0)
     for step in range(1, 20):
         jsonlines.append(run.metrics, {"step": step, "tokens": 9, "memory_gib": 0.5, **record})
-    for name in ("chats", "big"):
+    for name in ("chats", "big", "slow"):
         shutil.copytree(run.path, here / "runs" / name, symlinks=True)
         ended = status.Status("prepared", 0, 100.0).starting(1).ending("completed", 0)
         status.write(RunDirectory(here / "runs" / name), ended)
