@@ -87,3 +87,14 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in rows), default=0)
     for name, meaning in rows:
         display.console().print(Text.assemble((f"{name:<{width}}  ", "bold"), meaning))
+
+
+def print_backends(rows: Sequence[tuple[str, str, str]], outside: Sequence[str]) -> None:
+    """Print what each backend does with each key; the sections `outside` apply to both."""
+    from rich.table import Table
+
+    grid = Table("key", "native", "deepspeed", box=None, pad_edge=False)
+    for row in rows:
+        grid.add_row(*row)
+    display.console().print(grid)
+    display.console().print(f"\nthe sections {', '.join(outside)} apply to both", style="dim")

@@ -9,7 +9,7 @@ import typer
 
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import console, print_json, print_yaml
+from nanoscale.cli.common.output import print_json, print_yaml
 from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
 
@@ -116,18 +116,13 @@ def from_deepspeed(
 def backends(as_json: opt.AsJson = False) -> None:
     """Show what each backend does with every key that concerns it."""
     from nanoscale.config.rules.backends import OUTSIDE, table
+    from nanoscale.view.config_text import print_backends
 
     rows = table()
     if as_json:
         print_json([{"key": key, "native": a, "deepspeed": b} for key, a, b in rows])
-        return
-    from rich.table import Table
-
-    grid = Table("key", "native", "deepspeed", box=None, pad_edge=False)
-    for row in rows:
-        grid.add_row(*row)
-    console().print(grid)
-    console().print(f"\nthe sections {', '.join(OUTSIDE)} apply to both", style="dim")
+    else:
+        print_backends(rows, OUTSIDE)
 
 
 @app.command("ls")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,9 @@ def resume(
     from nanoscale.cli.jobs.launching import attempt, ready_fleet, show_plan
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.resolved import differences
+    from nanoscale.config.violations import shown
     from nanoscale.launch.fleet.signals import Signals
-    from nanoscale.launch.lifecycle.continuation import completion, is_complete
+    from nanoscale.launch.lifecycle.continuation import completion, is_complete, starting_point
     from nanoscale.launch.lifecycle.prepare import replace_configuration
     from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
@@ -50,35 +52,33 @@ def resume(
     line.require_startable()
     line = replace(line, trust=True)
     refusals = Refusals(postponed=dry_run)
-    if dry_run:
-        with refusals.gather():
-            refuse_if_held(directory)
+    with ExitStack() as held:
+        if dry_run:
+            with refusals.gather():
+                refuse_if_held(directory)
+        else:
+            lock, signals = held.enter_context(RunLock(directory)), held.enter_context(Signals())
         request = _request(directory, line)
         previous = load(directory.config)
         complete = is_complete(directory, previous, request.config)
-        _say_what_differs(previous, request.config)
+        if complete and not dry_run:
+            _say_complete(directory, request.config, as_json)
+            return DONE
+        changes = differences(previous, request.config)
+        for key, (was, now) in changes.items():
+            display.note(f"{key}: {shown(was)} → {shown(now)}")
         require_disk(request, refusals, force=force or complete)
-        force = force or complete or not differences(previous, request.config)
-        request = planned(request, refusals, force=force)
+        # An unchanged run continues, whatever the prediction.
+        request = planned(request, refusals, force=force or complete or not changes)
         if complete:
             display.note(completion(directory, request.config))
         else:
             with refusals.gather():
-                _say_where_from(directory)
-        return show_plan(directory, request, directory.last_attempt() + 1, refusals, as_json)
-    with RunLock(directory) as lock, Signals() as signals:
-        request = _request(directory, line)
-        previous = load(directory.config)
-        if is_complete(directory, previous, request.config):
-            _say_complete(directory, request.config, as_json)
-            return DONE
-        _say_what_differs(previous, request.config)
-        # An unchanged run continues, whatever the prediction.
-        require_disk(request, refusals, force=force)
-        force = force or not differences(previous, request.config)
-        request = planned(request, refusals, force=force)
-        _say_where_from(directory)
+                for sentence in starting_point(directory):
+                    display.note(sentence)
         last = directory.last_attempt()
+        if dry_run:
+            return show_plan(directory, request, last + 1, refusals, as_json)
         with ready_fleet(request, signals) as fleet:
             lock.require()
             replace_configuration(directory, request, last)
@@ -106,14 +106,6 @@ def _request(run: RunDirectory, line: CommandLine) -> Request:
     return replace(request, config=replace(request.config, run=load(run.config).run))
 
 
-def _say_what_differs(old: ResolvedConfig, new: ResolvedConfig) -> None:
-    from nanoscale.config.resolved import differences
-    from nanoscale.config.violations import shown
-
-    for key, (was, now) in differences(old, new).items():
-        display.note(f"{key}: {shown(was)} → {shown(now)}")
-
-
 def _say_complete(run: RunDirectory, config: ResolvedConfig, as_json: bool) -> None:
     from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.launch.lifecycle.continuation import completion
@@ -122,10 +114,3 @@ def _say_complete(run: RunDirectory, config: ResolvedConfig, as_json: bool) -> N
     (display.note if as_json else display.show)(completion(run, config))
     if as_json:
         print_json(document(run, Outcome("completed", DONE)))
-
-
-def _say_where_from(run: RunDirectory) -> None:
-    from nanoscale.launch.lifecycle.continuation import starting_point
-
-    for sentence in starting_point(run):
-        display.note(sentence)
