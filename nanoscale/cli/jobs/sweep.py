@@ -317,11 +317,12 @@ def _slots(requests: Sequence[Request], at_once: int | None) -> tuple[int, list[
         UserError: this machine has no devices for that many.
     """
     from nanoscale.common.errors import UserError
+    from nanoscale.launch.transport.transport import transport_of
 
     if not requests:
         return at_once or 1, []
     config = requests[0].config
-    if config.launcher.name != "local" or config.launcher.device != "cuda":
+    if not transport_of(config).is_local or config.launcher.device != "cuda":
         return at_once or 1, []
     ranks = max(one.config.world_size for one in requests)
     room = max(1, requests[0].devices.count // ranks)
