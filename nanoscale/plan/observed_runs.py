@@ -13,7 +13,7 @@ from nanoscale.config.schema import Cluster
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.runs.directory import RunDirectory, read_json
-from nanoscale.runs.steady import WARM_UP, Steady, steady
+from nanoscale.runs.metrics import WARM_UP, Steady, steady
 
 LEAST_STEPS = 5
 

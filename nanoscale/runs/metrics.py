@@ -1,8 +1,14 @@
-"""The file metrics.jsonl: one object per logged step. Rank 0 writes it, everybody may read it."""
+"""The file metrics.jsonl: one object per logged step. Rank 0 writes it, everybody may read it.
+
+Predictions are compared with the steady steps, those after the warm-up.
+"""
 
 from __future__ import annotations
 
-from nanoscale.runs import jsonlines
+from dataclasses import dataclass
+from statistics import median
+
+from nanoscale.runs import events, jsonlines
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged
 from nanoscale.runs.jsonlines import Object, Tail
@@ -12,6 +18,8 @@ NAMES = (
     "eval_loss", "loss_scale", "skipped_steps", "moe_imbalance",
 )  # fmt: skip
 """The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`."""
+WARM_UP = 3
+"""Steps after each start that do not count: memory is allocated, code compiled, files are read first."""
 
 
 def read(run: RunDirectory) -> list[Object]:
@@ -34,6 +42,54 @@ def last(run: RunDirectory, name: str | None = None) -> Object | None:
     return None if record is None else _checked(run, record)
 
 
+@dataclass(frozen=True)
+class Steady:
+    """The steady steps of a run's present configuration."""
+
+    steps: int
+    """The number of steps; a logged record may be the mean of several."""
+    seconds: float | None
+    """Seconds of a step, the median of the records; None if there are none."""
+    memory_gib: float | None
+    """The largest logged value, over all steps."""
+
+
+def steady(run: RunDirectory) -> Steady:
+    """Summarise metrics.jsonl for steps of the run's present configuration."""
+    first_step, starts = _configuration_start(run)
+    records = [record for record in read(run) if _number(record.get("step")) is not None]
+    steps, times, memory = 0, [], []
+    previous = 0
+    for record in records:
+        step, seconds = int(record["step"]), _number(record.get("step_time_s"))
+        first, previous = previous + 1, step
+        if step <= first_step:
+            continue
+        if (memory_used := _number(record.get("memory_gib"))) is not None:
+            memory.append(memory_used)
+        # A record holds the mean since the previous one, or since a start between them.
+        is_warming_up = any(start < step and first <= start + WARM_UP for start in starts)
+        if seconds is not None and seconds > 0 and not is_warming_up:
+            steps += step - first + 1
+            times.append(seconds)
+    return Steady(steps, median(times) if times else None, max(memory, default=None))
+
+
+def _configuration_start(run: RunDirectory) -> tuple[int, list[int]]:
+    """Return the step after which the present configuration was trained, and those after which an attempt
+    began."""
+    attempt, resumed = 0, dict[int, int]()
+    for event in events.read(run):
+        if event.get("kind") == "attempt":
+            attempt = int(event.get("attempt", attempt + 1))
+            resumed[attempt] = 0
+        elif event.get("kind") == "resumed":
+            resumed[attempt] = int(event.get("step", 0))
+    changed = [number for number in resumed if run.attempt_config(number).exists()]
+    present = [step for number, step in resumed.items() if number > max(changed, default=-1)]
+    return min(present, default=0), sorted({0, *resumed.values()})
+
+
 def _checked(run: RunDirectory, record: Object) -> Object:
     """Return a record of numbers; null stands for a number that is not finite."""
     if type(record.get("step")) is not int:
@@ -43,3 +99,8 @@ def _checked(run: RunDirectory, record: Object) -> Object:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: Object | float | None) -> float | None:
+    """Return a number; None also for the placeholder of one in the file."""
+    return float(value) if isinstance(value, (int, float)) else None

@@ -6,7 +6,7 @@ import pytest
 
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.steady import WARM_UP, steady
+from nanoscale.runs.metrics import WARM_UP, steady
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.runs import fence, metrics
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.steady import WARM_UP, steady
+from nanoscale.runs.metrics import WARM_UP, steady
 
 Document = dict[str, Any]
 

@@ -10,7 +10,7 @@ from nanoscale.config.composing.frozen import read_values
 from nanoscale.runs import metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object
-from nanoscale.runs.steady import steady
+from nanoscale.runs.metrics import steady
 from nanoscale.view.run.run_report import curve, thinned
 
 Document = dict[str, Any]

@@ -16,7 +16,7 @@ from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.jsonlines import Object
-from nanoscale.runs.steady import Steady, steady
+from nanoscale.runs.metrics import Steady, steady
 from nanoscale.view.charts import Curve
 
 CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
