@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive lint format bench bench-plan faults docs docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest lint format bench bench-plan faults docs docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -23,6 +23,19 @@ test-quick: $(READY)
 # What is left out above: repeated precisions and the longest sweeps.
 test-exhaustive: $(READY)
 	$(TESTS) --numprocesses=2 -m exhaustive $(PYTEST_ARGS)
+
+# The quick tests and rehearsals with the lowest versions that pyproject.toml admits, in an environment of their own.
+OLDEST := build/oldest
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest --numprocesses=2 -m "not cluster and not slow and not exhaustive" $(PYTEST_ARGS)
+	$(OLDEST)/bin/python -m pytest --numprocesses=2 tests/rehearse $(PYTEST_ARGS)
+
+$(OLDEST)/.ready: $(READY) pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python dev/oldest.py > $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(OLDEST)/.ready
 
 lint: $(READY)
 	$(BIN)/ruff check .
