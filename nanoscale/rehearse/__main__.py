@@ -26,7 +26,7 @@ from nanoscale.processes.lifeline import die_with, end_group
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
-from nanoscale.rehearse.tasks import Task, record_file
+from nanoscale.rehearse.tasks import Task, record_file, snapshot_file
 from nanoscale.runs.directory import write_json
 
 _LOADED = (
@@ -117,7 +117,8 @@ def _be(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
         die_with(os.getppid(), group=os.getpgid(0))
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         gpu = Gpu(**task.gpu) if task.gpu is not None else None
-        record = play(config, rank, task.steps, gpu)
+        snapshot = snapshot_file(folder, rank) if task.snapshots else None
+        record = play(config, rank, task.steps, gpu, snapshot)
         record.rss = psutil.Process().memory_info().rss
         write_json(record_file(folder, rank), record.as_json())
         code = 0

@@ -44,6 +44,7 @@ def document(
         "worst_rank": worst["rank"],
         "fits": None if capacity is None else worst["total"] <= capacity,
         "mismatches": mismatches(records, lambda group: axis_of(group, degrees) == "cp"),
+        "eager": config.backend.compile == "on",
         "notes": _notes(config, records),
         "collectives": _totals(records, degrees, steps),
         "ranks": ranks,

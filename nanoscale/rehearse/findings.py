@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.tensor import DTensor, Shard
 
 from nanoscale.backends.native import NativeEngine
+from nanoscale.checkpoint.sharded import Description
 
 _SHOWN = 3
 
@@ -29,6 +30,12 @@ def of_growth(after: list[int]) -> list[str]:
         return []
     more = after[-1] - after[-2]
     return [f"a step leaves {more:,} bytes more than it found on the device: memory leaks"]
+
+
+def of_resuming(written: Description, needed: Description) -> list[str]:
+    """Return the tensors in which a checkpoint differs from what a resumed run needs."""
+    other = [name for name in sorted({*written, *needed}) if written.get(name) != needed.get(name)]
+    return [f"a checkpoint cannot be resumed from: {_shown(other)}"] if other else []
 
 
 def of_shards(engine: NativeEngine) -> list[str]:

@@ -2,75 +2,78 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 
+from nanoscale.config import parameters
 from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Model
 
 
 def distinct_ranks(config: ResolvedConfig) -> dict[int, int]:
-    """Return one rank of each kind, in order, and the number of ranks for which it stands.
+    """Return the first rank of each kind, in order, and the number of ranks for which it stands."""
+    return dict(Counter(first_of_kind(config)))
 
-    Every pipeline rank is a kind. In a ring the first and the last rank of cp compute other halves of the
-    scores. The first rank of tp has the bias of matrices that are split by row. Ranks that come last have
-    smaller shards where a number of rows is not divisible.
+
+def first_of_kind(config: ResolvedConfig) -> list[int]:
+    """Return for each rank the first one of its kind."""
+    kind = _kinds(config)
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(kind(rank), rank) for rank in range(config.world_size)]
+
+
+def _kinds(config: ResolvedConfig) -> Callable[[int], Hashable]:
+    """Return a function from a rank to its kind.
+
+    Every pipeline rank is a kind. In a ring the last rank of cp computes other halves of the scores; those in
+    the middle compute some halves in another order, which changes peaks by less than 0.1 %. The first
+    rank of tp has the bias of matrices that are split by row, and the last one may have fewer rows. Ranks
+    that shard parameters differ in the rows that they have.
     """
     parallel = config.parallel
-    uneven = _has_uneven_shards(config)
-    ring = parallel.cp_method == "ring"
-    axes = [
-        dict.fromkeys(range(parallel.pp), 1),
-        _ends(parallel.dp, uneven),
-        _ends(parallel.cp, ring or uneven),
-        _ends(parallel.tp, _differs_in_tp(config.model, parallel.tp)),
-    ]
-    kinds: dict[int, int] = {}
-    for (pp, a), (dp, b), (cp, c), (tp, d) in product(*(axis.items() for axis in axes)):
-        rank = ((pp * parallel.dp + dp) * parallel.cp + cp) * parallel.tp + tp
-        kinds[rank] = a * b * c * d
-    return dict(sorted(kinds.items()))
+    shards = parallel.dp // parallel.dp_replicate
+    rows = _rows_of_ranks(config, shards * parallel.cp)
+    ring = parallel.cp if parallel.cp_method == "ring" else 0
+    uneven_tp = any(size % parallel.tp for size in (config.model.vocab, config.model.ffn))
+
+    def kind(rank: int) -> Hashable:
+        at = coordinates(rank, parallel)
+        held = rows[at.dp % shards * parallel.cp + at.cp]
+        has_bias = config.model.bias and at.tp == 0
+        return at.pp, held, at.cp == ring - 1, has_bias, uneven_tp and at.tp == parallel.tp - 1
+
+    return kind
 
 
-def kind_of(rank: int, config: ResolvedConfig) -> int:
-    """Return the played rank that stands for a rank."""
-    parallel, at = config.parallel, coordinates(rank, config.parallel)
-    played = {coordinates(one, parallel): one for one in distinct_ranks(config)}
-
-    def end(place: int, degree: int, axis: str) -> int:
-        has_last = any(getattr(it, axis) == degree - 1 for it in played)
-        return place if has_last and place == degree - 1 else 0
-
-    nearest = type(at)(
-        at.pp,
-        end(at.dp, parallel.dp, "dp"),
-        end(at.cp, parallel.cp, "cp"),
-        end(at.tp, parallel.tp, "tp"),
-    )
-    return played[nearest]
-
-
-def _ends(degree: int, differ: bool) -> dict[int, int]:
-    """Return the first coordinate of an axis, and the last if it differs, each with the ranks it stands for."""
-    if differ and degree > 1:
-        return {0: degree - 1, degree - 1: 1}
-    return {0: degree}
-
-
-def _differs_in_tp(model: Model, tp: int) -> bool:
-    return model.bias or any(size % tp for size in (model.vocab, model.ffn))
-
-
-def _has_uneven_shards(config: ResolvedConfig) -> bool:
-    """True if ZeRO divides a matrix's rows over ranks of which some get fewer."""
-    parallel, model = config.parallel, config.model
+def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
+    """Return the rows that each of the ranks that shard parameters has of every matrix."""
     if not config.zero.stage:
-        return False
-    ranks = parallel.dp // parallel.dp_replicate * parallel.cp
-    if model.source == "hf":
-        return True  # nothing is known of its matrices
-    divided = (model.q_width, model.kv_width, model.ffn, model.vocab)
-    rows = [model.hidden, model.head_width, *(size // parallel.tp for size in divided)]
-    rows += [model.experts] if model.experts else []
-    rows += [config.lora.rank] if config.lora.rank else []
-    return any(size % ranks for size in rows)
+        return [None] * ranks
+    if config.model.source == "hf":  # nothing is known of its matrices
+        return [rank == ranks - 1 for rank in range(ranks)]
+    divided = sorted({*_divided_rows(config, ranks)})
+    return [
+        tuple(
+            _rows(rank // neighbours, total, ranks // neighbours) for total, neighbours in divided
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows of each matrix on a rank of tp and ep, and the neighbours that have other matrices."""
+    parallel, model = config.parallel, config.model
+    table = parameters.ends(model) | parameters.block(model)
+    for each in table.values():
+        if not each.is_expert:
+            yield -(-each.shape[0] // (parallel.tp if each.split == 0 else 1)), 1
+        elif model.hidden % (ranks // parallel.ep):  # else they can be sharded evenly
+            yield each.shape[0] // parallel.ep, parallel.ep
+    if config.lora.rank:
+        yield config.lora.rank, 1
+
+
+def _rows(rank: int, total: int, ranks: int) -> int:
+    """Return the rows of a rank's shard, as `torch.chunk` divides them."""
+    most = -(-total // ranks)
+    return max(0, min(most, total - rank * most))

@@ -1,43 +1,63 @@
-"""The life of one rank in a world that is played: build, steps, evaluation, what a checkpoint holds, stop."""
+"""The life of one rank in a world that is played: build, load, steps, evaluation, checkpoint, stop, resume."""
 
 from __future__ import annotations
 
+import gc
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.flat import FlatShard
+from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.data.batch import Batch
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
 from nanoscale.rehearse.played import kernels
 from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.history import MemoryHistory
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.played.world import World, identity, played
+from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of
+from nanoscale.runs.rank_context import StopFlag
+from nanoscale.train.agreement import Agreement
+from nanoscale.train.job import begin
+from nanoscale.train.loop import Training
 
 _POINTS = 1500
 """Points of a timeline."""
 
 
-def play(config: ResolvedConfig, rank: int, steps: int, gpu: Gpu | None) -> RankRecord:
-    """Live through one rank of a job; an error of the code is in the record."""
+def play(
+    config: ResolvedConfig, rank: int, steps: int, gpu: Gpu | None, snapshot: Path | None = None
+) -> RankRecord:
+    """Live through one rank of a job; an error of the code is in the record.
+
+    Args:
+        snapshot: the file to write for the history of the GPU's memory.
+    """
     record, began = RankRecord(rank), time.process_time()
     try:
         with world_of(config, rank, gpu) as world:
+            if snapshot is not None:
+                world.history = MemoryHistory(world.allocator)
             try:
                 _live(config, world, steps, record)
             finally:
                 _write_down(world, record)
+                if snapshot is not None and world.history is not None:
+                    snapshot.write_bytes(pickle.dumps(world.history.snapshot()))
     except Exception:
         record.error = traceback.format_exc()
     record.seconds = time.process_time() - began
@@ -60,6 +80,7 @@ def world_of(config: ResolvedConfig, rank: int, gpu: Gpu | None) -> Iterator[Wor
 
 def build(config: ResolvedConfig, world: World) -> NativeEngine:
     """Build the engine of the rank, and watch its phases."""
+    world.built = False
     engine = NativeEngine(config, world.device)
     world.built, world.section = True, "between steps"
     _watch(engine, world)
@@ -67,53 +88,97 @@ def build(config: ResolvedConfig, world: World) -> NativeEngine:
 
 
 def _live(config: ResolvedConfig, world: World, steps: int, record: RankRecord) -> None:
+    config, disk = shortened(config, steps), Disk()
+    disk.patch(world.patches, lambda: world.part("checkpoint thread"))
+    _train(config, world, record)
+    if disk.tensors is not None:
+        gc.collect()  # what has been trained is in circles of references
+        with world.part("build"):
+            engine = build(config, world)
+        with world.part("resume"):
+            record.findings += findings.of_resuming(disk.tensors, resume(engine))
+
+
+def _train(config: ResolvedConfig, world: World, record: RankRecord) -> None:
     engine = build(config, world)
     record.findings += findings.of_optimizer(engine)
     record.notes += findings.of_shards(engine)
-    for step in range(1, steps + 1):
-        world.keeps_timeline = step == steps
-        with world.part(f"step {step}"), _played_batches(config, world, engine) as batches:
-            engine.train_step(batches, config.optimizer.lr)
-        world.keeps_timeline = False
-        world.forget_expired()
-        record.after.append(world.live)
+    with world.part("load"):
+        begin(engine, config, ignore)
+    training, samples = training_of(config, engine, record.rank)
+    _name_parts(training, samples, world, record)
+    training.go(Agreement(StopFlag()))
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
-    if config.train.eval_every:
-        with world.part("evaluation"):
-            engine.evaluate([(micro_batches(config)[0], config.train.micro_batch)])
     with world.part("checkpoint"):
         record.checkpoint = _checkpointed(engine.state())
 
 
+def resume(engine: Engine) -> Description:
+    """Resume in a new engine from a checkpoint without numbers; return the tensors that it needs."""
+    state = engine.empty_state()
+    engine.take(state)
+    if engine.config.lora.rank:  # the checkpoint has only the adapters
+        begin(engine, engine.config, ignore)
+    return describe(state)
+
+
+def _name_parts(
+    training: Training, samples: EqualSamples, world: World, record: RankRecord
+) -> None:
+    """Name the part of the life that each step of the loop is."""
+
+    def advance(plain: Callable[[], StepResult]) -> StepResult:
+        step, previous = training.progress.step + 1, training.last
+        world.keeps_timeline = step == training.config.train.steps
+        with world.part(f"step {step}"), _played_batches(samples, world, training.engine):
+            result = plain()
+        world.keeps_timeline = False
+        world.forget_expired()
+        # the loop holds the previous result until this one is returned
+        record.after.append(world.live - _held_by(previous, world))
+        return result
+
+    loop: Any = training
+    loop.advance = partial(advance, training.advance)
+    for name, part in (("log", "log"), ("evaluate", "evaluation"), ("save", "checkpoint")):
+        setattr(loop, name, _within(world, part, getattr(loop, name)))
+
+
+def _held_by(result: StepResult | None, world: World) -> int:
+    """Return the bytes of a step's result on the device."""
+    if result is None:
+        return 0
+    values = (result.loss_sum, result.grad_norm, result.tokens)
+    return sum(world.bytes_of(value) for value in values if isinstance(value, Tensor))
+
+
+def _within(world: World, part: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    def within(*args: Any, **options: Any) -> Any:
+        with world.part(part):
+            return act(*args, **options)
+
+    return within
+
+
 @contextmanager
-def _played_batches(
-    config: ResolvedConfig, world: World, engine: NativeEngine
-) -> Iterator[list[Batch]]:
-    """Provide the micro batches of a step: the first, one for all in the middle, and the last.
+def _played_batches(samples: EqualSamples, world: World, engine: Engine) -> Iterator[None]:
+    """Play of a step's micro batches the first, one for all in the middle, and the last.
 
     A pipeline runs several at once, so all of its micro batches are played.
     """
-    whole = micro_batches(config)
-    if config.parallel.pp > 1 or len(whole) <= 3:
-        yield whole
+    whole = samples.batches
+    if engine.config.parallel.pp > 1 or len(whole) <= 3:
+        yield
         return
     (part,) = engine.stages.values()
     repeats = iter([1, len(whole) - 2, 1])
     hook = part.register_forward_pre_hook(lambda *_: setattr(world, "repeat", next(repeats)))
+    samples.batches = whole[:3]
     try:
-        yield whole[:3]
+        yield
     finally:
         hook.remove()
-        world.repeat = 1
-
-
-def micro_batches(config: ResolvedConfig) -> list[Batch]:
-    """Return the micro batches of a step, of token 0."""
-    rows = np.zeros((config.train.micro_batch, config.train.seq_len + 1), dtype=np.int64)
-    one = Batch.of_rows(rows)
-    if config.data.document_mask:
-        one = Batch(one.inputs, one.targets, np.zeros_like(one.inputs))
-    return [one] * config.accumulation
+        samples.batches, world.repeat = whole, 1
 
 
 def _watch(engine: NativeEngine, world: World) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,11 +24,17 @@ from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
+from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
+from nanoscale.rehearse.device import device_of
+from nanoscale.rehearse.kinds import distinct_ranks
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.tasks import Task, record_file
 from nanoscale.runs.directory import read_json, write_json
 
+STEPS = 2
+"""The steps of a rehearsal: the first one makes the optimizer's states."""
 _SHARE = 0.8
 """The share of this machine's free memory that ranks may use."""
 _END_S = 10.0
@@ -45,13 +52,15 @@ def digest(config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: 
 
 def _shaping(config: Config) -> dict[str, Any]:
     """Return the values that decide what ranks do; others decide numbers, places or times."""
-    train, data = config.train, config.data
+    train, data, checkpoint = config.train, config.data, config.checkpoint
+    saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
     sections = ("model", "parallel", "precision", "zero", "backend", "lora")
     return {
         **{name: asdict(getattr(config, name)) for name in sections},
         "optimizer": [config.optimizer.name, config.optimizer.clip_norm, config.optimizer.momentum],
         "train": [train.global_batch, train.micro_batch, train.seq_len, train.eval_every > 0],
         "data": [data.document_mask, data.packing, data.loss_on],
+        "checkpoint": [saves, checkpoint.asynchronous, checkpoint.at_end],
         "device": config.launcher.device,
     }
 
@@ -69,6 +78,15 @@ def known(name: str) -> dict[str, Any] | None:
     return None
 
 
+def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
+    """Return the document of the present code's rehearsal of a job on its hardware; None if there is none."""
+    try:
+        gpu, _ = device_of(config)
+    except UnknownHardwareError:
+        return None
+    return known(digest(config, gpu, sorted(distinct_ranks(config)), STEPS))
+
+
 def keep(name: str, document: dict[str, Any]) -> None:
     """Write the document of a rehearsal into the cache; errors of a full or read-only disk are ignored."""
     with suppress(OSError):
@@ -82,8 +100,12 @@ def rehearse(
     ranks: list[int],
     steps: int,
     progress: Callable[[str], None],
+    snapshots: Path | None = None,
 ) -> list[RankRecord]:
     """Play ranks in processes of their own, and return their records in this order.
+
+    Args:
+        snapshots: the folder for the history of each rank's GPU.
 
     Raises:
         UserError: the process that plays them could not do so.
@@ -92,7 +114,7 @@ def rehearse(
         folder = Path(name)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         free = int(_SHARE * psutil.virtual_memory().available)
-        Task(ranks, steps, gpu, min(cores(), len(ranks)), free).write(folder)
+        Task(ranks, steps, gpu, min(cores(), len(ranks)), free, snapshots is not None).write(folder)
         progress("loading torch …")
         with _process(folder) as process:
             assert process.stdout is not None
@@ -109,6 +131,10 @@ def rehearse(
             raise UserError(
                 "rehearse", f"the rehearsal itself failed: {lines[-1] if lines else code}"
             )
+        if snapshots is not None:
+            snapshots.mkdir(exist_ok=True)
+            for file in folder.glob("*.pickle"):
+                shutil.move(file, snapshots / file.name)
         return [RankRecord.of_json(read_json(record_file(folder, rank))) for rank in ranks]
 
 

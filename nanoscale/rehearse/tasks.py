@@ -21,6 +21,8 @@ class Task:
     """The most ranks that are played at once."""
     memory: int
     """The most bytes of memory that one of them may use."""
+    snapshots: bool = False
+    """True to write the history of each GPU's memory."""
 
     def write(self, folder: Path) -> None:
         write_json(folder / "task.json", asdict(self))
@@ -33,3 +35,8 @@ class Task:
 def record_file(folder: Path, rank: int) -> Path:
     """Return the file of a rank's record."""
     return folder / f"rank-{rank}.json"
+
+
+def snapshot_file(folder: Path, rank: int) -> Path:
+    """Return the file with the history of a rank's GPU, which pytorch.org/memory_viz shows."""
+    return folder / f"rank-{rank}.pickle"

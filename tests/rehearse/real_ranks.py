@@ -13,12 +13,15 @@ import torch.distributed as dist
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
-from nanoscale.rehearse.life import micro_batches, play
+from nanoscale.rehearse.life import play, resume
 from nanoscale.rehearse.played import collectives
 from nanoscale.rehearse.played.kernels import show_ring
 from nanoscale.rehearse.played.live_memory import LiveMemory
 from nanoscale.rehearse.played.record import RankRecord
-from nanoscale.train.job import make_engine
+from nanoscale.rehearse.rehearsed_job import Disk, ignore, shortened, training_of
+from nanoscale.runs.rank_context import StopFlag
+from nanoscale.train.agreement import Agreement
+from nanoscale.train.job import begin, make_engine
 from tests.support.even_loads import even_loads
 from tests.support.ranks import run_ranks
 
@@ -30,6 +33,8 @@ Program = list[tuple[list[int], tuple[str, int, str, int | None]]]
 class Measured:
     """The memory and the collectives of a rank."""
 
+    before_saving: int
+    """The peak before the first checkpoint, which holds a copy of the whole state."""
     peak: int
     sequence: Program
 
@@ -54,24 +59,44 @@ class Recorder(LiveMemory):
 
 
 def measured(rank: int, configs: list[ResolvedConfig], steps: int = 2) -> list[Measured]:
-    """Train each configuration for some steps, evaluate, and take the state, as a rehearsal does."""
+    """Train and resume each configuration for some steps, as a rehearsal does."""
     process_group.join(configs[0].world_size, torch.device("cpu"), 60.0)
     with even_loads() as patches:
         show_ring(patches)
-        return [_measured(config, steps) for config in configs]
+        disk = Disk()
+        disk.patch(patches)
+        return [_measured(shortened(config, steps), rank, disk) for config in configs]
 
 
-def _measured(config: ResolvedConfig, steps: int) -> Measured:
+def _measured(config: ResolvedConfig, rank: int, disk: Disk) -> Measured:
     gc.collect()
+    disk.tensors = None
     recorder = Recorder()
     with recorder:
-        engine = make_engine(config, torch.device("cpu"))
-        for _ in range(steps):
-            engine.train_step(micro_batches(config), config.optimizer.lr)
-        if config.train.eval_every:
-            engine.evaluate([(micro_batches(config)[0], config.train.micro_batch)])
-        engine.state()
-        return Measured(recorder.peak, recorder.sequence)
+        before_saving = _train(config, rank, recorder)
+        if disk.tensors is not None:
+            gc.collect()
+            engine = make_engine(config, torch.device("cpu"))
+            assert resume(engine) == disk.tensors
+        return Measured(before_saving, recorder.peak, recorder.sequence)
+
+
+def _train(config: ResolvedConfig, rank: int, recorder: Recorder) -> int:
+    """Train to the end; return the peak before the first checkpoint."""
+    engine = make_engine(config, torch.device("cpu"))
+    begin(engine, config, ignore)
+    training, _ = training_of(config, engine, rank)
+    peaks: list[int] = []
+    save = training.save
+
+    def saving(*args: Any, **options: Any) -> None:
+        peaks.append(recorder.peak)
+        save(*args, **options)
+
+    training.save = saving  # type: ignore[method-assign]
+    training.go(Agreement(StopFlag()))
+    engine.state()
+    return peaks[0] if peaks else recorder.peak
 
 
 def rehearsed(config: ResolvedConfig, ranks: Sequence[int]) -> list[RankRecord]:
@@ -81,6 +106,12 @@ def rehearsed(config: ResolvedConfig, ranks: Sequence[int]) -> list[RankRecord]:
 
 def _played(number: int, config: ResolvedConfig, ranks: list[int]) -> RankRecord:
     return play(config, ranks[number], 2, None)
+
+
+def before_saving(record: RankRecord) -> int:
+    """Return the peak of a record before the first checkpoint."""
+    later = ("checkpoint", "checkpoint thread", "resume")
+    return max(phase.peak for name, phase in record.phases.items() if name not in later)
 
 
 def sequence_of(record: RankRecord) -> Program:

@@ -20,6 +20,7 @@ from nanoscale.runs.directory import read_json
 from tests.support.waiting import wait_until
 
 LAYOUT = ("recipe=debug", "model.layers=2", "launcher.device=cpu", "parallel.dp=2", "zero=stage3")
+ON_GPUS = ("launcher.device=cuda", "cluster=h100-sxm", "cluster.hosts=1", "launcher.devices=2")
 LIMIT_S = 240.0
 
 
@@ -37,6 +38,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--steps", "0"), "--steps 0: must be at least 1"),
         (("parallel.tp=3",), "parallel.tp"),
         (("--html", "nowhere/page.html"), "cannot be written"),
+        (("--snapshots", "memory"), "this job runs on CPUs"),
+        ((*ON_GPUS, "--snapshots", "nowhere/memory"), "cannot be written"),
+        ((*ON_GPUS, "--snapshots", "/etc"), "the folder is not empty"),
+        ((*ON_GPUS, "--snapshots", "/etc/hosts"), "is a file"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_starts(
@@ -80,10 +85,34 @@ def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
     monkeypatch.setattr(rehearsals, "rehearse", None)  # it is not played again
     assert nanoscale(words) == 0
     assert "all members of every group agree" in capsys.readouterr().out
+    assert nanoscale(["plan", *LAYOUT, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rehearsed"]["rank"] == 0
+    assert nanoscale(["plan", *LAYOUT]) == 0
+    assert "rehearsed: rank 0 holds most" in capsys.readouterr().out
+    assert nanoscale(["plan", *LAYOUT, "train.micro_batch=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rehearsed"] is None
     assert nanoscale(["train", *LAYOUT, "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rehearsed"] is True
     assert nanoscale(["train", *LAYOUT, "train.micro_batch=1", "--dry-run"]) == 0
     assert "not rehearsed: --rehearse" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_snapshots_of_every_rank(tmp_path: Path) -> None:
+    words = [
+        "rehearse",
+        *LAYOUT,
+        *ON_GPUS,
+        "parallel.pp=2",
+        "parallel.dp=1",
+        "--snapshots",
+        "memory",
+    ]
+    assert nanoscale(words) == 0
+    assert sorted(file.name for file in Path("memory").iterdir()) == [
+        "rank-0.pickle",
+        "rank-1.pickle",
+    ]
 
 
 def test_a_job_that_fails_in_the_rehearsal_is_not_launched(

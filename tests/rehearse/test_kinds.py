@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.rehearse.kinds import distinct_ranks, kind_of
-from tests.support.measured_memory import SHAPE, Row, config_of
+from nanoscale.rehearse.kinds import distinct_ranks, first_of_kind
+from nanoscale.rehearse.life import play
+from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.record import RankRecord
+from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
+from tests.support.ranks import run_ranks
 
 
 def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> ResolvedConfig:
@@ -24,8 +29,12 @@ def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> ResolvedConfig
         (layout(3, dp=4), [0]),
         (layout(3, dp=3), [0, 2]),
         (layout(tp=4), [0]),
-        (layout(tp=4, shape=replace(SHAPE, bias=True)), [0, 3]),
+        (layout(tp=4, shape=replace(SHAPE, bias=True)), [0, 1]),
         (layout(tp=4, shape=replace(SHAPE, vocab=510)), [0, 3]),
+        (layout(3, dp=4, shape=replace(SHAPE, qk_norm=True, head_dim=5)), [0, 2, 3]),
+        (layout(3, dp=4, dp_replicate=2), [0]),
+        (layout(3, dp=6, dp_replicate=2), [0, 2]),
+        (layout(3, dp=8, shape=MIXTURE), [0, 4]),
         (layout(cp=4), [0, 3]),
         (layout(cp=4, cp_method="ulysses"), [0]),
         (layout(pp=4), [0, 1, 2, 3]),
@@ -39,6 +48,51 @@ def test_ranks_that_are_played(config: ResolvedConfig, ranks: list[int]) -> None
 
 def test_every_rank_has_a_kind() -> None:
     config = layout(pp=2, cp=4, dp=2, tp=2, shape=replace(SHAPE, bias=True))
-    kinds = [kind_of(rank, config) for rank in range(config.world_size)]
-    counted = {kind: kinds.count(kind) for kind in sorted({*kinds})}
-    assert counted == distinct_ranks(config)
+    assert Counter(first_of_kind(config)) == distinct_ranks(config)
+
+
+ALIKE: dict[str, Row] = {
+    "uneven": Row("", {"dp": 3}, 3, 1, global_batch=3),
+    "hsdp": Row("", {"dp": 4, "dp_replicate": 2}, 2, 1, global_batch=4),
+    "ring": Row("", {"cp": 4}, 3, 1, global_batch=1),
+    "bias": Row("", {"tp": 4}, 0, 1, shape=replace(SHAPE, bias=True), global_batch=1),
+    "stages": Row("", {"pp": 2, "dp": 2, "tp": 2}, 1, 1, global_batch=4),
+    "experts": Row("", {"dp": 8, "ep": 2}, 3, 1, shape=MIXTURE, global_batch=8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALIKE)
+def test_ranks_of_a_kind_do_the_same(name: str) -> None:
+    row = ALIKE[name]
+    config = config_of(replace(row, precision="bf16", shape=replace(row.shape, layers=2)))
+    records = run_ranks(played, config.world_size, config)
+    first = first_of_kind(config)
+    assert len({*first}) < config.world_size
+    for rank, record in enumerate(records):
+        one, other = essence(record), essence(records[first[rank]])
+        assert record.error == ""
+        if name == "ring":  # halves of the scores in another order
+            peaks = [
+                {phase: memory["peak"] for phase, memory in it.pop("phases").items()}
+                for it in (one, other)
+            ]
+            assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+            for it in (one, other):
+                del it["timeline"]
+        assert one == other
+
+
+def played(rank: int, config: ResolvedConfig) -> RankRecord:
+    return play(config, rank, 2, Gpu("NVIDIA H200", 140 << 30, 8))
+
+
+def essence(record: RankRecord) -> dict[str, Any]:
+    """Return what a record has in common with those of the same kind: all but the numbers of ranks."""
+    calls = []
+    for call in record.calls:
+        group = record.groups[call.group]
+        peer = None if call.peer is None else (call.peer - group.index(record.rank)) % len(group)
+        calls.append((len(group), call._replace(group=0, peer=peer)))
+    own = {"rank": 0, "groups": [], "seconds": 0.0}
+    return asdict(replace(record, **own, calls=[])) | {"calls": calls}

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.rehearse.kinds import distinct_ranks, kind_of
-from tests.rehearse.real_ranks import measured, rehearsed, sequence_of
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Checkpoint
+from nanoscale.rehearse.kinds import distinct_ranks, first_of_kind
+from nanoscale.rehearse.played.record import RankRecord
+from tests.rehearse.real_ranks import Measured, before_saving, measured, rehearsed, sequence_of
 from tests.support.measured_memory import (
     MIXTURE,
     ROWS,
@@ -22,10 +25,14 @@ from tests.support.ranks import run_ranks
 
 BOUND = 0.01
 """The largest relative error of a peak."""
+LIVES = 4
+"""The most lives of real ranks whose lowest peak counts: gloo's threads may hold a tensor a little too long."""
 LARGE_VOCABULARY = 16_384
 SMALL, SMALL_MIXTURE = replace(SHAPE, layers=2), replace(MIXTURE, layers=2)
+OFFLOADED = recomputed("selective", offload_activations=True)
 QUICK = [
     Row("one process, bf16", precision="bf16", shape=SMALL),
+    Row("one process, selective, offloaded", OFFLOADED, shape=SMALL),
     Row("dp 2, stage 0", {"dp": 2}, shape=SMALL),
     Row("dp 2, stage 2, bf16", {"dp": 2}, 2, precision="bf16", shape=SMALL),
     Row("dp 2, stage 3, full", {"dp": 2} | recomputed("full"), 3, 2, shape=SMALL),
@@ -38,28 +45,52 @@ QUICK = [
     Row("experts, ep 2", {"dp": 2, "ep": 2}, 3, shape=SMALL_MIXTURE),
     Row("dp 2 · tp 2 · pp 2", {"dp": 2, "tp": 2, "pp": 2}, 1, 2, shape=SMALL),
 ]
-"""A dozen rows that cover every axis."""
+"""Rows that cover every axis."""
+
+
+def with_whole_life(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration with evaluations and checkpoints."""
+    train = replace(config.train, eval_every=1)
+    return replace(config, train=train, checkpoint=Checkpoint(every=1, asynchronous=True))
 
 
 def check(rows: list[Row]) -> None:
     """Compare every real rank with the rehearsed rank that stands for it."""
     by_world = defaultdict(list)
     for row in rows:
-        config = config_of(row)
+        config = with_whole_life(config_of(row))
         by_world[config.world_size].append(config)
     for world_size, configs in by_world.items():
         ranks = run_ranks(measured, world_size, configs)
         for number, config in enumerate(configs):
             records = rehearsed(config, list(distinct_ranks(config)))
-            by_rank = {record.rank: record for record in records}
-            for rank, several in enumerate(ranks):
-                real, record = several[number], by_rank[kind_of(rank, config)]
-                assert record.error == ""
-                assert record.peak == pytest.approx(real.peak, rel=BOUND)
-                if record.rank == rank:
-                    assert sequence_of(record) == real.sequence
-                else:  # other groups, and the same in each
-                    assert [it for _, it in sequence_of(record)] == [it for _, it in real.sequence]
+            compare([several[number] for several in ranks], records, config)
+
+
+def compare(ranks: list[Measured], records: list[RankRecord], config: ResolvedConfig) -> None:
+    assert [record.error for record in records] == [""] * len(records)
+    by_rank = {record.rank: record for record in records}
+    played = [by_rank[first] for first in first_of_kind(config)]
+    expected = [(before_saving(record), record.peak) for record in played]
+    peaks = [(real.before_saving, real.peak) for real in ranks]
+    for _ in range(LIVES - 1):
+        if all(map(agree, peaks, expected)):
+            break
+        more = [
+            (real.before_saving, real.peak) for (real,) in run_ranks(measured, len(ranks), [config])
+        ]
+        peaks = [(min(a[0], b[0]), min(a[1], b[1])) for a, b in zip(peaks, more, strict=True)]
+    for one, other in zip(peaks, expected, strict=True):
+        assert one == pytest.approx(other, rel=BOUND)
+    for rank, (real, record) in enumerate(zip(ranks, played, strict=True)):
+        if record.rank == rank:
+            assert sequence_of(record) == real.sequence
+        else:  # other groups, and the same in each
+            assert [it for _, it in sequence_of(record)] == [it for _, it in real.sequence]
+
+
+def agree(real: tuple[int, int], expected: tuple[int, int]) -> bool:
+    return real == pytest.approx(expected, rel=BOUND)
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
-from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
+from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
 
 LAYERS, MICRO_BATCHES = 2, 4
@@ -18,17 +19,26 @@ DEGREES: dict[str, Any] = {"dp": 2}
 ROWS = {
     "fp32": (Row("", DEGREES, 2, shape=DENSE), {}),
     "bf16": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
+    "fp8": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
     "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
     "experts, ep 2": (
         Row("", DEGREES | {"ep": 2}, 2, precision="bf16", shape=EXPERTS),
         {"tolist": LAYERS * MICRO_BATCHES},
     ),
+    "experts, ep 2, recomputed": (
+        Row("", DEGREES | {"ep": 2} | recomputed("full"), 2, precision="bf16", shape=EXPERTS),
+        {"tolist": 2 * LAYERS * MICRO_BATCHES},
+    ),
+    "experts, fp32": (
+        Row("", DEGREES, 2, shape=EXPERTS),
+        {"tolist": LAYERS * MICRO_BATCHES},
+    ),
 }
 
 
-def waits(_: int, row: Row) -> tuple[str, dict[str, int]]:
-    record = play(config_of(row), 0, 2, Gpu("NVIDIA H200", 140 << 30, 8))
+def waits(_: int, config: ResolvedConfig) -> tuple[str, dict[str, int]]:
+    record = play(config, 0, 2, Gpu("NVIDIA H200", 140 << 30, 8))
     return record.error, {it.what: it.times for it in record.waits if it.phase == "step 2"}
 
 
@@ -36,5 +46,6 @@ def waits(_: int, row: Row) -> tuple[str, dict[str, int]]:
 @pytest.mark.parametrize("name", ROWS)
 def test_waits_of_a_step(name: str) -> None:
     row, expected = ROWS[name]
-    row = replace(row, micro_batch=1, global_batch=2 * MICRO_BATCHES)
-    assert run_ranks(waits, 1, row) == [("", expected)]
+    config = config_of(replace(row, micro_batch=1, global_batch=2 * MICRO_BATCHES))
+    config = replace(config, precision=replace(config.precision, fp8=name == "fp8"))
+    assert run_ranks(waits, 1, config) == [("", expected)]

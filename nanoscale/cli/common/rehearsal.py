@@ -9,11 +9,10 @@ from nanoscale.cli.common.output import saying
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.launch.request import Request
-
-STEPS = 2
-"""The steps of a rehearsal: the first one makes the optimizer's states."""
 
 
 def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
@@ -29,20 +28,14 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
     """
     from dataclasses import replace
 
-    from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.rehearse import rehearsals
     from nanoscale.rehearse.document import failed
     from nanoscale.view.rehearsal_text import mistakes, verdict
 
     config = request.config
     if not rehearse:
-        try:
-            gpu, _ = device_of(config)
-        except UnknownHardwareError:
-            return request
-        name = rehearsals.digest(config, gpu, sorted(_played_ranks(config, "distinct")), STEPS)
-        return replace(request, program=rehearsals.known(name))
-    result = rehearsed(config, "distinct", STEPS)
+        return replace(request, program=rehearsals.known_of(config))
+    result = rehearsed(config, "distinct", rehearsals.STEPS)
     if failed(result):
         raise UserError("rehearsal", "the rehearsal failed\n" + "\n".join(mistakes(result)))
     if result["fits"] is False and not force:
@@ -50,17 +43,21 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
     return replace(request, program=result)
 
 
-def rehearsed(config: ResolvedConfig, ranks: str, steps: int) -> dict[str, Any]:
+def rehearsed(
+    config: ResolvedConfig, ranks: str, steps: int, snapshots: Path | None = None
+) -> dict[str, Any]:
     """Return the result of a rehearsal, from the cache if the same code has played it before.
 
     Args:
         config: resolved.
         ranks: `distinct`, `all`, or numbers.
+        snapshots: the folder for the history of each rank's memory, which the cache does not hold.
 
     Raises:
         UserError: the request is wrong.
     """
     from nanoscale.rehearse import rehearsals
+    from nanoscale.rehearse.device import device_of
     from nanoscale.rehearse.document import document, failed
 
     _refuse_deepspeed(config)
@@ -68,31 +65,13 @@ def rehearsed(config: ResolvedConfig, ranks: str, steps: int) -> dict[str, Any]:
     gpu, context = device_of(config)
     name = rehearsals.digest(config, gpu, sorted(played), steps)
     result = rehearsals.known(name)
-    if result is None:
+    if result is None or snapshots is not None:
         with saying() as say:
-            records = rehearsals.rehearse(config, gpu, list(played), steps, say)
+            records = rehearsals.rehearse(config, gpu, list(played), steps, say, snapshots)
         result = document(config, records, played, steps, gpu, context)
         if not failed(result):
             rehearsals.keep(name, result)
     return result
-
-
-def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
-    """Return the description of the job's GPUs, and the bytes of each that are not PyTorch's; None for CPUs."""
-    from nanoscale.config.hardware.data_sheets import described
-
-    if config.launcher.device == "cpu":
-        return None, 0
-    cluster = described(config)
-    assert cluster.memory_gib is not None and cluster.devices_per_host is not None
-    name = cluster.recognised[0] if cluster.recognised else cluster.device
-    gpu = {
-        "name": f"NVIDIA {name}",
-        "memory": int(cluster.memory_gib * 2**30),
-        "devices": cluster.devices_per_host,
-        "capability": divmod(round(10 * (cluster.compute_capability or 9.0)), 10),
-    }
-    return gpu, int((cluster.context_gib or 0.0) * 2**30)
 
 
 def _refuse_deepspeed(config: ResolvedConfig) -> None:

@@ -129,9 +129,12 @@ def _one(
 ) -> int:
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.predict import predict
+    from nanoscale.rehearse.rehearsals import known_of
+    from nanoscale.view.rehearsal_text import counted, counted_document
 
     config = request_job(line, starts=False, devices=planned_devices).config
     prediction = predict(config, software=software)
+    rehearsal = known_of(config)
     if html is not None:
         from nanoscale.view.plan.prediction_page import prediction_page
 
@@ -139,11 +142,13 @@ def _one(
     if as_json:
         from nanoscale.view.plan.prediction_json import document
 
-        print_json(document(prediction))
+        print_json({**document(prediction), "rehearsed": counted_document(rehearsal)})
     else:
         from nanoscale.view.plan.prediction_text import print_prediction
 
         print_prediction(console(), prediction, explain=explain)
+        if rehearsal is not None:
+            console().print(counted(rehearsal), markup=False)
     return DONE
 
 

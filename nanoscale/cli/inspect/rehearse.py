@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,9 @@ from nanoscale.cli.common.rehearsal import rehearsed
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+
+if TYPE_CHECKING:
+    from nanoscale.config.resolved import ResolvedConfig
 
 
 @requesting("config", "config_dir", *HOSTS)
@@ -28,6 +33,15 @@ def rehearse(
     ] = "distinct",
     steps: Annotated[int, typer.Option("--steps", help="Play this many steps")] = 2,
     html: opt.Html = None,
+    snapshots: Annotated[
+        Path | None,
+        typer.Option(
+            "--snapshots",
+            metavar="FOLDER",
+            help="Write each rank's memory for pytorch.org/memory_viz",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,
 ) -> int:
@@ -43,7 +57,9 @@ def rehearse(
     if html is not None:
         require_writable("--html", html, overwrite=overwrite)
     request = request_job(line, starts=False, devices=planned_devices)
-    result = rehearsed(request.config, ranks, steps)
+    if snapshots is not None:
+        _require_snapshots(request.config, snapshots)
+    result = rehearsed(request.config, ranks, steps, snapshots)
     if html is not None:
         from nanoscale.view.rehearsal_page import rehearsal_page
 
@@ -58,3 +74,16 @@ def rehearse(
     if failed(result):
         return FAILED
     return DOES_NOT_FIT if result["fits"] is False else DONE
+
+
+def _require_snapshots(config: ResolvedConfig, folder: Path) -> None:
+    """Refuse snapshots of a job on CPUs, and a folder that cannot take them."""
+    if config.launcher.device == "cpu":
+        what = f"--snapshots {folder}: shows the memory of GPUs, and this job runs on CPUs"
+        raise UserError("usage", what)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError("usage", f"--snapshots {folder}: the folder is not empty")
+    if folder.exists() and not folder.is_dir():
+        raise UserError("usage", f"--snapshots {folder}: is a file")
+    if not folder.parent.is_dir() or not os.access(folder.parent, os.W_OK):
+        raise UserError("usage", f"--snapshots {folder}: cannot be written")

@@ -32,6 +32,8 @@ class _Block:
     free: bool = True
     before: _Block | None = None
     after: _Block | None = None
+    segment: int = 0
+    """Bytes of the segment that begins with it; 0 in the middle of one."""
 
 
 class Allocator:
@@ -40,16 +42,18 @@ class Allocator:
     def __init__(self) -> None:
         self.reserved = 0
         """Bytes of all segments."""
+        self.segments: list[_Block] = []
+        """The first block of each segment."""
         self._next = 0
         self._used: dict[int, _Block] = {}
         self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         """Size and address of free blocks, by stream and whether tensors are small."""
         self._at: dict[int, _Block] = {}
 
-    def take(self, key: int, size: int, stream: int) -> int:
-        """Give memory to a tensor; `size`: rounded bytes. Return its address."""
+    def take(self, key: int, size: int, stream: int) -> int | None:
+        """Give memory to a tensor; `size`: rounded bytes. Return its address, or None if it is empty."""
         if size == 0:
-            return 0
+            return None
         pool = (stream, size <= _SMALL)
         free = self._free[pool]
         place = bisect_left(free, (size, 0))
@@ -64,11 +68,16 @@ class Allocator:
         self._used[key] = block
         return block.address
 
-    def give(self, key: int) -> None:
-        """Take a tensor's memory back."""
+    def size_at(self, address: int) -> int:
+        """Return the bytes of the block at an address."""
+        return self._at[address].size
+
+    def give(self, key: int) -> int | None:
+        """Take a tensor's memory back; return its address, or None if it had none."""
         block = self._used.pop(key, None)
         if block is None:
-            return
+            return None
+        address = block.address
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
@@ -78,6 +87,7 @@ class Allocator:
         if block.after is not None and block.after.free:
             block = self._merge(block, block.after)
         insort(self._free[block.pool], (block.size, block.address))
+        return address
 
     def _reserve(self, pool: tuple[int, bool], size: int) -> _Block:
         segment = _SMALL_SEGMENT
@@ -85,7 +95,8 @@ class Allocator:
             segment = (
                 _MIDDLE_SEGMENT if size < _MIDDLE else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
             )
-        block = _Block(pool, self._next, segment)
+        block = _Block(pool, self._next, segment, segment=segment)
+        self.segments.append(block)
         self._at[block.address] = block
         self._next += segment + _SMALL_SEGMENT
         self.reserved += segment

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.utils._device import _device_constructors
 from nanoscale.parallel import activation
 from nanoscale.rehearse.played import collectives, cuda, kernels, transit
 from nanoscale.rehearse.played.allocator import Allocator, rounded
+from nanoscale.rehearse.played.history import MemoryHistory
 from nanoscale.rehearse.played.live_memory import LiveMemory
 from nanoscale.rehearse.played.loads import EvenLoads
 from nanoscale.rehearse.played.patches import Patches
@@ -46,6 +48,9 @@ _WAITING = {_SCALAR: "item", aten.nonzero.default: "nonzero", aten.equal.default
 _COPIES = {True: "copy to the host", False: "copy from the host"}
 """The name of a blocking copy, by whether its source is on the device."""
 _OF_STORAGES = {getattr(aten.set_, name) for name in aten.set_.overloads() if "Storage" in name}
+_EMPTY = aten.empty.memory_format
+_LARGE = 1 << 26
+"""Elements of a buffer of the host from which on it is without numbers: it might not fit into this machine."""
 _FACTORIES = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
 _PACKAGE = str(Path(__file__).parents[2])
 _HERE = str(Path(__file__).parents[1])
@@ -59,7 +64,7 @@ KINDS = (
     "communication",
     "temporary",
 )
-_FIRST_KIND = {"build": 0, "load": 0, "forward": 4, "update": 3}
+_FIRST_KIND = {"build": 0, "load": 0, "resume": 3, "forward": 4, "update": 3}
 """The kind of a new tensor, by phase; in other phases it is temporary until it is known better."""
 
 
@@ -83,6 +88,8 @@ class World(LiveMemory):
         self.block = ""
         """The block of the model whose forward pass began last."""
         self.allocator = Allocator()
+        self.history: MemoryHistory | None = None
+        """A record of what the allocator does; None if nobody asks for it."""
         self.streams = cuda.Streams(self.wait)
         self.host_live = self.host_peak = 0
         self.calls: list[Call] = []
@@ -149,7 +156,8 @@ class World(LiveMemory):
             _collect(kwargs.values(), tensors)
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not fakes and self._is_of_the_host(tensors, kwargs.get("device")):
-            with unset_fake_temporarily():
+            large = func is _EMPTY and prod(args[0]) > _LARGE and kwargs.get("device") != META
+            with self.mode if large else unset_fake_temporarily():
                 result = func(*args, **kwargs)
             self._see_all(result)
             return result
@@ -196,7 +204,12 @@ class World(LiveMemory):
             self._among_host -= 1
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
+        """Return a tensor without numbers, which stands for a real one of the host, whose memory is counted."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        alias = self.mode.from_tensor(tensor)
+        self._note_alias(alias.untyped_storage(), None)
+        return alias
 
     # Memory
 
@@ -258,9 +271,10 @@ class World(LiveMemory):
         kind = self._kind[key]
         self._kinds[kind] += after - before
         if self.on_gpu:
-            if before:
-                self.allocator.give(key)
-            self.allocator.take(key, after, self.streams.current)
+            freed = self.allocator.give(key)
+            allocated = self.allocator.take(key, after, self.streams.current)
+            if self.history is not None:
+                self.history.change(freed, allocated, self.streams.current, KINDS[kind])
         super()._change(key, before, after)
         if self.keeps_timeline:
             self.timeline.append(self.live)
@@ -279,6 +293,11 @@ class World(LiveMemory):
         self._hosted.add(key)
         if key not in self._held:
             self._hosted.discard(key)
+
+    def bytes_of(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor's memory on the device."""
+        known = self._held.get(tensor.untyped_storage()._cdata)
+        return 0 if known is None else known[1]
 
     def is_of_kind(self, tensor: Tensor, kind: str) -> None:
         """Note the purpose of a tensor's memory."""
@@ -358,9 +377,17 @@ class World(LiveMemory):
         if self._host_device(storage).type == "meta":
             return storage
         alias = torch.UntypedStorage(storage.nbytes(), device="meta")
-        self._aliases.add(alias._cdata)
-        weakref.finalize(alias, self._aliases.discard, alias._cdata)
+        self._note_alias(alias, storage)
         return alias
+
+    def _note_alias(self, alias: Any, storage: Any) -> None:
+        """Let a storage not be counted; while it lives it holds the one for which it stands."""
+        if alias._cdata not in self._aliases:
+            self._aliases.add(alias._cdata)
+            weakref.finalize(alias, self._end_alias, alias._cdata, storage)
+
+    def _end_alias(self, key: int, _: Any) -> None:
+        self._aliases.discard(key)
 
     def see_storage(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._aliases:
@@ -463,6 +490,7 @@ def _make_host_tensors_real(patches: Patches, world: World) -> None:
         return host if device is None else host.to(device)
 
     patches.replace(torch, "tensor", tensor)
+    patches.replace(FakeTensor, "data_ptr", lambda _: 0)
     if world.on_gpu:
         return
 
@@ -519,6 +547,11 @@ def _device_within(tensor: Any) -> torch.device:
     return torch.device(parts[0].device)
 
 
+def _of_no_backend(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Have groups of another backend played too."""
+    return lambda *args, **options: make(*args, **options | {"backend": "fake"})
+
+
 @contextmanager
 def identity(rank: int, world_size: int, devices: int) -> Iterator[None]:
     """Be rank `rank` of a world of which no other rank is there, until the end of the `with` block."""
@@ -535,6 +568,7 @@ def identity(rank: int, world_size: int, devices: int) -> Iterator[None]:
             patches.replace_item(os.environ, name, str(value))
         if world_size > 1:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        patches.wrap(dist, "new_group", _of_no_backend)
         try:
             yield
         finally:

@@ -1,0 +1,24 @@
+"""The devices of a rehearsed job, as its configuration describes them. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoscale.config.hardware.data_sheets import described
+from nanoscale.config.resolved import ResolvedConfig
+
+
+def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
+    """Return the description of the job's GPUs, and the bytes of each that are not PyTorch's; None for CPUs."""
+    if config.launcher.device == "cpu":
+        return None, 0
+    cluster = described(config)
+    assert cluster.memory_gib is not None and cluster.devices_per_host is not None
+    name = cluster.recognised[0] if cluster.recognised else cluster.device
+    gpu = {
+        "name": f"NVIDIA {name}",
+        "memory": int(cluster.memory_gib * 2**30),
+        "devices": cluster.devices_per_host,
+        "capability": divmod(round(10 * (cluster.compute_capability or 9.0)), 10),
+    }
+    return gpu, int((cluster.context_gib or 0.0) * 2**30)

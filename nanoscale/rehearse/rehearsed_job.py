@@ -1,0 +1,117 @@
+"""The training loop of a rehearsed job: its own, with equal samples, and checkpoints that nobody writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoscale.backends.base import Engine
+from nanoscale.checkpoint import saver, sharded
+from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.sharded import Description, describe
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.data.batch import Batch
+from nanoscale.data.dataset import Dataset, Validation
+from nanoscale.metrics.meter import Meter
+from nanoscale.rehearse.played.patches import Patches
+from nanoscale.train.loop import Progress, Training
+
+
+@dataclass
+class Disk:
+    """The checkpoints of a rehearsed job: the tensors of the last one, and no files."""
+
+    tensors: Description | None = None
+    """Shape and dtype of each of this rank's tensors; None before the first checkpoint."""
+
+    def patch(
+        self, patches: Patches, beside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """Describe checkpoints in place of writing them, and read only the headers of weights.
+
+        Args:
+            beside: entered while a checkpoint is written in the background.
+        """
+
+        def at_once(act: Callable[[], Any]) -> Future[Any]:
+            outcome: Future[Any] = Future()
+            with beside():  # a thread of its own would not be counted
+                outcome.set_result(act())
+            return outcome
+
+        def save(workspace: Path, state: dict[str, Tensor], *_: Any) -> Path:
+            self.tensors = describe(state)
+            return workspace
+
+        patches.replace(sharded, "save", save)
+        patches.replace(saver, "_beside", at_once)
+        patches.replace(load, "read_part", _without_numbers)
+
+
+def _without_numbers(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    """Return memory for a part of a file's tensor."""
+    stored = opened.get_slice(name)
+    whole = stored.get_shape()
+    sizes = [len(range(*part.indices(size))) for part, size in zip(slices, whole, strict=False)]
+    return torch.empty([*sizes, *whole[len(sizes) :]], dtype=_DTYPES[stored.get_dtype()])
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def shortened(config: ResolvedConfig, steps: int) -> ResolvedConfig:
+    """Return the configuration with so many steps; the last is logged, and evaluated and saved if any is."""
+    train, checkpoint = config.train, config.checkpoint
+    saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
+    every = steps if train.eval_every else 0
+    one_batch = config.parallel.dp * train.micro_batch
+    train = replace(train, steps=steps, log_every=steps, eval_every=every, eval_samples=one_batch)
+    checkpoint = replace(checkpoint, every=steps if saves else 0, every_minutes=None)
+    return replace(config, train=train, checkpoint=checkpoint)
+
+
+class EqualSamples:
+    """Samples that are all token 0."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        rows = np.zeros((config.train.micro_batch, config.train.seq_len + 1), dtype=np.int64)
+        one = Batch.of_rows(rows)
+        if config.data.document_mask:
+            one = Batch(one.inputs, one.targets, np.zeros_like(one.inputs))
+        self.batches = [one] * config.accumulation
+        """The micro batches of every step."""
+
+    def micro_batches(self, *_: int) -> list[Batch]:
+        return self.batches
+
+    def valid_batches(self, *_: int) -> list[tuple[Batch, int]]:
+        return [(self.batches[0], len(self.batches[0]))]
+
+
+def training_of(config: ResolvedConfig, engine: Engine, rank: int) -> tuple[Training, EqualSamples]:
+    """Return the training loop of a rank with its samples; `config`: shortened."""
+    samples: Any = EqualSamples(config)
+    training = Training(
+        workspace=Path(),
+        config=config,
+        engine=engine,
+        data=Dataset(None, samples, (Validation("", 1.0, samples),), "", "equal samples"),
+        progress=Progress(),
+        rank=rank,
+        meter=Meter(config, config.world_size, engine.device),
+        sinks=[],
+        note=ignore,
+    )
+    return training, samples
+
+
+def ignore(*_: Any, **__: Any) -> None:
+    """Record no event."""

@@ -1,0 +1,125 @@
+"""The life of a played rank: its loop, equal micro batches, resuming, and the history of its memory."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.cuda import _memory_viz
+
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Checkpoint
+from nanoscale.rehearse import life
+from nanoscale.rehearse.findings import of_resuming
+from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.record import RankRecord
+from tests.rehearse.real_ranks import sequence_of
+from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
+from tests.support.ranks import run_ranks
+
+H200 = Gpu("NVIDIA H200", 140 << 30, 8)
+TINY, EXPERTS = replace(SHAPE, layers=2), replace(MIXTURE, layers=2)
+
+
+def play(_: int, config: ResolvedConfig, *given: Any) -> RankRecord:
+    return life.play(config, 0, 2, H200, *given)
+
+
+def play_all(number: int, config: ResolvedConfig) -> RankRecord:
+    """Play every micro batch."""
+
+    @contextmanager
+    def played_batches(*_: Any) -> Any:
+        yield
+
+    with Patches() as patches:
+        patches.replace(life, "_played_batches", played_batches)
+        return play(number, config)
+
+
+def row(degrees: dict[str, Any], stage: int, **changes: Any) -> ResolvedConfig:
+    batch = 6 * degrees.get("dp", 1)
+    changes = {"precision": "bf16", "shape": TINY} | changes
+    return config_of(Row("", degrees, stage, 1, global_batch=batch, **changes))
+
+
+SEVERAL = {
+    "one process": row({}, 0),
+    "dp 2, stage 0": row({"dp": 2}, 0, precision="fp32"),
+    "dp 2, stage 1": row({"dp": 2}, 1),
+    "dp 2, stage 2": row({"dp": 2}, 2, precision="fp16"),
+    "dp 2, stage 3, full": row({"dp": 2} | recomputed("full"), 3),
+    "dp 2, stage 3, offloaded": row({"dp": 2, "offload_activations": True}, 3),
+    "tp 2": row({"tp": 2}, 0),
+    "cp 2": row({"cp": 2}, 3),
+    "experts, ep 2": row({"dp": 2, "ep": 2}, 3, shape=EXPERTS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL)
+def test_equal_micro_batches_played_once_count_as_all_of_them(name: str) -> None:
+    config = SEVERAL[name]
+    assert config.accumulation == 6
+    (once,), (every,) = run_ranks(play, 1, config), run_ranks(play_all, 1, config)
+    assert once.error == every.error == ""
+    assert {call.repeat for call in every.calls} <= {1}
+    assert once.phases == every.phases
+    assert sequence_of(once) == sequence_of(every)
+    assert sorted(once.waits) == sorted(every.waits)
+    for field in ("reserved", "host_peak", "after", "checkpoint", "findings", "notes"):
+        assert getattr(once, field) == getattr(every, field)
+
+
+@pytest.mark.slow
+def test_a_whole_life() -> None:
+    config = row({"dp": 2}, 3)
+    config = replace(
+        config,
+        train=replace(config.train, eval_every=100),
+        checkpoint=Checkpoint(every=50, asynchronous=True),
+    )
+    (record,) = run_ranks(play, 1, config)
+    assert record.error == "" and record.findings == []
+    assert {"build", "forward", "backward", "update", "evaluation", "resume"} < {*record.phases}
+    assert record.host_peak > record.checkpoint["bytes"]  # the copy that is written
+    calls = {(call.kind, call.phase) for call in record.calls}
+    assert {("_allgather_base_", "evaluation"), ("allgather_", "log")} < calls
+
+
+def test_a_checkpoint_that_lacks_a_tensor() -> None:
+    whole = {
+        name: {"shape": [2], "dtype": "float32"} for name in ("model.a", "optimizer.a.exp_avg")
+    }
+    other = whole | {"model.a": {"shape": [3], "dtype": "float32"}}
+    assert of_resuming(whole, whole) == []
+    assert of_resuming({"model.a": whole["model.a"]}, whole) == [
+        "a checkpoint cannot be resumed from: optimizer.a.exp_avg"
+    ]
+    assert of_resuming(whole, other) == ["a checkpoint cannot be resumed from: model.a"]
+
+
+@pytest.mark.slow
+def test_the_history_of_memory_is_one_that_torch_shows(tmp_path: Path) -> None:
+    file = tmp_path / "rank-0.pickle"
+    (record,) = run_ranks(play, 1, row({"dp": 2}, 2), file)
+    assert record.error == ""
+    snapshot = pickle.loads(file.read_bytes())
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) == record.reserved
+    held = peak = 0
+    (events,) = snapshot["device_traces"]
+    for event in events:
+        held += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
+        peak = max(peak, held)
+    assert peak == record.peak
+    assert held == sum(segment["allocated_size"] for segment in snapshot["segments"])
+    lines = [frame for event in events for frame in event["frames"]]
+    assert any(frame["filename"].endswith("native.py") for frame in lines)
+    assert "total_reserved" in _memory_viz.segsum(snapshot)
+    assert "cudaMalloc" in _memory_viz.trace(snapshot)
+    assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
