@@ -16,9 +16,10 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.request import check_request
 from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import predict
-from nanoscale.rehearse.life import build, micro_batches, world_of
+from nanoscale.rehearse.life import build, world_of
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.world import World
+from nanoscale.rehearse.rehearsed_job import EqualSamples
 from tests.support.ranks import run_ranks
 
 SHAPE = (
@@ -73,7 +74,7 @@ def with_engine(config: ResolvedConfig, act: Callable[[Any, World], T]) -> T:
         engine = build(config, gpu)
         for _ in range(2):
             gpu.reset_peak()
-            engine.train_step(micro_batches(config), 1e-4)
+            engine.train_step(EqualSamples(config).batches, 1e-4)
         return act(engine, gpu)
 
 
