@@ -32,7 +32,7 @@ from nanoscale.rehearse.played.world import World, identity, played
 from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.job import begin
+from nanoscale.train.job import load_initial_weights
 from nanoscale.train.loop import Training
 
 _POINTS = 1500
@@ -104,10 +104,10 @@ def _train(config: ResolvedConfig, world: World, record: RankRecord) -> None:
     record.findings += findings.of_optimizer(engine)
     record.notes += findings.of_shards(engine)
     with world.part("load"):
-        begin(engine, config, ignore)
+        load_initial_weights(engine, config, ignore)
     training, samples = training_of(config, engine, record.rank)
     _name_parts(training, samples, world, record)
-    training.go(Agreement(StopFlag()))
+    training.run(Agreement(StopFlag()))
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
     with world.part("checkpoint"):
         record.checkpoint = _checkpointed(engine.state())
@@ -116,9 +116,9 @@ def _train(config: ResolvedConfig, world: World, record: RankRecord) -> None:
 def resume(engine: Engine) -> Description:
     """Resume in a new engine from a checkpoint without numbers; return the tensors that it needs."""
     state = engine.empty_state()
-    engine.take(state)
+    engine.load_state(state)
     if engine.config.lora.rank:  # the checkpoint has only the adapters
-        begin(engine, engine.config, ignore)
+        load_initial_weights(engine, engine.config, ignore)
     return describe(state)
 
 

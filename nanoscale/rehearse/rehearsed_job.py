@@ -52,7 +52,7 @@ class Disk:
             return workspace
 
         patches.replace(sharded, "save", save)
-        patches.replace(saver, "_beside", at_once)
+        patches.replace(saver, "_run_in_thread", at_once)
         patches.replace(load, "read_part", _without_numbers)
 
 

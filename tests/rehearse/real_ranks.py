@@ -21,7 +21,7 @@ from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.rehearsed_job import Disk, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.job import begin, make_engine
+from nanoscale.train.job import load_initial_weights, make_engine
 from tests.support.even_loads import even_loads
 from tests.support.ranks import run_ranks
 
@@ -84,7 +84,7 @@ def _measured(config: ResolvedConfig, rank: int, disk: Disk) -> Measured:
 def _train(config: ResolvedConfig, rank: int, recorder: Recorder) -> int:
     """Train to the end; return the peak before the first checkpoint."""
     engine = make_engine(config, torch.device("cpu"))
-    begin(engine, config, ignore)
+    load_initial_weights(engine, config, ignore)
     training, _ = training_of(config, engine, rank)
     peaks: list[int] = []
     save = training.save
@@ -94,7 +94,7 @@ def _train(config: ResolvedConfig, rank: int, recorder: Recorder) -> int:
         save(*args, **options)
 
     training.save = saving  # type: ignore[method-assign]
-    training.go(Agreement(StopFlag()))
+    training.run(Agreement(StopFlag()))
     engine.state()
     return peaks[0] if peaks else recorder.peak
 
