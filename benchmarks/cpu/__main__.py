@@ -31,6 +31,7 @@ Row = tuple[str, float, str, float | None]
 def main() -> None:
     parts: dict[str, Callable[[], list[Row]]] = {
         "start": bench_start,
+        "runs": bench_runs,
         "plan": bench_plan,
         "launch": bench_launch,
         "resume": bench_resume,
@@ -66,6 +67,49 @@ def bench_start() -> list[Row]:
             "nanoscale config show recipe=llama-8b": words("config show recipe=llama-8b"),
         }
     )
+
+
+def bench_runs(count: int = 200) -> list[Row]:
+    """Measure the wall time of commands that read many runs of 500 logged steps."""
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.composing.frozen import dump
+    from nanoscale.config.rules import Devices, check
+    from nanoscale.runs import status
+    from nanoscale.runs.directory import RunDirectory
+
+    composed = compose(["recipe=debug"])
+    text = dump(check(composed, Devices("cpu", 1)), composed.config)
+    names = (
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens",
+        "step_time_s",
+        "tokens_per_s",
+        "memory_gib",
+        "time",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            made = RunDirectory.create(Path(folder), f"run-{number}")
+            made.config.write_text(text)
+            status.write(
+                made, status.Status("prepared", 0, float(number)).starting(1).ending("completed", 0)
+            )
+            lines = [
+                json.dumps({"step": step, **dict.fromkeys(names, 1.5)}) for step in range(1, 501)
+            ]
+            made.metrics.write_text("\n".join(lines) + "\n")
+        columns = ["--columns", "lr,loss,optimizer.lr", "--where", "loss<3", "--sort", "loss"]
+        listing = ["nanoscale", "runs", "ls", "--root", folder]
+        return beside(
+            {
+                "torchrun --help": ["torchrun", "--help"],
+                f"nanoscale runs ls, {count} runs": listing,
+                f"nanoscale runs ls with columns, {count} runs": [*listing, *columns],
+                "nanoscale runs show": words(f"runs show {folder}/run-7"),
+            }
+        )
 
 
 def bench_plan() -> list[Row]:

@@ -6,8 +6,9 @@ import json
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from nanoscale.common.errors import UserError, Violation
 
@@ -49,9 +50,14 @@ def read_record(kind: type[T], path: Path) -> T:
     problem = next(_problems(kind, values), None)
     if problem is not None:
         raise damaged(path, problem)
-    hints = get_type_hints(kind)
+    hints = _hints(cast("Any", kind))
     fields_present = {name: values[name] for name in hints if name in values}
     return kind(**{name: _as_tuple(hints[name], value) for name, value in fields_present.items()})
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def damaged(path: Path, problem: str) -> UserError:
@@ -77,7 +83,7 @@ def fits_type(hint: Any, value: object) -> bool:
 
 
 def _problems(kind: Any, values: dict[str, Any]) -> Iterator[str]:
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     for field in fields(kind):
         if field.name in values:
             if not fits_type(hints[field.name], values[field.name]):

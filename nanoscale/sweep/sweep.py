@@ -21,7 +21,7 @@ from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, 
 
 Sampler = Literal["grid", "random", "tpe"]
 Pruner = Literal["none", "median", "asha"]
-State = Literal["waiting", "running", "interrupted", "completed", "failed", "pruned"]
+State = Literal["waiting", "queued", "running", "interrupted", "completed", "failed", "pruned"]
 ENDED: tuple[State, ...] = ("completed", "failed", "pruned")
 
 
@@ -50,6 +50,8 @@ class Settings:
     """The figure of metrics.jsonl that a sampler minimises."""
     seed: int = 0
     config_dir: str | None = None
+    slurm: bool = False
+    """True if the trials are an array of SLURM jobs."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,8 @@ class Sweep:
             return "pruned"
         return now if now in ("completed", "failed") else "interrupted"
 
-    def row(self, trial: Trial) -> dict[str, Any]:
-        """Return a trial's values, state and newest figures."""
+    def row(self, trial: Trial, state: State | None = None) -> dict[str, Any]:
+        """Return a trial's values, state and newest figures; `state` replaces what its directory says."""
         run, last, evaluated = self.run(trial), None, None
         if run.metrics.exists():
             for record in metrics.read(run):
@@ -162,7 +164,7 @@ class Sweep:
         return {
             "trial": trial.name,
             **trial.values,
-            "state": self.state(trial),
+            "state": state or self.state(trial),
             "step": figures.get("step", 0),
             "loss": figures.get("loss"),
             "eval_loss": evaluated,

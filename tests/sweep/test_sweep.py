@@ -185,3 +185,23 @@ def test_advice_on_sweeps_is_accepted(
 def advised(capsys: pytest.CaptureFixture[str]) -> list[str]:
     (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
     return shlex.split(violation["suggestions"][0])
+
+
+def test_what_is_wrong_with_an_array_writes_nothing(tmp_path, monkeypatch, capsys):
+    """Trials that ask SLURM for different things, a sampler, and a machine without sbatch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    base = ["sweep", "recipe=debug", "launcher.device=cpu", "--name", "queued", "--slurm"]
+    for words, said in (
+        (["train.seed=1,2"], "sbatch is not installed here"),
+        (["train.seed=1,1"], "one value twice"),
+        (["train.seed=1,2", "--sampler", "random", "--trials", "2"], "remove --sampler random"),
+        (["train.seed=1,2", "launcher=ssh"], "launcher=slurm"),
+    ):
+        assert nanoscale([*base, *words]) == 2, words
+        seen = capsys.readouterr()
+        assert said in seen.err and "Traceback" not in seen.err, (words, seen.err)
+    assert nanoscale(["sweep", "--resume", "queued", "--slurm"]) == 2
+    assert "remove --slurm" in capsys.readouterr().err
+    assert nanoscale([*base, "train.seed=1,2", "--dry-run"]) == 0
+    assert list(tmp_path.iterdir()) == []

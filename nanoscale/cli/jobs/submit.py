@@ -52,10 +52,12 @@ def submit(
     from nanoscale.view.run import submission_text as text
 
     variants = expand(line.overrides or [])
-    line = replace(line, overrides=variants[0].words, options=_through_slurm(line.options))
+    line = replace(line, overrides=variants[0].words, options=through_slurm(line.options))
     line.require_startable()
     line = replace(line, trust=True)
-    requests = [_request(replace(line, overrides=one.words), fetch=not dry_run) for one in variants]
+    requests = [
+        request_for_slurm(replace(line, overrides=one.words), fetch=not dry_run) for one in variants
+    ]
     refusals = Refusals(postponed=dry_run)
     requests = [planned(request, refusals, force=force) for request in requests]
     requests = [with_program(one, rehearse=rehearse, force=force) for one in requests]
@@ -79,14 +81,15 @@ def submit(
     return DONE
 
 
-def _through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
+def through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the options with SLURM as the launcher."""
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
 
     return {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
 
 
-def _request(line: CommandLine, *, fetch: bool) -> Request:
+def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
     """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
     from nanoscale.launch.preflight.pretrained import with_weights
     from nanoscale.launch.slurm.allocation import requested_nodes

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,13 +18,14 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, print_json
 from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job
 from nanoscale.common import display
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.common.errors import Violation
     from nanoscale.launch.request import Request
     from nanoscale.sweep.samplers import Source
     from nanoscale.sweep.space import Space
-    from nanoscale.sweep.sweep import Settings, Sweep, Trial
+    from nanoscale.sweep.sweep import Settings, State, Sweep, Trial
 
 _PLANNED = 3
 """Trials of a sampler that are checked before the first starts: the ends of its intervals, and the middle."""
@@ -61,6 +65,9 @@ def sweep(
             metavar="N", min=1, help="Run this many trials at once", show_default="as GPUs allow"
         ),
     ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Run the trials as an array of SLURM jobs")
+    ] = False,
     config_dir: opt.ConfigDir = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -72,7 +79,7 @@ def sweep(
 
     words = overrides or []
     if resume is not None:
-        _refuse_new_values(words)
+        _refuse_new_values(words, slurm)
         existing = Sweep(_folder(root, resume))
         settings, known = existing.read()
         return _run(existing, settings, known, at_once, dry_run, force, as_json, retry)
@@ -83,6 +90,7 @@ def sweep(
         pruner,
         metric,
         config_dir=str(config_dir.absolute()) if config_dir else None,
+        slurm=slurm,
     )
     space = read_space(words, config_dir)
     _check_sampler(settings, space)
@@ -117,7 +125,7 @@ def _run(
     config_dir = Path(settings.config_dir) if settings.config_dir else None
     space = read_space(settings.words, config_dir)
     trials = _trials(space, settings) if known is None else known
-    requests = _checked(sweep, space, settings, trials, force)
+    requests = _checked(sweep, space, settings, trials, force, fetch=not dry_run)
     slots, devices = _slots(requests, at_once)
     _say_plan(sweep, settings, requests, trials, slots)
     if dry_run:
@@ -129,6 +137,8 @@ def _run(
                 display.show(row["trial"])
             display.note(f"this would be {sweep.path}; nothing was written or started")
         return DONE
+    if settings.slurm:
+        return _run_array(sweep, settings, known, trials, requests, at_once, as_json, retry)
     if known is None:
         sweep.create(settings, trials)
     with (
@@ -174,11 +184,76 @@ def _run(
     return DONE if all(row["state"] in ("completed", "pruned") for row in rows) else FAILED
 
 
+def _run_array(
+    sweep: Sweep,
+    settings: Settings,
+    known: list[Trial] | None,
+    trials: Sequence[Trial],
+    requests: Sequence[Request],
+    at_once: int | None,
+    as_json: bool,
+    retry: bool,
+) -> int:
+    """Submit the missing trials to SLURM, and show all of them until they have ended."""
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.sweep import slurm_array
+    from nanoscale.view.run.sweep_table import SweepTable, print_table
+
+    if shutil.which("sbatch") is None:
+        raise UserError("slurm", "sbatch is not installed here; run the sweep on a login node")
+    if known is None:
+        sweep.create(settings, trials)
+    with sweep.held():
+        with _taken_back(sweep if known is None else None):
+            now = slurm_array.states(sweep, trials)
+            chosen = slurm_array.missing(sweep, trials, now, retry=retry)
+            jobs = slurm_array.submit(sweep, chosen, requests, at_once)
+        for job in jobs:
+            display.note(f"queued as job {job.job}; to end it: scancel {job.job}")
+        rows: list[dict[str, Any]] = []
+        with Signals() as signals, SweepTable(sys.stderr if as_json else sys.stdout) as view:
+
+            def show(states: Sequence[State]) -> None:
+                nonlocal rows
+                rows = [sweep.row(one, state) for one, state in zip(trials, states, strict=True)]
+                view.show(rows)
+                sweep.keep_table(rows)
+
+            whole = slurm_array.follow(sweep, trials, signals, show)
+    rows = rows or [sweep.row(one) for one in trials]
+    if as_json:
+        print_json({"sweep": str(sweep.path), "trials": rows, "jobs": [job.job for job in jobs]})
+    else:
+        print_table(rows, sys.stdout)
+    _say_end(sweep, settings, rows, whole)
+    if not whole:
+        return INTERRUPTED
+    return DONE if all(row["state"] == "completed" for row in rows) else FAILED
+
+
+@contextmanager
+def _taken_back(new: Sweep | None) -> Iterator[None]:
+    """Remove a new sweep's folder if SLURM does not take its trials.
+
+    Raises:
+        UserError: SLURM cannot be asked here, or has refused.
+    """
+    from nanoscale.launch.slurm.slurm import SlurmError
+
+    try:
+        yield
+    except (SlurmError, UserError) as error:
+        if new is not None:
+            shutil.rmtree(new.path)
+        if isinstance(error, UserError):
+            raise
+        raise UserError("slurm", f"SLURM cannot be asked here: {error}") from error
+
+
 # --- the request ----------------------------------------------------------------------------------
 
 
 def _folder(root: Path, name: str) -> Path:
-    from nanoscale.common.errors import UserError
 
     if name != Path(name).name or name.startswith((".", "-")):
         raise UserError("usage", f"--name {name}: must be the name of a folder, without a slash")
@@ -191,9 +266,12 @@ def _default_name(words: Sequence[str]) -> str:
     return f"{first}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _refuse_new_values(words: Sequence[str]) -> None:
-    from nanoscale.common.errors import UserError
+def _refuse_new_values(words: Sequence[str], slurm: bool) -> None:
 
+    if slurm:
+        raise UserError(
+            "usage", "--resume runs the trials where the sweep ran them; remove --slurm"
+        )
     if words:
         raise UserError(
             "usage", "--resume takes no overrides: the sweep's own are in its sweep.json"
@@ -201,7 +279,7 @@ def _refuse_new_values(words: Sequence[str]) -> None:
 
 
 def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
-    from nanoscale.common.errors import UserError, Violation
+    from nanoscale.common.errors import Violation
     from nanoscale.sweep.sweep import same_request
 
     if not same_request(earlier, settings):
@@ -215,9 +293,10 @@ def _check_sampler(settings: Settings, space: Space) -> None:
     """Refuse options of samplers that do not fit together, and a sampler that is not installed."""
     from importlib.util import find_spec
 
-    from nanoscale.common.errors import UserError
     from nanoscale.common.versions import install_command
 
+    if settings.slurm and settings.sampler != "grid":
+        raise UserError("usage", f"--slurm runs a grid; remove --sampler {settings.sampler}")
     if settings.sampler == "grid":
         given = {"--trials": settings.trials is not None, "--pruner": settings.pruner != "none"}
         for option, is_given in given.items():
@@ -272,14 +351,19 @@ def _probes(space: Space) -> list[dict[str, str]]:
 
 
 def _checked(
-    sweep: Sweep, space: Space, settings: Settings, trials: Sequence[Trial], force: bool
+    sweep: Sweep,
+    space: Space,
+    settings: Settings,
+    trials: Sequence[Trial],
+    force: bool,
+    *,
+    fetch: bool,
 ) -> list[Request]:
-    """Check and plan every trial that has no run yet.
+    """Check and plan every trial that has no run yet; `fetch` as in `request_for_slurm`.
 
     Raises:
         UserError: with what is wrong in any of them.
     """
-    from nanoscale.common.errors import UserError
 
     config_dir = Path(settings.config_dir) if settings.config_dir else None
     if settings.sampler == "grid":
@@ -293,7 +377,7 @@ def _checked(
     for name, values in wanted:
         line = CommandLine(space.words(values), config_dir=config_dir)
         try:
-            checked = request_job(line)
+            checked = _for_slurm(sweep, name, line, fetch) if settings.slurm else request_job(line)
             requests.append(planned(checked, Refusals(), force=force))
         except UserError as error:
             bad.append(name)
@@ -310,13 +394,25 @@ def _checked(
     return requests
 
 
+def _for_slurm(sweep: Sweep, name: str, line: CommandLine, fetch: bool) -> Request:
+    """Return the request of a trial that runs in a SLURM job."""
+    from nanoscale.cli.jobs.submit import request_for_slurm, through_slurm
+    from nanoscale.config.composing.compose import Setting
+
+    placed = {
+        "run.name": Setting(name, "sweep"),
+        "run.root": Setting(str(sweep.runs), "sweep"),
+    }
+    options = {**through_slurm(line.options), **placed}
+    return request_for_slurm(replace(line, options=options, trust=True), fetch=fetch)
+
+
 def _slots(requests: Sequence[Request], at_once: int | None) -> tuple[int, list[list[int]]]:
     """Return how many trials run at once, and the GPUs of each.
 
     Raises:
         UserError: this machine has no devices for that many.
     """
-    from nanoscale.common.errors import UserError
     from nanoscale.launch.transport.transport import transport_of
 
     if not requests:
@@ -383,7 +479,10 @@ def _say_end(sweep: Sweep, settings: Settings, rows: Sequence[dict[str, Any]], w
         for line in log_tail(log, 3):
             display.note(f"  {line}")
     if not whole:
-        display.note(
-            f"stopped; to run what is missing: nanoscale sweep --resume {shlex.quote(sweep.name)}"
+        what = (
+            "the jobs continue; to follow them"
+            if settings.slurm
+            else "stopped; to run what is missing"
         )
+        display.note(f"{what}: nanoscale sweep --resume {shlex.quote(sweep.name)}")
     display.note(f"the table is in {sweep.path / 'results.csv'}")

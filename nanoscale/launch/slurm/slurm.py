@@ -74,15 +74,21 @@ class JobState:
         return self.state in _ENDED
 
 
-def submit(script: Path) -> Submission:
+def submit(script: Path | str, tasks: Sequence[int] = (), at_once: int | None = None) -> Submission:
     """Submit a batch script to SLURM.
+
+    Args:
+        tasks: only these tasks of an array.
+        at_once: how many of these tasks may run at the same time.
 
     Raises:
         UserError: there is no sbatch here.
         SlurmError: sbatch refused.
     """
+    limit = "" if at_once is None else f"%{at_once}"
     try:
-        answer = _run(["sbatch", "--parsable", str(script)], wait_s=None)
+        array = [f"--array={','.join(map(str, tasks))}{limit}"] if tasks else []
+        answer = _run(["sbatch", "--parsable", *array, str(script)], wait_s=None)
     except FileNotFoundError as error:
         message = "sbatch is not installed here; run `nanoscale submit` on a login node"
         raise UserError("slurm", message) from error

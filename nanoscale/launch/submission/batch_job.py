@@ -121,7 +121,7 @@ class BatchJob:
             try:
                 job = slurm.submit(self.path)
             except SlurmError as error:
-                raise _refused(error, self.requests[0].composed) from error
+                raise refused(error, self.requests[0].composed) from error
         for number, request in enumerate(self.requests):
             task = number if self.is_array else None
             submission.write(request.run, replace(job, task=task))
@@ -157,11 +157,12 @@ def _refuse_unlike(one: Request, other: Request) -> None:
     )
 
 
-def _refused(error: SlurmError, composed: Composed) -> UserError:
-    """Return sbatch's message as an error, with the key that it may be about."""
+def refused(error: SlurmError, composed: Composed | None = None) -> UserError:
+    """Return sbatch's message as an error, with the key of a configuration that it may be about."""
     said = str(error).replace("Batch job submission failed: ", "")
-    for pattern, key, command in _BLAMED:
+    for pattern, key, command in _BLAMED if composed is not None else ():
         if re.search(pattern, said, re.IGNORECASE):
+            assert composed is not None
             value = reduce(getattr, key.split("."), composed.config)
             cause = Violation(key, value, composed.source(key), said, (command,))
             return UserError("slurm", "SLURM rejected the job", [cause])

@@ -12,7 +12,6 @@ from nanoscale.launch.slurm.jobs import Job, in_words, output_of
 from nanoscale.runs import events, failure, lock, metrics, status, tags
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run.columns import Column, values
-from nanoscale.view.run.live import figures
 
 _UNKNOWN = (
     "state", "going_on", "job", "attempt", "exit_code", "step", "steps", "model", "loss", "created",
@@ -87,6 +86,8 @@ def print_runs(rows: list[dict[str, Any]], columns: list[Column]) -> None:
 
 def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
     """Print `runs show`."""
+    from nanoscale.view.run.live import figures
+
     steps = "?" if document["steps"] is None else document["steps"]
     rows = {
         "run": str(run.path),

@@ -1,0 +1,107 @@
+"""The trials of a sweep as an array of SLURM jobs: submitted together, and followed from their directories."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.request import Request
+from nanoscale.launch.slurm import slurm
+from nanoscale.launch.slurm.slurm import SlurmError, job_states
+from nanoscale.launch.submission.batch_job import BatchJob, refused
+from nanoscale.runs import submission
+from nanoscale.runs.directory import ARRAY
+from nanoscale.runs.submission import Submission
+from nanoscale.sweep.sweep import ENDED, State, Sweep, Trial
+
+_LOOK_S = 2.0
+"""Seconds between two queries to SLURM, which serves many users."""
+
+Show = Callable[[Sequence[State]], None]
+"""A function that shows the states of all trials."""
+
+
+def states(sweep: Sweep, trials: Sequence[Trial]) -> list[State]:
+    """Return the state of every trial; those that wait or run in SLURM are queued or running.
+
+    Raises:
+        SlurmError: SLURM cannot be asked here.
+    """
+    known = [sweep.state(trial) for trial in trials]
+    jobs = [submission.find(sweep.run(trial)) for trial in trials]
+    open_jobs = [job for job, now in zip(jobs, known, strict=True) if job and now not in ENDED]
+    present = job_states(open_jobs) if open_jobs else {}
+    found: list[State] = []
+    for job, now in zip(jobs, known, strict=True):
+        state = present.get(str(job)) if job is not None else None
+        is_open = state is not None and not state.ended and now not in (*ENDED, "running")
+        found.append("queued" if is_open else now)
+    return found
+
+
+def missing(
+    sweep: Sweep, trials: Sequence[Trial], now: Sequence[State], *, retry: bool
+) -> list[Trial]:
+    """Return the trials that have not ended and are not in SLURM; with `retry`, failed ones too."""
+    wanted = ("waiting", "interrupted", *(("failed",) if retry else ()))
+    return [trial for trial, state in zip(trials, now, strict=True) if state in wanted]
+
+
+def submit(
+    sweep: Sweep, trials: Iterable[Trial], requests: Sequence[Request], at_once: int | None
+) -> list[Submission]:
+    """Submit trials; those that have a run directory through the script that it was submitted with.
+
+    Args:
+        requests: those of the trials without a run directory, in the same order.
+        at_once: the number of trials that run at the same time.
+
+    Raises:
+        UserError: SLURM refused, or is not installed here.
+    """
+    scripts: dict[str, dict[int | None, Trial]] = {}
+    for trial in trials:
+        job = submission.read(sweep.run(trial)) if sweep.run(trial).config.exists() else None
+        if job is not None and job.script is not None:
+            scripts.setdefault(job.script, {})[job.task] = trial
+    jobs = []
+    for script, tasks in scripts.items():
+        numbers = [task for task in tasks if task is not None]
+        try:
+            job = slurm.submit(script, numbers, at_once)
+        except SlurmError as error:
+            raise refused(error) from error
+        for task, trial in tasks.items():
+            submission.write(sweep.run(trial), replace(job, task=task))
+        jobs.append(job)
+    if requests:
+        batch = BatchJob(_free_name(sweep), requests, at_once)
+        batch.check()
+        batch.require_one_script()
+        jobs.append(batch.submit())
+    return jobs
+
+
+def follow(sweep: Sweep, trials: Sequence[Trial], signals: Signals, show: Show) -> bool:
+    """Show the trials until none is in SLURM any more; False if a signal came before."""
+    while signals.first is None:
+        with suppress(SlurmError):  # a controller that is busy or restarts
+            now = states(sweep, trials)
+            show(now)
+            if not any(state in ("queued", "running") for state in now):
+                return True
+        until = time.monotonic() + _LOOK_S
+        while signals.first is None and time.monotonic() < until:
+            time.sleep(0.1)
+    return False
+
+
+def _free_name(sweep: Sweep) -> str:
+    """Return a name for an array whose folder does not exist yet."""
+    name, number = sweep.name, 2
+    while (sweep.runs / f"{name}{ARRAY}").exists():
+        name, number = f"{sweep.name}-{number}", number + 1
+    return name
