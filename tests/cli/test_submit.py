@@ -126,7 +126,7 @@ def test_an_older_run_in_the_folder_outlives_a_refusal(
 @pytest.mark.parametrize(
     ("words", "said", "instead"),
     [
-        (("recipe=debug",), "launcher.devices=auto: must be set here", "--num-gpus 8"),
+        (("recipe=debug",), "launcher.devices=auto: must be set here", "launcher.devices=8"),
         ((*CPU, "launcher=ssh"), "launcher.name=ssh: is chosen", "launcher=slurm"),
         ((*CPU, "launcher=local"), "launcher.name=local: is chosen", "launcher=slurm"),
         ((*CPU, "launcher.name=pdsh"), "both given", None),

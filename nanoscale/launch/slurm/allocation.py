@@ -146,7 +146,7 @@ def _ranks_per_node(composed: Composed, count: int, gpus: str | None = None) -> 
             return sum(map(int, gpu_counts))
         key = "launcher.devices"
         message = "must be set here: it says how many GPUs of a node are used"
-        suggestions = ("--num-gpus 8", "launcher.device=cpu")
+        suggestions = ("launcher.devices=8", "launcher.device=cpu")
         refuse([Violation(key, "auto", composed.source(key), message, suggestions)])
     replicas = layout.dp_replicate if layout.dp == "auto" else layout.dp
     ranks = replicas * layout.tp * layout.pp * layout.cp
