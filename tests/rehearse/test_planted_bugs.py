@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nanoscale.backends import gradients, native
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Checkpoint
 from nanoscale.models import transformer
 from nanoscale.parallel import ring
 from nanoscale.parallel.attention_kernels import KERNELS
@@ -216,7 +217,17 @@ BUGS = {
     "an error in the state of a checkpoint": Bug(
         instead(NativeEngine, "state", lambda *_: {}["model"]), "KeyError", SHARDED
     ),
+    "a moment that a resumed run does not load": Bug(
+        after(NativeEngine, "empty_state", lambda _, state, *__: without_last_moment(state)),
+        "a checkpoint cannot be resumed from: optimizer.",
+        SHARDED,
+    ),
 }
+
+
+def without_last_moment(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    last = max(name for name in state if name.startswith("optimizer."))
+    return {name: value for name, value in state.items() if name != last}
 
 
 def _norm_over_two(grads: Any) -> torch.Tensor:
@@ -239,7 +250,7 @@ def config(degrees: dict[str, Any], stage: int) -> ResolvedConfig:
     micro_batch = 2
     batch = micro_batch * degrees.get("dp", 1) * 4
     row = Row("", degrees, stage, micro_batch, "bf16", TINY, global_batch=batch)
-    return config_of(row)
+    return replace(config_of(row), checkpoint=Checkpoint(every=1))
 
 
 def rehearse(number: int, bug: str, config: ResolvedConfig, ranks: list[int]) -> RankRecord:
