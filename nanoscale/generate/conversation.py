@@ -94,6 +94,11 @@ class Conversation:
     def __init__(self) -> None:
         self._messages: list[Message] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """True if there is something to forget."""
+        return bool(self._messages)
+
     def ask(self, question: str) -> list[Message]:
         """Return the messages with a question, which is remembered only with its answer."""
         return [*self._messages, _user(question)]

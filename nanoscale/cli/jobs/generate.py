@@ -318,7 +318,7 @@ def _talk(opened: Opened, wish: Wish, template: ChatFormat | None) -> None:
             display.show()
         except UserError as error:
             show_error(error, as_json=False)
-            if template is not None:
+            if conversation.has_begun:
                 display.note(f"{_NEW} begins a new conversation")
         if written.text.strip():
             conversation.remember(prompt, written.text.strip())
