@@ -34,6 +34,17 @@ CHOSEN = [
     ),
     Row("vocab 16k, dp 2, stage 1", {"dp": 2}, 1, shape=vocabulary(16 * 2**10)),
     Row("vocab 16k, tied", {"dp": 2}, 3, shape=vocabulary(16 * 2**10, tie_embeddings=True)),
+    *(
+        Row(
+            f"vocab 16k, few tokens, {'tied' if tied else 'untied'}",
+            {"dp": 2},
+            2,
+            1,
+            shape=vocabulary(16 * 2**10, tie_embeddings=tied),
+            seq=32,
+        )
+        for tied in (False, True)
+    ),
 ]
 
 

@@ -75,6 +75,7 @@ class Row:
     optimizer: str = "adamw"
     global_batch: int = 16
     offload: dict[str, str] = field(default_factory=dict)
+    seq: int = SEQ
 
 
 SCHEDULES = ("interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -374,7 +375,7 @@ def config_of(row: Row) -> ResolvedConfig:
         optimizer=Optimizer(name=row.optimizer),  # type: ignore[arg-type]
         backend=Backend(name=row.backend, **SMALL_BUCKETS),  # type: ignore[arg-type]
     )
-    train = replace(config.train, seq_len=SEQ, global_batch=row.global_batch)
+    train = replace(config.train, seq_len=row.seq, global_batch=row.global_batch)
     return replace(config, train=train, zero=Zero(stage=row.stage, **row.offload))  # type: ignore[arg-type]
 
 

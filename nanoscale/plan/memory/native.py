@@ -171,6 +171,8 @@ def _sharded(
             optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
+            # The loss keeps what it returned as the gradient of the head's weights.
+            logits=0 if tied else fly.loss_kept,
             communication=0 if tied else reduce * held.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
@@ -205,6 +207,16 @@ def _sharded(
             gathered=needed if apart else 0,
             activations=fly.last + fly.extra,
             communication=sent,
+            pooled=max(before, done) if setting.stage >= 2 else 0,
+        ),
+        Phase(
+            "backward of the embedding",
+            weights=weights,
+            compute_copies=left,
+            # A tied table has two gradients, and their sum is a third.
+            gradients=max(before, done) + compute * held.embedding * (3 if tied else 1),
+            optimizer=optimizer,
+            gathered=needed if apart else 0,
             pooled=max(before, done) if setting.stage >= 2 else 0,
         ),
         Phase(
