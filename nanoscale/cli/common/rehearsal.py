@@ -60,7 +60,7 @@ def rehearsed(
     from nanoscale.rehearse.device import device_of
     from nanoscale.rehearse.document import document, failed
 
-    _refuse_deepspeed(config)
+    _refuse_unplayable(config)
     played = _played_ranks(config, ranks)
     gpu, context = device_of(config)
     name = rehearsals.digest(config, gpu, sorted(played), steps)
@@ -74,7 +74,9 @@ def rehearsed(
     return result
 
 
-def _refuse_deepspeed(config: ResolvedConfig) -> None:
+def _refuse_unplayable(config: ResolvedConfig) -> None:
+    if config.model.source == "hf" and config.launcher.device != "cpu":
+        raise UserError("config", "transformers' models are not rehearsed on GPUs (model=hf)")
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"
