@@ -152,7 +152,7 @@ def test_differences_are_found_at_every_depth():
 
 def test_what_would_not_fit_is_not_resumed(run, capsys):
     """Overrides are refused; an unchanged run continues, whatever the prediction."""
-    small = ["cluster.memory_gib=0.01", "parallel.dp=1"]
+    small = ["cluster.memory_gib=0.01", "parallel.dp=1", "train.micro_batch=8"]
     assert nanoscale(["resume", "x", *small]) == 3
     assert "does not fit" in capsys.readouterr().err
     assert run.last_attempt() == 0 and not run.plan.exists()

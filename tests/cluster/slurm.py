@@ -113,6 +113,10 @@ class Slurm(Machines):
     def cancel(self, job: int) -> None:
         self.command("scancel", job)
 
+    def limit(self, job: int, minutes: int) -> None:
+        """Change the time after which a job is ended."""
+        self.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
     def hasten(self, job: int) -> None:
         """Let a requeued job start now, and not in two minutes."""
         argv = ["scontrol", "update", f"JobId={job}", "StartTime=now"]

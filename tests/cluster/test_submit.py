@@ -141,12 +141,15 @@ def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: U
     run, job = user.submits(
         "long",
         "train.steps=100000",
-        "launcher.slurm.time=0:01:00",
+        "launcher.slurm.time=0:30:00",
         "launcher.slurm.signal_before_s=10",
         "launcher.slurm.max_requeues=1",
     )
-    user.slurm.wait_state(job, "RUNNING")
+    wait_step(run, 1)
+    hours, minutes, seconds = map(int, user.slurm.show(job)["RunTime"].split(":"))
+    user.slurm.limit(job, 60 * hours + minutes + (1 if seconds < 40 else 2))
     user.slurm.hasten(job)
+    user.slurm.limit(job, 30)
     before = steps(run)[-1]
     assert run.checkpoint_steps()[-1] == before
     wait_step(run, before + 3)

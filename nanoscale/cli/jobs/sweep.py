@@ -209,7 +209,7 @@ def _run_array(
             chosen = slurm_array.missing(sweep, trials, now, retry=retry)
             jobs = slurm_array.submit(sweep, chosen, requests, at_once)
         for job in jobs:
-            display.note(f"queued as job {job.job}; to end it: scancel {job.job}")
+            display.note(f"queued as job {job.job}; to end it: scancel {shlex.quote(job.job)}")
         rows: list[dict[str, Any]] = []
         with Signals() as signals, SweepTable(sys.stderr if as_json else sys.stdout) as view:
 
