@@ -143,6 +143,7 @@ def megatron(hidden: int, heads: int, seq: int, batch: int, tp: int, shares: int
     """Return a GPT block of Korthikanti et al.: four times as wide within, as many key heads as query
     heads."""
     return Shape(
+        model=Model(mlp="gelu", norm="layernorm"),
         tokens=seq * batch,
         span=seq,
         shares=shares,
@@ -152,8 +153,6 @@ def megatron(hidden: int, heads: int, seq: int, batch: int, tp: int, shares: int
         ffn=4 * hidden // tp,
         heads=heads // tp,
         rotary=0,
-        gated=False,
-        layernorm=True,
     )
 
 

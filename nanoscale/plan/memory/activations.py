@@ -37,6 +37,7 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
     head_dim = model.head_width
     tp, seq = parallel.tp, seq_len // parallel.cp
     return Shape(
+        model=model,
         tokens=micro_batch * seq,
         span=seq_len,
         shares=tp if parallel.sequence_parallel else 1,
@@ -46,12 +47,8 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         ffn=model.ffn // tp,
         heads=model.heads // tp,
         rotary=seq * head_dim if model.position == "rope" else 0,
-        gated=model.mlp == "swiglu",
-        layernorm=model.norm == "layernorm",
-        qk_norm=model.qk_norm,
-        experts=model.experts,
-        own=model.experts // parallel.ep,
-        taken=model.experts_per_token if model.experts else 1,
+        local_experts=model.experts // parallel.ep,
+        experts_per_token=model.experts_per_token if model.experts else 1,
     )
 
 
@@ -72,7 +69,7 @@ def saved(shape: Shape, run: Execution) -> Sizes:
         sizes["normed"] = normed * (3 if run.autocast else 1)
         sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
     sizes |= _attention(shape, run)
-    if shape.qk_norm:
+    if shape.model.qk_norm:
         sizes |= _head_norms(shape, run)
     if shape.experts:
         return sizes | saved_by_mixture(shape, run)
@@ -137,10 +134,10 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     whole = shape.tokens * shape.hidden * run.compute
     made = {"wo": whole, "down": whole, "v": shape.tokens * shape.kv * run.compute}
     made["wq"], made["wk"] = shape.tokens * shape.q * run.compute, made["v"]
-    made["gate"] = made["up"] = shape.tokens * shape.taken * shape.ffn * run.compute
+    made["gate"] = made["up"] = shape.tokens * shape.experts_per_token * shape.ffn * run.compute
     if shape.experts:
         made |= {"router": sizes["scores of experts"], "down": sizes["found"]}
-        if shape.own < shape.experts:  # sent to an expert, and back
+        if shape.local_experts < shape.experts:  # sent to an expert, and back
             kept["exchanged"] = 2 * sizes["found"]
     if run.tensor_parallel:
         kept["reduced"] = 2 * whole // shape.shares
@@ -236,7 +233,7 @@ def between_passes(shape: Shape, run: Execution) -> int:
     the operations with weights (torch.distributed.pipelining._backward).
     """
     inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
-    products = shape.q + 2 * shape.kv + shape.hidden + shape.taken * inner
+    products = shape.q + 2 * shape.kv + shape.hidden + shape.experts_per_token * inner
     wide = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
     norms = 2 * (shape.tokens // shape.shares) * shape.hidden * wide
     return shape.tokens * products * run.compute + norms
@@ -298,7 +295,7 @@ def stage_activations(
         last = block.kept if recomputed else plain.kept
     one = between_passes(shape, run)
     # The pass for inputs frees nothing, and at its end it holds all gradients of a block.
-    inner = shape.tokens * shape.taken * shape.ffn * run.compute
+    inner = shape.tokens * shape.experts_per_token * shape.ffn * run.compute
     held = 0 if again or run.fused else inner
     for_inputs = (layers - 1) * one + max(extra + held, one + norm_working(shape, run))
     if run.offloaded:

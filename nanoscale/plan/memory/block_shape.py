@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nanoscale.config.schema import Model
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A block and its tokens on one rank; widths are those after division by tp."""
 
+    model: Model
+    """The whole model, which says what kinds of norms, feed-forward and experts a block has."""
     tokens: int
     """Tokens of the rank's micro batch: micro_batch · seq / cp."""
     span: int
@@ -23,15 +27,23 @@ class Shape:
     heads: int
     rotary: int
     """Numbers of the cosines and sines of all positions: seq / cp · head_dim; 0 without rope."""
-    gated: bool
-    layernorm: bool
-    qk_norm: bool = False
-    experts: int = 0
-    """Experts of all ranks; 0: one feed-forward block for all tokens."""
-    own: int = 0
+    local_experts: int = 0
     """Experts of this rank."""
-    taken: int = 1
+    experts_per_token: int = 1
     """Experts of a token."""
+
+    @property
+    def gated(self) -> bool:
+        return self.model.mlp == "swiglu"
+
+    @property
+    def layernorm(self) -> bool:
+        return self.model.norm == "layernorm"
+
+    @property
+    def experts(self) -> int:
+        """Experts of all ranks; 0: one feed-forward block for all tokens."""
+        return self.model.experts
 
 
 @dataclass(frozen=True, slots=True)

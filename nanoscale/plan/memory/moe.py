@@ -18,14 +18,14 @@ INDEX = 8
 
 def saved_by_mixture(shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of every tensor that autograd saves in the feed-forward block."""
-    choices, e = shape.tokens * shape.taken, run.compute
+    choices, e = shape.tokens * shape.experts_per_token, run.compute
     wide = max(4, e)
     inner = choices * shape.ffn * e
     return {
         "normed middle": shape.tokens * shape.hidden * wide,  # the router's input
         "scores of experts": shape.tokens * shape.experts * wide,
         "weights of choices": choices * (wide + e) + shape.tokens * wide,
-        "order of choices": INDEX * choices * (5 if shape.own < shape.experts else 3),
+        "order of choices": INDEX * choices * (5 if shape.local_experts < shape.experts else 3),
         "dispatched": choices * shape.hidden * e,
         "up": inner,
         "gate": inner,
@@ -43,9 +43,9 @@ def working_of_mixture(shape: Shape, run: Execution) -> int:
     gradients of weights are computed before the first matrix of them is assembled, and by then the experts'
     saved tensors are freed.
     """
-    choices, e = shape.tokens * shape.taken, run.compute
+    choices, e = shape.tokens * shape.experts_per_token, run.compute
     found, inner = choices * shape.hidden * e, choices * shape.ffn * e
-    matrix = shape.own * shape.hidden * shape.ffn * e
+    matrix = shape.local_experts * shape.hidden * shape.ffn * e
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
     gathered = shape.tokens * shape.hidden * e if shape.shares > 1 else 0
     if run.grouped:  # the gradient of one matrix is counted elsewhere

@@ -171,8 +171,8 @@ def _sharded(
             optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
-            # The loss keeps what it returned as the gradient of the head's weights.
-            logits=0 if tied else fly.loss_kept,
+            # On a CPU the loss still keeps what it returned as the gradient of the head's weights.
+            logits=0 if tied or setting.gpu else fly.loss_kept,
             communication=0 if tied else reduce * held.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
