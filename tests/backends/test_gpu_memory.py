@@ -113,6 +113,7 @@ def checkpointed(_: int, layout: str) -> dict[str, int]:
     return with_engine(job(layout), act)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_8_bit_moments_takes_nothing_of_the_gpu() -> None:
     """Nor more host memory than the state has: pinned memory of PyTorch would be powers of two."""
     layout = "parallel.dp=1 train.global_batch=2 optimizer=adamw8bit"

@@ -67,6 +67,7 @@ def random_model(shape: Model) -> Transformer:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2 untied"])
 def test_from_pretrained_gives_our_logits(family: str, tmp_path: Path) -> None:
     if family == "gpt2 untied":

@@ -59,6 +59,7 @@ def test_a_disk_without_room_for_a_checkpoint(
         assert nanoscale([*words, text]) == 0, text
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_not_known_from_here_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -124,6 +124,7 @@ def expected(command: str, file: str, damage: str) -> set[int]:
     return {1} if command == "runs watch" else {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", NEEDS)
 def test_a_damaged_file_is_named_in_one_line(
     file: str, run: Path, capsysbinary: pytest.CaptureFixture[bytes]

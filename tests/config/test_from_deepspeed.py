@@ -46,6 +46,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_what_it_became_makes_the_same_json_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,6 +136,7 @@ def test_without_a_template_a_plain_one_is_taken_and_bytes_can_be_tokens(tmp_pat
     assert learned == [*b" Yes", 256, *" é".encode(), 256]
 
 
+@pytest.mark.slow
 def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, model, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 3000)
     conversations = chats(90)

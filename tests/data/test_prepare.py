@@ -375,6 +375,7 @@ def test_lists_of_records_and_csv_are_read(tmp_path, small_chunks, kind, ending)
     assert found(tmp_path / "out", "tokens") == pair(as_bytes(documents), code=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["jsonl", "text"])
 def test_standard_input_is_a_source_and_the_same_one_is_not_prepared_again(tmp_path, form):
     documents = texts(40)

@@ -218,6 +218,7 @@ def test_a_launcher_too_young_to_listen_counts_as_stopped(
     assert job.requeued == (number == signal.SIGUSR1)
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_setup_is_passed_on_later(tmp_path: Path, batch: Any) -> None:
     asked = config(
         python=str(STAND_IN), setup=["touch ready", "while [ ! -e go ]; do sleep 0.05; done"]

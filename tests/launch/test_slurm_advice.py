@@ -104,6 +104,7 @@ def run_of_a_job(job: Submission, state: str) -> RunDirectory:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [None, "north"])
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
 def test_the_scancel_for_somebody_elses_run_does_what_stop_does(

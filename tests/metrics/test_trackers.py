@@ -59,6 +59,7 @@ def write(run: RunDirectory, config: Config, first: int, last: int, outcome: str
 # --- MLflow ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_for_all_attempts(run: RunDirectory) -> None:
     from mlflow import MlflowClient
 
@@ -84,6 +85,7 @@ def test_mlflow_has_one_run_for_all_attempts(run: RunDirectory) -> None:
     assert "mfu" not in found.data.metrics
 
 
+@pytest.mark.slow
 def test_steps_that_a_tracker_has_missed_are_sent_when_the_run_continues(run: RunDirectory) -> None:
     from mlflow import MlflowClient
 
@@ -99,6 +101,7 @@ def test_steps_that_a_tracker_has_missed_are_sent_when_the_run_continues(run: Ru
 # --- Weights & Biases ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wandb_has_one_run_for_all_attempts(run: RunDirectory) -> None:
     config = configured(wandb="offline")
     write(run, config, 1, 6, "stopped")

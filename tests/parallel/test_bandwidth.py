@@ -88,6 +88,7 @@ def _run_out_of_time(rank):
         dist.all_reduce = slowed
 
 
+@pytest.mark.slow
 def test_sizes_that_would_take_too_long_are_left_out_by_all_ranks():
     first, second = run_ranks(_run_out_of_time, 2)
     assert first == second and len(first) < len(bandwidth.SIZES)
@@ -114,6 +115,7 @@ def _exchange_with_a_sluggard(rank):
         dist.send = real
 
 
+@pytest.mark.slow
 def test_a_message_takes_half_of_there_and_back():
     (pair,), _ = run_ranks(_exchange_with_a_sluggard, 2)
     assert THINKS_S / 2 <= pair.seconds < THINKS_S and pair.latency_s < pair.seconds

@@ -185,6 +185,7 @@ class _Reading:
         return value
 
 
+@pytest.mark.slow
 def test_rules_name_every_key_that_they_read() -> None:
     """The search tests a rule when these keys are set."""
     for job in JOBS:

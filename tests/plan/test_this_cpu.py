@@ -52,6 +52,7 @@ def test_a_speed_that_is_damaged_or_another_cpu_s_is_ignored(content: str, tmp_p
     assert cpu_speed.known_speed() is None
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_with_the_model_itself():
     assert fastest_step(resolved("recipe=debug", "train.global_batch=2")) > 0
 

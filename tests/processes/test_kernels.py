@@ -40,6 +40,7 @@ def said(config: Config) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
 def test_a_rank_rounds_products_to_tf32_only_if_that_is_configured(
     tmp_path: Path, tf32: bool, precision: str
@@ -49,6 +50,7 @@ def test_a_rank_rounds_products_to_tf32_only_if_that_is_configured(
     assert said(config) == [precision, "True True True True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "enabled"),
     [

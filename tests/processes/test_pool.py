@@ -75,6 +75,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_processes_end_with_a_killed_parent() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True

@@ -72,6 +72,7 @@ def alive(folder: Path) -> list[int]:
     return marked
 
 
+@pytest.mark.slow
 def test_a_row_is_cut_off_at_its_limit_and_the_next_goes_on(tmp_path: Path) -> None:
     with start(
         tmp_path,
@@ -118,6 +119,7 @@ bench.measure("long", lambda: bench.run(python(code)), limit_s=500)
     wait_until(lambda: not alive(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_into_the_time_is_not_started(tmp_path: Path) -> None:
     with start(
         tmp_path,
@@ -174,6 +176,7 @@ bench.measure("machine", Machine(bench, folder, True).machine, limit_s=LIMIT)
 REFUSED = "RuntimeError: CUDA driver error: operation not supported"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "limit", "tried", "outcome"),
     [

@@ -179,6 +179,7 @@ def test_of_two_launchers_that_race_exactly_one_wins(run, launcher, rounds, floc
         assert tokens(run) == ["lock"]
 
 
+@pytest.mark.slow
 def test_a_holder_on_another_host_is_watched_until_it_beats(run, launcher):
     """Its clock may be hours behind."""
     holder, second = launcher(behind_s=7200, **ELSEWHERE), launcher(flocks=False, patience=100)
@@ -196,6 +197,7 @@ def test_a_holder_on_another_host_is_watched_until_it_beats(run, launcher):
     assert "waiting up to 1 s to see if it is alive" in said
 
 
+@pytest.mark.slow
 def test_a_holder_that_was_suspended_finds_out(run, launcher):
     holder, second = launcher(flocks=False), launcher(**ELSEWHERE)
     assert holder.say("take") == "held"

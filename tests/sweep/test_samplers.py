@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.samplers import Study
 from nanoscale.sweep.space import Space, read_space
@@ -29,6 +31,7 @@ def trained(sweep: Sweep, trial: Trial, losses: list[float]) -> None:
     run.metrics.write_text("".join(f"{line}\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_after_an_interruption(tmp_path: Path) -> None:
     """Trials with rates near 1e-3 are good: later proposals must be nearer to it than the first."""
     trials: list[Trial] = []
