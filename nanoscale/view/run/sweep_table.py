@@ -20,6 +20,7 @@ class SweepTable:
     """A view of all trials. Use it as a context."""
 
     def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._console = display.console(stream)
         self._live: Any = None
         self._shown: dict[str, str] = {}
@@ -46,7 +47,7 @@ class SweepTable:
                 self._shown[row["trial"]] = row["state"]
                 loss = row["eval_loss"] if row["eval_loss"] is not None else row["loss"]
                 figure = "" if loss is None or row["state"] == "running" else f"  loss {loss:.4f}"
-                display.show(f"{row['trial']}  {row['state']}{figure}")
+                display.show(f"{row['trial']}  {row['state']}{figure}", stream=self._stream)
 
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
