@@ -129,7 +129,9 @@ class Runner:
             del self._active[name], self._places[name]
             trial = next(one for one in self.trials if one.name == name)
             self._done.add(name)
-            self.source.ended(trial, self.sweep.state(trial))
+            state = self.sweep.state(trial)
+            if state in ENDED:  # a sampler's interrupted trial stays open until it is resumed
+                self.source.ended(trial, state)
         return bool(ended)
 
     def _prune(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from nanoscale.runs import metrics
 from nanoscale.sweep.space import Dimension, Space
-from nanoscale.sweep.sweep import Settings, Sweep, Trial
+from nanoscale.sweep.sweep import Settings, State, Sweep, Trial, free_name
 
 _STARTUP = 5
 """Completed trials before the median pruner judges another one, and random trials before TPE models them."""
@@ -22,8 +22,8 @@ class Source(Protocol):
     def hopeless(self, trial: Trial) -> bool:
         """True if a running trial should end, by its evaluations so far."""
 
-    def ended(self, trial: Trial, state: str) -> None:
-        """Take note of a trial's end."""
+    def ended(self, trial: Trial, state: State) -> None:
+        """Record the end of a trial: completed, failed or pruned."""
 
 
 class Grid:
@@ -35,7 +35,7 @@ class Grid:
     def hopeless(self, trial: Trial) -> bool:
         return False
 
-    def ended(self, trial: Trial, state: str) -> None: ...
+    def ended(self, trial: Trial, state: State) -> None: ...
 
 
 class Study:
@@ -51,85 +51,78 @@ class Study:
             study_name=sweep.name,
             load_if_exists=True,
             direction="minimize",
-            sampler=_sampler(settings),
             pruner=_pruner(settings),
         )
-        self._reported: dict[str, int] = {}
 
     def next(self, trials: list[Trial]) -> Trial | None:
-        """Propose another trial, with values that no earlier one has if possible."""
+        """Propose another trial. If its values are those of an earlier one, its name gets a number."""
         if len(trials) >= (self._settings.trials or 0):
             return None
-        taken = {one.name for one in trials}
-        asked = self._study.ask()
-        values = {one.key: _suggested(asked, one) for one in self._space.dimensions}
-        name = self._space.name(values)
-        number = 2
-        while name in taken:
-            name = f"{self._space.name(values)}-{number}"
-            number += 1
-        asked.set_user_attr("run", name)
+        # Each proposal has a seed of its own, so that a resumed sweep continues the random sequence.
+        self._study.sampler = _sampler(self._settings, self._settings.seed + len(trials))
+        proposal = self._study.ask()
+        values = {one.key: _suggested(proposal, one) for one in self._space.dimensions}
+        name = free_name(self._space.name(values), {one.name for one in trials})
+        proposal.set_user_attr("run", name)
         return Trial(name, values)
 
     def hopeless(self, trial: Trial) -> bool:
-        """Report the trial's new evaluations to the pruner, and ask it."""
-        found = self._find(trial)
-        if found is None or self._settings.pruner == "none":
-            return False
-        for step, value in self._figures(trial):
-            if step > self._reported.get(trial.name, 0):
-                found.report(value, step)
-                self._reported[trial.name] = step
-        return bool(found.should_prune())
-
-    def ended(self, trial: Trial, state: str) -> None:
-        from optuna.trial import TrialState
-
-        found = self._find(trial)
-        if found is None:
-            return
-        figures = self._figures(trial)
-        if state == "completed" and figures:
-            self._study.tell(found, figures[-1][1])
-        else:
-            pruned = state == "pruned"
-            self._study.tell(found, state=TrialState.PRUNED if pruned else TrialState.FAIL)
-
-    def best(self) -> str | None:
-        """Return the name of the best trial so far."""
-        done: list[tuple[float, str]] = [
-            (one.value, one.user_attrs["run"])
-            for one in self._study.get_trials(deepcopy=False)
-            if one.value is not None
-        ]
-        return min(done)[1] if done else None
-
-    def _find(self, trial: Trial) -> Any:
-        """Return Optuna's trial that has not ended."""
+        """Report the trial's new evaluations to the pruner, and ask it. A retried trial is not pruned."""
         import optuna
 
-        for frozen in self._study.get_trials(deepcopy=False):
-            if frozen.user_attrs.get("run") == trial.name and not frozen.state.is_finished():
-                return optuna.trial.Trial(self._study, frozen._trial_id)
-        return None
+        frozen = self._newest(trial)
+        if frozen is None or frozen.state.is_finished() or self._settings.pruner == "none":
+            return False
+        asked = optuna.trial.Trial(self._study, frozen._trial_id)
+        for step, value in self._figures(trial):
+            if step not in frozen.intermediate_values:
+                asked.report(value, step)
+        return bool(asked.should_prune())
+
+    def ended(self, trial: Trial, state: State) -> None:
+        """Record a trial's end. Optuna changes no finished trial, so a retried one is added as another."""
+        import optuna
+        from optuna.trial import TrialState
+
+        frozen, figures = self._newest(trial), self._figures(trial)
+        if frozen is None:
+            return
+        loss = figures[-1][1] if state == "completed" and figures else None
+        result = TrialState.PRUNED if state == "pruned" else TrialState.FAIL
+        result = TrialState.COMPLETE if loss is not None else result
+        if not frozen.state.is_finished():
+            self._study.tell(frozen.number, loss, result)
+        elif frozen.state == TrialState.FAIL and result != TrialState.FAIL:
+            retried = optuna.trial.create_trial(
+                state=result,
+                value=loss,
+                params=frozen.params,
+                distributions=frozen.distributions,
+                user_attrs=frozen.user_attrs,
+                intermediate_values=dict(figures),
+            )
+            self._study.add_trial(retried)
+
+    def _newest(self, trial: Trial) -> Any:
+        """Return Optuna's newest trial for a trial of the sweep; None if there is none."""
+        known = reversed(self._study.get_trials(deepcopy=False))
+        return next((one for one in known if one.user_attrs.get("run") == trial.name), None)
 
     def _figures(self, trial: Trial) -> list[tuple[int, float]]:
         """Return the steps and finite values of the metric."""
-        run = self._sweep.run(trial)
-        if not run.metrics.exists():
-            return []
-        pairs = ((one["step"], one.get(self._settings.metric)) for one in metrics.read(run))
+        records = metrics.read(self._sweep.run(trial))
+        pairs = ((one["step"], one.get(self._settings.metric)) for one in records)
         return [
             (step, value) for step, value in pairs if value is not None and math.isfinite(value)
         ]
 
 
-def _sampler(settings: Settings) -> Any:
+def _sampler(settings: Settings, seed: int) -> Any:
     import optuna
 
     if settings.sampler == "random":
-        return optuna.samplers.RandomSampler(seed=settings.seed)
-    return optuna.samplers.TPESampler(seed=settings.seed, n_startup_trials=_STARTUP)
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
 
 
 def _pruner(settings: Settings) -> Any:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,6 +182,12 @@ class Sweep:
         writer.writeheader()
         writer.writerows(rows)
         write_atomically(self.path / "results.csv", text.getvalue())
+
+
+def free_name(name: str, names: Collection[str]) -> str:
+    """Return a name for a trial that no other has: with a number if it is used."""
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return name if name not in names else next(it for it in numbered if it not in names)
 
 
 def same_request(first: Settings, second: Settings) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
+from nanoscale.launch.fleet.signals import Signals
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.sweep.runner import Runner
 from nanoscale.sweep.samplers import Study
 from nanoscale.sweep.space import Space, read_space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
@@ -17,7 +21,7 @@ WORDS = ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "optimizer.name=adamw,sgd"
 
 
 def opened(folder: Path, **changes: Any) -> tuple[Study, Sweep, Space]:
-    settings = Settings(WORDS, "tpe", 12, seed=3, **changes)
+    settings = Settings(**{"words": WORDS, "sampler": "tpe", "trials": 12, "seed": 3, **changes})
     sweep, space = Sweep(folder / "s"), read_space(WORDS)
     if not sweep.path.exists():
         sweep.create(settings, [])
@@ -47,9 +51,56 @@ def test_a_study_goes_on_after_an_interruption(tmp_path: Path) -> None:
     assert study.next(trials) is None
     assert len({trial.name for trial in trials}) == 12
     assert {trial.values["optimizer.name"] for trial in trials} == {"adamw", "sgd"}
-    good = [t for t in trials if t is not trials[2]]
-    best = min(good, key=lambda t: abs(float(t.values["optimizer.lr"]) / 1e-3 - 1))
-    assert study.best() == best.name
+    good = [abs(float(t.values["optimizer.lr"]) / 1e-3 - 1) for t in trials if t is not trials[2]]
+    assert sorted(value for _, value in recorded(sweep) if value is not None) == sorted(good)
+
+
+def recorded(sweep: Sweep) -> list[tuple[str, float | None]]:
+    """Return the run and the value of each of Optuna's trials."""
+    study = optuna.load_study(study_name=sweep.name, storage=f"sqlite:///{sweep.storage}")
+    return [(one.user_attrs["run"], one.value) for one in study.trials]
+
+
+def test_a_resumed_sampler_continues_its_random_sequence(tmp_path: Path) -> None:
+    def proposals(folder: Path, *, resumed: bool) -> list[Trial]:
+        folder.mkdir()
+        study, trials = opened(folder, sampler="random")[0], list[Trial]()
+        for _ in range(4):
+            study = opened(folder, sampler="random")[0] if resumed else study
+            trial = study.next(trials)
+            assert trial is not None
+            trials.append(trial)
+        return trials
+
+    resumed = proposals(tmp_path / "resumed", resumed=True)
+    assert resumed == proposals(tmp_path / "whole", resumed=False)
+    assert len({trial.values["optimizer.lr"] for trial in resumed}) == 4
+
+
+def test_interrupted_and_retried_trials_are_recorded_when_they_complete(tmp_path: Path) -> None:
+    study, sweep, _ = opened(tmp_path, trials=1)
+    # Its launcher refuses to start: the trial has not ended, and is started again by --resume.
+    settings = Settings(["recipe=none", *WORDS], "tpe", 1)
+    runner = Runner(sweep, settings, read_space(settings.words), study, [], 1, [], show=no_table)
+    with Signals() as signals:
+        assert runner.run(signals)
+    (interrupted,) = runner.trials
+    study, *_ = opened(tmp_path)
+    failed = study.next(runner.trials)
+    assert failed is not None
+    study.ended(failed, "failed")
+    study = opened(tmp_path)[0]
+    for trial, loss in ((interrupted, 2.0), (failed, 3.0)):
+        trained(sweep, trial, [4.0, loss])
+        study.ended(trial, "completed")
+        study.ended(trial, "completed")
+    assert [one for one in recorded(sweep) if one[1] is not None] == [
+        (interrupted.name, 2.0),
+        (failed.name, 3.0),
+    ]
+
+
+def no_table(trials: Sequence[Trial], changed: bool) -> None: ...
 
 
 def test_the_median_pruner_gives_up_what_is_worse_than_half(tmp_path: Path) -> None:

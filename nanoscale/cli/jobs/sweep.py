@@ -313,19 +313,15 @@ def _check_sampler(settings: Settings, space: Space) -> None:
 
 def _trials(space: Space, settings: Settings) -> list[Trial]:
     """Return the trials of a new grid; a sampler proposes its own one by one."""
-    from nanoscale.sweep.sweep import Trial
+    from nanoscale.sweep.sweep import Trial, free_name
 
     if settings.sampler != "grid":
         return []
-    names: set[str] = set()
-    found = []
+    trials: list[Trial] = []
     for values in space.grid():
-        name, number = space.name(values), 2
-        while name in names:
-            name, number = f"{space.name(values)}-{number}", number + 1
-        names.add(name)
-        found.append(Trial(name, values))
-    return found
+        name = free_name(space.name(values), {one.name for one in trials})
+        trials.append(Trial(name, values))
+    return trials
 
 
 def _source(sweep: Sweep, space: Space, settings: Settings) -> Source:
