@@ -6,9 +6,9 @@ Checks, conversion, did-you-mean and `config explain` look things up here.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nanoscale.config.schema import Config
@@ -97,6 +97,22 @@ def declared() -> dict[str, Key]:
         for name, (annotation, field) in members(section).items()
         if section_of(annotation) is None or optional(annotation)
     }
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a key by its dotted name."""
+    return reduce(getattr, key.split("."), config)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names; an empty mapping has none."""
+    leaves: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            leaves |= flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
 
 
 def defaults(section: type) -> dict[str, Any]:

@@ -7,10 +7,10 @@ attributes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from functools import reduce
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.reference import flat, value_of
 from nanoscale.config.schema import Config, Parallel, Train
 from nanoscale.config.violations import shown
 
@@ -68,7 +68,7 @@ def resolved(config: Config) -> ResolvedConfig:
         UserError: the configuration is not one that `rules.check` has resolved: a run's file was changed.
     """
     for key in _OPEN:
-        value = reduce(getattr, key.split("."), config)
+        value = value_of(config, key)
         if not isinstance(value, int):
             why = "is not resolved, and the configuration of a run needs a number"
             raise UserError("run", f"{key}={shown(value)} {why}", [Violation(key, value, "", why)])
@@ -84,17 +84,7 @@ def _values(section: Config | Parallel | Train) -> dict[str, Any]:
 
 def differences(old: ResolvedConfig, new: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ, with the old and the new one."""
-    before, after = _flat(asdict(old)), _flat(asdict(new))
+    before, after = flat(asdict(old)), flat(asdict(new))
     keys = [*before, *(key for key in after if key not in before)]
     changed = ((key, before.get(key), after.get(key)) for key in keys)
     return {key: (was, now) for key, was, now in changed if was != now}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

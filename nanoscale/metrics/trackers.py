@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Protocol
 
+from nanoscale.config.reference import flat
 from nanoscale.config.schema import Config
 from nanoscale.runs import events, fence, tags
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
@@ -302,7 +303,9 @@ class MLflow:
         """Send the configuration; a parameter that has changed since the first attempt becomes a tag."""
         from mlflow.entities import Param, RunTag
 
-        parameters = dict(_flat(self._subject.values()))
+        parameters = {
+            name: str(value)[:_MLFLOW_TEXT] for name, value in flat(self._subject.values()).items()
+        }
         stored = self._client.get_run(self._id).data.params
         new = [Param(name, value) for name, value in parameters.items() if name not in stored]
         tags = self._subject.tags | dict.fromkeys(self._subject.words, "true")
@@ -345,14 +348,6 @@ def _figures(record: Record) -> dict[str, float]:
         for name, value in record.items()
         if name not in ("step", "time") and isinstance(value, (int, float))
     }
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value)[:_MLFLOW_TEXT]
 
 
 def _records_up_to(run: RunDirectory, step: int) -> Iterator[Record]:

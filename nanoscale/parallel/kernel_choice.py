@@ -50,7 +50,6 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
     dtype = DTYPES[config.precision.compute]
     if layout.cp > 1 and layout.cp_method == "ring":
         return choose_kernel(torch.empty(0, head_dim, dtype=dtype, device=device), has_cuda_flash())
-    masked = data.document_mask or data.packing == "whole"
     seq, head_shards = config.train.seq_len, layout.tp * layout.cp
 
     def sample(heads: int) -> torch.Tensor:
@@ -58,7 +57,9 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
     q, k, v = sample(model.heads), *(sample(model.kv_head_count) for _ in range(2))
-    mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device=device) if masked else None
+    mask = (
+        torch.empty(1, 1, seq, seq, dtype=torch.bool, device=device) if data.document_mask else None
+    )
     grouped = q.shape[1] != k.shape[1]
     chosen = torch._fused_sdp_choice(
         q, k, v, mask, 0.0, mask is None, scale=None, enable_gqa=grouped

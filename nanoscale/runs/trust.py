@@ -13,14 +13,13 @@ import hmac
 import json
 import os
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.cache_folder import user_settings
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.reference import declared
+from nanoscale.config.reference import declared, value_of
 from nanoscale.config.schema import Config
 from nanoscale.runs.directory import SIGNATURE, RunDirectory, write_atomically
 
@@ -29,7 +28,7 @@ _BYTES = 32
 
 def executed(config: Config) -> dict[str, Any]:
     """Return the keys that name code or programs and differ from their defaults, with the values."""
-    values = {name: _value(config, name) for name, key in declared().items() if key.executes}
+    values = {name: value_of(config, name) for name, key in declared().items() if key.executes}
     return {
         name: value
         for name, value in values.items()
@@ -68,11 +67,7 @@ def is_own(run: RunDirectory) -> bool:
 
 def _takes_effect(config: Config, name: str) -> bool:
     condition = declared()[name].executes
-    return condition is True or bool(_value(config, str(condition)))
-
-
-def _value(config: Config, name: str) -> Any:
-    return reduce(getattr, name.split("."), config)
+    return condition is True or bool(value_of(config, str(condition)))
 
 
 def _signature(secret: bytes, config: Config) -> str:

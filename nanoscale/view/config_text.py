@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
-from nanoscale.config.reference import declared
+from nanoscale.config.reference import declared, value_of
 from nanoscale.config.violations import shown
 
 if TYPE_CHECKING:
@@ -20,9 +19,8 @@ def explained(name: str, composed: Composed, here: Config | None) -> dict[str, A
     """Return all that is known of a key; `here` is the configuration resolved for this machine."""
     key = declared()[name]
     *earlier, last = composed.history[name]
-    path = name.split(".")
-    value = reduce(getattr, path, composed.config)
-    becomes = value if here is None else reduce(getattr, path, here)
+    value = value_of(composed.config, name)
+    becomes = value if here is None else value_of(here, name)
     return {
         "key": name,
         "value": value,

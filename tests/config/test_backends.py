@@ -97,6 +97,11 @@ def test_a_folder_for_nvme_must_be_there(tmp_path):
     assert checked(DS, *OFFLOAD, f"zero.nvme_path={tmp_path}").zero.nvme_path == str(tmp_path)
 
 
+def test_a_folder_for_nvme_is_refused_with_the_devices_that_are_set():
+    (idle,) = violations(DS, "zero=stage3-offload", "zero.nvme_path=.")
+    assert "zero.offload_optimizer=cpu and zero.offload_param=" in idle.message
+
+
 def test_deepspeed_is_asked_for_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
     (missing,) = violations(DS)

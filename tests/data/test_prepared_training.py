@@ -57,6 +57,11 @@ def test_the_folder_says_tokens_validation_and_tokenizer(folder):
     assert again.data == config.data
 
 
+def test_the_validation_tokens_of_the_folder_suffice_for_evaluations(folder):
+    words = ("data=megatron", f"data.path={folder}", "data.valid_fraction=0", "train.eval_every=5")
+    assert checked(*words).data.valid_path == str(folder / "valid")
+
+
 def test_a_model_with_fewer_tokens_is_refused_before_anything_is_written(folder, tmp_path, capsys):
     vocabulary = json.loads((folder / "manifest.json").read_bytes())["vocabulary"]
     for path in (folder, folder / "tokens"):

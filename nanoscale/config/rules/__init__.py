@@ -98,10 +98,10 @@ def check(
     resolution.apply(rule for rule in RULES if searched.isdisjoint(rule.reads))
     check_experts(resolution)
     check_lora(resolution)
-    data = resolve_data(resolution)
-    train = resolve_train(resolution, data)
-    scheduler = resolve_scheduler(resolution, train)
-    check_profile(resolution, train, degrees.ranks)
+    resolution.decide(data=resolve_data(resolution))
+    resolution.decide(train=resolve_train(resolution))
+    scheduler = resolve_scheduler(resolution)
+    check_profile(resolution, degrees.ranks)
     check_precision(resolution, degrees.device)
     check_mask(resolution, degrees.device)
     check_attention(resolution, degrees.device)
@@ -120,9 +120,7 @@ def check(
         parallel=replace(parallel, virtual_stages=virtual_stages(parallel)),
         backend=replace(config.backend, compile=_compile(resolution.config, degrees.device)),
         launcher=resolve_ranks(resolution, launcher, degrees.device, degrees.ranks),
-        train=train,
         scheduler=scheduler,
-        data=data,
     )
     return resolved(final)
 

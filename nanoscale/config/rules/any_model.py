@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nanoscale.config.hf.shape import FAMILIES
-from nanoscale.config.rules.resolution import Resolution, Rule, value_of
+from nanoscale.config.reference import value_of
+from nanoscale.config.rules.resolution import Resolution, Rule
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.violations import override
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -13,7 +13,8 @@ from typing import Any, Literal
 from nanoscale.common.units import listed
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner, unowned
-from nanoscale.config.rules.resolution import Resolution, Rule, idle, near_divisors, value_of
+from nanoscale.config.reference import value_of
+from nanoscale.config.rules.resolution import Resolution, Rule, data_parallel, idle, near_divisors
 from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override
@@ -339,16 +340,6 @@ def _is_deepspeed(config: Config) -> bool:
     return config.backend.name == "deepspeed"
 
 
-def _divides_dp(config: Config) -> bool:
-    assert isinstance(config.parallel.dp, int)
-    return not _is_deepspeed(config) or config.parallel.dp % config.zero.hpz == 0
-
-
-def _near_hpz(config: Config) -> Iterator[str]:
-    assert isinstance(config.parallel.dp, int)
-    return (f"zero.hpz={n}" for n in near_divisors(config.parallel.dp, config.zero.hpz))
-
-
 RULES = (
     *NATIVE,
     *DEEPSPEED,
@@ -356,7 +347,7 @@ RULES = (
         "zero.nvme_path",
         (*_OFFLOADS, "backend.name"),
         lambda config: not _is_deepspeed(config) or _offloads_to_nvme(config),
-        "offloaded states",
+        "zero.offload_optimizer={c.zero.offload_optimizer} and zero.offload_param={c.zero.offload_param}",
         "config",
     ),
     Rule(
@@ -373,9 +364,11 @@ RULES = (
     Rule(
         "zero.hpz",
         ("zero.hpz", "parallel.dp", "backend.name"),
-        _divides_dp,
+        lambda config: not _is_deepspeed(config) or data_parallel(config) % config.zero.hpz == 0,
         lambda config: f"must divide parallel.dp, which is {config.parallel.dp}",
-        _near_hpz,
+        lambda config: (
+            f"zero.hpz={n}" for n in near_divisors(data_parallel(config), config.zero.hpz)
+        ),
     ),
 )
 

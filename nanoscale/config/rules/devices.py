@@ -98,9 +98,8 @@ def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
     layout, slots = resolution.config.parallel, resolution.slots
     _check_slots(resolution, device)
     copy = ranks_of_copy(layout)
-    open_ended = layout.dp == "auto" or nodes.elastic(resolution.config.launcher.nodes)
-    dp = max(1, slots // copy) if open_ended else layout.dp
-    assert isinstance(dp, int)
+    asked = "auto" if nodes.elastic(resolution.config.launcher.nodes) else layout.dp
+    dp = max(1, slots // copy) if asked == "auto" else asked
     if copies(layout, slots) is None:
         fewer = _first_hosts(resolution, lambda slots: copies(layout, slots) is not None)
         _too_large(resolution, copy, slots, _slots_of(resolution), fewer, exact=True)

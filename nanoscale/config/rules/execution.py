@@ -149,7 +149,7 @@ def _unfused(resolution: Resolution, kernel: Literal["cudnn", "flash"]) -> Itera
     if head_dim > _FUSED[kernel] or (kernel == "cudnn" and head_dim % 8):
         multiples = "multiples of 8" if kernel == "cudnn" else "heads"
         yield f"with model.head_dim={head_dim}: it takes {multiples} up to {_FUSED[kernel]}"
-    if kernel == "flash" and (data.document_mask or data.packing == "whole"):
+    if kernel == "flash" and data.document_mask:
         on = "data.packing=whole" if data.packing == "whole" else "data.document_mask=true"
         yield f"with {on}: it takes no mask"
     if weak := sorted(set(filter(lacks_bf16, device_names(resolution)))):

@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
 from typing import Literal
 
 from nanoscale.common.errors import Violation
@@ -160,8 +159,7 @@ def _check_cluster(resolution: Resolution) -> None:
         above = name.startswith("cluster.") and key.at_least == 0 and name not in _MAY_BE_ZERO
         if not above:
             continue
-        value: object = reduce(getattr, name.split("."), resolution.config)
-        if value == 0:
+        if reference.value_of(resolution.config, name) == 0:
             resolution.refuse("config", name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is not the path of an interpreter"

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nanoscale.common.units import counted, listed
 from nanoscale.config.rules.pipeline import without_pipeline
-from nanoscale.config.rules.resolution import Rule, idle, near_divisors, near_multiples
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.rules.resolution import (
+    Rule,
+    data_parallel,
+    idle,
+    near_divisors,
+    near_multiples,
+)
+from nanoscale.config.schema import Config, Data, Model
 
 _PADDING = 128
 """The padding of vocabularies, a multiple of which suits the tiles of a GPU's products."""
-
-
-def data_parallel(config: Config) -> int:
-    """Return the data-parallel degree, which is resolved before the rules of the layout."""
-    dp = config.parallel.dp
-    assert isinstance(dp, int)
-    return dp
 
 
 # --- replicas -------------------------------------------------------------------------------------
@@ -132,17 +131,12 @@ def with_degree(config: Config, axis: str, degree: int) -> str:
 # --- context parallelism --------------------------------------------------------------------------
 
 
-def _is_masked(config: Config) -> bool:
-    return config.data.document_mask or config.data.packing == "whole"
-
-
-def _ring_of_documents(key: str, packing: tuple[str, ...]) -> Rule:
+def _ring_of_documents(key: str, asks: Callable[[Data], bool]) -> Rule:
     """Return the rule that a ring's attention has no mask of documents, for the key that asks for the mask."""
 
     def holds(config: Config) -> bool:
         layout = config.parallel
-        asks = config.data.packing in packing and _is_masked(config)
-        return not asks or layout.cp == 1 or layout.cp_method != "ring"
+        return not asks(config.data) or layout.cp == 1 or layout.cp_method != "ring"
 
     return Rule(
         key,
@@ -274,8 +268,10 @@ RULES = (
         lambda config: config.parallel.cp > 1,
         "parallel.cp=1",
     ),
-    _ring_of_documents("data.packing", ("whole",)),
-    _ring_of_documents("data.document_mask", ("stream",)),
+    _ring_of_documents("data.packing", lambda data: data.packing == "whole"),
+    _ring_of_documents(
+        "data.document_mask", lambda data: data.document_mask and data.packing == "stream"
+    ),
     Rule(
         "parallel.cp",
         ("parallel.cp", "parallel.cp_method", "parallel.tp", "model.heads", "model.kv_heads"),

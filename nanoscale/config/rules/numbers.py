@@ -118,10 +118,9 @@ def check_mask(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     Source: pytorch issue 196678.
     """
     data, length = resolution.config.data, resolution.config.train.seq_len
-    masked = data.document_mask or data.packing == "whole"
     by_cudnn = resolution.config.backend.attention in ("auto", "cudnn")
     narrow = resolution.config.precision.compute in ("bf16", "fp16")
-    if device == "cuda" and masked and by_cudnn and narrow and length % 128 == 64:
+    if device == "cuda" and data.document_mask and by_cudnn and narrow and length % 128 == 64:
         resolution.refuse(
             "data",
             "train.seq_len",

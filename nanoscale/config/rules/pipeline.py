@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from nanoscale.config.rules.resolution import Rule, divisors, idle
+from nanoscale.config.rules.resolution import Rule, data_parallel, divisors, idle
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import (
     IN_ROUNDS,
@@ -141,9 +141,7 @@ def largest_micro_batch(config: Config, samples: int) -> int | None:
 
 def _samples(config: Config) -> int:
     """Return a rank's samples a step."""
-    dp = config.parallel.dp
-    assert isinstance(dp, int)
-    return config.train.global_batch // dp
+    return config.train.global_batch // data_parallel(config)
 
 
 def _micro_batches(config: Config) -> int:
@@ -154,8 +152,7 @@ def _micro_batches(config: Config) -> int:
 
 def divides_batch(config: Config) -> bool:
     """True if the global batch is a whole number of micro batches on each rank."""
-    dp, micro = config.parallel.dp, config.train.micro_batch
-    assert isinstance(dp, int)
+    dp, micro = data_parallel(config), config.train.micro_batch
     return config.train.global_batch % (dp if micro == "auto" else dp * micro) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +14,7 @@ from nanoscale.common.errors import Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config import hostnames, reference
 from nanoscale.config.machines import Host
+from nanoscale.config.reference import value_of
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
@@ -63,8 +64,11 @@ def idle(
     )
 
 
-def value_of(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
+def data_parallel(config: Config) -> int:
+    """Return the data-parallel degree, which is resolved before the rules of the layout."""
+    dp = config.parallel.dp
+    assert isinstance(dp, int)
+    return dp
 
 
 def _ignored(beside: str) -> str:

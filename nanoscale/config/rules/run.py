@@ -120,9 +120,9 @@ def _expanded(root: str) -> str:
 _OFF = "profile.steps=null"
 
 
-def check_profile(resolution: Resolution, train: Train, ranks: int) -> None:
-    """Check that the steps and ranks exist. `train` is resolved, `ranks` the world size."""
-    profile = resolution.config.profile
+def check_profile(resolution: Resolution, ranks: int) -> None:
+    """Check that the steps and ranks exist; the training's steps are resolved, `ranks` is the world size."""
+    profile, train = resolution.config.profile, resolution.config.train
     if profile.steps is None:
         resolution.refuse_idle("config", "profile.ranks", _OFF, _example(train))
         return

@@ -9,17 +9,15 @@ from typing import Any
 
 from nanoscale.common.units import counted
 from nanoscale.config.data.sample_count import training_samples
-from nanoscale.config.rules.layout import data_parallel
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch, near_batches
-from nanoscale.config.rules.resolution import Resolution, Rule, near_divisors
-from nanoscale.config.schema import Config, Data, Scheduler, Train
+from nanoscale.config.rules.resolution import Resolution, Rule, data_parallel, near_divisors
+from nanoscale.config.schema import Config, Scheduler, Train
 from nanoscale.config.violations import shown
 
 
-def resolve_train(resolution: Resolution, data: Data) -> Train:
-    """Return the batch and the steps. `data` is resolved."""
-    train = _length(resolution, _batch(resolution.config), data)
-    data = resolution.config.data
+def resolve_train(resolution: Resolution) -> Train:
+    """Return the batch and the steps; the data is resolved before."""
+    train, data = _length(resolution, _batch(resolution.config)), resolution.config.data
     has_split = data.valid_path is not None or data.mixture
     if train.eval_every and not data.valid_fraction and not has_split:
         resolution.refuse(
@@ -87,12 +85,12 @@ _LENGTHS = ("steps", "tokens", "epochs")
 """The keys that set the length of a training."""
 
 
-def _length(resolution: Resolution, train: Train, data: Data) -> Train:
+def _length(resolution: Resolution, train: Train) -> Train:
     """Return the steps, computed from the tokens or the epochs if those are given instead."""
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
     if given and "epochs" not in given:
         train = replace(train, epochs=None)  # also where the recipe's epochs would have no meaning
-    lengths = _lengths(resolution, train, data)
+    lengths = _lengths(resolution, train)
     if not lengths:
         if train.epochs is None:  # otherwise its own error says enough
             resolution.refuse(
@@ -123,20 +121,21 @@ def _length(resolution: Resolution, train: Train, data: Data) -> Train:
     return replace(train, steps=lengths[first])
 
 
-def _lengths(resolution: Resolution, train: Train, data: Data) -> dict[str, int]:
+def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
     """Return the steps that each given key means: steps, tokens, epochs."""
     lengths = {}
     if train.steps is not None:
         lengths["steps"] = train.steps
     if train.tokens is not None:
         lengths["tokens"] = math.ceil(train.tokens / (train.global_batch * train.seq_len))
-    if train.epochs is not None and (samples := _epoch(resolution, train, data)) is not None:
+    if train.epochs is not None and (samples := _epoch(resolution, train)) is not None:
         lengths["epochs"] = max(1, math.ceil(train.epochs * samples / train.global_batch))
     return lengths
 
 
-def _epoch(resolution: Resolution, train: Train, data: Data) -> int | None:
+def _epoch(resolution: Resolution, train: Train) -> int | None:
     """Return the samples of an epoch; refuse `train.epochs` if they are not known."""
+    data = resolution.config.data
     samples = training_samples(data, train.seq_len)
     given = train.steps is not None or train.tokens is not None
     if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
@@ -153,9 +152,9 @@ def _epoch(resolution: Resolution, train: Train, data: Data) -> int | None:
     return samples
 
 
-def resolve_scheduler(resolution: Resolution, train: Train) -> Scheduler:
-    """Return the schedule of the learning rate."""
-    scheduler, steps = resolution.config.scheduler, train.steps or 1
+def resolve_scheduler(resolution: Resolution) -> Scheduler:
+    """Return the schedule of the learning rate; the steps are resolved before."""
+    scheduler, steps = resolution.config.scheduler, resolution.config.train.steps or 1
     if scheduler.warmup_steps > steps:
         resolution.refuse(
             "config",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import differences
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override, refuse, shown
@@ -163,7 +163,7 @@ def refused(error: SlurmError, composed: Composed | None = None) -> UserError:
     for pattern, key, command in _BLAMED if composed is not None else ():
         if re.search(pattern, said, re.IGNORECASE):
             assert composed is not None
-            value = reduce(getattr, key.split("."), composed.config)
+            value = value_of(composed.config, key)
             cause = Violation(key, value, composed.source(key), said, (command,))
             return UserError("slurm", "SLURM rejected the job", [cause])
     return UserError("slurm", f"SLURM rejected the job: {said}")

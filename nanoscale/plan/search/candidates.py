@@ -16,8 +16,8 @@ from typing import Literal, TypeVar, get_args
 from nanoscale.config import rules
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules.devices import copies
-from nanoscale.config.rules.layout import data_parallel, expert_ranks
-from nanoscale.config.rules.resolution import Rule, divisors
+from nanoscale.config.rules.layout import expert_ranks
+from nanoscale.config.rules.resolution import Rule, data_parallel, divisors
 from nanoscale.config.schema import Parallel, Schedule
 from nanoscale.config.stages import ONE_STAGE, V_SHAPED, usual_virtual_stages
 

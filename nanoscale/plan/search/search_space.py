@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanoscale.common.devices import Devices
+from nanoscale.config.reference import value_of
 from nanoscale.config.rules import check
-from nanoscale.config.rules.resolution import value_of
 from nanoscale.config.schema import Config
 from nanoscale.config.stages import usual_virtual_stages
 from nanoscale.config.values.composed import Composed
