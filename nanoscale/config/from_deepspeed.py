@@ -14,14 +14,21 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.deepspeed import SAME, unowned
+from nanoscale.config.reference import flat
 from nanoscale.config.violations import refuse
 
 _SAME = SAME | {
     "steps_per_print": "train.log_every",
     "tensor_parallel.autotp_size": "parallel.tp",
-    "fp16.loss_scale_window": "precision.loss_scale_window",
 }
 """Settings with a key of the same meaning and unit."""
+_OBJECTS = (
+    *("bf16", "fp16", "data_types", "optimizer", "optimizer.params", "scheduler"),
+    *("scheduler.params", "zero_optimization", "activation_checkpointing"),
+)
+"""Settings whose value is an object."""
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_ACCUMULATION = "gradient_accumulation_steps"
 _INTEGERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 _ADAM = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "eps": "optimizer.eps"}
 _WARM_UP = {"warmup_num_steps": "scheduler.warmup_steps", "warmup_max_lr": "optimizer.lr"}
@@ -32,6 +39,8 @@ _COUNTED = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "see `nanoscale checkpoints export`",
 }
 """Settings that need no key, with the reason."""
+
+_FOLLOWS = "it follows from train.global_batch and train.micro_batch"
 
 
 @dataclass
@@ -96,10 +105,12 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
         UserError: with every setting that cannot be honoured.
     """
     result = Translation({"backend.name": "deepspeed"})
-    for path, value in _leaves(settings):
+    _check_types(settings, result)
+    for path, value in flat(settings).items():
         if path in _SAME:
             key = _SAME[path]
-            whole = path.rpartition(".")[2] in _INTEGERS and isinstance(value, float)
+            name = path.rpartition(".")[2]
+            whole = name in _INTEGERS and isinstance(value, float) and value.is_integer()
             result.set(path, key, int(value) if whole else value)
     _batches(settings, dp, result)
     _precision(settings, result)
@@ -113,49 +124,85 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
     extra = _rest(settings, result)
     if extra:
         result.values["backend.extra"] = extra
-        named = ", ".join(path for path, _ in _leaves(extra))
+        named = ", ".join(path for path in flat(extra))
         result.became.append((named, "backend.extra, as it is"))
     if result.violations:
         refuse(result.violations)
     return result
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found += _leaves(value, f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", value))
-    return found
+def _check_types(settings: Mapping[str, Any], result: Translation) -> None:
+    """Refuse values that the translation cannot read.
+
+    Raises:
+        UserError: with all of them.
+    """
+    for path in _OBJECTS:
+        section, _, name = path.rpartition(".")
+        values = settings.get(section, {}) if section else settings
+        if isinstance(values, Mapping) and not isinstance(values.get(name, {}), Mapping):
+            result.refuse(path, values[name], "must be an object: {…}", "remove it")
+    for path in (*_BATCHES, _ACCUMULATION):
+        value = settings.get(path, "auto")
+        if value != "auto" and (type(value) is not int or value < 1):
+            result.refuse(path, value, 'must be an integer, at least 1, or "auto"')
+    if result.violations:
+        refuse(result.violations)
+    for name in ("bf16", "fp16"):
+        value = settings.get(name, {}).get("enabled", False)
+        if value != "auto" and not isinstance(value, bool):
+            result.refuse(f"{name}.enabled", value, 'must be true, false or "auto"')
+    betas = settings.get("optimizer", {}).get("params", {}).get("betas", "auto")
+    if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2):
+        result.refuse("optimizer.params.betas", betas, "must be a list of two numbers")
+    if result.violations:
+        refuse(result.violations)
 
 
 def _batches(settings: Mapping[str, Any], dp: int | None, result: Translation) -> None:
     """Take the accumulation, which follows here from the batches and the data-parallel degree."""
-    path = "gradient_accumulation_steps"
-    if path not in settings:
+    steps = settings.get(_ACCUMULATION)
+    if steps is None:
         return
-    steps = settings[path]
-    numbers = {
-        name: settings.get(name)
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu")
-        if isinstance(settings.get(name), int)
-    }
-    if steps == "auto" or len(numbers) == 2:
-        result.leave(path, "it follows from train.global_batch and train.micro_batch")
+    batch, micro = (
+        None if settings.get(name) == "auto" else settings.get(name) for name in _BATCHES
+    )
+    if steps == "auto":
+        result.leave(_ACCUMULATION, _FOLLOWS)
+    elif batch and micro:
+        _compare_batches(batch, micro, steps, dp, result)
     elif dp is None:
         message = (
             "gives a batch only with the data-parallel degree, which a DeepSpeed JSON does not hold"
         )
-        result.refuse(path, steps, message, "give it with --dp N")
-    elif "train_micro_batch_size_per_gpu" in numbers:
-        batch = steps * dp * settings["train_micro_batch_size_per_gpu"]
-        result.set(path, "train.global_batch", batch, f"with dp {dp}")
-    elif "train_batch_size" in numbers:
-        batch = max(1, settings["train_batch_size"] // (steps * dp))
-        result.set(path, "train.micro_batch", batch, f"with dp {dp}")
+        result.refuse(_ACCUMULATION, steps, message, "give it with --dp N")
+    elif micro:
+        batch = steps * dp * micro
+        result.set(_ACCUMULATION, "train.global_batch", batch, f"with dp {dp}")
+    elif batch and batch % (steps * dp):
+        message = f"and dp {dp} do not divide train_batch_size={batch}"
+        result.refuse(_ACCUMULATION, steps, message)
+    elif batch:
+        micro = batch // (steps * dp)
+        result.set(_ACCUMULATION, "train.micro_batch", micro, f"with dp {dp}")
     else:
-        result.leave(path, "neither batch is given")
+        result.leave(_ACCUMULATION, "neither batch is given")
+
+
+def _compare_batches(
+    batch: int, micro: int, steps: int, dp: int | None, result: Translation
+) -> None:
+    """Refuse an accumulation that contradicts the two batches."""
+    degree, rest = divmod(batch, micro * steps)
+    if not rest and dp in (None, degree):
+        result.leave(_ACCUMULATION, _FOLLOWS)
+        return
+    product = f"{micro}·{steps}" + ("" if dp is None else f"·{dp} = {micro * steps * dp}")
+    names = "train_micro_batch_size_per_gpu·gradient_accumulation_steps" + (
+        " does not divide" if dp is None else "·dp is not"
+    )
+    message = f"contradicts the batches: {names} train_batch_size ({product}, {batch})"
+    result.refuse(_ACCUMULATION, steps, message, "remove one of the three")
 
 
 def _precision(settings: Mapping[str, Any], result: Translation) -> None:
@@ -169,26 +216,39 @@ def _precision(settings: Mapping[str, Any], result: Translation) -> None:
     else:
         result.values["precision.compute"] = "fp32"
         result.became.append(("neither bf16 nor fp16", "precision.compute=fp32"))
-    scale = settings.get("fp16", {})
-    if isinstance(power := scale.get("initial_scale_power"), int):
-        result.set("fp16.initial_scale_power", "precision.loss_scale", 2.0**power)
-    if scale.get("loss_scale") in (0, 0.0, "auto"):
-        result.leave("fp16.loss_scale", "the loss scale adapts")
-    elif "loss_scale" in scale:
-        message = "is a constant loss scale; here it adapts from precision.loss_scale on"
-        result.refuse("fp16.loss_scale", scale["loss_scale"], message, "remove it, or set it to 0")
-    for name, default in (("hysteresis", 2), ("min_loss_scale", 1)):
-        if name in scale and scale[name] in (default, "auto"):
-            result.leave(f"fp16.{name}", "it is DeepSpeed's default")
-        elif name in scale:
-            result.refuse(f"fp16.{name}", scale[name], "has no key", f"set it to {default}")
-    kinds = {"fp32", "fp16", "bf16"}
+    compute = result.values["precision.compute"]
+    if compute == "fp16":
+        _loss_scale(settings["fp16"], result)
+    else:
+        for path in flat(settings.get("fp16", {}), "fp16."):
+            result.leave(path, f"it belongs to fp16, and precision.compute is {compute}")
     for path, value in (
         ("communication_data_type", settings.get("communication_data_type")),
         ("data_types.grad_accum_dtype", settings.get("data_types", {}).get("grad_accum_dtype")),
     ):
-        if value in kinds:
+        if value in ("fp32", "fp16", "bf16"):
             result.set(path, "precision.reduce", value)
+
+
+def _loss_scale(fp16: Mapping[str, Any], result: Translation) -> None:
+    power = fp16.get("initial_scale_power", "auto")
+    if type(power) is int and 0 <= power < 128:
+        result.set("fp16.initial_scale_power", "precision.loss_scale", 2.0**power)
+    elif power != "auto":
+        result.refuse("fp16.initial_scale_power", power, "must be an integer from 0 to 127")
+    if "loss_scale_window" in fp16:
+        window = fp16["loss_scale_window"]
+        result.set("fp16.loss_scale_window", "precision.loss_scale_window", window)
+    if fp16.get("loss_scale") in (0, 0.0, "auto"):
+        result.leave("fp16.loss_scale", "the loss scale adapts")
+    elif "loss_scale" in fp16:
+        message = "is a constant loss scale; here it adapts from precision.loss_scale on"
+        result.refuse("fp16.loss_scale", fp16["loss_scale"], message, "remove it, or set it to 0")
+    for name, default in (("hysteresis", 2), ("min_loss_scale", 1)):
+        if name in fp16 and fp16[name] in (default, "auto"):
+            result.leave(f"fp16.{name}", "it is DeepSpeed's default")
+        elif name in fp16:
+            result.refuse(f"fp16.{name}", fp16[name], "has no key", f"set it to {default}")
 
 
 def _optimizer(optimizer: Mapping[str, Any], result: Translation) -> None:
@@ -283,7 +343,7 @@ def _loggers(settings: Mapping[str, Any], result: Translation) -> None:
         monitor = settings.get(name)
         if not isinstance(monitor, Mapping):
             continue
-        for path, _ in _leaves(monitor, f"{name}."):
+        for path in flat(monitor, f"{name}."):
             result._taken.add(path)
         if monitor.get("enabled"):
             result.set(f"{name}.enabled", key, value)
@@ -306,19 +366,19 @@ def _recomputation(settings: Mapping[str, Any], result: Translation) -> None:
 
 def _rest(settings: Mapping[str, Any], result: Translation) -> dict[str, Any]:
     """Return the settings that no key of ours decides: DeepSpeed receives them as they are."""
-    for path, value in _leaves(settings):
+    for path, value in flat(settings).items():
         if path in _COUNTED and not result.is_taken(path):
             result.leave(path, _COUNTED[path])
         elif value == "auto" and not result.is_taken(path):
             result.leave(path, 'it is "auto"')
     left = _without(settings, result)
-    owned = [path for path, _ in _leaves(left) if path not in dict(_leaves(unowned(left)))]
-    for path in owned:
+    kept = flat(unowned(left))
+    for path in [path for path in flat(left) if path not in kept]:
         root = path.partition(".")[0]
-        if root in ("bf16", "fp16") and not settings[root].get("enabled"):
-            result.leave(path, f"{root} is off")
+        if root == "bf16" and not settings[root].get("enabled"):
+            result.leave(path, "bf16 is off")
         else:
-            result.refuse(path, dict(_leaves(settings))[path], "has no key of nanoscale")
+            result.refuse(path, flat(settings)[path], "has no key of nanoscale")
     return unowned(left)
 
 

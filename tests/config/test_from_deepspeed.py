@@ -105,12 +105,59 @@ def test_a_batch_by_accumulation_needs_the_degree(
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
         ({"activation_checkpointing": {"number_checkpoints": 4}}, "number_checkpoints"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master"),
+        ({"bf16": True}, "bf16"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled"),
+        ({"fp16": None}, "fp16"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power"),
+        ({"optimizer": None}, "optimizer"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "optimizer.params.betas"),
+        (
+            {"train_batch_size": 8, "gradient_accumulation_steps": "4"},
+            "gradient_accumulation_steps",
+        ),
+        ({"data_types": 1}, "data_types"),
+        ({"communication_data_type": [1]}, "communication_data_type"),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "fp16": 0}, "fp16"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], path: str) -> None:
     with pytest.raises(UserError) as raised:
         translate(settings)
     assert path in raised.value.violations[0].key
+
+
+BATCH = {"train_batch_size": 16, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dp", "message"),
+    [
+        (BATCH, 3, "do not divide train_batch_size=16"),
+        (BATCH | {"train_micro_batch_size_per_gpu": 2}, 4, "2·4·4 = 32, 16"),
+        (BATCH | {"train_micro_batch_size_per_gpu": 3}, None, "does not divide"),
+    ],
+)
+def test_an_accumulation_that_contradicts_the_batches_is_refused(
+    settings: dict[str, Any], dp: int | None, message: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        translate(settings, dp)
+    (violation,) = raised.value.violations
+    assert violation.key == "gradient_accumulation_steps" and message in violation.message
+    degree = 2 if "train_micro_batch_size_per_gpu" in settings else 4
+    assert translate(BATCH | {"train_micro_batch_size_per_gpu": 2}, 2) and translate(BATCH, degree)
+
+
+@pytest.mark.parametrize("enabled", [False, "auto", None])
+def test_a_loss_scale_concerns_fp16_alone(enabled: bool | str | None, tmp_path: Path) -> None:
+    scale = {"loss_scale": 128, "loss_scale_window": 500, "initial_scale_power": 16}
+    fp16 = scale | {"hysteresis": 4} | ({} if enabled is None else {"enabled": enabled})
+    found = translate({"train_batch_size": 8, "fp16": fp16})
+    assert not any("loss_scale" in key for key in found.values)
+    assert {f"fp16.{name}" for name in fp16} <= {path for path, _ in found.became}
+    on = translate({"fp16": {"enabled": True, "loss_scale_window": 500}})
+    assert on.values["precision.loss_scale_window"] == 500
 
 
 def test_auto_is_left_to_nanoscale() -> None:
