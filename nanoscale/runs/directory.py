@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.run_name import LONGEST, RULE, legal_name
 from nanoscale.config.violations import override
 
 Stream = Literal["out", "err"]
@@ -29,7 +30,6 @@ ARRAY = ".array"
 SIGNATURE = "signature"
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
-_LONGEST_NAME = 200
 _counter = itertools.count()
 
 
@@ -281,21 +281,14 @@ class RunDirectory:
 
 def check_name(name: str) -> None:
     """Raise a UserError if `name` cannot be the name of a folder that is easy to type."""
-    corrected = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
-    corrected = corrected.lstrip(".-").strip()
-    while len(corrected.encode()) > _LONGEST_NAME:
-        corrected = corrected[:-1]
-    if name and name == corrected:
+    legal = legal_name(name)
+    if name and name == legal:
         return
-    rule = (
-        f"names a folder: at most {_LONGEST_NAME} bytes, without slashes and control characters, "
-        f"not starting with a dot or dash"
-    )
-    suggestions = (override("run.name", corrected),) if corrected else ()
+    suggestions = (override("run.name", legal),) if legal else ()
     raise UserError(
         "run",
         f"{name!r} cannot name a run",
-        [Violation("run.name", name, "", rule, suggestions)],
+        [Violation("run.name", name, "", RULE, suggestions)],
     )
 
 
@@ -357,7 +350,7 @@ def _numbered(name: str, suffix_bytes: int = 0) -> Iterator[str]:
     yield name
     for number in itertools.count(2):
         end = f"-{number}"
-        shortened = name.encode()[: _LONGEST_NAME - suffix_bytes - len(end)].decode(errors="ignore")
+        shortened = name.encode()[: LONGEST - suffix_bytes - len(end)].decode(errors="ignore")
         yield f"{shortened}{end}"
 
 

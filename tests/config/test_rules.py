@@ -226,6 +226,9 @@ LAWS = [
     (["run.name=-a"], CPU, "run.name"),
     (["run.name=.a"], CPU, "run.name"),
     (["run.name=" + "a" * 201], CPU, "run.name"),
+    (["run.name='" + "é" * 101 + "'"], CPU, "run.name"),
+    (["run.name='" + "a" * 199 + " b'"], CPU, "run.name"),
+    (["run.name=' .a'"], CPU, "run.name"),
     (["run.root=''"], CPU, "run.root"),
 ]  # fmt: skip
 

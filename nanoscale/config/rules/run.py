@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from nanoscale.common.units import counted
 from nanoscale.config.profile_steps import series_of
 from nanoscale.config.rules.resolution import Resolution, near_multiples
+from nanoscale.config.run_name import RULE, legal_name
 from nanoscale.config.schema import Run, Train
 from nanoscale.config.violations import override
 
@@ -89,22 +90,12 @@ def resolve_run(resolution: Resolution) -> Run:
     """Return the run with its folder."""
     run = resolution.config.run
     name = run.name
-    if name is not None and (legal := _legal_name(name)) != name:
-        message = (
-            "names a folder: at most 200 characters, without slashes and control characters, not "
-            "starting with a dot or dash"
-        )
-        resolution.refuse(
-            "run", "run.name", message, override("run.name", legal) if legal else None
-        )
+    legal = legal_name(name or "")
+    if name is not None and (legal != name or not name):
+        resolution.refuse("run", "run.name", RULE, override("run.name", legal) if legal else None)
     if not run.root:
         resolution.refuse("run", "run.root", "is empty", "run.root=runs")
     return replace(run, root=_expanded(run.root))
-
-
-def _legal_name(name: str) -> str:
-    kept = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
-    return kept.lstrip(".-").strip()[:200]
 
 
 def _expanded(root: str) -> str:
