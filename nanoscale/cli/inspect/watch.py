@@ -56,14 +56,14 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     from nanoscale.launch.slurm.jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
-    said = ""
+    said, job = "", None
     while True:
         owner = lock.owner(run)
         if owner is not None:
             _follow_launcher(run, owner, view)
             said = ""
             continue
-        job = job_of(run)
+        job = job_of(run, job)
         if job is None or not job.is_there:
             return job
         has_run = status.read(run).state in status.ENDED

@@ -26,7 +26,7 @@ def stop_run(
     """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.lifecycle.stopping import ask_to_stop, leave_queue, wait_for_end
-    from nanoscale.launch.slurm.jobs import job_of
+    from nanoscale.launch.slurm.jobs import job_of, require_known
     from nanoscale.runs import lock, status
     from nanoscale.runs.directory import RunDirectory
 
@@ -38,6 +38,8 @@ def stop_run(
             display.show(f"{job} was removed from the queue")
             return DONE
         job = begun
+    if owner is None:
+        require_known(directory, job)
     if owner is None and (job is None or not job.is_there):
         display.show(f"{directory.name} is not running")
         return DONE

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.launch.slurm.jobs import ASK_S, Job, job_of
+from nanoscale.launch.slurm.jobs import ASK_S, Job, job_of, require_known
 from nanoscale.launch.slurm.slurm import SlurmError, cancel, signal_batch
 from nanoscale.runs import events, lock, submission
 from nanoscale.runs.directory import RunDirectory
@@ -22,11 +22,16 @@ _LOOK_S = 0.1
 
 
 def leave_queue(run: RunDirectory, job: Job) -> Job | None:
-    """Cancel a job that waits; return the job if it has begun meanwhile."""
+    """Cancel a job that waits; return the job if it has begun meanwhile.
+
+    Raises:
+        UserError: the job may be another run's, SLURM refuses, or it cannot be asked whether the job has begun.
+    """
     _require_own(run, job)
     with _refused(run, job):
         cancel(job.submission, only_waiting=True)
     after = job_of(run)
+    require_known(run, after)
     if after is not None and after.is_there:
         return after
     submission.write(run, replace(job.submission, cancelled=time.time()))
@@ -62,7 +67,7 @@ def wait_for_end(run: RunDirectory, owner: Owner | None, job: Job | None, timeou
             return False
         time.sleep(_LOOK_S)
         if job is not None and time.monotonic() - asked > ASK_S:
-            job, asked = job_of(run), time.monotonic()
+            job, asked = job_of(run, job), time.monotonic()
     return True
 
 

@@ -112,29 +112,38 @@ def way_on(run: RunDirectory) -> str:
     return shlex.join(["sbatch", *task, one.script])
 
 
-def job_of(run: RunDirectory) -> Job | None:
-    """Return the newest job of a run; None if it was never submitted to SLURM."""
+def job_of(run: RunDirectory, previous: Job | None = None) -> Job | None:
+    """Return the newest job of a run; None if it was never submitted to SLURM.
+
+    Args:
+        previous: the previous answer, which is returned if SLURM cannot be asked.
+    """
     one = submission.read(run)
-    return None if one is None else _ask([one])[str(one)]
+    job = None if one is None else _ask([one])[str(one)]
+    return previous if previous is not None and job is not None and job.problem else job
 
 
 def require_inactive(run: RunDirectory) -> None:
     """Raise a UserError if a launcher holds the run, or its SLURM job waits or runs, or may do so."""
     lock.refuse_if_held(run)
     job = job_of(run)
-    if job is None or not (job.is_there or (job.problem and _is_unsettled(run))):
+    require_known(run, job)
+    if job is not None and job.is_there:
+        stop = shlex.join(["nanoscale", "runs", "stop", run.reference])
+        raise _active(run, f"{job} waits in SLURM's queue or runs", stop)
+
+
+def require_known(run: RunDirectory, job: Job | None) -> None:
+    """Raise a UserError if SLURM could not be asked, and may know more about a run than its directory."""
+    if job is None or not job.problem or job.submission.cancelled is not None:
         return
-    what = job.sentence() if job.problem else f"{job} waits in SLURM's queue or runs"
-    stop = shlex.join(["nanoscale", "runs", "stop", run.reference])
-    found = Violation("RUN", run.name, "command line", what, () if job.problem else (stop,))
-    raise UserError("run", f"the run {run.name!r} may still be active: {what}", [found])
+    if status.read(run).state in _UNSETTLED:
+        raise _active(run, job.sentence())
 
 
-def _is_unsettled(run: RunDirectory) -> bool:
-    """True if SLURM may know more about a run than its directory."""
-    one = submission.find(run)
-    cancelled = one is not None and one.cancelled is not None
-    return status.read(run).state in _UNSETTLED and not cancelled
+def _active(run: RunDirectory, what: str, *suggestions: str) -> UserError:
+    found = Violation("RUN", run.name, "command line", what, suggestions)
+    return UserError("run", f"the run {run.name!r} may still be active: {what}", [found])
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
@@ -182,13 +191,12 @@ class Activity:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._asked = float("-inf")
-        self._queued = False
+        self._job: Job | None = None
 
     def __call__(self) -> bool:
         if lock.owner(self._run) is not None:
             self._asked = float("-inf")
             return True
         if time.monotonic() - self._asked > ASK_S:
-            job = job_of(self._run)
-            self._asked, self._queued = time.monotonic(), job is not None and job.is_there
-        return self._queued
+            self._job, self._asked = job_of(self._run, self._job), time.monotonic()
+        return self._job is not None and self._job.is_there
