@@ -82,18 +82,22 @@ def test_twelve_trials_killed_at_five_instants(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_trials_and_says_how_to_go_on(tmp_path: Path) -> None:
-    words = [*WORDS, "train.steps=400", "optimizer.lr=1e-3,3e-4", "--at-once", "2"]
-    process = start(tmp_path, *words, "--name", "s")
+def test_a_signal_stops_all_trials_and_the_sweep_says_how_to_go_on(tmp_path: Path) -> None:
+    """Ctrl-C, and then SIGTERM: another exit code, by which a scheduler starts the command again."""
+    words = [*WORDS, "train.steps=400", "optimizer.lr=1e-3,3e-4", "--at-once", "2", "--name", "s"]
     sweep = Sweep(tmp_path / "sweeps" / "s")
-    wait_until(lambda: len(list(sweep.runs.glob("*/metrics.jsonl"))) == 2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 75)):
+        before = steps_so_far(sweep)
+        process = start(tmp_path, *words)
+        wait_until(lambda before=before: steps_so_far(sweep) > before + 1)  # type: ignore[misc]
+        wait_until(lambda: len(list(sweep.runs.glob("*/metrics.jsonl"))) == 2)
+        process.send_signal(number)
+        assert process.wait() == code
+        _, trials = sweep.read()
+        assert [sweep.state(trial) for trial in trials] == ["interrupted"] * 2
+        assert not any(lock.owner(sweep.run(trial)) for trial in trials)
     said = (tmp_path / "sweep.log").read_text()
-    assert "to run what is missing: nanoscale sweep --resume s" in said
-    _, trials = sweep.read()
-    assert [sweep.state(trial) for trial in trials] == ["interrupted"] * 2
-    assert not any(lock.owner(sweep.run(trial)) for trial in trials)
+    assert said.count("to run what is missing: nanoscale sweep --resume s") == 2
 
 
 def test_wrong_trials_are_refused_together_before_anything_is_written(

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 
 
 def print_json(document: Any) -> None:
@@ -65,6 +66,11 @@ def exit_code(error: UserError) -> int:
     if error.kind == "rehearsal":
         return FAILED
     return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
+
+
+def exit_code_of_signal(first: Signals) -> int:
+    """Return the exit code of a command that a signal has stopped: Ctrl-C is the user's own."""
+    return INTERRUPTED if first is Signals.SIGINT else PREEMPTED
 
 
 def error_document(error: UserError) -> dict[str, Any]:

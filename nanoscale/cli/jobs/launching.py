@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from signal import SIGINT
 
-from nanoscale.cli.common.output import console, print_json
+from nanoscale.cli.common.output import console, exit_code_of_signal, print_json
 from nanoscale.cli.common.request import Refusals
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
-from nanoscale.launch.lifecycle.attempt import INTERRUPTED, PREEMPTED
 from nanoscale.launch.lifecycle.command import local_host, plan_launch
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
@@ -44,7 +42,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
         prepare(fleet, request, signals)
         if signals.first is not None:
             display.note("stopped before the launch")
-            raise typer.Exit(INTERRUPTED if signals.first is SIGINT else PREEMPTED)
+            raise typer.Exit(exit_code_of_signal(signals.first))
         if config.launcher.preflight:
             require_ready(fleet, config)
         elif mixed := mixed_versions(fleet.members, config):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, print_json
+from nanoscale.cli.common.output import DONE, FAILED, exit_code_of_signal, print_json
 from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -179,8 +179,8 @@ def _run(
     else:
         print_table(rows, sys.stdout)
     _say_end(sweep, settings, rows, whole)
-    if not whole:
-        return INTERRUPTED
+    if signals.first is not None and not whole:
+        return exit_code_of_signal(signals.first)
     return DONE if all(row["state"] in ("completed", "pruned") for row in rows) else FAILED
 
 
@@ -226,8 +226,8 @@ def _run_array(
     else:
         print_table(rows, sys.stdout)
     _say_end(sweep, settings, rows, whole)
-    if not whole:
-        return INTERRUPTED
+    if signals.first is not None and not whole:
+        return exit_code_of_signal(signals.first)
     return DONE if all(row["state"] == "completed" for row in rows) else FAILED
 
 
