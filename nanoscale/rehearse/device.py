@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoscale.common.errors import Violation
 from nanoscale.config.hardware.data_sheets import described
 from nanoscale.config.resolved import ResolvedConfig
+
+
+def why_unplayable(config: ResolvedConfig) -> Violation | None:
+    """Return why a job cannot be rehearsed; None if it can."""
+    if config.model.source == "hf" and config.launcher.device != "cpu":
+        return Violation("model", "hf", "", "transformers' models are not rehearsed on GPUs")
+    if config.backend.name == "deepspeed":
+        what = (
+            "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"
+        )
+        return Violation("backend", "deepspeed", "", what, ("backend=native",))
+    return None
 
 
 def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:

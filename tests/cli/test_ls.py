@@ -82,6 +82,14 @@ def test_columns_are_metrics_keys_and_states(capsys: pytest.CaptureFixture[str])
     assert lines[1] == ["r1", "completed", "1e-05", "4.5", "0.002", "swiglu", "0"]
 
 
+def test_a_key_whose_last_word_is_a_name_of_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/r1/config.yaml").write_text(
+        Path("runs/r1/config.yaml").read_text().replace("  path: null", "  path: /corpus", 1)
+    )
+    (row,) = rows(capsys, "--columns", "path", "--where", "path=/corpus")
+    assert (row["data.path"], row["path"]) == ("/corpus", str(Path("runs/r1").absolute()))
+
+
 @pytest.mark.parametrize(
     ("conditions", "expected"),
     [
@@ -193,8 +201,9 @@ def test_tags(capsys: pytest.CaptureFixture[str]) -> None:
     assert tags.changed(run, ["other"]) == ["first", "best"], "as trackers have it"
 
     for words, said in (
-        (["r0", "a,b"], "neither white space nor a comma"),
-        (["r0", ""], "neither white space nor a comma"),
+        (["r0", "a,b"], "must not contain spaces or commas"),
+        (["r0", ""], "must not contain spaces or commas"),
+        (["r0", "--", "-a"], "must not start with `-`"),
         (["r0", "ok", "--remove", "bets"], "its tags: first, best"),
         (["r9", "a"], "no run 'r9'"),
     ):

@@ -225,6 +225,23 @@ def test_without_the_library(opened: Opened, capsys: pytest.CaptureFixture[str])
     assert "install 'lm-eval>=0.4.13'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--trust",),
+        ("--num-nodes", "2"),
+        ("--no-preflight",),
+        ("--num-gpus", "1", "--hostfile", "hosts"),
+    ],
+)
+def test_options_of_the_loss_are_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nanoscale(["eval", "x", "--tasks", "hellaswag", *words]) == 2
+    option = next(word for word in words if word.startswith("--") and word != "--num-gpus")
+    assert f"{option} cannot be used with --tasks" in capsys.readouterr().err
+
+
 def test_the_tasks_that_are_advised_are_known_ones() -> None:
     known = ["arc_easy", "hellaswag", "my task"]
     for asked in ("hellaswg", "arc_esy", "my tsk"):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +16,13 @@ import pytest
 
 from nanoscale.cli.common import rehearsal
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.rules import Devices, check
+from nanoscale.launch.request import Request
 from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
+from nanoscale.view.run.launch_text import rehearsal_lines
 from tests.support.waiting import wait_until
 
 LAYOUT = ("recipe=debug", "model.layers=2", "launcher.device=cpu", "parallel.dp=2", "zero=stage3")
@@ -68,6 +74,24 @@ def test_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     native = advice([*words, "backend=deepspeed"], capsys)
     assert native == ["backend=native"]
     assert nanoscale([*words, *native]) == 0
+
+
+@pytest.mark.parametrize("words", [{"source": "hf"}, {}])
+def test_a_rehearsal_is_advised_only_if_it_is_possible(
+    words: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed = compose(["recipe=debug", "parallel.dp=2"])
+    config = check(composed, Devices("cuda", 2))
+    config = replace(config, model=replace(config.model, **words))
+    lines = rehearsal_lines(Request(composed, config, Devices("cuda", 2)))
+    assert lines == (
+        [] if words else ["not rehearsed: --rehearse plays every kind of rank before the launch"]
+    )
+    if words:
+        with pytest.raises(
+            UserError, match="model=hf: transformers' models are not rehearsed on GPUs"
+        ):
+            rehearsal.rehearsed(config, "distinct", 2)
 
 
 @pytest.mark.slow

@@ -177,6 +177,17 @@ Html = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the named file if it exists")]
 
 
+KEYS = {
+    "--hostfile": "launcher.hostfile",
+    "--include": "launcher.include",
+    "--exclude": "launcher.exclude",
+    "--num-nodes": "launcher.nodes",
+    "--num-gpus": "launcher.devices",
+    "--no-preflight": "launcher.preflight",
+}
+"""The keys that options of the launch set."""
+
+
 def as_settings(
     hostfile: str | None = None,
     include: str | None = None,
@@ -189,17 +200,11 @@ def as_settings(
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
 
-    given: list[tuple[str, str, Any]] = [
-        ("--hostfile", "launcher.hostfile", hostfile),
-        ("--include", "launcher.include", include),
-        ("--exclude", "launcher.exclude", exclude),
-        ("--num-nodes", "launcher.nodes", _number(num_nodes)),
-        ("--num-gpus", "launcher.devices", num_gpus),
-        ("--no-preflight", "launcher.preflight", False if no_preflight else None),
-    ]
+    preflight = False if no_preflight else None
+    values: tuple[Any, ...] = (hostfile, include, exclude, _number(num_nodes), num_gpus, preflight)
     return {
         key: Setting(value, f"{COMMAND_LINE}: {option}")
-        for option, key, value in given
+        for (option, key), value in zip(KEYS.items(), values, strict=True)
         if value is not None
     }
 

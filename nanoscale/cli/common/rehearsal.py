@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common.output import saying
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.violations import refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,10 +58,11 @@ def rehearsed(
         UserError: the request is wrong.
     """
     from nanoscale.rehearse import rehearsals
-    from nanoscale.rehearse.device import device_of
+    from nanoscale.rehearse.device import device_of, why_unplayable
     from nanoscale.rehearse.document import document, failed
 
-    _refuse_unplayable(config)
+    if (unplayable := why_unplayable(config)) is not None:
+        refuse([unplayable])
     played = _played_ranks(config, ranks)
     gpu, context = device_of(config)
     name = rehearsals.digest(config, gpu, sorted(played), steps)
@@ -72,17 +74,6 @@ def rehearsed(
         if not failed(result):
             rehearsals.keep(name, result)
     return result
-
-
-def _refuse_unplayable(config: ResolvedConfig) -> None:
-    if config.model.source == "hf" and config.launcher.device != "cpu":
-        raise UserError("config", "transformers' models are not rehearsed on GPUs (model=hf)")
-    if config.backend.name == "deepspeed":
-        what = (
-            "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"
-        )
-        wrong = Violation("backend", "deepspeed", "", what, ("backend=native",))
-        raise UserError("config", what, [wrong])
 
 
 def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:

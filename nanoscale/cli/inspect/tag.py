@@ -39,9 +39,7 @@ def tag_run(
     present = stored.read(directory)
     for tag in tags or ():
         if not _TAG.fullmatch(tag):
-            message = (
-                "must have neither white space nor a comma, and begin with another sign than -"
-            )
+            message = "must not contain spaces or commas, and must not start with `-`"
             raise _refused("TAG", tag, message)
     for tag in remove or ():
         if tag not in present:

@@ -42,11 +42,9 @@ def resume(
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.continuation import completion, is_complete, starting_point
     from nanoscale.launch.lifecycle.prepare import replace_configuration
-    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
 
-    require_one_launcher()
     directory = RunDirectory.open(run)
     line = replace(line, config_file=directory.config)
     line.require_startable()

@@ -190,7 +190,8 @@ def _test_scaling(
     """Measure with every number, after all of them are checked and planned; a failure ends the test.
 
     Raises:
-        UserError: one of the jobs is wrong, or the first one has failed.
+        UserError: one of the requests is wrong.
+        typer.Exit: the first job failed.
     """
     from nanoscale.launch.lifecycle.speed_up import scaling_document
 

@@ -100,15 +100,14 @@ def _check(
 
 def _gpus_of_tasks(line: CommandLine, device: str | None) -> int | None:
     """Return --num-gpus, and refuse what is for the loss alone."""
-    num_gpus: int | None = None
     if line.overrides:
         raise UserError("usage", f"{line.overrides[0]}: overrides cannot be used with --tasks")
-    for key, setting in line.options.items():
-        if key != "launcher.devices":
-            option = setting.source.rpartition(" ")[2]
-            raise UserError("usage", f"{option} cannot be used with --tasks, which run here")
-        assert isinstance(setting.value, int)
-        num_gpus = setting.value
+    given = {option: line.options[key] for option, key in opt.KEYS.items() if key in line.options}
+    devices = given.pop("--num-gpus", None)
+    if unused := [*given, *(["--trust"] if line.trust else [])]:
+        raise UserError("usage", f"{unused[0]} cannot be used with --tasks, which run here")
+    num_gpus = devices.value if devices is not None else None
+    assert num_gpus is None or isinstance(num_gpus, int)
     if num_gpus is not None and device is not None:
         raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
     if num_gpus is not None and num_gpus < 1:
@@ -160,10 +159,8 @@ def _of_run(
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
 
-    require_one_launcher()
     run = RunDirectory.open(name)
     checked = request_job(replace(line, config_file=run.config))
     stored, hosts = find_checkpoint(run.checkpoints, step), checked.hosts

@@ -73,11 +73,12 @@ def _left_out(composed: Composed, result: SearchResult) -> list[str]:
     if not result.left_out:
         return []
     count, first = len(result.left_out), result.left_out[0]
-    layouts = "1 faster layout fits" if count == 1 else f"{count:,} faster layouts fit"
+    subject = "1 faster layout is" if count == 1 else f"{count:,} faster layouts are"
     return [
-        f"{layouts} with less than {SURE:.0%} and come after the others; the fastest reaches "
-        f"{first.time.tokens_per_s_per_gpu:,.0f} tokens/s a device and fits with "
-        f"{first.fits_probability:.0%}: {' '.join(to_type(composed, first.config))}"
+        f"{subject} listed after the others, because the probability of fitting is below {SURE:.0%}; "
+        f"the fastest one reaches {first.time.tokens_per_s_per_gpu:,.0f} tokens/s per device and fits "
+        f"with a probability of {first.fits_probability:.0%}: "
+        f"{' '.join(to_type(composed, first.config))}"
     ]
 
 

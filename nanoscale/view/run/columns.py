@@ -22,6 +22,8 @@ STATES = (
     "name", "state", "step", "steps", "loss", "model", "attempt", "exit_code", "created", "started", "ended",
 )  # fmt: skip
 """The names of a row that are neither metrics nor keys; they come first."""
+SUMMARY = (*STATES, "path", "going_on", "said", "job")
+"""The names of a run's summary."""
 _TIMES = ("created", "started", "ended", "time")
 _CONDITION = re.compile(r"([\w./-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.S)
 
@@ -31,7 +33,7 @@ class Column:
     """A value of every run."""
 
     name: str
-    """The name as it was typed."""
+    """The name as it was typed, or the full name of a key whose last word is a name of the summary."""
     key: str
     """The full name of a configuration key; otherwise the same."""
 
@@ -49,10 +51,8 @@ class Column:
         return f"{value:.5g}" if isinstance(value, float) else shown(value)
 
     def order(self, row: Row) -> tuple[int, Any]:
-        """Return a key to sort by: numbers first, then texts, then unknown values."""
+        """Return a key to sort known values by: numbers first, then texts."""
         value = row[self.name]
-        if value is None:
-            return 2, ""
         return (0, value) if isinstance(value, (int, float)) else (1, self.text(row))
 
 
@@ -91,7 +91,7 @@ def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> 
         return Column(name, name)
     full = [key for key in keys if key.rpartition(".")[2] == name]
     if len(full) == 1:
-        return Column(name, full[0])
+        return Column(full[0] if name in SUMMARY else name, full[0])
     if full:
         raise _ill_named(name, f"is the last word of {len(full)} keys", full, option, typed)
     logged = {key for run in runs for key in _last(run)}

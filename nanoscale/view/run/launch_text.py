@@ -16,6 +16,7 @@ from nanoscale.config.schema import Precision, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
+from nanoscale.rehearse.device import why_unplayable
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.plan.prediction_json import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
@@ -261,8 +262,8 @@ def _data_lines(request: Request) -> list[str]:
 
 
 def rehearsal_lines(request: Request) -> list[str]:
-    """Return whether a job of several ranks was rehearsed, in a line to show; nothing for one rank."""
-    if request.config.world_size == 1 or request.config.backend.name == "deepspeed":
+    """Return whether a job of several ranks was rehearsed, in a line to show; nothing if it cannot be."""
+    if request.config.world_size == 1 or why_unplayable(request.config) is not None:
         return []
     if request.program is None:
         return ["not rehearsed: --rehearse plays every kind of rank before the launch"]

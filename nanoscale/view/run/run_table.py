@@ -11,13 +11,7 @@ from nanoscale.config.composing.frozen import read_values
 from nanoscale.launch.slurm.jobs import Job, in_words, output_of
 from nanoscale.runs import events, failure, lock, metrics, status, tags
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.run.columns import Column, values
-
-_UNKNOWN = (
-    "state", "going_on", "job", "attempt", "exit_code", "step", "steps", "model", "loss", "created",
-    "started", "ended",
-)  # fmt: skip
-"""The unknown keys in the summary of a run with a damaged file."""
+from nanoscale.view.run.columns import SUMMARY, Column, values
 
 
 def row(run: RunDirectory, job: Job | None, columns: list[Column]) -> dict[str, Any]:
@@ -25,7 +19,7 @@ def row(run: RunDirectory, job: Job | None, columns: list[Column]) -> dict[str, 
     try:
         return values(run, columns) | summary(run, job)
     except UserError as error:
-        unknown = dict.fromkeys((*(it.name for it in columns), *_UNKNOWN))
+        unknown = dict.fromkeys((*(it.name for it in columns), *SUMMARY))
         return unknown | {"name": run.name, "path": str(run.path), "said": f"damaged: {error}"}
 
 
