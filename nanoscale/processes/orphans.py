@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanoscale.processes import cgroup, scratch
 from nanoscale.processes.messages import MARK
-from nanoscale.processes.proc import is_alive, is_tracker
+from nanoscale.processes.proc import environment, is_alive, is_tracker
 
 _LIMIT_S = 5.0
 _TRACKER_S = 3.0
@@ -25,7 +25,7 @@ def marked(mark: str) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with suppress(OSError):
-            has_mark = variable in (folder / "environ").read_bytes().split(b"\0")
+            has_mark = variable in environment(pid)
             if pid != os.getpid() and (has_mark or cgroup.contains(mark, folder)) and is_alive(pid):
                 yield pid
 

@@ -380,11 +380,13 @@ def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
     job = launch("loop")
     job.wait_until_training()
     elsewhere = job.run.with_name("elsewhere")
+    job.process.send_signal(signal.SIGSTOP)  # else it may see the folder between its two changes
     job.run.rename(elsewhere)
     if what == "deleted":
         # Otherwise it would continue to write there.
         os.kill(int((elsewhere / "pid-0").read_text()), signal.SIGSTOP)
         shutil.rmtree(elsewhere)
+    job.process.send_signal(signal.SIGCONT)
     assert job.end() == 1
     said = f"renamed to {elsewhere}" if what == "renamed" else "deleted"
     assert f"the folder of the run 'run' was {said} while the run was running" in job.text
