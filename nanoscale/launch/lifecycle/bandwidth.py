@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from nanoscale.config.machines import Host
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.fleet.connections import Member
@@ -86,7 +87,8 @@ def bus_gb_s(size: int, seconds: float, ranks: int) -> float:
 
 def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
     """Request the hosts' facts and prepare them for the test; returns when all have answered, or are lost."""
-    environment = agent_environment(config, _plan(fleet.members, config).world_size, os.environ)
+    world_size = sum(host.slots for host in _hosts(fleet.members, config))
+    environment = agent_environment(config, world_size, os.environ)
     fleet.prepare(environment, will_launch=will_measure, job=BANDWIDTH)
     fleet.gather()
 
@@ -102,12 +104,17 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
     return judge(execute(fleet, members, plan, ranks_config, BANDWIDTH, limit_s=limit_s))
 
 
-def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
-    """Plan one rank per device; without GPUs one per host, or two if there is one host."""
+def _hosts(members: Sequence[Member], config: Config) -> list[Host]:
+    """Return the hosts with a slot per device; without GPUs one per host, or two if there is one host."""
     hosts = [member.host for member in members]
     if config.launcher.device == "cpu":
         ranks = 1 if len(hosts) > 1 else _SINGLE_HOST_RANKS
         hosts = [replace(host, slots=ranks) for host in hosts]
+    return hosts
+
+
+def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
+    hosts = _hosts(members, config)
     world_size = sum(host.slots for host in hosts)
     facts = members[0].facts
     port = facts["port"] if facts is not None else None
