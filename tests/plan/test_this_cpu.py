@@ -11,6 +11,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.hardware import cpu_speed
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
+from nanoscale.launch.lifecycle.examination import measure_cpu
 from nanoscale.measure.this_cpu import fastest_step
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import predict
@@ -45,7 +46,11 @@ def test_keys_of_the_user_win_over_the_measured_speed():
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"cpu": "another", "speed": 2}', '{"cpu": 1}', '{"speed": "fast"}']
+    "content",
+    [
+        *("", "[]", '{"cpu": "another", "speed": 2}', '{"cpu": 1}', '{"speed": "fast"}'),
+        '{"speed": 2}',
+    ],
 )
 def test_a_speed_that_is_damaged_or_another_cpu_s_is_ignored(content: str, tmp_path: Path):
     (tmp_path / "cpu-speed.json").write_text(content)
@@ -55,6 +60,20 @@ def test_a_speed_that_is_damaged_or_another_cpu_s_is_ignored(content: str, tmp_p
 @pytest.mark.slow
 def test_a_step_is_measured_with_the_model_itself():
     assert fastest_step(resolved("recipe=debug", "train.global_batch=2")) > 0
+
+
+@pytest.mark.slow
+def test_the_speed_is_measured_whatever_the_users_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/tiny.yaml").write_text("train: {stepz: 1}")
+    (tmp_path / "sitecustomize.py").write_text("print('a greeting')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    measure_cpu(lambda _: None)
+    assert cpu_speed.known_speed() is not None
 
 
 def test_one_rank_that_computes_with_its_weights_copies_nothing():

@@ -23,10 +23,10 @@ def known_speed() -> float | None:
     """Return the speed in the cache; None if none was measured, or another CPU's."""
     try:
         content = json.loads(_path().read_text(encoding="utf-8"))
-        speed = float(content["speed"])
+        speed, measured_on = float(content["speed"]), content["cpu"]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
-    return speed if content["cpu"] == cpu_name() and 0 < speed < 1000 else None
+    return speed if measured_on == cpu_name() and 0 < speed < 1000 else None
 
 
 def keep_speed(speed: float) -> None:

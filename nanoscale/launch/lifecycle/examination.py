@@ -14,11 +14,13 @@ from nanoscale.common.devices import cores, detect
 from nanoscale.common.units import counted
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
+from nanoscale.config.composing.library import packaged
 from nanoscale.config.hardware.cpu_speed import keep_speed, known_speed
 from nanoscale.config.machines import Host
 from nanoscale.config.rules import check, check_machines
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.bandwidth import Measured, measure, prepare
 from nanoscale.launch.lifecycle.command import local_host
@@ -57,11 +59,14 @@ def examine(
 
 
 def measure_cpu(say: Callable[[str], None]) -> None:
-    """Measure a step of `recipe=tiny` here, unless other processes use the CPU, and keep the speed."""
+    """Measure a step of the packaged recipe `tiny` here, and keep the speed.
+
+    Does nothing while as many processes as there are cores wait for the CPU.
+    """
     if os.getloadavg()[0] >= cores():
         return
-    composed = compose(["recipe=tiny", "launcher.device=cpu"])
-    config = check(composed, detect())
+    recipe = quoted(str(packaged()[1] / "tiny.yaml"))  # the user may have another one of this name
+    config = check(compose([f"recipe={recipe}", "launcher.device=cpu"]), detect())
     say("measuring this CPU …")
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -69,6 +74,6 @@ def measure_cpu(say: Callable[[str], None]) -> None:
         command = [sys.executable, "-m", "nanoscale.measure.this_cpu", str(file)]
         done = subprocess.run(command, capture_output=True, encoding="utf-8")
     if done.returncode == 0:
-        planned, measured = predict(config).time.seconds, float(done.stdout)
+        planned, measured = predict(config).time.seconds, float(done.stdout.split()[-1])
         with suppress(OSError, RuntimeError):  # without a cache, plans stay rough
             keep_speed((known_speed() or 1.0) * planned / measured)
