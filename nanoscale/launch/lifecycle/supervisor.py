@@ -12,14 +12,13 @@ from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
 from nanoscale.config.composing.nodes import elastic, node_range
 from nanoscale.config.machines import Host
-from nanoscale.config.rules import check
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.prepare import replace_configuration
-from nanoscale.launch.request import Request
+from nanoscale.launch.request import Request, check_request
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
 from nanoscale.runs.lock import RunLock
@@ -116,10 +115,13 @@ class Supervisor:
         """Resolve the configuration for other hosts than before."""
         if tuple(hosts) == self.request.hosts:
             return
-        composed = self.request.composed
-        config = check(composed, self.request.devices, tuple(hosts))
-        config = replace(config, run=self.request.config.run)
-        self.request = replace(self.request, config=config, hosts=tuple(hosts), plan=None)
+        before = self.request
+        request = check_request(
+            before.composed, devices=before.devices, hosts=tuple(hosts), repeats=before.repeats
+        )
+        # The name and the folder of the weights were found before the first launch.
+        config = replace(request.config, run=before.config.run, model=before.config.model)
+        self.request = replace(request, config=config)
         replace_configuration(self.run, self.request, number - 1)
 
     def _make_plan(self, number: int, members: Sequence[Member]) -> LaunchPlan:

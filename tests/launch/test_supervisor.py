@@ -1,0 +1,45 @@
+"""The supervision of a run, without hosts; tests/cluster/test_restarts.py restarts real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.common.devices import Devices
+from nanoscale.config.composing.frozen import load
+from nanoscale.config.machines import Host
+from nanoscale.config.rules import check
+from nanoscale.launch.lifecycle.prepare import new_run
+from nanoscale.launch.lifecycle.supervisor import Supervisor
+from nanoscale.launch.request import check_request
+from tests.support.recipes import changed
+
+HOSTS = (Host("n1", 2), Host("n2", 2))
+NONE: Any = None
+
+
+@pytest.mark.slow
+def test_an_elastic_job_fits_its_micro_batch_to_the_remaining_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    composed = changed(
+        "run.name=x", "cluster=h100-sxm", "launcher=ssh", "launcher.hostfile=hosts", "launcher.nodes=1:2",
+        "model=llama-1b", "train.seq_len=8k", "train.global_batch=64", "train.micro_batch=auto",
+        "precision=bf16",
+    )  # fmt: skip
+    cpu = Devices("cpu", 2)
+    request = check_request(composed, devices=cpu, hosts=HOSTS)
+    model = replace(request.config.model, init_from="/weights")
+    request = replace(request, config=replace(request.config, model=model))
+    with new_run(request) as lock:
+        supervisor = Supervisor(lock, request, NONE, NONE, NONE)
+        supervisor._resolve_for(HOSTS[:1], 2)
+        resolved = supervisor.request.config
+        assert load(lock.run.config) == resolved and resolved.parallel.dp == 2
+    alone = check_request(composed, devices=cpu, hosts=HOSTS[:1]).config.train.micro_batch
+    assert resolved.train.micro_batch == alone < check(composed, cpu, HOSTS[:1]).train.micro_batch
+    assert resolved.model.init_from == "/weights"
