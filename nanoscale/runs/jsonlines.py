@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nanoscale.processes.flock import flock
 from nanoscale.runs import tail
 from nanoscale.runs.documents import damaged
 
@@ -28,7 +29,7 @@ def append(path: Path, value: Object) -> None:
     try:
         # The size of a file grows page by page within a write: another writer's half line would look like a
         # torn one.
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        flock(handle, fcntl.LOCK_EX)
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
             line = "\n" + line

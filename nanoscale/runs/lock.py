@@ -37,6 +37,7 @@ from pathlib import Path
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import clock
+from nanoscale.processes.flock import flock
 from nanoscale.runs.directory import RunDirectory
 
 BEAT_S = 3.0
@@ -49,7 +50,6 @@ _PAUSE_S = 0.02
 _POLL_S = 0.1
 _SHOWN_S = 60.0
 """The greatest age of a heartbeat, by this host's clock, for a holder on another host to be shown."""
-_NO_FLOCK_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _MISSING = (errno.ENOENT, errno.ESTALE)
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -195,7 +195,7 @@ class RunLock:
             token = _read_token(self._folder)
             with suppress(FileNotFoundError):
                 handle = os.open(token.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._folder)
-                if _flock(handle, fcntl.LOCK_EX):
+                if flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     return token, handle
                 os.close(handle)
             time.sleep(_PAUSE_S)  # others lock it briefly to read it
@@ -414,21 +414,9 @@ def _is_open_for_writing(descriptor: Path, inode: int) -> bool:
 def _is_locked(folder: int, name: str) -> bool:
     handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
-        return not _flock(handle, fcntl.LOCK_SH)
+        return not flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(handle)
-
-
-def _flock(handle: int, kind: int) -> bool:
-    """True if no other process holds a flock, as far as flocks show."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_FLOCK_ERRORS:
-            raise
-    return True
 
 
 def _rename(folder: int, old: str, new: str) -> None:

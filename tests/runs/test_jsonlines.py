@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,15 @@ def test_a_line_that_a_killed_writer_left_costs_only_itself(tmp_path):
     path.write_text('{"kind": "a"}\n{"kind": "torn')
     jsonlines.append(path, {"kind": "b"})
     assert [entry["kind"] for entry in jsonlines.read(path)] == ["a", "b"]
+
+
+def test_lines_are_added_on_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    jsonlines.append(tmp_path / "events.jsonl", {"kind": "a"})
+    assert jsonlines.read(tmp_path / "events.jsonl") == [{"kind": "a"}]
 
 
 def test_a_file_that_was_replaced_or_shortened_is_read_from_its_start(tmp_path):
