@@ -63,11 +63,12 @@ def _machine() -> str:
 
 def _inspect_folder(root: Path, probe: str) -> dict[str, Any]:
     """Inspect the folder of runs, by the file that the launcher has written there."""
-    visible = (root / probe).is_file()
+    # Path.exists() raises if a parent folder is not readable.
+    visible = os.access(root / probe, os.F_OK)
     return {
         "path": str(root),
         "visible": visible,
-        "problem": write_problem(root) if visible or root.is_dir() else None,
+        "problem": write_problem(root) if visible or os.access(root, os.F_OK) else None,
         "free_gib": _free_gib(root),
     }
 
@@ -78,7 +79,6 @@ def _inspect_cache(configured: str | None) -> dict[str, Any]:
         folder = cache_path(configured)
     except RuntimeError:
         return {"path": "~/.cache", "problem": "the user has no home", "free_gib": None}
-    # Path.exists() raises if a parent folder is not readable.
     existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     return {
         "path": str(folder),

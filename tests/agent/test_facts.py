@@ -49,6 +49,12 @@ def test_a_root_that_is_elsewhere_is_not_visible(tmp_path):
     assert not facts(order(tmp_path / "elsewhere"), None)["root"]["visible"]
 
 
+def test_a_root_that_cannot_be_looked_at_is_not_visible(tmp_path):
+    """A name that is too long raises in `Path.is_file`, like a parent folder of another user."""
+    found = facts(order(tmp_path / ("a" * 300)), None)["root"]
+    assert not found["visible"] and found["problem"] is None
+
+
 def test_a_folder_that_takes_nothing_is_told(tmp_path):
     if not Path("/proc/sys").is_dir():
         pytest.skip("needs Linux")

@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import UserError
+from nanoscale.config.machines import Host
+from nanoscale.config.rules import check
+from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.processes import Process, adopt_orphans, end_all, members
+from nanoscale.launch.lifecycle.command import local_host
 from nanoscale.processes.messages import MARK
+from tests.support.recipes import changed
 
 ESCAPES = """
 import subprocess, sys
@@ -63,3 +72,28 @@ def test_another_jobs_processes_are_left_alone():
         other.kill()
         mine.reap()
         other.reap()
+
+
+def test_the_agent_ends_if_the_launcher_is_interrupted_while_it_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = check(changed("run.root=" + str(tmp_path)), Devices("cpu", 1))
+    fleet = Fleet(config, [local_host(config)], tmp_path)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fleet, "_quit_agents", interrupt)
+    with pytest.raises(KeyboardInterrupt), fleet:
+        agent = fleet.members[0].process
+    assert agent is not None and not psutil.pid_exists(agent.pid)
+
+
+def test_hosts_need_a_folder_of_runs_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1")
+    words = ["launcher=ssh", f"launcher.hostfile={hosts}", "parallel.dp=1"]
+    config = check(changed(*words), Devices("cpu", 1), (Host("localhost", 1),))
+    with pytest.raises(UserError, match="no run can be created"):
+        Fleet(config, [Host("localhost", 1)], tmp_path / "file" / "runs").__enter__()

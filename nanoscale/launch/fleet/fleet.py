@@ -19,6 +19,7 @@ from nanoscale.launch.transport.transport import transport_of
 from nanoscale.processes import scratch
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BEAT, BEAT_S, MARK, TRAINING, Message
+from nanoscale.runs.directory import check_root
 from nanoscale.runs.failure import agent_failure
 
 _FILES_A_HOST = 4
@@ -37,11 +38,15 @@ class Fleet:
     Args:
         hosts: the hosts; with launcher=local, one host that is this machine.
         root: the folder of runs, which all hosts must see.
+
+    Raises:
+        UserError: `root` cannot be written to, and other hosts would look for a file there.
     """
 
     def __init__(self, config: Config, hosts: Sequence[Host], root: Path) -> None:
         self._config = config
         self._launcher = config.launcher
+        self._root = root
         self._key_file = KeyFile(nearest_existing(root) / f".nanoscale-{uuid.uuid4().hex}")
         self._mark = uuid.uuid4().hex
         self._preparation: Message = {"environment": {}}
@@ -55,6 +60,8 @@ class Fleet:
     # --- beginning and end --------------------------------------------------------------------------
 
     def __enter__(self) -> Fleet:
+        if not self.transport.is_local:
+            check_root(self._root)
         allow_open_files(_FILES_A_HOST * len(self.members) + 256)
         count = len(self.members)
         self._connections = Connections(self.transport, self._key_file, count, self._mark)
@@ -69,12 +76,14 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._quit_agents()
-        self._connections.close()
-        if self.transport.is_local:
-            scratch.remove_stale()  # an agent that was killed while it started has no process that would
-        self._key_file.remove()
-        adopt_orphans(False)
+        try:
+            self._quit_agents()
+        finally:  # also after another Ctrl-C
+            self._connections.close()
+            if self.transport.is_local:
+                scratch.remove_stale()  # an agent that was killed while it started has no process that would
+            self._key_file.remove()
+            adopt_orphans(False)
 
     def _quit_agents(self) -> None:
         """Let idle agents exit by themselves: they remove their files."""

@@ -26,17 +26,14 @@ from nanoscale.launch.lifecycle.bandwidth import Measured, measure, prepare
 from nanoscale.launch.lifecycle.command import local_host
 from nanoscale.launch.preflight.preflight import can_compute, judge
 from nanoscale.launch.preflight.verdicts import Verdict
-from nanoscale.launch.transport.transport import read_hosts, transport_of
+from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.plan.predict import predict
-from nanoscale.runs.directory import check_root
 
 
 def machines(composed: Composed) -> tuple[Config, Sequence[Host]]:
     """Return the configuration, without a job, and the hosts."""
     hosts = read_hosts(composed)
     config = check_machines(composed, detect(), hosts)
-    if not transport_of(config).is_local:
-        check_root(Path(config.run.root))  # the hosts look for a file there
     return config, hosts or (local_host(config),)
 
 
