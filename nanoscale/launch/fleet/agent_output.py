@@ -36,20 +36,21 @@ class AgentOutput:
         """Keep the output for an error's text only."""
         self._logs = None
 
-    def note(self, member: Member | None, data: bytes) -> None:
-        """Keep the output of an agent; None: of the command that started all of them."""
-        if member is None:
-            self._assign(data)
+    def note(self, source: Member | Sequence[Member], data: bytes) -> None:
+        """Keep the output of an agent, or of a command that started several of them, in their order."""
+        if isinstance(source, Member):
+            _keep(source, data)
+            self._write(source.name, data)
         else:
-            _keep(member, data)
-        self._write(str(self.common_log) if member is None else member.name, data)
+            self._assign(source, data)
+            self._write(str(self.common_log), data)
 
-    def _assign(self, data: bytes) -> None:
+    def _assign(self, members: Sequence[Member], data: bytes) -> None:
         """Assign each host's lines to its member; both pdsh and srun prefix them with the host."""
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
             name, code = self._transport.exit_code(line) or (None, None)
-            for number, member in enumerate(self._members):
+            for number, member in enumerate(members):
                 prefix = f"{self._transport.label(number, member.host)}:".encode()
                 if prefix in labels:
                     _keep(member, line.removeprefix(prefix + b" "))

@@ -71,6 +71,10 @@ class Member:
         self.unpacker, self.last_heard, self.mark = Unpacker(), time.monotonic(), mark
 
 
+Source = Member | Sequence[Member]
+"""The member whose agent writes a stream, or those whose agents one command has started."""
+
+
 class KeyFile:
     """A file in the folder of runs, which only its owner may read: hosts that see it see the folder.
 
@@ -144,22 +148,21 @@ class Connections:
         self._processes.append(process)
         for member in members:
             member.process = process
-        owner = None
+        source: Source = members
         if not self._transport.is_reverse:
-            (owner,) = members
-            owner.sender = Sender(process.stdin.fileno())
-        self._register(process.stdout, owner, carries_messages=owner is not None)
-        self._register(process.stderr, owner, carries_messages=False)
+            (source,) = members
+            source.sender = Sender(process.stdin.fileno())
+        self._register(process.stdout, source, carries_messages=isinstance(source, Member))
+        self._register(process.stderr, source, carries_messages=False)
 
-    def _register(self, stream: object, member: Member | None, *, carries_messages: bool) -> None:
-        self._selector.register(stream, selectors.EVENT_READ, (member, carries_messages))  # type: ignore[arg-type]
+    def _register(self, stream: object, source: Source, *, carries_messages: bool) -> None:
+        self._selector.register(stream, selectors.EVENT_READ, (source, carries_messages))  # type: ignore[arg-type]
 
-    def poll(self, timeout: float) -> Iterator[tuple[Member | None, bool, bytes]]:
+    def poll(self, timeout: float) -> Iterator[tuple[Source, bool, bytes]]:
         """Wait at most this long, and yield new bytes, none at the end of a stream.
 
         Yields:
-            the member, None for a command that started several agents; True if the stream carries messages;
-            the bytes.
+            the source of the bytes; True if the stream carries messages; the bytes.
         """
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._reverse:

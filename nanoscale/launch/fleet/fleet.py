@@ -200,13 +200,13 @@ class Fleet:
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
         """Return new messages, after at most this wait; lost members are marked."""
         messages: list[tuple[Member, Message]] = []
-        for member, carries_messages, data in self._connections.poll(timeout):
-            if member is None or not carries_messages:
-                self.output.note(member, data)
+        for source, carries_messages, data in self._connections.poll(timeout):
+            if not isinstance(source, Member) or not carries_messages:
+                self.output.note(source, data)
             elif not data:
-                member.closed_at = time.monotonic()
+                source.closed_at = time.monotonic()
             else:
-                messages += self._read_messages(member, data)
+                messages += self._read_messages(source, data)
         for member in self._connections.accept(self.members):
             self._prepare(member)
         if time.monotonic() - self._last_check > _CHECK_S:
