@@ -33,6 +33,14 @@ OFFLOADED = recomputed("selective", offload_activations=True)
 QUICK = [
     Row("one process, bf16", precision="bf16", shape=SMALL),
     Row("one process, selective, offloaded", OFFLOADED, shape=SMALL),
+    Row(
+        "one process, adamw8bit, update highest",
+        optimizer="adamw8bit",
+        micro_batch=1,
+        global_batch=2,
+        shape=replace(SMALL, vocab=LARGE_VOCABULARY, hidden=32, head_dim=4, ffn=64),
+        seq=32,
+    ),
     Row("dp 2, stage 0", {"dp": 2}, shape=SMALL),
     Row("dp 2, stage 2, bf16", {"dp": 2}, 2, precision="bf16", shape=SMALL),
     Row("dp 2, stage 3, full", {"dp": 2} | recomputed("full"), 3, 2, shape=SMALL),

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+"""Types of tensors on which operations run as they are; other types call operations on these."""
 _resize = torch.UntypedStorage.resize_
 
 
@@ -38,8 +41,9 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # they call operations on plain tensors, which come back here
+        for kind in types:
+            if kind not in PLAIN:
+                return NotImplemented  # it calls operations on plain tensors, which come back here
         result = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._see, result)
         return result

@@ -34,7 +34,7 @@ from nanoscale.parallel import activation
 from nanoscale.rehearse.played import collectives, cuda, kernels, transit
 from nanoscale.rehearse.played.allocator import Allocator, rounded
 from nanoscale.rehearse.played.history import MemoryHistory
-from nanoscale.rehearse.played.live_memory import LiveMemory
+from nanoscale.rehearse.played.live_memory import PLAIN, LiveMemory
 from nanoscale.rehearse.played.loads import EvenLoads
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import Call, PhaseMemory, Wait
@@ -42,7 +42,6 @@ from nanoscale.rehearse.played.record import Call, PhaseMemory, Wait
 aten = torch.ops.aten
 META = torch.device("meta")
 _DEVICE_OF = torch.ops.prim.device.default
-_PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 _SCALAR = aten._local_scalar_dense.default
 _WAITING = {_SCALAR: "item", aten.nonzero.default: "nonzero", aten.equal.default: "equal"}
 _COPIES = {True: "copy to the host", False: "copy from the host"}
@@ -139,7 +138,7 @@ class World(LiveMemory):
         if func is _DEVICE_OF:
             return self._device_in_cpp(args[0])
         for kind in types:
-            if kind not in _PLAIN:
+            if kind not in PLAIN:
                 return NotImplemented  # it calls operations on plain tensors, which come back here
         if func.namespace in collectives.NAMESPACES:
             return self._communicate(func, args)
@@ -225,7 +224,7 @@ class World(LiveMemory):
             self._new_on_host = self.on_gpu and tensor.fake_device.type == "cpu"
             if tensor.fake_device.type != "meta":
                 self.see_storage(tensor.untyped_storage())
-        elif type(tensor) in _PLAIN and not tensor.is_meta:
+        elif type(tensor) in PLAIN and not tensor.is_meta:
             self._new_on_host = self.on_gpu
             self.see_storage(tensor.untyped_storage())
 
