@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from nanoscale.common.units import GIB, byte_size, duration, share
+from nanoscale.common.units import byte_size, duration, share
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
@@ -41,21 +41,6 @@ def verdict(result: dict[str, Any]) -> str:
     used = share(worst["total"], result["capacity"])
     fits = "fits" if result["fits"] else "does not fit"
     return f"{fits}: {used} on rank {worst['rank']} (most in {worst['peak_phase']})"
-
-
-def counted(result: dict[str, Any]) -> str:
-    """Return what a rehearsal counted, in one line beside a plan."""
-    bound = ", an upper bound: compiled blocks ran eagerly" if result["eager"] else ""
-    return f"rehearsed: {verdict(result)}{bound}"
-
-
-def counted_document(result: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a rehearsal counted, for a plan's document; sizes are in GiB."""
-    if result is None:
-        return None
-    worst = _worst(result)
-    sizes = {f"{name}_gib": worst[name] / GIB for name in ("allocated", "reserved", "total")}
-    return {"fits": result["fits"], "rank": worst["rank"], **sizes, "upper_bound": result["eager"]}
 
 
 def mistakes(result: dict[str, Any]) -> Iterator[str]:

@@ -110,7 +110,7 @@ def _played(number: int, config: ResolvedConfig, ranks: list[int]) -> RankRecord
 
 def before_saving(record: RankRecord) -> int:
     """Return the peak of a record before the first checkpoint."""
-    later = ("checkpoint", "checkpoint thread", "resume")
+    later = ("checkpoint", "checkpoint thread", "between steps", "resume")
     return max(phase.peak for name, phase in record.phases.items() if name not in later)
 
 

@@ -20,8 +20,10 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.request import Request
+from nanoscale.plan.predict import RehearsedMemory, predict
 from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
+from nanoscale.view.plan.prediction_text import verdict
 from nanoscale.view.run.launch_text import rehearsal_lines
 from tests.support.waiting import wait_until
 
@@ -110,15 +112,29 @@ def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
     assert nanoscale(words) == 0
     assert "all members of every group agree" in capsys.readouterr().out
     assert nanoscale(["plan", *LAYOUT, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rehearsed"]["rank"] == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["rehearsed"]["rank"] == 0 and planned["rehearsed"]["decides"]
+    assert planned["rehearsed"]["allocated_gib"] == result["ranks"][0]["allocated"] / 2**30
     assert nanoscale(["plan", *LAYOUT]) == 0
-    assert "rehearsed: rank 0 holds most" in capsys.readouterr().out
+    assert "(rehearsed: rank 0, " in capsys.readouterr().out
     assert nanoscale(["plan", *LAYOUT, "train.micro_batch=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rehearsed"] is None
     assert nanoscale(["train", *LAYOUT, "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rehearsed"] is True
+    dry_run = json.loads(capsys.readouterr().out)
+    assert dry_run["rehearsed"] is True
+    assert dry_run["plan"]["rehearsed"] == planned["rehearsed"]
     assert nanoscale(["train", *LAYOUT, "train.micro_batch=1", "--dry-run"]) == 0
     assert "not rehearsed: --rehearse" in capsys.readouterr().out
+
+
+def test_a_rehearsal_decides_whether_a_job_fits() -> None:
+    words = ["recipe=debug", "cluster=h200", "cluster.hosts=1"]
+    plan = predict(check(compose(words), Devices("cuda", 8)))
+    over = RehearsedMemory(0, "backward", 0, 0, plan.capacity + 2**30, upper_bound=False)
+    assert plan.fits and not replace(plan, rehearsed=over).fits
+    bound = replace(plan, rehearsed=replace(over, upper_bound=True))
+    assert bound.fits_probability == plan.fits_probability
+    assert "an upper bound, counted" in verdict(bound)
 
 
 @pytest.mark.slow

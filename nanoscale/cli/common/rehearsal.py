@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.launch.request import Request
+    from nanoscale.plan.predict import Prediction
 
 
 def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
@@ -42,6 +43,28 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
     if result["fits"] is False and not force:
         raise UserError("plan", f"the rehearsal {verdict(result)}")
     return replace(request, program=result)
+
+
+def with_rehearsal(plan: Prediction) -> Prediction:
+    """Return the prediction with the memory that a rehearsal by the same code counted, if there is one."""
+    from dataclasses import replace
+
+    from nanoscale.plan.predict import RehearsedMemory
+    from nanoscale.rehearse.rehearsals import known_of
+
+    result = known_of(plan.config)
+    if result is None:
+        return plan
+    worst = next(rank for rank in result["ranks"] if rank["rank"] == result["worst_rank"])
+    memory = RehearsedMemory(
+        rank=worst["rank"],
+        phase=worst["peak_phase"],
+        allocated=worst["allocated"],
+        reserved=worst["reserved"],
+        total=worst["total"],
+        upper_bound=result["eager"],
+    )
+    return replace(plan, rehearsed=memory)
 
 
 def rehearsed(

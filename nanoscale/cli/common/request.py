@@ -221,13 +221,14 @@ def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
         UserError: of kind `plan`, it does not fit, and `force` is not set; or `cluster` names unknown
             hardware.
     """
+    from nanoscale.cli.common.rehearsal import with_rehearsal
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.view.plan.prediction_json import document
     from nanoscale.view.plan.verdict import require_fit
 
     try:
-        plan = predict(request.config)
+        plan = with_rehearsal(predict(request.config))
     except UnknownHardwareError as error:
         display.note(f"not planned: {error}")
         return request

@@ -12,6 +12,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
 from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, console, print_json
+from nanoscale.cli.common.rehearsal import with_rehearsal
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
@@ -128,13 +129,13 @@ def _one(
     as_json: bool,
 ) -> int:
     from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
-    from nanoscale.rehearse.rehearsals import known_of
-    from nanoscale.view.rehearsal_text import counted, counted_document
 
     config = request_job(line, starts=False, devices=planned_devices).config
     prediction = predict(config, software=software)
-    rehearsal = known_of(config)
+    if software is NANOSCALE:
+        prediction = with_rehearsal(prediction)
     if html is not None:
         from nanoscale.view.plan.prediction_page import prediction_page
 
@@ -142,13 +143,11 @@ def _one(
     if as_json:
         from nanoscale.view.plan.prediction_json import document
 
-        print_json({**document(prediction), "rehearsed": counted_document(rehearsal)})
+        print_json(document(prediction))
     else:
         from nanoscale.view.plan.prediction_text import print_prediction
 
         print_prediction(console(), prediction, explain=explain)
-        if rehearsal is not None:
-            console().print(counted(rehearsal), markup=False)
     return DONE
 
 

@@ -20,6 +20,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "fits": plan.fits,
         "fits_probability": round(plan.fits_probability, 4),
         "memory": _memory(plan),
+        "rehearsed": _rehearsed(plan),
         "step_time_s": time.seconds,
         "step_parts_s": asdict(time.parts),
         "tokens_per_s": time.tokens_per_s,
@@ -64,6 +65,21 @@ def _memory(plan: Prediction) -> dict[str, Any]:
         "capacity_gib": plan.hardware.memory_gib,
         **_sizes(worst),
         "ranks": [{"rank": rank.rank, **_sizes(rank)} for rank in plan.memory],
+    }
+
+
+def _rehearsed(plan: Prediction) -> dict[str, Any] | None:
+    rehearsed = plan.rehearsed
+    if rehearsed is None:
+        return None
+    return {
+        "fits": rehearsed.total <= plan.capacity,
+        "decides": plan.decisive is not None,
+        "rank": rehearsed.rank,
+        "allocated_gib": rehearsed.allocated / GIB,
+        "reserved_gib": rehearsed.reserved / GIB,
+        "total_gib": rehearsed.total / GIB,
+        "upper_bound": rehearsed.upper_bound,
     }
 
 

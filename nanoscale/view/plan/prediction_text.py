@@ -97,11 +97,19 @@ def recomputation(layout: Parallel) -> str:
 
 def verdict(plan: Prediction) -> str:
     """Return the verdict in one line."""
-    worst = plan.worst
-    needs = share(worst.total, plan.capacity)
-    where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
+    worst, rehearsed = plan.worst, plan.decisive
+    if rehearsed is not None:
+        needs = share(rehearsed.total, plan.capacity)
+        where = f"rehearsed: rank {rehearsed.rank}, {rehearsed.phase}"
+    else:
+        needs = share(worst.total, plan.capacity)
+        where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
+        where += worst.peak
+        if plan.rehearsed is not None:
+            most = byte_size(plan.rehearsed.total)
+            where += f"; a rehearsal with eager blocks, an upper bound, counted {most}"
     word = "fits" if plan.fits else "does not fit"
-    return f"{word}: {needs} ({where}{worst.peak}); probability that it fits {plan.fits_probability:.0%}"
+    return f"{word}: {needs} ({where}); probability that it fits {plan.fits_probability:.0%}"
 
 
 def outcome(plan: Prediction) -> list[str]:

@@ -108,7 +108,11 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     """Summarise plan.json; `nanoscale plan` shows all of it."""
     memory = predicted["memory"]
     word = "fits" if predicted["fits"] else "does not fit"
-    needed = share(int(GIB * memory["in_use_gib"]), int(GIB * memory["capacity_gib"]))
+    rehearsed = predicted.get("rehearsed")
+    in_use = memory["in_use_gib"]
+    if rehearsed and rehearsed["decides"]:
+        in_use, word = rehearsed["total_gib"], f"rehearsed: {word}"
+    needed = share(int(GIB * in_use), int(GIB * memory["capacity_gib"]))
     advice = bf16_advice(
         predicted["tokens_per_s_per_gpu"], predicted.get("bf16_tokens_per_s_per_gpu")
     )
