@@ -67,7 +67,12 @@ def _single(
     product, head = setting.compute * _product(setting, held), grads * held.head
     copies = int(states.copy * held.numel)
     first = 0 if before else head
-    bucket = min(GRADIENT_BUCKET, grads * held.numel) if setting.peers > 1 else 0
+    # The last bucket ends with the whole embedding. Before the first block only full buckets are sent.
+    bucket = min(GRADIENT_BUCKET + grads * held.embedding, grads * held.numel)
+    done = grads * (held.numel - held.block - held.embedding)
+    full_bucket = GRADIENT_BUCKET if done > GRADIENT_BUCKET else 0
+    if setting.peers == 1:
+        bucket = full_bucket = 0
     return (
         Phase(
             "loss",
@@ -91,10 +96,10 @@ def _single(
             "backward of the first block",
             weights=weights,
             compute_copies=copies,
-            gradients=max(before, grads * (held.numel - held.block - held.embedding)) + product,
+            gradients=max(before, done) + product,
             optimizer=optimizer,
             activations=fly.last + fly.extra,
-            communication=bucket,
+            communication=full_bucket,
         ),
         Phase(
             "end of the backward pass",
@@ -171,8 +176,6 @@ def _sharded(
             optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
-            # On a CPU the loss still keeps what it returned as the gradient of the head's weights.
-            logits=0 if tied or setting.gpu else fly.loss_kept,
             communication=0 if tied else reduce * held.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
@@ -402,7 +405,7 @@ def _explain(
             f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
         )
     if setting.single:
-        return f"a bucket of gradients being reduced, of at most {byte_size(GRADIENT_BUCKET)}"
+        return f"a bucket of gradients being reduced, of {byte_size(GRADIENT_BUCKET)} and one matrix at most"
     return (
         f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "
         f"boundaries of the pipeline {byte_size(fly.received)}"
