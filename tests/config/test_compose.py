@@ -244,6 +244,17 @@ def test_a_folder_for_a_file():
     assert violations(config_file=Path("mine.yaml")) == [("", "mine.yaml")]
 
 
+@pytest.mark.parametrize(
+    "key", ["data.path", "data.cache_dir", "data.mixture.a.path", "model.init_from", "run.root"]
+)
+def test_a_path_below_the_home_of_nobody_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match="home folder of a user that does not exist") as caught:
+        compose(["recipe=debug", f"{key}='~nobody-of-this-name/x'"])
+    assert key.startswith(caught.value.violations[0].key)
+    python = compose(["recipe=debug", "cluster.python='~nobody-of-this-name/python'"])
+    assert python.config.cluster.python == "~nobody-of-this-name/python"  # of other hosts
+
+
 def test_recipes_in_a_circle():
     write("recipes/a.yaml", "defaults: [b]\n")
     write("recipes/b.yaml", "defaults: [a]\n")

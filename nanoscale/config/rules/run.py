@@ -95,15 +95,9 @@ def resolve_run(resolution: Resolution) -> Run:
         resolution.refuse("run", "run.name", RULE, override("run.name", legal) if legal else None)
     if not run.root:
         resolution.refuse("run", "run.root", "is empty", "run.root=runs")
-    return replace(run, root=_expanded(run.root))
-
-
-def _expanded(root: str) -> str:
-    """Expand `~` as the shell would: a folder of that name is a trap."""
-    try:
-        return str(Path(root).expanduser()) if root.startswith("~") else root
-    except RuntimeError:
-        return root
+    # `~` is expanded as the shell would: a folder of that name is a trap.
+    root = str(Path(run.root).expanduser()) if run.root.startswith("~") else run.root
+    return replace(run, root=root)
 
 
 # --- profile --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from nanoscale.common.errors import Violation
@@ -140,6 +141,7 @@ def value_of(name: str, raw: object) -> object:
         matches, value = _match(choice, raw, key)
         if matches:
             _within_bounds(key, value)
+            _require_home(key, value)
             return value
     raise _WrongError(f"must be {key.type}{_scale(key)}", _repairs(key, raw))
 
@@ -209,6 +211,18 @@ def _scale(key: reference.Key) -> str:
         case "binary":
             return " (32k can be written; k is 1024)"
     return ""
+
+
+def _require_home(key: reference.Key, value: object) -> None:
+    """Require that the home folders in paths exist, except in those of the ranks' hosts (cluster, zero)."""
+    if not key.path or key.name.partition(".")[0] not in ("run", "model", "data", "launcher"):
+        return
+    try:
+        for text in reference.flat({key.name: value}).values():
+            Path(text if isinstance(text, str) else "").expanduser()
+    except RuntimeError:
+        message = "begins with the home folder of a user that does not exist here"
+        raise _WrongError(message) from None
 
 
 def _within_bounds(key: reference.Key, value: object) -> None:
