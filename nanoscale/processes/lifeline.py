@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanoscale.processes.messages import MARK
-from nanoscale.processes.proc import is_tracker
+from nanoscale.processes.proc import is_alive, is_tracker
 
 SCRATCH, CGROUP = "NANOSCALE_SCRATCH", "NANOSCALE_CGROUP"
 """Names of the variables with the agent's temporary folder and the job's cgroup on the host."""
@@ -100,7 +100,8 @@ def wait_until_gone(pid: int) -> None:
     except ProcessLookupError:
         return
     except (AttributeError, OSError):  # an old kernel, or not Linux
-        _poll_until_gone(pid)
+        while is_alive(pid):
+            time.sleep(_POLL_S)
         return
     try:
         poller = select.poll()
@@ -108,17 +109,3 @@ def wait_until_gone(pid: int) -> None:
         poller.poll()
     finally:
         os.close(handle)
-
-
-def _poll_until_gone(pid: int) -> None:
-    while _is_alive(pid):
-        time.sleep(_POLL_S)
-
-
-def _is_alive(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from nanoscale import worker
 from nanoscale.processes import lifeline
+from nanoscale.processes.proc import is_alive
 from nanoscale.runs import failure, rank_context
 from nanoscale.runs.directory import RunDirectory
 
@@ -117,3 +119,15 @@ def test_waiting_for_a_process_that_is_gone_returns_at_once():
     gone = subprocess.Popen(["true"])
     gone.wait()
     lifeline.wait_until_gone(gone.pid)
+
+
+def test_without_descriptors_of_processes_the_end_is_seen_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(_: int) -> None:
+        raise OSError(errno.ENOSYS, "an old kernel")
+
+    monkeypatch.setattr("os.pidfd_open", missing)
+    with subprocess.Popen(["sleep", "0.3"]) as unreaped:
+        lifeline.wait_until_gone(unreaped.pid)
+        assert not is_alive(unreaped.pid)
