@@ -17,7 +17,7 @@ from typing import Any
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, byte_size
 from nanoscale.runs.directory import RunDirectory, write_json
-from nanoscale.runs.documents import read_record
+from nanoscale.runs.documents import damaged, read_record
 
 Document = dict[str, Any]
 
@@ -439,9 +439,13 @@ def read(run: RunDirectory) -> Failure | None:
         UserError: it is damaged.
     """
     try:
-        return read_record(Failure, run.failure)
+        failure = read_record(Failure, run.failure)
+        user_error(failure)
     except FileNotFoundError:
         return None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(run.failure, "has a `user_error` of another form than expected") from error
+    return failure
 
 
 def user_error(failure: Failure | RankFailure) -> UserError | None:

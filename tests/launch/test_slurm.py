@@ -118,6 +118,13 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(bin_folder: Path) -> None:
     assert job_states([Submission("12")]) == {}
 
 
+def test_a_program_of_slurm_that_cannot_be_run_is_no_internal_error(bin_folder: Path) -> None:
+    (bin_folder / "squeue").write_text("neither a script nor a program")
+    (bin_folder / "squeue").chmod(0o755)
+    with pytest.raises(SlurmError, match="squeue cannot be run: Exec format error"):
+        job_states([Submission("12")])
+
+
 @pytest.mark.parametrize("text", [None, "echo 'squeue: error: Unable to contact' >&2; exit 1"])
 def test_a_slurm_that_cannot_be_asked_is_told_from_that(bin_folder: Path, text: str | None) -> None:
     if text is not None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import asdict, replace
 
@@ -134,6 +135,11 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path):
     assert heard == said
     failure.write(run, digest(run, 1, [heard], {}))
     assert failure.user_error(failure.read(run)) == error
+    for part in ({}, {"violations": [5]}, {"violations": [{"suggestions": []}]}):
+        document = json.loads(run.failure.read_text())
+        run.failure.write_text(json.dumps({**document, "user_error": part}))
+        with pytest.raises(UserError, match="failure.json has a `user_error` of another form"):
+            failure.read(run)
 
 
 def test_a_damaged_file_is_named_and_is_no_failure_of_a_rank(tmp_path):

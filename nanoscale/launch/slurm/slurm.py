@@ -199,6 +199,8 @@ def _query(command: Sequence[str]) -> str:
         return _run(command, _TIMEOUT_S)
     except FileNotFoundError as error:
         raise SlurmError(f"there is no {command[0]} here") from error
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
 def _run(command: Sequence[str], wait_s: float | None) -> str:
