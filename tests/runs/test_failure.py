@@ -10,7 +10,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.processes.messages import LONGEST_LINE, pack
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import Evidence, RankFailure, diagnose, digest, first_cause
+from nanoscale.runs.failure import Document, Evidence, RankFailure, diagnose, digest, first_cause
 
 
 def failed(rank, at, type="", message="", exit_code=1, **more):
@@ -135,7 +135,8 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path):
     assert heard == said
     failure.write(run, digest(run, 1, [heard], {}))
     assert failure.user_error(failure.read(run)) == error
-    for part in ({}, {"violations": [5]}, {"violations": [{"suggestions": []}]}):
+    damages: list[Document] = [{}, {"violations": [5]}, {"violations": [{"suggestions": []}]}]
+    for part in damages:
         document = json.loads(run.failure.read_text())
         run.failure.write_text(json.dumps({**document, "user_error": part}))
         with pytest.raises(UserError, match="failure.json has a `user_error` of another form"):

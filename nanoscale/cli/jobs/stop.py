@@ -25,7 +25,7 @@ def stop_run(
 ) -> int:
     """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.lifecycle.stopping import ask_to_stop, leave_queue, wait_for_end
+    from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
     from nanoscale.launch.slurm.jobs import job_of, require_known
     from nanoscale.runs import lock, status
     from nanoscale.runs.directory import RunDirectory
@@ -40,10 +40,12 @@ def stop_run(
         job = begun
     if owner is None:
         require_known(directory, job)
-    if owner is None and (job is None or not job.is_there):
+    target = active(owner, job)
+    if target is None:
         display.show(f"{directory.name} is not running")
         return DONE
-    display.note(f"asked {ask_to_stop(directory, owner, job)} to stop")
+    ask_to_stop(directory, target)
+    display.note(f"asked {target} to stop")
     if timeout is None:
         timeout = load(directory.config).launcher.stop_grace_s + _MARGIN_S
     if not wait_for_end(directory, owner, job, timeout):

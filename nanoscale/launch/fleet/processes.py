@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from nanoscale.processes import orphans
 from nanoscale.processes.proc import is_alive
@@ -38,6 +38,8 @@ class Process:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        pipes = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
+        self.stdin, self.stdout, self.stderr = (cast("BinaryIO", pipe) for pipe in pipes)
         with suppress(
             OSError, AttributeError
         ):  # the ranks' output comes this way; some systems do not support it
@@ -46,21 +48,6 @@ class Process:
     @property
     def pid(self) -> int:
         return self._popen.pid
-
-    @property
-    def stdin(self) -> BinaryIO:
-        assert self._popen.stdin is not None
-        return self._popen.stdin  # type: ignore[return-value]
-
-    @property
-    def stdout(self) -> BinaryIO:
-        assert self._popen.stdout is not None
-        return self._popen.stdout  # type: ignore[return-value]
-
-    @property
-    def stderr(self) -> BinaryIO:
-        assert self._popen.stderr is not None
-        return self._popen.stderr  # type: ignore[return-value]
 
     def exit_code(self) -> int | None:
         """Return the exit code; negative: the signal that ended it; None while it runs."""

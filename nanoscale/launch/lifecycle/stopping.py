@@ -39,23 +39,27 @@ def leave_queue(run: RunDirectory, job: Job) -> Job | None:
     return None
 
 
-def ask_to_stop(run: RunDirectory, owner: Owner | None, job: Job | None) -> Owner | Job:
-    """Ask the launcher or the SLURM job of a run to save and stop; return which one.
+def active(owner: Owner | None, job: Job | None) -> Owner | Job | None:
+    """Return the launcher or the SLURM job that can be asked to stop a run; None if it is not active."""
+    present = job if job is not None and job.is_there else None
+    return owner if owner is not None and owner.is_here else present or owner
+
+
+def ask_to_stop(run: RunDirectory, target: Owner | Job) -> None:
+    """Ask the launcher or the SLURM job of a run to save and stop.
 
     Raises:
-        UserError: the job may be another run's, or SLURM refuses.
+        UserError: the launcher is on another host, the job may be another run's, or SLURM refuses.
     """
-    if owner is not None and (owner.is_here or job is None or not job.is_there):
-        if owner.is_here:
+    if isinstance(target, Owner):
+        if target.is_here:
             _note(run)
-        lock.terminate(run, owner)
-        return owner
-    assert job is not None
-    _require_own(run, job)
-    with _refused(run, job):
+        lock.terminate(run, target)
+        return
+    _require_own(run, target)
+    with _refused(run, target):
         _note(run)
-        signal_batch(job.submission, "TERM")
-    return job
+        signal_batch(target.submission, "TERM")
 
 
 def wait_for_end(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float) -> bool:

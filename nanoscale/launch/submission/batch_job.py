@@ -160,10 +160,10 @@ def _refuse_unlike(one: Request, other: Request) -> None:
 def refused(error: SlurmError, composed: Composed | None = None) -> UserError:
     """Return sbatch's message as an error, with the key of a configuration that it may be about."""
     said = str(error).replace("Batch job submission failed: ", "")
-    for pattern, key, command in _BLAMED if composed is not None else ():
-        if re.search(pattern, said, re.IGNORECASE):
-            assert composed is not None
-            value = value_of(composed.config, key)
-            cause = Violation(key, value, composed.source(key), said, (command,))
-            return UserError("slurm", "SLURM rejected the job", [cause])
+    if composed is not None:
+        for pattern, key, command in _BLAMED:
+            if re.search(pattern, said, re.IGNORECASE):
+                value = value_of(composed.config, key)
+                cause = Violation(key, value, composed.source(key), said, (command,))
+                return UserError("slurm", "SLURM rejected the job", [cause])
     return UserError("slurm", f"SLURM rejected the job: {said}")
