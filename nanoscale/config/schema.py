@@ -419,7 +419,7 @@ class Data:
     )
     tokenizer: str = key(
         "byte",
-        "byte · bpe (trained on the corpus) · path of a tokenizer.json, to print samples",
+        "byte · bpe (trained on the corpus) · path of a tokenizer.json or a .model, to print samples",
         path=True,
     )
     bpe_vocab: int = key(4096, "tokens of a trained BPE, at most", unit="tokens", at_least=257)

@@ -199,7 +199,7 @@ def _tokenizer(name: str, texts: list[str], settings: Settings, folder: Path) ->
         trained = train_bpe(texts, settings["bpe_vocab"], target)
         _sync_file(target)
         return trained
-    source = Path(name).expanduser()
+    source = load(name).path
     _write_durably(target, source.read_bytes())
     config = source.with_name("tokenizer_config.json")  # it may name the token that ends a document
     if config.is_file():

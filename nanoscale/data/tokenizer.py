@@ -15,15 +15,13 @@ import numpy as np
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.prepared_folder import TEMPLATE
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
+from nanoscale.data.sentencepiece_model import SUFFIX, ConversionError, as_json
 
 END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"
 """The file beside a tokenizer.json that may name the end-of-document token."""
-
-_SENTENCEPIECE = (
-    "is a sentencepiece model; give the tokenizer.json of the same model, which most models have beside it"
-    " and which `save_pretrained` of transformers' tokenizers writes"
-)
+_FILES = ("tokenizer.json", "tokenizer.model")
+"""The names of tokenizers in a model's folder, in the order of preference."""
 # Names of the end-of-document token, in the order of preference.
 _END_NAMES = (
     END,
@@ -82,7 +80,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json of Hugging Face's `tokenizers` library."""
+    """A tokenizer.json of Hugging Face's `tokenizers` library, or a sentencepiece model converted to one."""
 
     def __init__(self, tokenizer: Any, path: Path, eos: int, bos: int | None = None) -> None:
         """Wrap a tokenizer; `bos` begins a text, if the files beside the tokenizer.json name one."""
@@ -122,35 +120,52 @@ class FileTokenizer:
         return name
 
 
+def in_folder(folder: Path) -> Path | None:
+    """Return the tokenizer.json in a folder, otherwise its tokenizer.model; None if it has neither."""
+    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+
+
 def find(name: str, key: str) -> Path:
-    """Return the tokenizer.json of a file, a folder, or a model on the hub.
+    """Return the tokenizer.json of a file, a folder, or a model on the hub; a sentencepiece model is converted.
 
     A model in the hub's cache needs no network. Raises UserError, naming `key`, if there is none.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        path /= "tokenizer.json"
+        path = in_folder(path) or path / "tokenizer.json"
     if path.is_file():
-        return path
-    if missing_path(name) is not None or path.suffix == ".json":
+        return _converted(path, key)
+    if missing_path(name) is not None or path.suffix in (".json", SUFFIX):
         suggestions = tuple(f"{key} {shlex.quote(similar)}" for similar in similar_paths(name))
         raise _tokenizer_error(path, "there is no such file", key, suggestions)
     with asking(name) as cache_only:
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
 
         try:
-            file = Path(hf_hub_download(name, "tokenizer.json", local_files_only=cache_only))
+            try:
+                file = Path(hf_hub_download(name, _FILES[0], local_files_only=cache_only))
+            except EntryNotFoundError:
+                file = Path(hf_hub_download(name, _FILES[1], local_files_only=cache_only))
         except Exception as error:  # a hub, a network and a cache can raise anything
             what = f"is not a file, and the hub has no such tokenizer to load: {why_not(error)}"
             raise _tokenizer_error(Path(name), what, key) from error
         for name_beside in (CONFIG, TEMPLATE):
             with suppress(Exception):  # not every model has one
                 hf_hub_download(name, name_beside, local_files_only=cache_only)
-    return file
+    return _converted(file, key)
+
+
+def _converted(path: Path, key: str) -> Path:
+    try:
+        return as_json(path)
+    except ConversionError as error:
+        raise _tokenizer_error(path, str(error), key) from error
 
 
 def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = None) -> FileTokenizer:
-    """Read a tokenizer.json; a tokenizer_config.json beside it may name the end token, or `eos`.
+    """Read a tokenizer.json or a sentencepiece model; a tokenizer_config.json beside it may name the end
+    token, or `eos`.
 
     Raises UserError, naming `key`, if it is missing, unreadable or has no end-of-document token.
     """
@@ -161,11 +176,10 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
         raise _tokenizer_error(
             path, "there is no such file; give byte, bpe or the path of a tokenizer.json", key
         )
+    path = _converted(path, key)
     try:
         native = Native.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        if path.suffix == ".model":
-            raise _tokenizer_error(path, _SENTENCEPIECE, key) from error
         raise _tokenizer_error(
             path, f"it cannot be read as a tokenizer.json: {error}", key
         ) from error

@@ -11,7 +11,7 @@ from nanoscale.config.data.mixture import sources_of
 from nanoscale.config.data.prepared_folder import TEMPLATE, TOKENIZER, folder_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
-from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, load
+from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, in_folder, load
 
 _FILES = (
     "tokenizer.json",
@@ -35,9 +35,9 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     """
     data, init_from = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
-        _copy(Path(data.tokenizer).parent, folder)
-        shutil.copyfile(data.tokenizer, folder / "tokenizer.json")
         tokenizer = load(data.tokenizer)
+        _copy(tokenizer.path.parent, folder)
+        shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
         _describe(folder, tokenizer.name_of(tokenizer.eos))
         return _eos_entry(tokenizer.eos) | _special_entries(Path(data.tokenizer).parent)
     if data.source != "stdlib":
@@ -64,14 +64,14 @@ def tokenizer_of_run(config: Config) -> Tokenizer | None:
         return load(data.tokenizer)
     if data.source == "stdlib":
         return ByteTokenizer() if data.tokenizer == "byte" else corpus.prepare(data).tokenizer()
-    if init_from is not None and (Path(init_from) / "tokenizer.json").is_file():
-        return load(Path(init_from) / "tokenizer.json")
+    if init_from is not None and (file := in_folder(Path(init_from))) is not None:
+        return load(file)
     folders = [folder_of(source.path) for source in sources_of(data) if source.path]
     prepared = [folder for folder in folders if folder is not None]
     if not prepared or len(prepared) < len(folders):
         return None
-    file = prepared[0] / TOKENIZER  # the rules require one tokenizer for several sources
-    return load(file) if file.is_file() else ByteTokenizer()
+    made_by = prepared[0] / TOKENIZER  # the rules require one tokenizer for several sources
+    return load(made_by) if made_by.is_file() else ByteTokenizer()
 
 
 def chat_template(config: Config) -> Path | None:

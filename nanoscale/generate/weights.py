@@ -25,7 +25,7 @@ from nanoscale.config.hf.shape import UnsupportedError, read_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
-from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find
+from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
 from nanoscale.data.tokenizer import load as load_tokenizer
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
@@ -160,8 +160,8 @@ def _open_folder(
             load.load(folder, model.shape, dict(_state(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
-    if not said and not (folder / "tokenizer.json").is_file():
-        raise _no_tokenizer(f"{folder} has no tokenizer.json", model.shape.vocab)
+    if not said and in_folder(folder) is None:
+        raise _no_tokenizer(f"{folder} has no tokenizer.json or tokenizer.model", model.shape.vocab)
     tokenizer = _named(said or str(folder))
     before: tuple[int, ...] = (tokenizer.eos,)
     added, start = tuple[int, ...](), tokenizer.eos

@@ -235,7 +235,7 @@ def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
         (["hf:./nowhere"], "hf:./nowhere: there is no such folder"),
         (["a.jsonl", "--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json"),
         (["a.jsonl", "--tokenizer", "a.jsonl"], "cannot be read as a tokenizer.json"),
-        (["a.jsonl", "--tokenizer", "a.model"], "is a sentencepiece model; give the tokenizer.json"),
+        (["a.jsonl", "--tokenizer", "a.model"], "it is not a sentencepiece model"),
         (["a.jsonl", "--tokenizer", "byte", "--train-tokenizer"], "give --tokenizer or"),
         (["a.jsonl", "--validation", "0.001", "--tokenizer", "byte"], "holds out none of 6"),
         (["a.jsonl", "--separator", "", "--tokenizer", "byte"], "--separator is empty"),

@@ -33,7 +33,7 @@ def prepare_data(
         str | None,
         typer.Option(
             metavar="TOKENIZER",
-            help="Use byte, a tokenizer.json, a folder with one, or a model's name on the hub",
+            help="Use byte, a tokenizer.json, a .model, their folder, or a name on the hub",
             show_default=False,
         ),
     ] = None,

@@ -127,6 +127,8 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
         bpe = "data.tokenizer=bpe" if fits else None
         resolution.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
+    elif data.tokenizer.endswith(".model"):
+        resolution.require_for_ranks("data.tokenizer", "sentencepiece", "sentencepiece")
 
 
 def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
