@@ -30,7 +30,6 @@ ARRAY = ".array"
 SIGNATURE = "signature"
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
-_counter = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -388,7 +387,7 @@ def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) 
     It is written beside `path` first, or in `folder`, and renamed.
     """
     data = text.encode() if isinstance(text, str) else text
-    temporary = (folder or path.parent) / f".{path.name}.{os.getpid()}-{next(_counter)}"
+    temporary = (folder or path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}"
     try:
         with temporary.open("xb") as file:
             file.write(data)

@@ -112,6 +112,14 @@ def test_opening_by_path_and_by_name(tmp_path, monkeypatch):
         RunDirectory.open(tmp_path)
 
 
+def test_a_killed_process_with_the_same_id_leaves_no_obstacle(tmp_path):
+    """In a container every launcher may have the same process id."""
+    for number in range(1000):
+        (tmp_path / f".status.json.{os.getpid()}-{number}").touch()
+    write_atomically(tmp_path / "status.json", "{}")
+    assert read_json(tmp_path / "status.json") == {}
+
+
 def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     directory.write_json(path, {"state": "running"})
