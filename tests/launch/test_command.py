@@ -13,15 +13,20 @@ import pytest
 
 import nanoscale
 from nanoscale.common.errors import UserError
+from nanoscale.config.resolved import resolved
 from nanoscale.config.rules import Host
-from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
+from nanoscale.config.schema import Cluster, Config, Launcher, Parallel, Train
 from nanoscale.launch.lifecycle.command import agent_environment, plan_launch, read_plan
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.directory import RunDirectory, write_json
 
 RUN = RunDirectory(Path("/runs/x"))
-CONFIG = Config(
-    launcher=Launcher(device="cpu", devices=4, threads=3), parallel=Parallel(dp=2, tp=2)
+CONFIG = resolved(
+    Config(
+        launcher=Launcher(device="cpu", devices=4, threads=3),
+        parallel=Parallel(dp=2, tp=2, virtual_stages=1),
+        train=Train(micro_batch=1, steps=1),
+    )
 )
 HOSTS = (Host("me@n1", 3, source="hosts:1"), Host("n2", 1, devices=(5,)))
 SSH = replace(CONFIG, launcher=Launcher(name="ssh", ssh_args=["-p", "2222"]))
@@ -29,7 +34,7 @@ NASTY = "a b$(touch x)`y`'\";&|\n!%h"
 
 
 def plan(config=CONFIG, hosts=()):
-    return plan_launch(config, RUN, attempt=2, world_size=4, hosts=hosts, master_port=1234)
+    return plan_launch(config, RUN, attempt=2, hosts=hosts, master_port=1234)
 
 
 def test_all_ranks_are_on_this_host():
@@ -73,7 +78,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
 
 def test_the_port_is_the_runs_own_until_the_first_host_has_reserved_one():
     def port(name, config=CONFIG):
-        return plan_launch(config, RunDirectory(Path(f"/runs/{name}")), 1, 4).master_port
+        return plan_launch(config, RunDirectory(Path(f"/runs/{name}")), 1).master_port
 
     assert port("x") == port("x") != port("y")
     fixed = replace(CONFIG, launcher=replace(CONFIG.launcher, master_port=7777))
@@ -97,7 +102,7 @@ def test_gloo_connects_ranks_of_large_jobs_only_when_they_talk(monkeypatch):
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
 
     def environment(world):
-        return plan_launch(SSH, RunDirectory(Path("/runs/x")), 1, world, HOSTS).environment
+        return plan_launch(replace(SSH, parallel=Parallel(dp=world)), RUN, 1, HOSTS).environment
 
     assert "TORCH_GLOO_LAZY_INIT" not in environment(256)
     assert environment(257)["TORCH_GLOO_LAZY_INIT"] == "1"

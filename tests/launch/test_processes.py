@@ -78,7 +78,7 @@ def test_the_agent_ends_if_the_launcher_is_interrupted_while_it_waits_for_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = check(changed("run.root=" + str(tmp_path)), Devices("cpu", 1))
-    fleet = Fleet(config, [local_host(config)], tmp_path)
+    fleet = Fleet(config, [local_host(1)], tmp_path)
 
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -37,7 +37,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
     import typer
 
     config = request.config
-    hosts = request.hosts or (local_host(config),)
+    hosts = request.hosts or (local_host(config.world_size),)
     with Fleet(config, hosts, request.run.path.parent) as fleet:
         prepare(fleet, request, signals)
         if signals.first is not None:
@@ -88,7 +88,7 @@ def show_plan(
     run: RunDirectory, request: Request, number: int, refusals: Refusals, as_json: bool
 ) -> int:
     """Show the result of a dry run of `train` or `resume`; return the exit code of the command."""
-    plan = plan_launch(request.config, run, number, request.config.world_size, request.hosts)
+    plan = plan_launch(request.config, run, number, request.hosts)
     if as_json:
         print_json({**launch_text.document(request, plan, run), **refusals.document()})
     else:

@@ -118,9 +118,7 @@ def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
     world_size = sum(host.slots for host in hosts)
     facts = members[0].facts
     port = facts["port"] if facts is not None else None
-    return plan_launch(
-        _data_parallel_config(config, world_size), NO_RUN, 1, world_size, hosts, port
-    )
+    return plan_launch(_data_parallel_config(config, world_size), NO_RUN, 1, hosts, port)
 
 
 def _data_parallel_config(config: Config, world_size: int) -> ResolvedConfig:

@@ -120,7 +120,6 @@ def plan_launch(
     config: ResolvedConfig,
     run: RunDirectory,
     attempt: int,
-    world_size: int,
     hosts: Sequence[Host] = (),
     master_port: int | None = None,
 ) -> LaunchPlan:
@@ -131,7 +130,7 @@ def plan_launch(
         master_port: the port that the first host has reserved, once it has.
     """
     transport = transport_of(config)
-    hosts = hosts or (local_host(config),)
+    hosts = hosts or (local_host(config.world_size),)
     commands = transport.commands(hosts)
     ranks = _ranks(hosts)
     plans = tuple(
@@ -140,20 +139,19 @@ def plan_launch(
     )
     return LaunchPlan(
         attempt=attempt,
-        world_size=world_size,
+        world_size=config.world_size,
         hosts=plans,
         master_addr=config.launcher.master_addr or transport.address_of(hosts[0]),
         master_port=master_port or wanted_port(config, run),
-        environment=_environment(config, world_size, os.environ),
+        environment=_environment(config, config.world_size, os.environ),
         inherited=tuple(sorted(name for name in os.environ if _is_inherited(config, name))),
         mesh=arrange([(plan.host, plan.ranks) for plan in plans], config.parallel),
     )
 
 
-def local_host(config: Config) -> Host:
-    """Return this machine as the one host of a resolved configuration."""
-    assert isinstance(config.launcher.devices, int)
-    return Host(socket.gethostname(), config.launcher.devices)
+def local_host(slots: int) -> Host:
+    """Return this machine as the one host of a job."""
+    return Host(socket.gethostname(), slots)
 
 
 def wanted_port(config: Config, run: RunDirectory) -> int:

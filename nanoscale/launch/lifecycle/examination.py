@@ -34,7 +34,7 @@ def machines(composed: Composed) -> tuple[Config, Sequence[Host]]:
     """Return the configuration, without a job, and the hosts."""
     hosts = read_hosts(composed)
     config = check_machines(composed, detect(), hosts)
-    return config, hosts or (local_host(config),)
+    return config, hosts or (local_host(int(config.launcher.devices)),)
 
 
 def examine(

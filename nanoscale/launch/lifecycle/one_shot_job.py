@@ -54,16 +54,17 @@ def run_one_shot_job(
         UserError: the hosts are not ready, or a rank found an error in the request.
         OneShotJobError: it failed otherwise.
     """
-    hosts = hosts or (local_host(config),)
-    world_size = config.world_size
+    hosts = hosts or (local_host(config.world_size),)
     with Fleet(config, hosts, Path(config.run.root).absolute()) as fleet:
-        fleet.prepare(agent_environment(config, world_size, os.environ), will_launch=True, job=job)
+        fleet.prepare(
+            agent_environment(config, config.world_size, os.environ), will_launch=True, job=job
+        )
         fleet.gather()
         if config.launcher.preflight:
             require_ready(fleet, config)
         facts = fleet.members[0].facts
         port = facts["port"] if facts is not None else None
-        plan = plan_launch(config, NO_RUN, 1, world_size, hosts, port)
+        plan = plan_launch(config, NO_RUN, 1, hosts, port)
         return _result(execute(fleet, fleet.members, plan, config, job, task, on_line))
 
 

@@ -131,7 +131,6 @@ class Supervisor:
             config,
             self.run,
             number,
-            config.world_size,
             self.request.hosts,
             facts["port"] if facts else None,
         )
