@@ -72,7 +72,7 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Return every tensor that training resumes from, by name.
+        """Return every tensor that training resumes from, by name; moments only after the first step.
 
         They are `model.<parameter>`, `optimizer.<parameter>.<moment>`, `loss_scale.<…>` and `balance.<layer>`,
         the former two in fp32 or fp64 and with the shapes of the whole model, in any shards, so that every

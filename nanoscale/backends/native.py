@@ -70,6 +70,7 @@ class NativeEngine(Engine):
             self.optimizer.step()
             if self.masters is not None:
                 self.masters.update_compute_copy()
+        fill_state(self.optimizer)  # of a skipped step, and of parameters without a gradient
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.end_step(self._counts_losses, skipped)

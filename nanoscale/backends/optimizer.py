@@ -106,10 +106,11 @@ def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:
 
 
 def fill_state(optimizer: Optimizer) -> None:
-    """Give every parameter the state of its first update, to be loaded into."""
+    """Give every parameter that has no state the one of its first update."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter].update(initial_state(optimizer, parameter))
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter].update(initial_state(optimizer, parameter))
 
 
 def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:

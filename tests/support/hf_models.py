@@ -32,6 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON | {"attention_dropout": 0.5, "hidden_dropout": 0.5},
     "falcon": COMMON | {"alibi": False},
     "gemma2": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    # a decoder without its encoder: the attention to the encoder is never used
+    "bart": COMMON
+    | {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }
 

@@ -111,6 +111,30 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{"stage": 0}, {"dp": 2, "stage": 3}, {"dp": 2, "stage": 1, **DEEPSPEED}],
+    ids=["one process", "stage 3", "deepspeed"],
+)
+def test_a_model_with_unused_parameters_resumes(tmp_path: Path, layout: dict[str, Any]) -> None:
+    write_tokens(tmp_path, samples=100)
+    hf_models.save("bart", tmp_path / "bart")
+    shape = hf_models.shape_of(tmp_path / "bart", loaded=False)
+    config = saving_config(tmp_path, model=shape, **{"precision": "fp32"} | layout)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    train(run, config, StopBefore(5))
+    train(run, config)
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+    moments = {
+        name: value for name, value in final_weights(run).items() if "encoder_attn.k_proj" in name
+    }
+    assert any("exp_avg" in name for name in moments)
+    assert not any(value.any() for name, value in moments.items() if "exp_avg" in name)
+
+
+@pytest.mark.slow
 def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
     """GPT-2's reach from a block's parts into their projections; Gemma's norms begin at 0."""
     cpu = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,19 @@ import pytest
 import torch
 
 from nanoscale.backends import gradients
-from nanoscale.config.schema import Checkpoint
+from nanoscale.config.schema import Backend, Checkpoint
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
-from tests.support.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
+from tests.support.jobs import (
+    StopBefore,
+    curve,
+    make_config,
+    make_run,
+    never_stopped,
+    read_metrics,
+    train,
+    write_tokens,
+)
 from tests.support.layouts import Records, record_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import plain_loop
@@ -101,3 +111,21 @@ def test_going_from_fp32_to_fp16_begins_a_scale(tmp_path: Path) -> None:
     records = read_metrics(run)
     assert len(records) == 20 and "loss_scale" not in records[3]
     assert records[4]["loss_scale"] == 1024
+
+
+@pytest.mark.parametrize("backend", ["native", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_resuming_before_the_first_update(tmp_path: Path, backend: Any, stage: int) -> None:
+    """The checkpoint is of a training whose steps were all skipped."""
+    write_tokens(tmp_path, samples=100)
+    dp = 1 if stage == 0 else 2
+    config = make(tmp_path, stage, {"dp": dp}, backend=Backend(backend), checkpoint=Checkpoint())
+    config = replace(config, precision=replace(config.precision, loss_scale=2.0**32))
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    train(run, config, StopBefore(4))
+    skipped = [record["skipped_steps"] for record in read_metrics(run)]
+    assert skipped == list(range(1, len(skipped) + 1)), "every step was skipped"
+    train(run, config)
+    assert curve(run) == curve(whole)
+    assert read_metrics(run)[-1]["skipped_steps"] < 20

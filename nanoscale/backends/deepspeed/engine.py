@@ -89,6 +89,7 @@ class DeepSpeedEngine(Engine):
                 self.engine.step()
         norm = self._norm if self.zero_stage == 0 else self._reported_norm()
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
+        self._fill_state()  # of a skipped step, and of parameters without a gradient
         if self.balance is not None:
             self.balance.end_step(self._counts_losses, skipped)
         return StepResult(self._loss_sum * self._counts_losses, self._tokens, norm, skipped)
@@ -114,11 +115,17 @@ class DeepSpeedEngine(Engine):
         }
 
     def empty_state(self) -> dict[str, Tensor]:
+        self._fill_state()
+        return self.state()
+
+    def _fill_state(self) -> None:
+        """Give every parameter that has no state the one of its first update."""
         optimizer = self._torch_optimizer()
         for shards in shard_ranges.group_by_tensor(self.shards):
-            with shard_ranges.swapped_in(shards, self.engine.optimizer):
-                optimizer.state[shards[0].flat].update(initial_state(optimizer, shards[0].flat))
-        return self.state()
+            flat = shards[0].flat
+            if not optimizer.state[flat]:
+                with shard_ranges.swapped_in(shards, self.engine.optimizer):
+                    optimizer.state[flat].update(initial_state(optimizer, flat))
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         for shards in shard_ranges.group_by_tensor(self.shards):
