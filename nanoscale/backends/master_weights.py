@@ -2,7 +2,7 @@
 
 With several processes FSDP2 does the same, so the arithmetic is equal: weights are cast once a step, not at
 every product, the residual stream is in the compute dtype, and the gradients of micro batches accumulate in
-fp32.
+fp32. Weights that are not trained are cast once and have no master: FSDP2 keeps those of its shards.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ class MasterWeights:
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], compute_dtype: torch.dtype
     ) -> None:
-        """Cast the named parameters, trained or frozen, to `compute_dtype`, and keep their values as master
-        weights."""
+        """Cast parameters to `compute_dtype`, and keep the values of trained ones as master weights."""
         self.parameters: list[tuple[str, nn.Parameter]] = []
-        """The master weights, by the names of their parameters."""
+        """The master weights by the names of their parameters, and frozen parameters themselves."""
+        self._masters: list[Tensor] = []
         self._compute_copy: list[Tensor] = []
         for name, parameter in named_parameters:
-            master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-            parameter.data = parameter.data.to(compute_dtype)
+            master = parameter
             if parameter.requires_grad:
+                master = nn.Parameter(parameter.data)
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+                self._masters.append(master)
+                self._compute_copy.append(parameter)
+            parameter.data = parameter.data.to(compute_dtype)
             self.parameters.append((name, master))
-            self._compute_copy.append(parameter)
 
     @torch.no_grad()
     def update_compute_copy(self) -> None:
         """Copy the master weights to the compute copy."""
-        torch._foreach_copy_(self._compute_copy, [master for _, master in self.parameters])
+        torch._foreach_copy_(self._compute_copy, self._masters)
 
 
 @torch.no_grad()

@@ -74,17 +74,17 @@ class Training:
         try:
             return self._train(agreement)
         except BaseException:
-            with suppress(OSError):  # the checkpoint in progress is of an earlier step
+            with suppress(Exception):  # the checkpoint in progress is of an earlier step
                 self.report_saved(self.saver.finish())
             raise
 
     def _train(self, agreement: Agreement) -> str:
         while self.progress.step < self.config.train.steps and self.reason_to_stop() is None:
-            if agreement.stops(self.saver.failed):
-                return self.leave_early()
             self.report_saved(self.saver.finished())
             self.recorder.before(self.progress.step + 1)
-            self.meter.begin()
+            self.meter.begin()  # the wait for a slower host's answer is a part of the step
+            if agreement.stops(self.saver.failed):
+                return self.leave_early()
             with self.recorder.labelled(STEP):
                 result = self.advance()
             step = self.progress.step
@@ -207,7 +207,7 @@ class Training:
     def close_sinks(self, outcome: str) -> None:
         """Close the outputs of metrics; a failure to do so hides no failure of the training."""
         for sink in self.sinks:
-            with suppress(OSError) if outcome == "failed" else nullcontext():
+            with suppress(Exception) if outcome == "failed" else nullcontext():
                 sink.close(outcome)
 
     def save(self, write: Write, by_time: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import make_optimizer
+from nanoscale.config.schema import Lora
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
@@ -57,3 +59,16 @@ def test_gradients_add_up_in_masters_and_weights_follow_them(tmp_path: Path) -> 
         torch.testing.assert_close(state[f"model.{name}"], master.data, rtol=0, atol=1e-6)
     (ours,) = engine.stages.values()
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in ours.parameters())
+
+
+def test_frozen_weights_have_no_master(tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path, precision="bf16"), lora=Lora(rank=2))
+    engine = NativeEngine(config, CPU)
+    model = Transformer(SHAPE)
+    initialise(model, SHAPE, config.train.seed)
+    engine.train_step(micro_batches(), 1e-2)
+    frozen = engine.frozen_state()
+    assert frozen.keys() == {f"model.{name}" for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(frozen[f"model.{name}"], parameter.bfloat16()), name
+    assert {master.dtype for _, master in engine.parameters()} == {torch.float32}

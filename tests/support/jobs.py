@@ -154,10 +154,10 @@ def run_of_bytes(
 def train(run: RunDirectory, config: ResolvedConfig, stop: StopFlag | None = None) -> list[str]:
     """Train the run in its layout; what each rank returned. A changed configuration replaces the frozen one."""
     run.config.write_text(frozen.dump(config))
-    return run_ranks(_train_rank, config.world_size, run.path, stop or StopFlag())
+    return run_ranks(train_rank, config.world_size, run.path, stop or StopFlag())
 
 
-def _train_rank(rank: int, path: Path, stop: StopFlag) -> str:
+def train_rank(rank: int, path: Path, stop: StopFlag) -> str:
     run = RunDirectory(path)
     config = frozen.load(run.config)
     world_size = int(os.environ["WORLD_SIZE"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn import functional as F
 
+from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import find_damage, list_checkpoints
 from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer, StopWhen
+from nanoscale.metrics import meter
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import StopFlag
+from nanoscale.train.agreement import Agreement
+from nanoscale.train.loop import Training
 from tests.support.jobs import (
     SEQ_LEN,
     SHAPE,
@@ -26,8 +33,10 @@ from tests.support.jobs import (
     make_config,
     make_run,
     train,
+    train_rank,
     write_tokens,
 )
+from tests.support.ranks import run_ranks
 
 STEPS = 10
 EVAL_SAMPLES = 7  # no multiple of dp or of the micro batch: the last batches are padded
@@ -203,6 +212,55 @@ def test_a_poisoned_step_is_not_kept_even_where_it_was_not_logged(
     with pytest.raises(RuntimeError, match="NonFiniteError: .*grad_norm is nan at step 2"):
         train(run, config, StopBefore(stop) if stop else None)
     assert steps_kept(run) == [] and records(run) == []
+
+
+def fail_beside_a_lost_peer(rank: int, run: RunDirectory) -> None:
+    """Fail in step 3, while the checkpoint of step 2 is being written, which fails then too."""
+    failing = threading.Event()
+    advance = Training.advance
+
+    def save(*_: Any) -> None:
+        failing.wait(60)
+        raise RuntimeError("Connection closed by peer")
+
+    def fail_in_step_3(training: Training) -> Any:
+        if training.progress.step < 2:
+            return advance(training)
+        failing.set()
+        raise ValueError("the cause")
+
+    sharded.save, Training.advance = save, fail_in_step_3  # type: ignore[assignment,method-assign]
+    train_rank(rank, run.path, StopFlag())
+
+
+def test_a_lost_peer_of_a_checkpoint_hides_no_cause(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    in_background = Checkpoint(every=2, asynchronous=True)
+    run = make_run(config_for(tmp_path, every={}, checkpoint=in_background))
+    with pytest.raises(RuntimeError, match=r"ValueError: the cause\s*$"):
+        run_ranks(fail_beside_a_lost_peer, 1, run)
+
+
+def wait_for_another_host(rank: int, run: RunDirectory) -> None:
+    """Train on a clock that only the answers of other ranks move, by 3 s each."""
+    clock = [0.0]
+    stops = Agreement.stops
+
+    def answered(agreement: Agreement, failed: bool = False) -> bool:
+        clock[0] += 3
+        return stops(agreement, failed)
+
+    vars(meter)["time"] = SimpleNamespace(perf_counter=lambda: clock[0])
+    Agreement.stops = answered  # type: ignore[method-assign]
+    train_rank(rank, run.path, StopFlag())
+
+
+def test_waiting_for_another_host_is_a_part_of_the_step(tmp_path: Path) -> None:
+    """On a GPU steps are queued, so the fastest host waits there, while its device computes."""
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    run = make_run(config_for(tmp_path, every={"log_every": 5}))
+    run_ranks(wait_for_another_host, 1, run)
+    assert [record["step_time_s"] for record in records(run)] == [3.0, 3.0]
 
 
 @pytest.mark.slow
