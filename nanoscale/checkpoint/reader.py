@@ -50,7 +50,8 @@ class Reader(FileSystemReader):
         locations = {}
         for name, tensor in self.tensors.items():
             chunks = [
-                ChunkStorageMetadata(Size(it.offsets), Size(it.sizes)) for it in tensor.shards
+                ChunkStorageMetadata(Size(shard.offsets), Size(shard.sizes))
+                for shard in tensor.shards
             ]
             properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
             entries[name] = TensorStorageMetadata(properties, Size(tensor.shape), chunks)

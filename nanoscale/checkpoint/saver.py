@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.checkpoint.sharded import State
-from nanoscale.checkpoint.staging import Staging
+from nanoscale.checkpoint.staging import Staging, State
 from nanoscale.config.schema import Checkpoint
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ class Saver:
         """
         return self._write(state, manifest, time.perf_counter(), in_background=False)
 
-    def begin(self, state: State, about: dict[str, Any]) -> Saved | None:
+    def begin(self, state: State, manifest: dict[str, Any]) -> Saved | None:
         """Write the present state, in the background if configured; the previous checkpoint must be finished.
 
         `hold` must be called before weights change again.
@@ -75,12 +74,12 @@ class Saver:
         """
         assert self._writing is None
         if not self._is_asynchronous:
-            return self.write(state, about)
+            return self.write(state, manifest)
         start = time.perf_counter()
         staged = self._staging.copy(state)
         self._stall_s = time.perf_counter() - start
         self._writing = _run_in_thread(
-            lambda: self._write(staged, about, start, in_background=True)
+            lambda: self._write(staged, manifest, start, in_background=True)
         )
         return None
 

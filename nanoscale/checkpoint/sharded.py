@@ -19,20 +19,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.reader import Reader
+from nanoscale.checkpoint.staging import State
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
 from nanoscale.runs.fence import FencedError
 
-State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -59,10 +58,10 @@ def save(
         OSError: it does not fit on the disk, or a write failed; no checkpoint has appeared then.
         FencedError: the run has continued without this attempt; no checkpoint has appeared.
     """
-    rank = _rank()
+    rank = process_group.rank()
     staging = store.staging_path(workspace, about["step"])
     final = store.checkpoint_path(workspace.parent, about["step"])
-    if process_group.broadcast(final.exists(), group):
+    if process_group.broadcast(final.exists, group):
         return final
     tensors = describe_all(state, group)
     with fence.explained(workspace):
@@ -138,7 +137,9 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
         FencedError: the run has continued without this attempt.
     """
     damaged: list[tuple[StoredCheckpoint, list[str]]] = []
-    for candidate in reversed(process_group.broadcast(store.list_checkpoints(workspace.parent))):
+    for candidate in reversed(
+        process_group.broadcast(lambda: store.list_checkpoints(workspace.parent))
+    ):
         damage = _find_damage(candidate)
         if damage:
             damaged.append((candidate, damage))
@@ -158,7 +159,9 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
 def _set_aside(
     workspace: Path, checkpoint: StoredCheckpoint, damage: list[str], report: Report
 ) -> None:
-    new_path = _on_all_ranks(lambda: store.set_aside(workspace, checkpoint), _is_first())[0]
+    new_path = _on_all_ranks(
+        lambda: store.set_aside(workspace, checkpoint), process_group.rank() == 0
+    )[0]
     assert new_path is not None
     report(
         f"{checkpoint.path.name} is damaged ({'; '.join(damage)}) and is now {new_path.name}; the run "
@@ -185,7 +188,7 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
     Raises:
         UserError: a file is missing or truncated, or the checkpoint belongs to another model.
     """
-    damage = process_group.broadcast(store.find_damage(stored.path, sums=False))
+    damage = process_group.broadcast(lambda: store.find_damage(stored.path, sums=False))
     if damage:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
     manifest = stored.manifest
@@ -227,8 +230,8 @@ def _prepare(staging: Path, tensors: Description) -> None:
         math.prod(description["shape"]) * _item_size(description["dtype"])
         for description in tensors.values()
     )
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    store.require_space(staging.parent, size + _BYTES_A_SHARD * len(tensors) * world)
+    overhead = _BYTES_A_SHARD * len(tensors) * process_group.world_size()
+    store.require_space(staging.parent, size + overhead)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
 
@@ -239,9 +242,8 @@ def _written_by(rank: int, staging: Path) -> list[Path]:
 
 
 def _find_damage(candidate: StoredCheckpoint) -> list[str]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    damage_by_rank = process_group.gather(store.find_damage(candidate.path, rank, world))
+    rank, world_size = process_group.rank(), process_group.world_size()
+    damage_by_rank = process_group.gather(store.find_damage(candidate.path, rank, world_size))
     return sorted({sentence for rank_damage in damage_by_rank for sentence in rank_damage})
 
 
@@ -249,10 +251,6 @@ def _read(candidate: StoredCheckpoint, state: State) -> None:
     reader = Reader(candidate.path)
     with _torch_errors_explained(candidate.path):
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 @contextmanager
@@ -267,9 +265,11 @@ def _torch_errors_explained(path: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as failed:
-            local_failure = failed.failures.get(_rank())
+            local_failure = failed.failures.get(process_group.rank())
             rank, (error, _) = (
-                (_rank(), local_failure) if local_failure else min(failed.failures.items())
+                (process_group.rank(), local_failure)
+                if local_failure
+                else min(failed.failures.items())
             )
             number, reason = _reason(error)
             text = f"{reason} (rank {rank}, in {path})"
@@ -317,10 +317,6 @@ def _require_same_tensors(
     if violations:
         message = f"{candidate.path} was saved with another model or optimizer than that of the configuration"
         raise UserError("checkpoint", message, violations[:8])
-
-
-def _is_first() -> bool:
-    return _rank() == 0
 
 
 def _on_all_ranks(

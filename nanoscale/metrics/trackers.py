@@ -64,7 +64,7 @@ class Subject:
     attempt: int
 
     @property
-    def words(self) -> list[str]:
+    def user_tags(self) -> list[str]:
         """The user's own tags."""
         return tags.changed(self.run, self.config.run.tags)
 
@@ -231,7 +231,7 @@ class Wandb:
             id=state.id,
             resume="allow",
             name=run.name,
-            tags=self._subject.words,
+            tags=self._subject.user_tags,
             config=self._subject.values() | {"provenance": self._subject.tags},
             allow_val_change=True,
             settings=wandb.Settings(
@@ -308,7 +308,7 @@ class MLflow:
         }
         stored = self._client.get_run(self._id).data.params
         new = [Param(name, value) for name, value in parameters.items() if name not in stored]
-        tags = self._subject.tags | dict.fromkeys(self._subject.words, "true")
+        tags = self._subject.tags | dict.fromkeys(self._subject.user_tags, "true")
         tags |= {
             f"resumed.{name}": value
             for name, value in parameters.items()

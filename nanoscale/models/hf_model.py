@@ -167,13 +167,13 @@ def blocks(model: Any) -> dict[str, nn.Module]:
     """Return the residual blocks by name: the modules that transformers does not split, or the largest list of
     modules."""
     unsplit_classes = set(getattr(model, "_no_split_modules", None) or ())
-    found_blocks: dict[str, nn.Module] = {}
+    unsplit_blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found_blocks)
+        inside = any(name.startswith(f"{outer}.") for outer in unsplit_blocks)
         if type(module).__name__ in unsplit_classes and not inside:
-            found_blocks[name] = module
-    if found_blocks:
-        return found_blocks
+            unsplit_blocks[name] = module
+    if unsplit_blocks:
+        return unsplit_blocks
     module_lists = {
         name: list_ for name, list_ in model.named_modules() if isinstance(list_, nn.ModuleList)
     }

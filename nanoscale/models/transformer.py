@@ -25,6 +25,7 @@ rows differ; None if positions are learned."""
 Mask = Tensor | None
 """Bool `[batch, 1, seq, seq]` over whole sequences: the keys that each query sees. None: all earlier ones."""
 RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation, Mask], Tensor]
+"""A loop over the blocks: from the stream `[batch, seq, hidden]` to the stream."""
 
 
 class Transformer(nn.Module):

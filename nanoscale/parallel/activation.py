@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,11 +37,7 @@ from torch.utils.checkpoint import (
 )
 
 from nanoscale.config.schema import Parallel
-
-Rotation = tuple[Tensor, Tensor]
-Run = Callable[[nn.ModuleDict, Tensor, Rotation | None, Tensor | None], Tensor]
-"""A function from the blocks, the stream `[batch, seq, hidden]`, the rotary angles and the mask to the
-stream."""
+from nanoscale.models.transformer import Mask, Rotation, RunLayers
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -60,7 +55,7 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
             block.forward = partial(_recompute, block.forward, context_fn=contexts)
 
 
-def make_run_layers(parallel: Parallel, run: Run) -> Run:
+def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:
     """Return the loop over blocks in this mode: in groups, or with its saved tensors on the host."""
     if parallel.activation_checkpointing == "sqrt":
         run = run_in_groups
@@ -97,7 +92,7 @@ def groups(number: int) -> list[range]:
 
 
 def run_in_groups(
-    layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation | None, mask: Tensor | None = None
+    layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
 ) -> Tensor:
     blocks: list[nn.Module] = list(layers.values())
     for group in groups(len(blocks)):
@@ -106,9 +101,7 @@ def run_in_groups(
     return hidden
 
 
-def _run_blocks(
-    blocks: list[nn.Module], hidden: Tensor, rotation: Rotation | None, mask: Tensor | None
-) -> Tensor:
+def _run_blocks(blocks: list[nn.Module], hidden: Tensor, rotation: Rotation, mask: Mask) -> Tensor:
     for block in blocks:
         hidden = block(hidden, rotation, mask)
     return hidden
@@ -201,11 +194,11 @@ class _LoadFromHost(TorchDispatchMode):
 
 
 def run_with_host_memory(
-    run: Run,
+    run: RunLayers,
     layers: nn.ModuleDict,
     hidden: Tensor,
-    rotation: Rotation | None,
-    mask: Tensor | None = None,
+    rotation: Rotation,
+    mask: Mask = None,
 ) -> Tensor:
     """Run the blocks; tensors that autograd saves, except parameters, move to the host until they are
     needed."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,14 @@ def local_device(device_type: str) -> torch.device:
     return device
 
 
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's value, in the order of ranks, on every rank. `group`: another one of all ranks."""
     if not dist.is_initialized():
@@ -71,13 +80,17 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's value on every rank. `group`: another one of all ranks."""
+def broadcast(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return on every rank what `read` returns on rank 0; the others do not call it.
+
+    `group`: another one of all ranks.
+    """
     if not dist.is_initialized():
-        return value
-    values = [value]
+        return read()
+    values: list[Any] = [read() if rank() == 0 else None]
     dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
+    value: T = values[0]
+    return value
 
 
 def gather_numbers(numbers: list[float]) -> torch.Tensor:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-
-class Flag(Protocol):
-    """A flag that a signal handler may set at any time."""
-
-    requested: bool
+from nanoscale.runs.rank_context import StopFlag
 
 
 class Agreement:
@@ -23,7 +18,7 @@ class Agreement:
     it and the device is never synchronised.
     """
 
-    def __init__(self, flag: Flag, save_every_s: float = 0.0) -> None:
+    def __init__(self, flag: StopFlag, save_every_s: float = 0.0) -> None:
         """Start the clock. `save_every_s`: seconds between two checkpoints; 0: none is saved by time."""
         self.save_is_due = False
         """True if all ranks save after the next step, because of the time."""

@@ -56,7 +56,7 @@ def run(context: RankContext) -> str:
         stored = StoredCheckpoint(Path(task["checkpoint"]), task["step"])
         if config.lora.rank:  # the checkpoint has only the adapters
             load_initial_weights(engine, config, lambda *_, **__: None)
-            require_same_base(config, base_fingerprint(config, context.rank), stored.manifest)
+            require_same_base(config, base_fingerprint(config), stored.manifest)
         load_weights(engine, stored)
     results = [_evaluate(context, engine, split, task["samples"]) for split in data.valid]
     if context.rank == 0:

@@ -105,10 +105,10 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     if context.attempt == 0 and context.rank == 0:  # started by torchrun, which knows no runs
         lock.refuse_if_held(context.run)
         fence.begin(context.run, 0)
-    if not process_group.broadcast(store.list_checkpoints(context.run.checkpoints)):
+    if not process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints)):
         load_initial_weights(engine, config=context.config, note=note)
         # before any optimizer state is created
-        return Progress(base=base_fingerprint(context.config, context.rank))
+        return Progress(base=base_fingerprint(context.config))
     state = engine.empty_state()
     manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
     assert manifest is not None, "an unreadable one raises"
@@ -122,7 +122,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     base = None
     if context.config.lora.rank:  # the checkpoint has only the adapters
         load_initial_weights(engine, context.config, note)
-        base = base_fingerprint(context.config, context.rank)
+        base = base_fingerprint(context.config)
         require_same_base(context.config, base, manifest)
     step, consumed = manifest["step"], manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
@@ -146,12 +146,12 @@ def load_initial_weights(engine: Engine, config: ResolvedConfig, note: Note) -> 
     note("loaded", f"weights read from {folder}")
 
 
-def base_fingerprint(config: ResolvedConfig, rank: int) -> str | None:
+def base_fingerprint(config: ResolvedConfig) -> str | None:
     """Return, with lora, the fingerprint of the loaded base model of the adapters."""
     folder = config.model.init_from
     if not config.lora.rank or folder is None:
         return None
-    return process_group.broadcast(fingerprint(Path(folder), config.model) if rank == 0 else None)
+    return process_group.broadcast(lambda: fingerprint(Path(folder), config.model))
 
 
 def show_sample(training: Training, data: Dataset) -> None:

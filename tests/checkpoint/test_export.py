@@ -17,6 +17,7 @@ from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf import export as export_module
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.hf.load import load
+from nanoscale.checkpoint.staging import State
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape, write_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
@@ -48,7 +49,7 @@ def from_pretrained(folder: Path) -> Any:
 
 
 def checkpoint_of(
-    model: Transformer, folder: Path, others: sharded.State | None = None
+    model: Transformer, folder: Path, others: State | None = None
 ) -> store.StoredCheckpoint:
     run = RunDirectory.create(folder, "run")
     fence.begin(run, 1)

@@ -40,7 +40,7 @@ def job(context: RankContext) -> str:
     sinks = make_sinks(context, step)
     note = make_note(context)
     note("running", f"training from step {step + 1}")
-    while not process_group.broadcast((context.run.path / "enough").exists()):
+    while not process_group.broadcast((context.run.path / "enough").exists):
         step += 1 if context.attempt == 1 else 10
         if (context.attempt, context.rank, step) == (1, 0, WAITS_AT):
             _be_late(context, sinks, note)

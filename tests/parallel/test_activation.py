@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.config.schema import Model, Parallel
-from nanoscale.models.transformer import Block, rope_rotation
+from nanoscale.models.transformer import Block, Rotation, RunLayers, rope_rotation
 from nanoscale.parallel import activation, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
@@ -78,7 +78,7 @@ def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any, mask: Any 
     return hidden
 
 
-def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, activation.Run]:
+def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, RunLayers]:
     torch.manual_seed(0)
     layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)}).double()
     parallel = replace(Parallel(), offload_activations=offload, **MODES[mode])
@@ -86,7 +86,7 @@ def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, activation.Ru
     return layers, activation.make_run_layers(parallel, run_plainly)
 
 
-def inputs(batch: int = BATCH) -> tuple[Tensor, activation.Rotation]:
+def inputs(batch: int = BATCH) -> tuple[Tensor, Rotation]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(batch, SEQ, SHAPE.hidden, dtype=torch.float64, generator=generator)
     return hidden.requires_grad_(), rope_rotation(SHAPE, torch.arange(SEQ), torch.float64)
@@ -191,11 +191,11 @@ def test_operations_computed_again(offload: bool) -> None:
 class Stack(nn.Module):
     """Blocks as they stand in the model: FSDP2's root module is around them."""
 
-    def __init__(self, layers: nn.ModuleDict, run: activation.Run) -> None:
+    def __init__(self, layers: nn.ModuleDict, run: RunLayers) -> None:
         super().__init__()
         self.layers, self.run = layers, run
 
-    def forward(self, hidden: Tensor, rotation: activation.Rotation) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         return self.run(self.layers, hidden, rotation)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nanoscale.config.schema import Backend, Config, Model, Parallel
-from nanoscale.models.transformer import Block, rope_rotation
+from nanoscale.models.transformer import Block, Rotation, RunLayers, rope_rotation
 from nanoscale.parallel import activation, compile, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
@@ -44,7 +44,7 @@ def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any) -> Tensor:
 
 def make(
     mode: str, compiled: str, divide: Callable[[Block], None] | None = None
-) -> tuple[nn.ModuleDict, activation.Run]:
+) -> tuple[nn.ModuleDict, RunLayers]:
     torch.manual_seed(0)
     layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)})
     parallel = Parallel(**MODES[mode])
@@ -56,7 +56,7 @@ def make(
     return layers, activation.make_run_layers(parallel, run_plainly)
 
 
-def gradients(layers: nn.ModuleDict, run: activation.Run) -> list[Tensor]:
+def gradients(layers: nn.ModuleDict, run: RunLayers) -> list[Tensor]:
     hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
     output = run(layers, hidden, rope_rotation(SHAPE, torch.arange(16), torch.float32))
     output.square().mean().backward()
@@ -103,11 +103,11 @@ def test_off_compiles_nothing() -> None:
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: nn.ModuleDict, run: activation.Run) -> None:
+    def __init__(self, layers: nn.ModuleDict, run: RunLayers) -> None:
         super().__init__()
         self.layers, self.run = layers, run
 
-    def forward(self, hidden: Tensor, rotation: activation.Rotation) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         return self.run(self.layers, hidden, rotation)
 
 

@@ -160,7 +160,7 @@ class Full(StopFlag):
     @property
     def requested(self) -> bool:  # type: ignore[override]
         self.questions += 1
-        if self.questions == self.step and sharded._rank() == 1:
+        if self.questions == self.step and process_group.rank() == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         return False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -185,9 +185,9 @@ def _require_accepted(hf_config: dict[str, Any], model: Model) -> None:
 def _largest_bias(path: Path, model: Model) -> float:
     """Return the largest change of an expert's preference by the training."""
     reader, largest = Reader(path), 0
-    for name, description in reader.read_metadata().state_dict_metadata.items():
+    for name, stored in reader.tensors.items():
         if name.startswith("balance.") and model.balance == "bias":
-            choice_bias = reader.read(name, tuple(cast(Any, description).size))
+            choice_bias = reader.read(name, stored.shape)
             largest = max(largest, int(choice_bias.abs().max()))
     return largest * model.balance_rate
 
