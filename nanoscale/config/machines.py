@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoscale.config import hostnames
@@ -19,6 +20,18 @@ class Host:
     """The devices that they use, if a filter selected some; None: the first ones."""
     source: str = ""
     """The line that defines it, such as `hosts:3`."""
+
+    @property
+    def used_devices(self) -> Sequence[int]:
+        """The device of each slot, by the host's numbers."""
+        return range(self.slots) if self.devices is None else self.devices
+
+    def entry(self, devices: Sequence[int]) -> str:
+        """Return the entry of `--include` for some of its devices."""
+        name = hostnames.in_filter(self.name)
+        if self.devices is None and len(devices) == self.slots:
+            return name
+        return f"{name}:{','.join(map(str, devices))}"
 
     @property
     def address(self) -> str:

@@ -10,15 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.attempt import DONE, INTERRUPTED, PREEMPTED
+from nanoscale.runs import failure
 from nanoscale.sweep.samplers import Source
+from nanoscale.sweep.slots import Slot
 from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import ENDED, Settings, Sweep, Trial
 
-_LOOK_S = 0.2
-_LOOK_AT_METRICS_S = 2.0
+_POLL_S = 0.2
+_PRUNE_S = 2.0
+"""Seconds between two looks at the evaluations of running trials."""
+_NOT_FAILED = (DONE, PREEMPTED, INTERRUPTED)
+"""Exit codes of a launcher that has completed its run, or was stopped."""
 _PR_SET_PDEATHSIG = 1
 
 Show = Callable[[Sequence[Trial], bool], None]
@@ -34,57 +40,66 @@ class Runner:
     space: Space
     source: Source
     trials: list[Trial]
-    at_once: int
-    devices: Sequence[Sequence[int]]
-    """GPUs of each trial that runs at the same time; empty on CPUs and on several hosts."""
+    slots: Sequence[Slot]
+    """The devices of each trial that runs at the same time."""
     show: Show
     arguments: Sequence[str] = ()
     """Options of each trial's command line, as `--force`."""
-    again: bool = False
+    retry: bool = False
     """True to resume failed trials once more."""
+    failed: set[str] = field(default_factory=set)
+    """Trials whose launcher has failed in this process, or refused to start."""
     _active: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _places: dict[str, int] = field(default_factory=dict)
+    _slot_of: dict[str, int] = field(default_factory=dict)
+    _lost: set[int] = field(default_factory=set)
+    """Slots whose hosts do not answer."""
     _done: set[str] = field(default_factory=set)
     """Trials that this process does not start again."""
-    _looked: float = 0.0
+    _pruned_at: float = 0.0
 
     def run(self, signals: Signals) -> bool:
         """Run all trials; False if a signal came before the last has ended."""
-        stopped = False
-        self._settle()
+        stopped = killed = False
+        self._skip_ended()
         while True:
             changed = self._collect()
             if signals.first is not None and not stopped:
                 stopped = True
-                for process in self._active.values():
-                    process.terminate()
+                self._signal(signal.SIGTERM)
+            if signals.kill_requested and not killed:
+                killed = True
+                self._signal(signal.SIGINT)
             if not stopped:
                 changed |= self._start()
                 changed |= self._prune()
             self.show(self.trials, changed)
             if not self._active and (stopped or not changed):
                 return not stopped
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def _settle(self) -> None:
-        """Tell the source of trials that ended when no process of a sweep followed them."""
+    def _skip_ended(self) -> None:
+        """Record the ends of trials in the source, also of those that no process of a sweep has seen."""
         for trial in self.trials:
             state = self.sweep.state(trial)
-            if state in ENDED and not (self.again and state == "failed"):
+            if state in ENDED and not (self.retry and state == "failed"):
                 self._done.add(trial.name)
                 self.source.ended(trial, state)
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._active.values():
+            process.send_signal(number)
+
     def _start(self) -> bool:
-        """Start trials while there is room; True if one was started."""
+        """Start trials while there is a free slot; True if one was started."""
         started = False
-        while len(self._active) < self.at_once:
-            trial = self._next()
-            if trial is None:
-                break
-            started = True
-            place = min(set(range(self.at_once)) - set(self._places.values()))
-            self._places[trial.name] = place
-            self._active[trial.name] = self._launch(trial, place)
+        used = {*self._slot_of.values(), *self._lost}
+        for number, slot in enumerate(self.slots):
+            trial = self._next() if number not in used else None
+            if trial is not None:
+                started = True
+                self.failed.discard(trial.name)
+                self._slot_of[trial.name] = number
+                self._active[trial.name] = self._launch(trial, slot)
         return started
 
     def _next(self) -> Trial | None:
@@ -98,50 +113,62 @@ class Runner:
             self.sweep.write(self.settings, self.trials)
         return new
 
-    def _launch(self, trial: Trial, place: int) -> subprocess.Popen[bytes]:
+    def _launch(self, trial: Trial, slot: Slot) -> subprocess.Popen[bytes]:
         """Start a trial's launcher, or resume its run. It receives SIGTERM when this process dies."""
         run = self.sweep.run(trial)
         if run.config.exists():
-            words = ["resume", str(run.path), *self.arguments]
+            command = ["resume", str(run.path)]
         else:
-            words = ["train", *self.space.words(trial.values)]
-            words += [
-                f"run.name={_quoted(trial.name)}",
-                f"run.root={_quoted(str(self.sweep.runs))}",
+            command = ["train", *self.space.overrides(trial.values)]
+            command += [
+                f"run.name={quoted(trial.name)}",
+                f"run.root={quoted(str(self.sweep.runs))}",
             ]
-            words += ["--config-dir", self.settings.config_dir] if self.settings.config_dir else []
-            words += self.arguments
+            if self.settings.config_dir:
+                command += ["--config-dir", self.settings.config_dir]
+        if slot.include is not None:
+            command += [f"launcher.include={quoted(slot.include)}", "launcher.exclude=null"]
         with self.sweep.log(trial).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "nanoscale", *words],
+                [sys.executable, "-m", "nanoscale", *command, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(self.devices[place] if self.devices else None),
-                start_new_session=True,  # Ctrl-C is for this process, which tells the trials
+                env=_environment(slot.gpus),
+                start_new_session=True,  # Ctrl-C is for this process, which stops the trials
                 preexec_fn=_stop_with_parent,
             )
 
     def _collect(self) -> bool:
-        """Take note of trials that have ended; True if one has."""
+        """Record the trials that have ended; True if one has."""
         ended = [name for name, process in self._active.items() if process.poll() is not None]
         for name in ended:
-            del self._active[name], self._places[name]
+            exit_code, slot = self._active.pop(name).returncode, self._slot_of.pop(name)
+            if exit_code not in _NOT_FAILED:
+                self.failed.add(name)
             trial = next(one for one in self.trials if one.name == name)
-            self._done.add(name)
             state = self.sweep.state(trial)
+            if state == "failed" and self.slots[slot].include and self._host_failed(trial):
+                self._lost.add(slot)  # the trial continues on other hosts, if there are any
+                continue
+            self._done.add(name)
             if state in ENDED:  # a sampler's interrupted trial stays open until it is resumed
                 self.source.ended(trial, state)
         return bool(ended)
 
+    def _host_failed(self, trial: Trial) -> bool:
+        """True if a host of a failed trial did not answer, or was lost."""
+        cause = failure.read(self.sweep.run(trial))
+        return cause is not None and cause.rank is None
+
     def _prune(self) -> bool:
         """Stop trials that the pruner gives up; True if there is one."""
-        if time.monotonic() - self._looked < _LOOK_AT_METRICS_S:
+        if time.monotonic() - self._pruned_at < _PRUNE_S:
             return False
-        self._looked = time.monotonic()
+        self._pruned_at = time.monotonic()
         pruned = False
         for number, trial in enumerate(self.trials):
-            if trial.name in self._active and not trial.pruned and self.source.hopeless(trial):
+            if trial.name in self._active and not trial.pruned and self.source.should_prune(trial):
                 self.trials[number] = replace(trial, pruned=True)
                 self.sweep.write(self.settings, self.trials)
                 self._active[trial.name].terminate()
@@ -149,29 +176,14 @@ class Runner:
         return pruned
 
 
-def _environment(devices: Sequence[int] | None) -> Mapping[str, str]:
-    if devices is None:
+def _environment(gpus: Sequence[int] | None) -> Mapping[str, str]:
+    if gpus is None:
         return os.environ
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [visible[it] if len(visible) > it and visible[it] else str(it) for it in devices]
+    names = [visible[it] if len(visible) > it and visible[it] else str(it) for it in gpus]
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def _stop_with_parent() -> None:
     """Receive SIGTERM, on which a launcher saves and stops, when the sweep's process dies (Linux: prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _quoted(text: str) -> str:
-    """Return a text as a value in Hydra's grammar."""
-    from nanoscale.config.violations import quoted
-
-    return quoted(text)
-
-
-def log_tail(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a trial's log."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []

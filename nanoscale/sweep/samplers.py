@@ -19,11 +19,25 @@ class Source(Protocol):
     def next(self, trials: list[Trial]) -> Trial | None:
         """Return the next new trial; None after the last."""
 
-    def hopeless(self, trial: Trial) -> bool:
+    def should_prune(self, trial: Trial) -> bool:
         """True if a running trial should end, by its evaluations so far."""
 
     def ended(self, trial: Trial, state: State) -> None:
         """Record the end of a trial: completed, failed or pruned."""
+
+
+def first_trials(settings: Settings, space: Space) -> list[Trial]:
+    """Return the trials of a new grid; a sampler proposes its own one by one."""
+    trials: list[Trial] = []
+    for values in space.grid() if settings.sampler == "grid" else ():
+        name = free_name(space.name(values), {one.name for one in trials})
+        trials.append(Trial(name, values))
+    return trials
+
+
+def source_of(sweep: Sweep, space: Space, settings: Settings) -> Source:
+    """Return the source of a sweep's further trials."""
+    return Grid() if settings.sampler == "grid" else Study(sweep, space, settings)
 
 
 class Grid:
@@ -32,7 +46,7 @@ class Grid:
     def next(self, trials: list[Trial]) -> Trial | None:
         return None
 
-    def hopeless(self, trial: Trial) -> bool:
+    def should_prune(self, trial: Trial) -> bool:
         return False
 
     def ended(self, trial: Trial, state: State) -> None: ...
@@ -66,7 +80,7 @@ class Study:
         proposal.set_user_attr("run", name)
         return Trial(name, values)
 
-    def hopeless(self, trial: Trial) -> bool:
+    def should_prune(self, trial: Trial) -> bool:
         """Report the trial's new evaluations to the pruner, and ask it. A retried trial is not pruned."""
         import optuna
 

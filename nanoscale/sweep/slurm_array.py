@@ -42,12 +42,10 @@ def states(sweep: Sweep, trials: Sequence[Trial]) -> list[State]:
     return found
 
 
-def missing(
-    sweep: Sweep, trials: Sequence[Trial], now: Sequence[State], *, retry: bool
-) -> list[Trial]:
+def missing(trials: Sequence[Trial], states: Sequence[State], *, retry: bool) -> list[Trial]:
     """Return the trials that have not ended and are not in SLURM; with `retry`, failed ones too."""
     wanted = ("waiting", "interrupted", *(("failed",) if retry else ()))
-    return [trial for trial, state in zip(trials, now, strict=True) if state in wanted]
+    return [trial for trial, state in zip(trials, states, strict=True) if state in wanted]
 
 
 def submit(

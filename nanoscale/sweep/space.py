@@ -16,11 +16,14 @@ from hydra.errors import HydraException
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.library import Library
+from nanoscale.config.composing.variants import given_twice, values_problem
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import refuse
 
 _OWN = ("run.name", "run.root")
 """Keys that the sweep sets for each trial."""
+_PROBES = 3
+"""Trials of a sampler that are checked before the first starts."""
 _LONGEST = 160
 """The most characters of a trial's name."""
 
@@ -70,7 +73,24 @@ class Space:
             for values in product(*(one.values for one in self.dimensions))
         ]
 
-    def words(self, values: dict[str, str]) -> tuple[str, ...]:
+    def probes(self) -> list[dict[str, str]]:
+        """Return values at the ends and in the middle of all dimensions, in place of a sampler's own."""
+        probes = []
+        for share in range(_PROBES):
+            values = {}
+            for one in self.dimensions:
+                if one.interval is None:
+                    values[one.key] = one.values[share * (len(one.values) - 1) // (_PROBES - 1)]
+                else:
+                    width = one.interval.high - one.interval.low
+                    number = one.interval.low + width * share / (_PROBES - 1)
+                    values[one.key] = (
+                        str(round(number)) if one.interval.integer else f"{number:.6g}"
+                    )
+            probes.append(values)
+        return probes
+
+    def overrides(self, values: dict[str, str]) -> tuple[str, ...]:
         """Return the overrides of the trial with these values."""
         return (*self.shared, *(f"{key}={value}" for key, value in values.items()))
 
@@ -85,8 +105,8 @@ class Space:
         return kept.replace("'", "").replace('"', "")[:_LONGEST]
 
 
-def read_space(words: Sequence[str], config_dir: Path | None = None) -> Space:
-    """Read the overrides of a sweep. Those that are not readable are left for `compose` to refuse.
+def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> Space:
+    """Read the overrides of a sweep. Unreadable ones are left for `compose` to refuse.
 
     Raises:
         UserError: no key has several values, or a key cannot differ between trials.
@@ -95,35 +115,33 @@ def read_space(words: Sequence[str], config_dir: Path | None = None) -> Space:
     shared: list[str] = []
     dimensions: list[Dimension] = []
     violations: list[Violation] = []
-    for word in words:
+    for text in overrides:
         try:
-            override = parser.parse_override(word)
+            override = parser.parse_override(text)
         except HydraException:
-            shared.append(word)
+            shared.append(text)
             continue
         key = override.get_key_element().lstrip("+")
         if key in _OWN:
             message = "is set by the sweep for each trial"
-            violations.append(Violation(key, word.partition("=")[2], COMMAND_LINE, message))
+            violations.append(Violation(key, text.partition("=")[2], COMMAND_LINE, message))
         elif not override.is_sweep_override():
-            shared.append(word)
+            shared.append(text)
         else:
-            found = _dimension(override, key, word, library)
-            (dimensions if isinstance(found, Dimension) else violations).append(found)  # type: ignore[arg-type]
-    keys = [one.key for one in dimensions]
-    for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
-        violations.append(Violation(key, None, COMMAND_LINE, "is given several values twice"))
+            dimension = _dimension(override, key, text, library)
+            (dimensions if isinstance(dimension, Dimension) else violations).append(dimension)  # type: ignore[arg-type]
+    violations += given_twice([one.key for one in dimensions])
     if not dimensions and not violations:
         message = "no key has several values, as in optimizer.lr=1e-3,3e-4"
-        line = shlex.join(["nanoscale", "train", *words])
+        line = shlex.join(["nanoscale", "train", *overrides])
         violations.append(Violation("", None, COMMAND_LINE, message, (line,)))
     if violations:
         refuse(violations)
     return Space(tuple(shared), tuple(dimensions))
 
 
-def _dimension(override: Override, key: str, word: str, library: Library) -> Dimension | Violation:
-    raw, value = word.partition("=")[2], override.value()
+def _dimension(override: Override, key: str, text: str, library: Library) -> Dimension | Violation:
+    raw, value = text.partition("=")[2], override.value()
     if isinstance(value, IntervalSweep):
         return _interval(key, raw, value)
     if isinstance(value, Glob):
@@ -134,16 +152,7 @@ def _dimension(override: Override, key: str, word: str, library: Library) -> Dim
         values = _texts(override, raw)
     else:
         return Violation(key, raw, COMMAND_LINE, "has values of an unknown kind")
-    declared = reference.declared().get(key)
-    takes_list = declared is not None and declared.takes_list
-    if takes_list and not all(text.startswith("[") or text == "null" for text in values):
-        message = "takes a list in brackets"
-        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}=[{raw}]"),))
-    if len(set(values)) < len(values):
-        message = "is given one value twice, and its trials would be the same"
-        once = ",".join(dict.fromkeys(values))
-        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}={once}"),))
-    return Dimension(key, tuple(values))
+    return values_problem(key, raw, values) or Dimension(key, tuple(values))
 
 
 def _interval(key: str, raw: str, value: IntervalSweep) -> Dimension | Violation:

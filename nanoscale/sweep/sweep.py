@@ -1,6 +1,4 @@
-"""The folder of a sweep: its trials, and what became of each. The runs' own directories are the only record of
-their states.
-"""
+"""The folder of a sweep: its settings and trials. The states of the trials are in their run directories."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ import csv
 import fcntl
 import io
 import itertools
-import json
 import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +20,8 @@ from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, 
 
 Sampler = Literal["grid", "random", "tpe"]
 Pruner = Literal["none", "median", "asha"]
+ROOT = "sweeps"
+"""The folder of sweeps, unless the user names another one."""
 State = Literal["waiting", "queued", "running", "interrupted", "completed", "failed", "pruned"]
 ENDED: tuple[State, ...] = ("completed", "failed", "pruned")
 
@@ -41,8 +41,8 @@ class Trial:
 class Settings:
     """The request of a sweep, which never changes."""
 
-    words: list[str]
-    """The overrides as they were typed."""
+    overrides: list[str]
+    """The overrides as they were typed, and those that the options of the launch set."""
     sampler: Sampler = "grid"
     trials: int | None = None
     """Trials of a sampler; None for a grid, which has all combinations."""
@@ -78,6 +78,13 @@ class Sweep:
     def storage(self) -> Path:
         """Optuna's database."""
         return self.path / "optuna.db"
+
+    @property
+    def resume_command(self) -> str:
+        """The command line that runs what is missing, from this process's working directory."""
+        default = self.path.parent == Path(ROOT).absolute()
+        root = [] if default else ["--root", str(self.path.parent)]
+        return shlex.join(["nanoscale", "sweep", "--resume", self.name, *root])
 
     def log(self, trial: Trial) -> Path:
         """Return the file with the output of a trial's launcher."""
@@ -143,35 +150,41 @@ class Sweep:
             os.close(handle)
 
     def state(self, trial: Trial) -> State:
-        """Return what became of a trial so far."""
+        """Return a trial's state, by its run directory."""
         run = self.run(trial)
         if not run.status.exists():
             return "waiting"
-        now = status.read(run).state
+        recorded = status.read(run).state
         if lock.owner(run) is not None:
             return "running"
         if trial.pruned:
             return "pruned"
-        return now if now in ("completed", "failed") else "interrupted"
+        return recorded if recorded in ("completed", "failed") else "interrupted"
 
-    def row(self, trial: Trial, state: State | None = None) -> dict[str, Any]:
-        """Return a trial's values, state and newest figures; `state` replaces what its directory says."""
-        run, last, evaluated = self.run(trial), None, None
-        if run.metrics.exists():
-            for record in metrics.read(run):
-                last = record
-                evaluated = record.get("eval_loss", evaluated)
-        figures = last or {}
-        return {
+    def row(
+        self, trial: Trial, metric: str = "eval_loss", state: State | None = None
+    ) -> dict[str, Any]:
+        """Return a trial's values, its state and its newest figures.
+
+        Args:
+            metric: a further figure.
+            state: replaces the state in the run directory.
+        """
+        run = self.run(trial)
+        last = metrics.last(run) or {}
+        row = {
             "trial": trial.name,
             **trial.values,
             "state": state or self.state(trial),
-            "step": figures.get("step", 0),
-            "loss": figures.get("loss"),
-            "eval_loss": evaluated,
-            "tokens_per_s": figures.get("tokens_per_s"),
-            "memory_gib": figures.get("memory_gib"),
+            "step": last.get("step", 0),
+            "loss": last.get("loss"),
+            "eval_loss": (metrics.last(run, "eval_loss") or {}).get("eval_loss"),
+            "tokens_per_s": last.get("tokens_per_s"),
+            "memory_gib": last.get("memory_gib"),
         }
+        return (
+            row if metric in row else row | {metric: (metrics.last(run, metric) or {}).get(metric)}
+        )
 
     def keep_table(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the table of all trials to results.csv."""
@@ -188,8 +201,3 @@ def free_name(name: str, names: Collection[str]) -> str:
     """Return a name for a trial that no other has: with a number if it is used."""
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     return name if name not in names else next(it for it in numbered if it not in names)
-
-
-def same_request(first: Settings, second: Settings) -> bool:
-    """True if two command lines ask for the same sweep."""
-    return json.dumps(asdict(first)) == json.dumps(asdict(second))

@@ -14,6 +14,7 @@ from nanoscale.launch.fleet.signals import Signals
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.runner import Runner
 from nanoscale.sweep.samplers import Study
+from nanoscale.sweep.slots import Slot
 from nanoscale.sweep.space import Space, read_space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 
@@ -21,7 +22,9 @@ WORDS = ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "optimizer.name=adamw,sgd"
 
 
 def opened(folder: Path, **changes: Any) -> tuple[Study, Sweep, Space]:
-    settings = Settings(**{"words": WORDS, "sampler": "tpe", "trials": 12, "seed": 3, **changes})
+    settings = Settings(
+        **{"overrides": WORDS, "sampler": "tpe", "trials": 12, "seed": 3, **changes}
+    )
     sweep, space = Sweep(folder / "s"), read_space(WORDS)
     if not sweep.path.exists():
         sweep.create(settings, [])
@@ -81,7 +84,7 @@ def test_interrupted_and_retried_trials_are_recorded_when_they_complete(tmp_path
     study, sweep, _ = opened(tmp_path, trials=1)
     # Its launcher refuses to start: the trial has not ended, and is started again by --resume.
     settings = Settings(["recipe=none", *WORDS], "tpe", 1)
-    runner = Runner(sweep, settings, read_space(settings.words), study, [], 1, [], show=no_table)
+    runner = Runner(sweep, settings, read_space(settings.overrides), study, [], [Slot()], no_table)
     with Signals() as signals:
         assert runner.run(signals)
     (interrupted,) = runner.trials
@@ -111,14 +114,14 @@ def test_the_median_pruner_gives_up_what_is_worse_than_half(tmp_path: Path) -> N
         assert trial is not None
         trials.append(trial)
         trained(sweep, trial, [5.0, 4.0 + number / 10, 3.0])
-        assert not study.hopeless(trial)
+        assert not study.should_prune(trial)
         study.ended(trial, "completed")
     bad, good = study.next(trials), None
     assert bad is not None
     trained(sweep, bad, [5.0, 9.0])
-    assert study.hopeless(bad)
+    assert study.should_prune(bad)
     study.ended(bad, "pruned")
     good = study.next([*trials, bad])
     assert good is not None
     trained(sweep, good, [5.0, 3.0])
-    assert not study.hopeless(good)
+    assert not study.should_prune(good)

@@ -19,7 +19,7 @@ def test_a_grid_varies_the_last_key_fastest_and_names_what_differs() -> None:
         "lr=3e-4,seed=1",
         "lr=3e-4,seed=2",
     ]
-    assert space.words(grid[2])[-2:] == ("optimizer.lr=3e-4", "train.seed=1")
+    assert space.overrides(grid[2])[-2:] == ("optimizer.lr=3e-4", "train.seed=1")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_keys_of_one_name_are_told_apart_by_more_of_them() -> None:
     ("words", "said"),
     [
         (["train.steps=4"], "no key has several values"),
-        (["train.seed=1,1"], "given one value twice"),
+        (["train.seed=1,1"], "has one value twice"),
         (["train.seed=1,2", "train.seed=3,4"], "several values twice"),
         (["run.name=a,b"], "set by the sweep"),
         (["run.root=x", "train.seed=1,2"], "set by the sweep"),

@@ -206,6 +206,6 @@ def test_what_is_wrong_with_an_array_writes_nothing(tmp_path, monkeypatch, capsy
         seen = capsys.readouterr()
         assert said in seen.err and "Traceback" not in seen.err, (words, seen.err)
     assert nanoscale(["sweep", "--resume", "queued", "--slurm"]) == 2
-    assert "remove --slurm" in capsys.readouterr().err
+    assert "takes no --slurm" in capsys.readouterr().err
     assert nanoscale([*base, "train.seed=1,2", "--dry-run"]) == 0
     assert list(tmp_path.iterdir()) == []

@@ -6,9 +6,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,23 +16,29 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, exit_code_of_signal, print_json
-from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job
+from nanoscale.cli.common.request import (
+    HOSTS,
+    CommandLine,
+    Refusals,
+    planned,
+    request_job,
+    requesting,
+)
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.common.errors import Violation
+    from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.request import Request
-    from nanoscale.sweep.samplers import Source
+    from nanoscale.sweep.slots import Slot
     from nanoscale.sweep.space import Space
     from nanoscale.sweep.sweep import Settings, State, Sweep, Trial
 
-_PLANNED = 3
-"""Trials of a sampler that are checked before the first starts: the ends of its intervals, and the middle."""
 
-
+@requesting("config_dir", *HOSTS, "no_preflight")
 def sweep(
-    overrides: opt.Overrides = None,
+    line: CommandLine,
     name: Annotated[
         str | None,
         typer.Option(help="Name the sweep and its folder", show_default="the recipe and the time"),
@@ -46,142 +52,178 @@ def sweep(
         bool, typer.Option("--retry", help="Resume trials that have failed, too")
     ] = False,
     sampler: Annotated[
-        Literal["grid", "random", "tpe"], typer.Option(help="Choose values by this method")
-    ] = "grid",
+        Literal["grid", "random", "tpe"] | None,
+        typer.Option(help="Choose values by this method", show_default="grid"),
+    ] = None,
     trials: Annotated[
         int | None,
         typer.Option(min=1, help="Limit the trials of a sampler", show_default=False),
     ] = None,
     pruner: Annotated[
-        Literal["none", "median", "asha"],
-        typer.Option(help="Stop bad trials of a sampler early by this method"),
-    ] = "none",
+        Literal["none", "median", "asha"] | None,
+        typer.Option(help="Stop bad trials of a sampler early", show_default="none"),
+    ] = None,
     metric: Annotated[
-        str, typer.Option(help="Minimize this figure of metrics.jsonl with a sampler")
-    ] = "eval_loss",
+        str | None,
+        typer.Option(help="Minimize this figure of metrics.jsonl", show_default="eval_loss"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Set the seed of the sampler", show_default="0", min=0)
+    ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Run this many trials at once", show_default="as GPUs allow"
+            metavar="N", min=1, help="Run this many trials at once", show_default="as devices allow"
         ),
     ] = None,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Run the trials as an array of SLURM jobs")
     ] = False,
-    config_dir: opt.ConfigDir = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Train once for each combination of values, as in `optimizer.lr=1e-3,3e-4 train.seed=1,2`."""
+    from nanoscale.config.violations import quoted
     from nanoscale.sweep.space import read_space
     from nanoscale.sweep.sweep import Settings, Sweep
 
-    words = overrides or []
+    overrides = [*(line.overrides or ())]
+    overrides += [f"{key}={quoted(setting.value)}" for key, setting in line.options.items()]
+    how = _How(at_once, dry_run, force, as_json, retry)
     if resume is not None:
-        _refuse_new_values(words, slurm)
-        existing = Sweep(_folder(root, resume))
-        settings, known = existing.read()
-        return _run(existing, settings, known, at_once, dry_run, force, as_json, retry)
+        given = {
+            "overrides": overrides,
+            "--name": name,
+            "--sampler": sampler,
+            "--trials": trials,
+            "--pruner": pruner,
+            "--metric": metric,
+            "--seed": seed,
+            "--config-dir": line.config_dir,
+            "--slurm": slurm or None,
+        }
+        _refuse_settings([option for option, value in given.items() if value not in (None, [])])
+        existing = Sweep(_folder(root, resume, "--resume"))
+        return _run(existing, *existing.read(), how)
     settings = Settings(
-        list(words),
-        sampler,
+        overrides,
+        sampler or "grid",
         trials,
-        pruner,
-        metric,
-        config_dir=str(config_dir.absolute()) if config_dir else None,
-        slurm=slurm,
+        pruner or "none",
+        metric or "eval_loss",
+        seed or 0,
+        str(line.config_dir.absolute()) if line.config_dir else None,
+        slurm,
     )
-    space = read_space(words, config_dir)
+    space = read_space(overrides, line.config_dir)
     _check_sampler(settings, space)
-    new = Sweep(_folder(root, name or _default_name(words)))
+    new = Sweep(_folder(root, name or _default_name(overrides), "--name"))
     if new.file.exists():
         earlier, known = new.read()
         _require_same(new, earlier, settings)
-        return _run(new, settings, known, at_once, dry_run, force, as_json, retry)
-    return _run(new, settings, None, at_once, dry_run, force, as_json, retry)
+        return _run(new, settings, known, how)
+    return _run(new, settings, None, how)
 
 
-def _run(
-    sweep: Sweep,
-    settings: Settings,
-    known: list[Trial] | None,
-    at_once: int | None,
-    dry_run: bool,
-    force: bool,
-    as_json: bool,
-    retry: bool,
-) -> int:
+@dataclass(frozen=True)
+class _How:
+    """The options of a sweep that may differ each time it is started."""
+
+    at_once: int | None
+    dry_run: bool
+    force: bool
+    as_json: bool
+    retry: bool
+
+
+def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How) -> int:
     """Check and plan the trials, and run those that are missing.
 
     Args:
         known: the trials of a sweep that exists; None: it is new.
     """
+    from nanoscale.sweep.samplers import first_trials
+    from nanoscale.sweep.slots import slots_of
+    from nanoscale.sweep.space import read_space
+    from nanoscale.view.run.sweep_table import show_plan
+
+    space = read_space(settings.overrides, _config_dir(settings))
+    trials = first_trials(settings, space) if known is None else known
+    unfinished = _unfinished(sweep, trials, retry=how.retry)
+    new = _new_requests(sweep, space, settings, unfinished, how)
+    begun = [] if settings.slurm else _begun_requests(sweep, unfinished)
+    slots: list[Slot] = []
+    if not settings.slurm and (new or begun):
+        values = unfinished[0].values if unfinished else space.probes()[0]
+        line = CommandLine(space.overrides(values), config_dir=_config_dir(settings))
+        keys = [one.key for one in space.dimensions]
+        slots = slots_of([*new, *begun], line.compose(), how.at_once, keys)
+    count = len(trials) if settings.sampler == "grid" else settings.trials or 0
+    left = len(unfinished) + count - len(trials)
+    at_once = how.at_once if settings.slurm else max(1, len(slots))
+    show_plan(sweep, count, [*map(_cost, filter(_is_planned, [*new, *begun]))], left, at_once)
+    if how.dry_run:
+        return _show_trials(sweep, trials, at_once, how)
+    if settings.slurm:
+        return _run_array(sweep, settings, known, trials, new, how)
+    return _run_here(sweep, settings, space, known, trials, slots, how)
+
+
+def _show_trials(sweep: Sweep, trials: Sequence[Trial], at_once: int | None, how: _How) -> int:
+    """Show the result of a dry run."""
+    rows = [{"trial": one.name, **one.values} for one in trials]
+    if how.as_json:
+        print_json({"sweep": str(sweep.path), "trials": rows, "at_once": at_once})
+    else:
+        for row in rows:
+            display.show(row["trial"])
+        display.note(f"this would be {sweep.path}; nothing was written or started")
+    return DONE
+
+
+def _run_here(
+    sweep: Sweep,
+    settings: Settings,
+    space: Space,
+    known: list[Trial] | None,
+    trials: list[Trial],
+    slots: Sequence[Slot],
+    how: _How,
+) -> int:
+    """Run the missing trials from this process, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep.runner import Runner
-    from nanoscale.sweep.space import read_space
-    from nanoscale.view.run.sweep_table import SweepTable, print_table
+    from nanoscale.sweep.samplers import source_of
+    from nanoscale.view.run.sweep_table import SweepTable
 
-    config_dir = Path(settings.config_dir) if settings.config_dir else None
-    space = read_space(settings.words, config_dir)
-    trials = _trials(space, settings) if known is None else known
-    requests = _checked(sweep, space, settings, trials, force, fetch=not dry_run)
-    slots, devices = _slots(requests, at_once)
-    _say_plan(sweep, settings, requests, trials, slots)
-    if dry_run:
-        rows = [{"trial": one.name, **one.values} for one in trials]
-        if as_json:
-            print_json({"sweep": str(sweep.path), "trials": rows, "at_once": slots})
-        else:
-            for row in rows:
-                display.show(row["trial"])
-            display.note(f"this would be {sweep.path}; nothing was written or started")
-        return DONE
-    if settings.slurm:
-        return _run_array(sweep, settings, known, trials, requests, at_once, as_json, retry)
     if known is None:
         sweep.create(settings, trials)
+    shown_at = 0.0
+
+    def show(current: Sequence[Trial], changed: bool) -> None:
+        nonlocal shown_at
+        if changed or time.monotonic() - shown_at > 1.0:
+            shown_at = time.monotonic()
+            rows = _rows(sweep, settings, current, runner.failed)
+            view.show(rows)
+            if changed:
+                sweep.keep_table(rows)
+
     with (
         sweep.held(),
         Signals() as signals,
-        SweepTable(sys.stderr if as_json else sys.stdout) as view,
+        SweepTable(sys.stderr if how.as_json else sys.stdout) as view,
     ):
-        last_rows: list[dict[str, Any]] = []
-        shown_at = 0.0
-
-        def show(current: Sequence[Trial], changed: bool) -> None:
-            nonlocal shown_at, last_rows
-            if changed or time.monotonic() - shown_at > 1.0:
-                shown_at = time.monotonic()
-                last_rows = [sweep.row(one) for one in current]
-                view.show(last_rows)
-                if changed:
-                    sweep.keep_table(last_rows)
-
-        source = _source(sweep, space, settings)
+        source = source_of(sweep, space, settings)
+        force = ["--force"] if how.force else []
         runner = Runner(
-            sweep,
-            settings,
-            space,
-            source,
-            trials,
-            slots,
-            devices,
-            show,
-            arguments=["--force"] if force else [],
-            again=retry,
+            sweep, settings, space, source, trials, slots, show, arguments=force, retry=how.retry
         )
         whole = runner.run(signals)
-    rows = [sweep.row(one) for one in runner.trials]
-    sweep.keep_table(rows)
-    if as_json:
-        print_json({"sweep": str(sweep.path), "trials": rows})
-    else:
-        print_table(rows, sys.stdout)
-    _say_end(sweep, settings, rows, whole)
-    if signals.first is not None and not whole:
-        return exit_code_of_signal(signals.first)
-    return DONE if all(row["state"] in ("completed", "pruned") for row in rows) else FAILED
+    rows = _rows(sweep, settings, runner.trials, runner.failed)
+    failed = [trial for trial in runner.trials if trial.name in runner.failed]
+    return _report(sweep, settings, rows, failed, None if whole else signals, how)
 
 
 def _run_array(
@@ -190,49 +232,81 @@ def _run_array(
     known: list[Trial] | None,
     trials: Sequence[Trial],
     requests: Sequence[Request],
-    at_once: int | None,
-    as_json: bool,
-    retry: bool,
+    how: _How,
 ) -> int:
     """Submit the missing trials to SLURM, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep import slurm_array
-    from nanoscale.view.run.sweep_table import SweepTable, print_table
+    from nanoscale.view.run.sweep_table import SweepTable
 
     if shutil.which("sbatch") is None:
         raise UserError("slurm", "sbatch is not installed here; run the sweep on a login node")
     if known is None:
         sweep.create(settings, trials)
     with sweep.held():
-        with _taken_back(sweep if known is None else None):
-            now = slurm_array.states(sweep, trials)
-            chosen = slurm_array.missing(sweep, trials, now, retry=retry)
-            jobs = slurm_array.submit(sweep, chosen, requests, at_once)
+        with _removed_on_refusal(sweep if known is None else None):
+            states = slurm_array.states(sweep, trials)
+            missing = slurm_array.missing(trials, states, retry=how.retry)
+            jobs = slurm_array.submit(sweep, missing, requests, how.at_once)
         for job in jobs:
             display.note(f"queued as job {job.job}; to end it: scancel {shlex.quote(job.job)}")
         rows: list[dict[str, Any]] = []
-        with Signals() as signals, SweepTable(sys.stderr if as_json else sys.stdout) as view:
+        with Signals() as signals, SweepTable(sys.stderr if how.as_json else sys.stdout) as view:
 
             def show(states: Sequence[State]) -> None:
                 nonlocal rows
-                rows = [sweep.row(one, state) for one, state in zip(trials, states, strict=True)]
+                pairs = zip(trials, states, strict=True)
+                rows = [sweep.row(one, settings.metric, state) for one, state in pairs]
                 view.show(rows)
                 sweep.keep_table(rows)
 
             whole = slurm_array.follow(sweep, trials, signals, show)
-    rows = rows or [sweep.row(one) for one in trials]
-    if as_json:
-        print_json({"sweep": str(sweep.path), "trials": rows, "jobs": [job.job for job in jobs]})
+    rows = rows or _rows(sweep, settings, trials)
+    failed = [one for one, row in zip(trials, rows, strict=True) if row["state"] == "failed"]
+    more = {"jobs": [job.job for job in jobs]}
+    return _report(sweep, settings, rows, failed, None if whole else signals, how, more)
+
+
+def _report(
+    sweep: Sweep,
+    settings: Settings,
+    rows: Sequence[dict[str, Any]],
+    failed: Sequence[Trial],
+    stopped_by: Signals | None,
+    how: _How,
+    more: Mapping[str, Any] | None = None,
+) -> int:
+    """Keep and show the result; return the exit code of the command.
+
+    Args:
+        failed: the trials that have failed since the command was started.
+        stopped_by: the signals, if one came before the last trial has ended.
+        more: further entries of the JSON document.
+    """
+    from nanoscale.view.run.sweep_table import print_table, show_end
+
+    sweep.keep_table(rows)
+    if how.as_json:
+        print_json({"sweep": str(sweep.path), "trials": rows, **(more or {})})
     else:
         print_table(rows, sys.stdout)
-    _say_end(sweep, settings, rows, whole)
-    if signals.first is not None and not whole:
-        return exit_code_of_signal(signals.first)
-    return DONE if all(row["state"] == "completed" for row in rows) else FAILED
+    show_end(sweep, settings, rows, failed, stopped_by is not None)
+    if stopped_by is not None and stopped_by.first is not None:
+        return exit_code_of_signal(stopped_by.first)
+    return DONE if all(row["state"] in ("completed", "pruned") for row in rows) else FAILED
+
+
+def _rows(
+    sweep: Sweep, settings: Settings, trials: Sequence[Trial], failed: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the rows of the table; a trial whose launcher has refused to start has no state of its own."""
+    return [
+        sweep.row(one, settings.metric, "failed" if one.name in failed else None) for one in trials
+    ]
 
 
 @contextmanager
-def _taken_back(new: Sweep | None) -> Iterator[None]:
+def _removed_on_refusal(new: Sweep | None) -> Iterator[None]:
     """Remove a new sweep's folder if SLURM does not take its trials.
 
     Raises:
@@ -250,42 +324,48 @@ def _taken_back(new: Sweep | None) -> Iterator[None]:
         raise UserError("slurm", f"SLURM cannot be asked here: {error}") from error
 
 
-# --- the request ----------------------------------------------------------------------------------
+# --- the sweep ------------------------------------------------------------------------------------
 
 
-def _folder(root: Path, name: str) -> Path:
+def _folder(root: Path, name: str, option: str) -> Path:
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.violations import refuse
 
-    if name != Path(name).name or name.startswith((".", "-")):
-        raise UserError("usage", f"--name {name}: must be the name of a folder, without a slash")
+    path = Path(name)
+    if name != path.name or name.startswith((".", "-")):
+        message = "must be the name of a folder, without a slash"
+        advice: tuple[str, ...] = ()
+        if (path / "sweep.json").exists() and path.name:
+            advice = (shlex.join(["--resume", path.name, "--root", str(path.parent)]),)
+        refuse([Violation(option, name, "command line", message, advice)], kind="usage")
     return root.expanduser().absolute() / name
 
 
-def _default_name(words: Sequence[str]) -> str:
-    recipes = [word.partition("=")[2] for word in words if word.startswith("recipe=")]
+def _default_name(overrides: Sequence[str]) -> str:
+    recipes = [text.partition("=")[2] for text in overrides if text.startswith("recipe=")]
     first = Path(recipes[-1]).stem if recipes and "," not in recipes[-1] else "sweep"
     return f"{first}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _refuse_new_values(words: Sequence[str], slurm: bool) -> None:
+def _config_dir(settings: Settings) -> Path | None:
+    return Path(settings.config_dir) if settings.config_dir else None
 
-    if slurm:
-        raise UserError(
-            "usage", "--resume runs the trials where the sweep ran them; remove --slurm"
-        )
-    if words:
-        raise UserError(
-            "usage", "--resume takes no overrides: the sweep's own are in its sweep.json"
-        )
+
+def _refuse_settings(given: Sequence[str]) -> None:
+    """Refuse overrides and options with --resume that would make it another sweep."""
+    if given:
+        what = ", ".join(given)
+        message = f"--resume takes no {what}: a sweep keeps those that it was started with"
+        raise UserError("usage", message)
 
 
 def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
     from nanoscale.common.errors import Violation
-    from nanoscale.sweep.sweep import same_request
 
-    if not same_request(earlier, settings):
+    if earlier != settings:
         message = f"the sweep {sweep.name} exists already, with other values or options"
-        line = shlex.join(["nanoscale", "sweep", "--resume", sweep.name])
-        violation = Violation("--name", sweep.name, "command line", message, (line,))
+        advice = (sweep.resume_command,)
+        violation = Violation("--name", sweep.name, "command line", message, advice)
         raise UserError("usage", message, [violation])
 
 
@@ -298,7 +378,11 @@ def _check_sampler(settings: Settings, space: Space) -> None:
     if settings.slurm and settings.sampler != "grid":
         raise UserError("usage", f"--slurm runs a grid; remove --sampler {settings.sampler}")
     if settings.sampler == "grid":
-        given = {"--trials": settings.trials is not None, "--pruner": settings.pruner != "none"}
+        given = {
+            "--trials": settings.trials is not None,
+            "--pruner": settings.pruner != "none",
+            "--seed": settings.seed != 0,
+        }
         for option, is_given in given.items():
             if is_given:
                 raise UserError("usage", f"{option} needs --sampler random or --sampler tpe")
@@ -311,174 +395,86 @@ def _check_sampler(settings: Settings, space: Space) -> None:
         raise UserError("usage", f"--sampler {settings.sampler} needs Optuna: {how}")
 
 
-def _trials(space: Space, settings: Settings) -> list[Trial]:
-    """Return the trials of a new grid; a sampler proposes its own one by one."""
-    from nanoscale.sweep.sweep import Trial, free_name
-
-    if settings.sampler != "grid":
-        return []
-    trials: list[Trial] = []
-    for values in space.grid():
-        name = free_name(space.name(values), {one.name for one in trials})
-        trials.append(Trial(name, values))
-    return trials
+# --- the requests of the trials -------------------------------------------------------------------
 
 
-def _source(sweep: Sweep, space: Space, settings: Settings) -> Source:
-    from nanoscale.sweep.samplers import Grid, Study
-
-    return Grid() if settings.sampler == "grid" else Study(sweep, space, settings)
-
-
-def _probes(space: Space) -> list[dict[str, str]]:
-    """Return values at the ends and in the middle of what a sampler draws from."""
-    found = []
-    for share in range(_PLANNED):
-        values = {}
-        for one in space.dimensions:
-            if one.interval is None:
-                values[one.key] = one.values[share * (len(one.values) - 1) // (_PLANNED - 1)]
-            else:
-                width = one.interval.high - one.interval.low
-                number = one.interval.low + width * share / (_PLANNED - 1)
-                values[one.key] = str(round(number)) if one.interval.integer else f"{number:.6g}"
-        found.append(values)
-    return found
+def _unfinished(sweep: Sweep, trials: Sequence[Trial], *, retry: bool) -> list[Trial]:
+    """Return the trials that this process starts; with `retry`, failed ones too."""
+    ended = {"completed", "pruned"} if retry else {"completed", "pruned", "failed"}
+    return [one for one in trials if sweep.state(one) not in ended]
 
 
-def _checked(
-    sweep: Sweep,
-    space: Space,
-    settings: Settings,
-    trials: Sequence[Trial],
-    force: bool,
-    *,
-    fetch: bool,
+def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
+    """Return the requests of the trials that are resumed, which continue whatever the plan says.
+
+    Raises:
+        UserError: this machine or the hosts cannot run one of them any more.
+    """
+    configs = [sweep.run(one).config for one in unfinished]
+    lines = [CommandLine(config_file=path) for path in configs if path.exists()]
+    requests = [request_job(line, starts=False) for line in lines]
+    return [planned(request, Refusals(), force=True) for request in requests]
+
+
+def _new_requests(
+    sweep: Sweep, space: Space, settings: Settings, unfinished: Sequence[Trial], how: _How
 ) -> list[Request]:
-    """Check and plan every trial that has no run yet; `fetch` as in `request_for_slurm`.
+    """Check and plan every trial that has no run yet; examples, if a sampler chooses them.
 
     Raises:
         UserError: with what is wrong in any of them.
     """
-
-    config_dir = Path(settings.config_dir) if settings.config_dir else None
     if settings.sampler == "grid":
-        wanted = [(one.name, one.values) for one in trials if not sweep.run(one).config.exists()]
+        new = [one for one in unfinished if not sweep.run(one).config.exists()]
+        named = [(one.name, one.values) for one in new]
     else:
-        wanted = [(space.name(values), values) for values in _probes(space)]
+        named = [(space.name(values), values) for values in space.probes()]
     requests: list[Request] = []
     wrong: dict[str, Violation] = {}
-    kinds: list[str] = []
-    bad: list[str] = []
-    for name, values in wanted:
-        line = CommandLine(space.words(values), config_dir=config_dir)
+    errors: dict[str, UserError] = {}
+    for name, values in named:
+        line = CommandLine(space.overrides(values), config_dir=_config_dir(settings))
         try:
-            checked = _for_slurm(sweep, name, line, fetch) if settings.slurm else request_job(line)
-            requests.append(planned(checked, Refusals(), force=force))
+            request = (
+                _request_for_slurm(sweep, name, line, fetch=not how.dry_run)
+                if settings.slurm
+                else request_job(line)
+            )
+            requests.append(planned(request, Refusals(), force=how.force))
         except UserError as error:
-            bad.append(name)
-            kinds.append(error.kind)
-            for violation in error.violations or []:
-                wrong.setdefault(str(violation), violation)
             if not error.violations:
                 raise
-    if bad:
-        named = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
-        message = f"{len(bad)} of {len(wanted)} trials cannot run ({named})"
-        kind = "plan" if set(kinds) == {"plan"} else next(it for it in kinds if it != "plan")
+            errors[name] = error
+            for violation in error.violations:
+                wrong.setdefault(str(violation), violation)
+    if errors:
+        shown = ", ".join([*errors][:3]) + (", …" if len(errors) > 3 else "")
+        message = f"{len(errors)} of {len(named)} trials cannot run ({shown})"
+        kinds = [error.kind for error in errors.values()]
+        kind = next((kind for kind in kinds if kind != "plan"), "plan")
         raise UserError(kind, message, list(wrong.values()))
     return requests
 
 
-def _for_slurm(sweep: Sweep, name: str, line: CommandLine, fetch: bool) -> Request:
+def _request_for_slurm(sweep: Sweep, name: str, line: CommandLine, *, fetch: bool) -> Request:
     """Return the request of a trial that runs in a SLURM job."""
     from nanoscale.cli.jobs.submit import request_for_slurm, through_slurm
     from nanoscale.config.composing.compose import Setting
 
-    placed = {
-        "run.name": Setting(name, "sweep"),
-        "run.root": Setting(str(sweep.runs), "sweep"),
-    }
-    options = {**through_slurm(line.options), **placed}
+    own = {"run.name": Setting(name, "sweep"), "run.root": Setting(str(sweep.runs), "sweep")}
+    options = {**through_slurm(line.options), **own}
     return request_for_slurm(replace(line, options=options, trust=True), fetch=fetch)
 
 
-def _slots(requests: Sequence[Request], at_once: int | None) -> tuple[int, list[list[int]]]:
-    """Return how many trials run at once, and the GPUs of each.
-
-    Raises:
-        UserError: this machine has no devices for that many.
-    """
-    from nanoscale.launch.transport.transport import transport_of
-
-    if not requests:
-        return at_once or 1, []
-    config = requests[0].config
-    if not transport_of(config).is_local or config.launcher.device != "cuda":
-        return at_once or 1, []
-    ranks = max(one.config.world_size for one in requests)
-    room = max(1, requests[0].devices.count // ranks)
-    if at_once is not None and at_once > room:
-        raise UserError(
-            "usage",
-            f"--at-once {at_once}: {requests[0].devices.count} GPUs have room for {room} trials of "
-            f"{ranks} ranks",
-        )
-    slots = at_once or room
-    return slots, [list(range(slot * ranks, (slot + 1) * ranks)) for slot in range(slots)]
+def _is_planned(request: Request) -> bool:
+    return request.plan is not None
 
 
-# --- output ---------------------------------------------------------------------------------------
+def _cost(request: Request) -> tuple[float, int]:
+    """Return the planned seconds that are left of a trial, and its ranks."""
+    from nanoscale.runs import metrics
 
-
-def _say_plan(
-    sweep: Sweep,
-    settings: Settings,
-    requests: Sequence[Request],
-    trials: Sequence[Trial],
-    slots: int,
-) -> None:
-    """Say how many trials are left, and how long they take by the plan."""
-    from nanoscale.common.units import duration
-
-    count = len(trials) if settings.sampler == "grid" else settings.trials or 0
-    text = f"sweep {sweep.name}: {count} trials, {slots} at once"
-    seconds = [
-        one.plan["step_time_s"] * one.config.train.steps for one in requests if one.plan is not None
-    ]
-    if seconds:
-        left = len(requests) if settings.sampler == "grid" else count
-        mean = sum(seconds) / len(seconds)
-        ranks = max(one.config.world_size for one in requests)
-        text += (
-            f"; the plan expects {duration(mean)} each, {duration(mean * left / slots)} for "
-            f"{left} of them, {mean * left * ranks / 3600:.3g} device hours"
-        )
-    display.note(text)
-
-
-def _say_end(sweep: Sweep, settings: Settings, rows: Sequence[dict[str, Any]], whole: bool) -> None:
-    from nanoscale.sweep.runner import log_tail
-    from nanoscale.sweep.sweep import Trial
-
-    def figure(row: dict[str, Any]) -> float | None:
-        value = row["eval_loss"] if row["eval_loss"] is not None else row["loss"]
-        return value if row["state"] == "completed" else None
-
-    best = min((row for row in rows if figure(row) is not None), key=figure, default=None)  # type: ignore[arg-type]
-    if best is not None:
-        kind = "evaluation loss" if best["eval_loss"] is not None else "loss"
-        display.note(f"lowest {kind}: {best['trial']} with {figure(best):.4f}")
-    for row in [row for row in rows if row["state"] == "failed"][:3]:
-        log = sweep.log(Trial(row["trial"], {}))
-        display.note(f"{row['trial']} failed; its output is in {log}")
-        for line in log_tail(log, 3):
-            display.note(f"  {line}")
-    if not whole:
-        what = (
-            "the jobs continue; to follow them"
-            if settings.slurm
-            else "stopped; to run what is missing"
-        )
-        display.note(f"{what}: nanoscale sweep --resume {shlex.quote(sweep.name)}")
-    display.note(f"the table is in {sweep.path / 'results.csv'}")
+    assert request.plan is not None
+    trained = metrics.last(request.run) if request.repeats else None
+    steps = request.config.train.steps - (trained["step"] if trained else 0)
+    return request.plan["step_time_s"] * steps, request.config.world_size

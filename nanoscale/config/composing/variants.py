@@ -52,8 +52,7 @@ def expand(words: Sequence[str]) -> list[Variant]:
     violations: list[Violation] = []
     choices = [_read(word, parser, violations) for word in words]
     swept = [choice.key for choice in choices if len(choice.words) > 1]
-    for key in dict.fromkeys(key for key in swept if swept.count(key) > 1):
-        violations.append(Violation(key, None, COMMAND_LINE, "is given several values twice"))
+    violations += given_twice(swept)
     if violations:
         refuse(violations)
     variants = []
@@ -62,6 +61,32 @@ def expand(words: Sequence[str]) -> list[Variant]:
         chosen = {c.key: c.values[place] for c, place in picked if len(c.words) > 1}
         variants.append(Variant(tuple(c.words[place] for c, place in picked), chosen))
     return variants
+
+
+def given_twice(keys: Sequence[str]) -> list[Violation]:
+    """Return the violations of keys that several overrides give several values."""
+    message = "is given several values twice"
+    repeated = dict.fromkeys(key for key in keys if keys.count(key) > 1)
+    return [Violation(key, None, COMMAND_LINE, message) for key in repeated]
+
+
+def values_problem(key: str, raw: str, values: Sequence[str]) -> Violation | None:
+    """Return the problem of a key's values: a list without brackets, or a value that is there twice.
+
+    Args:
+        raw: the override after its `=`.
+        values: the text of each value.
+    """
+    declared = reference.declared().get(key)
+    takes_list = declared is not None and declared.takes_list
+    if takes_list and not all(text.startswith("[") or text == "null" for text in values):
+        message = "takes a list in brackets"
+        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}=[{raw}]"),))
+    if len(set(values)) < len(values):
+        message = "has one value twice, and its runs would be identical"
+        once = ",".join(dict.fromkeys(values))
+        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}={once}"),))
+    return None
 
 
 def _read(word: str, parser: OverridesParser, violations: list[Violation]) -> _Choice:
@@ -87,15 +112,9 @@ def _problem(asked: Override, word: str) -> Violation | None:
     if not isinstance(value, ChoiceSweep) or value.shuffle or value.tags:
         message = "must have several values: list them, with commas between them"
         return Violation(key, raw, COMMAND_LINE, message, (f"{key}=A,B,C",))
-    declared = reference.declared().get(key)
-    if declared is not None and declared.takes_list and not _lists(value):
-        message = "takes a list in brackets"
-        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}=[{raw}]"),))
     values = list(asked.sweep_string_iterator())
-    if len(set(values)) < len(values):
-        message = "has one value twice, and its runs would be identical"
-        once = ",".join(dict.fromkeys(values))
-        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}={once}"),))
+    if problem := values_problem(key, raw, values):
+        return problem
     if key == "run" or key.startswith("run."):
         message = "is the same for all runs of an array, which are numbered"
     elif key == "launcher" or key.startswith("launcher."):
@@ -114,7 +133,3 @@ def _single(key: str, raw: str, values: Sequence[str]) -> tuple[str, ...]:
     if values[0].startswith(("[", "{")):
         return ()  # neither takes a list or a mapping for each run
     return (shlex.quote(f"{key}={values[0]}"),)
-
-
-def _lists(value: ChoiceSweep) -> bool:
-    return all(isinstance(entry, list) or entry is None for entry in value.list)

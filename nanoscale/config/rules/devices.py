@@ -10,9 +10,7 @@ from typing import Literal
 
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import counted
-from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
-from nanoscale.config.machines import Host
 from nanoscale.config.rules.layout import with_degree
 from nanoscale.config.rules.resolution import Resolution, divisors
 from nanoscale.config.schema import Parallel
@@ -215,15 +213,7 @@ def _part_of_hosts(resolution: Resolution, world: int) -> str | None:
     for host in resolution.hosts:
         taken = min(host.slots, world)
         if taken:
-            entries.append(_entry(host, taken))
+            entries.append(host.entry(host.used_devices[:taken]))
         world -= taken
     fits = world == 0 and len(entries) <= _MOST_ENTRIES
     return f"--include {shlex.quote('@'.join(entries))}" if fits else None
-
-
-def _entry(host: Host, taken: int) -> str:
-    name = hostnames.in_filter(host.name)
-    if taken == host.slots and host.devices is None:
-        return name
-    devices = host.devices or range(host.slots)
-    return f"{name}:{','.join(map(str, devices[:taken]))}"

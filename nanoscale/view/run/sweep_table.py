@@ -1,19 +1,29 @@
-"""The table of a sweep's trials: live on a terminal, one line per change elsewhere."""
+"""A sweep on the screen: its plan, its table of trials and its end.
+
+The table is live on a terminal; elsewhere there is a line for each change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoscale.common import display
+from nanoscale.common.units import counted, duration
+from nanoscale.runs import failure
+from nanoscale.runs.tail import read_end
+from nanoscale.sweep.sweep import Settings, Sweep, Trial
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Row = dict[str, Any]
-_FIGURES = ("step", "loss", "eval_loss", "tokens_per_s")
+_FIGURES = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
 _MOST_ROWS = 40
-"""The most trials in the live table; those that run and the best ones come first."""
+"""The most trials in the live table; those that run come first, then those with the lowest loss."""
+_SHOWN_LOGS, _LOG_LINES, _LOG_BYTES = 3, 3, 4096
+"""The failed trials whose output is shown, its lines, and the bytes in which they are searched."""
 
 
 class SweepTable:
@@ -40,14 +50,27 @@ class SweepTable:
     def show(self, rows: Sequence[Row]) -> None:
         """Show the rows as they are now."""
         if self._live is not None:
-            self._live.update(table(rows[:_MOST_ROWS]), refresh=True)
+            self._live.update(table(most_important(rows)), refresh=True)
             return
         for row in rows:
             if self._shown.get(row["trial"], "waiting") != row["state"]:
                 self._shown[row["trial"]] = row["state"]
-                loss = row["eval_loss"] if row["eval_loss"] is not None else row["loss"]
+                loss = _loss(row)
                 figure = "" if loss is None or row["state"] == "running" else f"  loss {loss:.4f}"
                 display.show(f"{row['trial']}  {row['state']}{figure}", stream=self._stream)
+
+
+def most_important(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows of the live table, in their order: all of them unless they are too many."""
+    if len(rows) <= _MOST_ROWS:
+        return rows
+
+    def importance(number: int) -> tuple[bool, float]:
+        loss = _loss(rows[number])
+        return rows[number]["state"] != "running", float("inf") if loss is None else loss
+
+    chosen = sorted(sorted(range(len(rows)), key=importance)[:_MOST_ROWS])
+    return [rows[number] for number in chosen]
 
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
@@ -59,7 +82,7 @@ def table(rows: Sequence[Row]) -> Table:
     """Return the rows as a table, with a column for each key that differs."""
     from rich.table import Table
 
-    known = ("trial", "state", *_FIGURES, "memory_gib")
+    known = ("trial", "state", *_FIGURES)
     keys = [name for name in (rows[0] if rows else ()) if name not in known]
     result = Table("trial", "state", "step", "loss", "eval loss", "tokens/s", *keys, box=None)
     for row in rows:
@@ -67,8 +90,95 @@ def table(rows: Sequence[Row]) -> Table:
             row["trial"],
             row["state"],
             str(row["step"]),
-            *("" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "eval_loss")),
+            *(_figure(row[name]) for name in ("loss", "eval_loss")),
             "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
-            *(row[key] for key in keys),
+            *(_figure(row[key]) for key in keys),
         )
     return result
+
+
+def show_plan(
+    sweep: Sweep, count: int, costs: Sequence[tuple[float, int]], left: int, at_once: int | None
+) -> None:
+    """Show how many trials are left, and how long they take by the plan.
+
+    Args:
+        count: all trials.
+        costs: planned seconds and ranks of trials, of all that are left or of examples.
+        left: the trials that have not ended.
+        at_once: the trials that run at the same time; None: SLURM decides.
+    """
+    text = f"sweep {sweep.name}: {counted(count, 'trial')}"
+    text += "" if at_once is None else f", {at_once} at once"
+    if costs and left:
+        each = mean(seconds for seconds, _ in costs)
+        hours = mean(seconds * ranks for seconds, ranks in costs) * left / 3600
+        text += f"; the plan expects {duration(each)} each, "
+        text += "" if at_once is None else f"{duration(each * left / min(at_once, left))} for "
+        text += f"{left} of them, {hours:.3g} device hours"
+    display.note(text)
+
+
+def show_end(
+    sweep: Sweep, settings: Settings, rows: Sequence[Row], failed: Sequence[Trial], stopped: bool
+) -> None:
+    """Show the best trial, the output of those that failed, and how to continue.
+
+    Args:
+        failed: the trials that have failed since the sweep was started.
+        stopped: True if a signal came before the last trial has ended.
+    """
+    best = best_row(rows, settings.metric)
+    if best is not None:
+        row, metric = best
+        name = "evaluation loss" if metric == "eval_loss" else metric
+        display.note(f"lowest {name}: {row['trial']} with {row[metric]:.4f}")
+    for trial in failed[:_SHOWN_LOGS]:
+        _show_failure(sweep, trial)
+    if len(failed) > _SHOWN_LOGS:
+        display.note(f"{counted(len(failed) - _SHOWN_LOGS, 'other trial')} failed, too")
+    if stopped:
+        what = (
+            "the jobs continue; to follow them"
+            if settings.slurm
+            else "stopped; to run what is missing"
+        )
+        display.note(f"{what}: {sweep.resume_command}")
+    elif any(row["state"] == "failed" for row in rows):
+        display.note(f"to resume trials that have failed: {sweep.resume_command} --retry")
+    display.note(f"the table is in {sweep.path / 'results.csv'}")
+
+
+def _show_failure(sweep: Sweep, trial: Trial) -> None:
+    """Show the first cause of a failed trial; the end of its launcher's output if that refused to start."""
+    log = sweep.log(trial)
+    display.note(f"{trial.name} failed; its output is in {log}")
+    cause = failure.read(sweep.run(trial)) if sweep.state(trial) == "failed" else None
+    if cause is not None:
+        display.note(f"  {cause.who}: {cause.diagnosis}")
+    else:
+        lines = read_end(log, _LOG_BYTES).decode(errors="replace").splitlines()
+        for line in lines[-_LOG_LINES:]:
+            display.note(f"  {line}")
+
+
+def best_row(rows: Sequence[Row], metric: str) -> tuple[Row, str] | None:
+    """Return the completed trial with the lowest metric, and the metric: the loss if no trial has it."""
+    for name in (metric, "loss"):
+        measured = [
+            row for row in rows if row["state"] == "completed" and row.get(name) is not None
+        ]
+        if measured:
+            return min(measured, key=lambda row: float(row[name])), name
+    return None
+
+
+def _loss(row: Mapping[str, Any]) -> float | None:
+    loss: float | None = row["eval_loss"] if row["eval_loss"] is not None else row["loss"]
+    return loss
+
+
+def _figure(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.4f}"
