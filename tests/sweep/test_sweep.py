@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.runs import events, lock
+from nanoscale.runs import events, lock, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.support.waiting import wait_until
@@ -131,6 +131,67 @@ def test_a_dry_run_plans_every_trial_and_writes_nothing(
     assert shown.out.split() == ["lr=1e-3", "lr=3e-4"]
     assert "2 trials, 1 at once; the plan expects" in shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_trial_whose_launcher_refuses_to_start_is_shown_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = Sweep(tmp_path / "sweeps" / "s")
+    sweep.create(
+        Settings(["recipe=debug", "train.seed=1,2"]), [Trial("seed=1", {"train.seed": "1"})]
+    )
+    (sweep.runs / "seed=1").mkdir()  # in the way of the run
+    assert nanoscale(["sweep", "--resume", "s", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["trials"][0]["state"] == "failed"
+    assert f"seed=1 failed; its output is in {sweep.path}/logs/seed=1.log\n  error: " in shown.err
+    assert "to resume trials that have failed: nanoscale sweep --resume s --retry" in shown.err
+
+
+def test_resume_takes_no_other_settings_and_names_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = Sweep(tmp_path / "else where" / "s")
+    sweep.create(
+        Settings(["recipe=debug", "train.seed=1,2"]), [Trial("seed=1", {"train.seed": "1"})]
+    )
+    for option, value in (
+        ("--sampler", "grid"), ("--trials", "2"), ("--pruner", "none"), ("--metric", "loss"),
+        ("--config-dir", "."), ("--name", "s"), ("--seed", "0"), ("--hostfile", "hosts"),
+    ):  # fmt: skip
+        line = ["sweep", "--resume", "s", "--root", "else where", option, value]
+        assert nanoscale(line) == 2, option
+        shown = "overrides" if option == "--hostfile" else option
+        assert f"--resume takes no {shown}: " in capsys.readouterr().err
+    assert nanoscale(["sweep", "--resume", "else where/s", "--json"]) == 2
+    (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+    assert violation["key"] == "--resume"
+    assert nanoscale(["sweep", *shlex.split(violation["suggestions"][0]), "--dry-run"]) == 0
+    capsys.readouterr()
+    words = ["recipe=debug", "train.seed=3,4", "--name", "s", "--root", "else where", "--json"]
+    assert nanoscale(["sweep", *words]) == 2
+    assert nanoscale([*advised(capsys)[1:], "--dry-run"]) == 0
+
+
+def test_the_plan_counts_the_trials_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = Sweep(tmp_path / "sweeps" / "s")
+    trials = [Trial(f"seed={seed}", {"train.seed": seed}) for seed in "12"]
+    sweep.create(Settings(["recipe=debug", "train.seed=interval(1,9)"], "random", 5), trials)
+    run = RunDirectory.create(sweep.runs, "seed=1")
+    status.write(run, status.prepared().starting(1).ending("completed", 0))
+    assert nanoscale(["sweep", "--resume", "s", "--dry-run"]) == 0
+    assert "for 4 of them" in capsys.readouterr().err
+    words = ["recipe=debug", "train.seed=1,2", "launcher.device=cpu", "--slurm", "--dry-run"]
+    assert nanoscale(["sweep", *words, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["at_once"] is None
+    assert "at once" not in shown.err and "each, 2 of them, " in shown.err
 
 
 def test_another_sweep_does_not_take_the_name_of_one(

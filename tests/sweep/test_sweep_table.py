@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoscale.view.run.sweep_table import SweepTable
+from nanoscale.view.run.sweep_table import SweepTable, best_row, most_important
 
 
 def row(trial: str, state: str, loss: float | None = None) -> dict[str, Any]:
@@ -27,3 +27,19 @@ def test_states_go_to_the_given_stream(capsys: pytest.CaptureFixture[str]) -> No
         "seed=2  running",
     ]
     assert capsys.readouterr().out == ""
+
+
+def test_the_lowest_metric_is_not_compared_with_another() -> None:
+    rows = [row("a", "completed", 1.0), row("b", "completed", 3.0), row("c", "failed", 0.5)]
+    assert best_row(rows, "eval_loss") == (rows[0], "loss")
+    rows[1]["eval_loss"] = 2.0
+    assert best_row(rows, "eval_loss") == (rows[1], "eval_loss")
+    assert best_row(rows, "loss") == (rows[0], "loss")
+    assert best_row(rows[2:], "loss") is None
+
+
+def test_running_trials_and_the_best_ones_are_among_many() -> None:
+    rows = [row(str(number), "completed", 100.0 - number) for number in range(50)]
+    rows[3]["state"] = "running"
+    shown = [one["trial"] for one in most_important(rows)]
+    assert shown == ["3", *map(str, range(11, 50))]
