@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
+from nanoscale.common.errors import UserError
 from nanoscale.runs import jsonlines
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
@@ -53,8 +55,11 @@ def follow(run: RunDirectory) -> Tail:
 
 
 def stop_requested(run: RunDirectory) -> bool:
-    """True if `nanoscale runs stop` was typed since the newest attempt began."""
-    kinds = (event.get("kind") for event in reversed(read(run)))
+    """True if `nanoscale runs stop` was typed since the newest attempt began; False if the file is damaged."""
+    recorded: list[Object] = []
+    with suppress(UserError):
+        recorded = read(run)
+    kinds = (event.get("kind") for event in reversed(recorded))
     return next((kind for kind in kinds if kind in (ATTEMPT, STOP)), None) == STOP
 
 

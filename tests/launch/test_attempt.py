@@ -235,6 +235,18 @@ def test_a_signal_just_after_the_first_step_stops_and_does_not_kill(attempt):
     assert [kind for kind, _, _ in attempt.fleet.told] == ["stop"]
 
 
+def test_ranks_save_and_stop_also_if_nothing_can_be_recorded(attempt):
+    attempt.run.events.mkdir()  # as on a full disk
+    attempt.run.status.mkdir()
+    attempt.view.poll = lambda: None
+    attempt.signals.first, attempt.signals.suspended = TERM, True
+    attempt._on_poll()
+    assert [kind for kind, _, _ in attempt.fleet.told] == ["stop"]
+    for host in ("a", "b"):
+        ended(attempt, host, "stopped")
+    assert attempt._judge().state == "preempted"
+
+
 def test_what_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -112,7 +112,8 @@ class Attempt:
             self.next_poll = time.monotonic() + _POLL_S
         if self.view.running and not self.was_running:
             self.was_running = True
-            status.write(self.run, status.read(self.run).running())
+            with suppress(OSError):  # as in `_record`
+                status.write(self.run, status.read(self.run).running())
         self._handle_signals()
 
     def _on_message(self, member: Member, message: Message) -> None:
@@ -138,7 +139,7 @@ class Attempt:
         if self.signals.suspended:
             self.signals.suspended = False
             message = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
-            events.append(self.run, "note", message)
+            self._record("note", message)
         if self.signals.first is None or self.execution.killing_since is not None:
             return
         if self.stopping_since is None:
@@ -156,12 +157,16 @@ class Attempt:
             self.execution.kill()  # there is nothing to save
             return
         self.fleet.send(self.members, "stop", attempt=self.plan.attempt)
-        events.append(
-            self.run,
+        self._record(
             "signal",
             f"{number.name}: stopping after the current step; Ctrl-C again to kill",
             signal=number.name,
         )
+
+    def _record(self, kind: str, message: str, **fields: str) -> None:
+        """Record an event; a full disk must not end ranks that are to save and stop."""
+        with suppress(OSError):
+            events.append(self.run, kind, message, **fields)
 
     def _force(self, reason: str) -> None:
         self.forced = reason
