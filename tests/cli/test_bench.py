@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Train
 from nanoscale.launch.lifecycle.bench import compare_figures, document
@@ -217,6 +218,21 @@ def test_figures_beside_a_run(tmp_path: Path) -> None:
     mine: dict[str, Any] = {**other, "step_time_s": 1.0, "hfu": 0.5}
     ratios = compare_figures(mine, other)["ratios"]
     assert ratios["step_time_s"] == 0.5 and ratios["mfu"] == 1 and "hfu" not in ratios
+    del lines[-1]["tokens_per_s"]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_other(str(run.path))["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"step_time_s": "1"}', '{"step_time_s": null}', '{"step_time_s": 1, "mfu": "x"}'],
+)
+def test_figures_of_another_file_are_numbers(text: str, tmp_path: Path) -> None:
+    from nanoscale.launch.lifecycle.bench import read_other
+
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(UserError, match="is not the JSON of a bench"):
+        read_other(str(tmp_path / "other.json"))
 
 
 def test_use_of_the_device_by_hand() -> None:

@@ -21,6 +21,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.runs import fence, metrics
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.documents import fits_type
 from nanoscale.runs.metrics import WARM_UP, steady
 
 Document = dict[str, Any]
@@ -171,11 +172,14 @@ def read_other(name: str) -> Document:
     if file.is_file():
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-            float(document["step_time_s"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            figures = {key: document.get(key) for key in COMPARED}
+            kinds = dict.fromkeys(COMPARED, float | None) | {"step_time_s": float}
+            if wrong := [key for key, kind in kinds.items() if not fits_type(kind, figures[key])]:
+                raise TypeError(f"{wrong[0]} is not a number")
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             text = f"--compare {name} is not the JSON of a bench ({type(error).__name__}: {error})"
             raise UserError("usage", f"{text}: {_MEASURE} … --json > FILE makes one") from None
-        return {"name": name, **{key: document.get(key) for key in COMPARED}}
+        return {"name": name, **figures}
     return _run_figures(RunDirectory.open(name))
 
 
@@ -190,14 +194,14 @@ def _run_figures(run: RunDirectory) -> Document:
         )
     speed = config.tokens_per_step / steady_steps.seconds
     last = metrics.last(run) or {}
-    scale = last.get("mfu") and last["mfu"] / last["tokens_per_s"]
+    mfu, speed_then = last.get("mfu"), last.get("tokens_per_s")
     return {
         "name": run.reference,
         **dict.fromkeys(COMPARED),
         "step_time_s": steady_steps.seconds,
         "tokens_per_s": speed,
         "tokens_per_s_per_device": speed / config.world_size,
-        "mfu": scale and scale * speed,
+        "mfu": mfu / speed_then * speed if mfu and speed_then else None,
         "memory_gib": steady_steps.memory_gib,
     }
 
