@@ -68,7 +68,7 @@ def test_groups_and_keys(tmp_path):
 
 def test_what_is_not_a_whole_word_is_never_alone(tmp_path):
     """A shell adds a space after a single candidate."""
-    assert bash(tmp_path, "train", "rec")[0] == "recipe=debug"
+    assert bash(tmp_path, "train", "rec")[0] == "recipe=chat"
     assert bash(tmp_path, "train", "train.ste") == ["train.steps=", "train.steps=null"]
     assert bash(tmp_path, "train", "run") == ["run.name=", "run.root=", "run.tags="]
 

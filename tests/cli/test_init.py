@@ -92,10 +92,30 @@ def test_a_pretrained_model_is_fine_tuned(task, capsys, monkeypatch):
     assert ("seen" in out) == ("chat" not in task)  # chats are packed in the launch
 
 
+def test_a_name_at_hugging_face(capsys):
+    """A name without a slash, too."""
+    texts()
+    for name in ("gpt2", "Qwen/Qwen3-0.6B"):
+        words = [
+            "--task",
+            "chat-lora",
+            "--model",
+            name,
+            "--data",
+            "texts",
+            "--name",
+            f"{len(name)}",
+        ]
+        assert f"--tokenizer {name} --chat" in commands_of(*words, capsys=capsys)[0]
+        assert f'\n  init_from: "{name}" # a folder' in Path(f"{len(name)}.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--task", "lora", "--data", "texts"],
+        ["--task", "lora", "--data", "texts", "--model", "list"],
+        ["--task", "lora", "--data", "texts", "--model", "list/of"],
         ["--task", "lora", "--model", "."],
         ["--task", "chat", "--model", "./nowhere", "--data", "texts"],
         ["--model", "tinny"],
@@ -108,9 +128,12 @@ def test_a_pretrained_model_is_fine_tuned(task, capsys, monkeypatch):
 )
 def test_bad_answers_write_nothing(words, capsys):
     texts()
+    Path("list").mkdir()
+    Path("list/config.json").write_text("[]")
+    before = sorted(Path().rglob("*"))
     assert nanoscale(["init", *words]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-    assert sorted(str(path) for path in Path().rglob("*")) == ["texts", "texts/a.txt"]
+    assert sorted(Path().rglob("*")) == before
 
 
 def test_nothing_is_overwritten_and_the_advice_works(capsys):

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
+from tests.support import hf_families
+from tests.support.hf_families import COMMON, FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +83,38 @@ def test_those_of_one_machine_fit_it_and_say_how_fast_they_are(model, gpus, caps
         assert plan["tokens_per_s_per_gpu"] == pytest.approx(
             float(speed.replace(",", "")), rel=0.05
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune", "lora", "chat", "chat-lora"])
+def test_recipes_for_fine_tuning_plan_and_train(name, capsys, monkeypatch):
+    """On a folder of transformers, with the data that the head of the recipe describes."""
+    settings = COMMON | {"vocab_size": 300, "max_position_embeddings": 64}
+    monkeypatch.setitem(FAMILIES, "llama", ("Llama", settings))
+    hf_families.save("llama", Path("model"))
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    Path("a.jsonl").write_text(
+        f"{json.dumps({'messages': turns, 'text': 'To be, or not.' * 9})}\n" * 40
+    )
+    chat = ["--chat"] if "chat" in name else []
+    prepare = ["data", "prepare", "a.jsonl", *chat, "--tokenizer", "byte", "--out", "tokens"]
+    assert nanoscale(prepare) == 0
+    words = [f"recipe={name}", "model.init_from=./model", "data.path=tokens", "train.seq_len=64"]
+    capsys.readouterr()
+    planned = nanoscale(["plan", *words, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    if "lora" in name:  # nothing predicts adapters; the dry run shows the job
+        assert planned == 2 and "adapters are not predicted" in document["error"]["message"]
+        assert nanoscale(["train", *words, "--dry-run"]) == 0
+    else:
+        assert document["fits"]
+    few = ["train.steps=2", "train.global_batch=4", "train.log_every=1", "scheduler.warmup_steps=1"]
+    assert (
+        nanoscale(["train", *words, *few, "launcher.device=cpu", "parallel.dp=1", "run.name=r"])
+        == 0
+    )
+    lines = Path("runs/r/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
+    adapters = yaml.safe_load(Path("runs/r/config.yaml").read_text())["lora"]["rank"]
+    assert (adapters > 0) == ("lora" in name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import RECIPE, Library, packaged
 from nanoscale.config.reference import declared, defaults, is_mapping, sections
@@ -18,6 +20,12 @@ from tests.config.test_mixture import write_tokens
 CPU = Devices("cpu", 2)
 GPUS = Devices("cuda", 8, ("NVIDIA H100",) * 8)
 
+FINE_TUNING = ("chat", "chat-lora", "finetune", "lora")
+"""Recipes that need the user's data; tests/cli/test_recipes.py trains them."""
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+}  # fmt: skip
 RECIPES = sorted(Library().options(RECIPE))
 OPTIONS = sorted(
     (group, option)
@@ -58,12 +66,20 @@ def leaves(values: dict, prefix: str = "") -> dict[str, object]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_legal(name):
-    composed = compose([f"recipe={name}"])
+    needed = []
+    if name in FINE_TUNING:
+        write_tokens(Path("corpus"))
+        Path("model").mkdir()
+        Path("model/config.json").write_text(json.dumps(_LLAMA))
+        needed = ["data.path=corpus", "model.init_from=./model"]
+        with pytest.raises(UserError, match=r"data\.path: is needed"):
+            check(compose([f"recipe={name}", needed[1]]), CPU)
+    composed = compose([f"recipe={name}", *needed])
     for devices in (CPU, GPUS):
         check(composed, devices)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sorted({*RECIPES} - {*FINE_TUNING}))
 def test_the_last_writer_of_every_key_is_who_set_it(name):
     composed = compose([f"recipe={name}", "zero=stage1", "train.seed=7", "model.max_seq_len=128k"])
     values = leaves(asdict(composed.config))

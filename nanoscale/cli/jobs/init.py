@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import print_json
 from nanoscale.common import display
-from nanoscale.config.violations import override
-
-Task = Literal["pretrain", "finetune", "lora", "chat", "chat-lora"]
+from nanoscale.config.composing.first_recipe import ABOUT, FirstRecipe, Task
 
 _STDLIB = "stdlib"
-_ABOUT: dict[Task, str] = {
-    "pretrain": "Train a model from random weights",
-    "finetune": "Fine-tune all weights of a model on texts",
-    "lora": "Fine-tune a model on texts with low-rank adapters",
-    "chat": "Fine-tune all weights of a model on the answers of conversations",
-    "chat-lora": "Fine-tune a model on the answers of conversations with low-rank adapters",
-}
-_LEARNING_RATE: dict[Task, str] = {
-    "pretrain": "4e-4",
-    "finetune": "1e-5",
-    "lora": "2e-4",
-    "chat": "1e-5",
-    "chat-lora": "2e-4",
-}
-_CHATS: tuple[Task, ...] = ("chat", "chat-lora")
-_ADAPTERS: tuple[Task, ...] = ("lora", "chat-lora")
 _LONGEST = 2048
 _NAME = re.compile(r"\w[\w.-]*")
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The answers, checked."""
-
-    task: Task
-    model: str
-    vocab: int
-    seq_len: int
-    data: Path | None
-    """Texts or conversations, or tokens; None: the embedded corpus."""
-    prepared: bool
-    """True if `data` holds tokens already."""
 
 
 def init(
@@ -96,15 +61,15 @@ def init(
         _refuse(
             "--name", name, "must begin with a letter or digit, and have only these, -, _ and ."
         )
-    choice = _checked(task, model, data)
+    recipe = _checked(task, model, data)
     target = folder / f"{name}.yaml"
     if target.exists():
         _refuse("--name", name, f"{target} already exists", f"--name {shlex.quote(_free(target))}")
-    commands = _commands(choice, target)
+    commands = recipe.commands(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as stream:
-            stream.write(_recipe(choice, target, commands))
+            stream.write(recipe.text(target))
     except OSError as error:
         _refuse("DIR", str(folder), f"{target} cannot be written: {error.strerror}")
     if as_json:
@@ -117,11 +82,11 @@ def _asked_task() -> Task:
     """Return the task that a person at a terminal chooses; elsewhere `pretrain`."""
     if not sys.stdin.isatty():
         return "pretrain"
-    for word, about in _ABOUT.items():
+    for word, about in ABOUT.items():
         display.note(f"  {word:<9} {about}")
-    while (answer := _asked("task", "pretrain")) not in _ABOUT:
-        display.note(f"type one of {', '.join(_ABOUT)}")
-    return next(task for task in _ABOUT if task == answer)
+    while (answer := _asked("task", "pretrain")) not in ABOUT:
+        display.note(f"type one of {', '.join(ABOUT)}")
+    return next(task for task in ABOUT if task == answer)
 
 
 def _asked(option: str, default: str | None) -> str:
@@ -137,7 +102,7 @@ def _asked(option: str, default: str | None) -> str:
     return default
 
 
-def _checked(task: Task, model: str, data: str) -> _Choice:
+def _checked(task: Task, model: str, data: str) -> FirstRecipe:
     """Return the answers.
 
     Raises:
@@ -152,12 +117,12 @@ def _checked(task: Task, model: str, data: str) -> _Choice:
         vocab, (model, longest) = 0, _pretrained(model)
     seq_len = min(_LONGEST, longest)
     if task == "pretrain" and data == _STDLIB:
-        return _Choice(task, model, vocab, seq_len, None, prepared=True)
+        return FirstRecipe(task, model, vocab, seq_len, None, prepared=True)
     path = Path(data).expanduser().absolute()
     prepared = folder_of(path) is not None or Path(f"{path}.idx").is_file()
     if not prepared and not path.exists():
         _refuse("--data", data, "does not exist")
-    return _Choice(task, model, vocab, seq_len, path, prepared)
+    return FirstRecipe(task, model, vocab, seq_len, path, prepared)
 
 
 def _own_shape(model: str) -> dict[str, Any]:
@@ -174,74 +139,18 @@ def _own_shape(model: str) -> dict[str, Any]:
 
 def _pretrained(model: str) -> tuple[str, int]:
     """Return a model to fine-tune by its folder or its name at Hugging Face, and its context."""
-    config = Path(model).expanduser() / "config.json"
-    if config.is_file():
+    from nanoscale.config.hf.hub import missing_path
+    from nanoscale.config.hf.pretrained import absolute_name, is_folder
+    from nanoscale.config.hf.shape import UnsupportedError, read_shape
+
+    if is_folder(model):
         try:
-            shape = json.loads(config.read_bytes())
-        except ValueError:
-            _refuse("--model", model, f"{config} is not JSON")
-        longest = shape.get("max_position_embeddings") or shape.get("n_positions") or _LONGEST
-        return str(config.parent.absolute()), longest
-    if not _HUB_NAME.fullmatch(model) or Path(model).exists():
-        message = "is neither a folder with a config.json nor a name at Hugging Face"
-        _refuse("--model", model, message)
+            return absolute_name(model), read_shape(Path(model).expanduser()).max_seq_len
+        except UnsupportedError as error:
+            _refuse("--model", model, str(error))
+    if (why := missing_path(model)) is not None:
+        _refuse("--model", model, why)
     return model, _LONGEST
-
-
-def _commands(choice: _Choice, target: Path) -> list[str]:
-    """Return the commands to type, in this order."""
-    path = str(target) if target.is_absolute() else f"./{target}"
-    train = f"nanoscale train {override('recipe', path)}"
-    run = f"{train} {override('run.name', target.stem)}"
-    commands = [f"{train} --dry-run", run, f"nanoscale generate {shlex.quote(target.stem)}"]
-    if choice.prepared:
-        return commands
-    words = ["nanoscale", "data", "prepare", str(choice.data), "--out", str(_tokens(target))]
-    if choice.task == "pretrain":
-        words += ["--train-tokenizer", "--vocab-size", str(max(257, min(32768, choice.vocab)))]
-    else:
-        words += ["--tokenizer", choice.model]
-    return [shlex.join([*words, *(["--chat"] if choice.task in _CHATS else [])]), *commands]
-
-
-def _tokens(target: Path) -> Path:
-    return target.with_name(f"{target.stem}-tokens").absolute()
-
-
-def _recipe(choice: _Choice, target: Path, commands: list[str]) -> str:
-    """Return the text of the recipe."""
-    tunes = choice.task != "pretrain"
-    embedded = "stdlib-bpe" if choice.vocab >= 4096 else "stdlib"
-    lines = [
-        f"# {_ABOUT[choice.task]}.",
-        *(f"#   {line}" for line in commands),
-        "# `nanoscale config explain KEY` explains a key; `nanoscale config ls` lists all of them.",
-        "defaults:",
-        *([] if tunes else [f"  - override /model: {choice.model}"]),
-        f"  - override /data: {'megatron' if choice.data else embedded}",
-        "  - override /checkpoint: periodic # every 15 minutes and at the end",
-    ]
-    if tunes:
-        lines += ["model:", f"  init_from: {json.dumps(choice.model)} # its shape and weights"]
-    if choice.task in _ADAPTERS:
-        lines += ["lora:", "  rank: 16 # more learns more and needs more memory", "  alpha: 32"]
-    if choice.data is not None:
-        path = choice.data if choice.prepared else _tokens(target)
-        lines += ["data:", f"  path: {json.dumps(str(path))}"]
-        lines += ["  packing: whole # whole conversations"] if choice.task in _CHATS else []
-    lines += [
-        "optimizer:",
-        f"  lr: {_LEARNING_RATE[choice.task]}",
-        "scheduler:",
-        "  warmup_steps: 20",
-        "train:",
-        "  steps: 500 # the dry run says how often the data is seen, and how long it takes",
-        "  global_batch: 32 # samples of a step, on all devices together",
-        f"  seq_len: {choice.seq_len} # tokens of a sample",
-        "  log_every: 10",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def _free(target: Path) -> str:

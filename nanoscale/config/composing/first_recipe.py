@@ -1,0 +1,99 @@
+"""The recipe that `nanoscale init` writes, and the commands to type next.
+
+Recipes for fine-tuning are the packaged ones of the same name, with the model and the data filled in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nanoscale.config.violations import override
+
+Task = Literal["pretrain", "finetune", "lora", "chat", "chat-lora"]
+ABOUT: dict[Task, str] = {
+    "pretrain": "Train a model from random weights",
+    "finetune": "Fine-tune all weights of a model on texts",
+    "lora": "Fine-tune a model on texts with low-rank adapters (LoRA)",
+    "chat": "Fine-tune all weights of a model on the answers of conversations",
+    "chat-lora": "Fine-tune a model on the answers of conversations with low-rank adapters (LoRA)",
+}
+_CHATS: tuple[Task, ...] = ("chat", "chat-lora")
+
+
+@dataclass(frozen=True)
+class FirstRecipe:
+    """The content of a first recipe, checked."""
+
+    task: Task
+    model: str
+    """A model of the group `model`, or the pretrained model: its folder or its name at Hugging Face."""
+    vocab: int
+    """Rows of the embedding; 0 for a pretrained model."""
+    seq_len: int
+    data: Path | None
+    """Texts or conversations, or tokens; None: the embedded corpus."""
+    prepared: bool
+    """True if `data` holds tokens already."""
+
+    def commands(self, target: Path) -> list[str]:
+        """Return the commands to type, in this order, if the recipe is written to `target`."""
+        path = str(target) if target.is_absolute() else f"./{target}"
+        train = f"nanoscale train {override('recipe', path)}"
+        run = f"{train} {override('run.name', target.stem)}"
+        commands = [f"{train} --dry-run", run, f"nanoscale generate {shlex.quote(target.stem)}"]
+        if self.prepared:
+            return commands
+        words = ["nanoscale", "data", "prepare", str(self.data), "--out", str(_tokens(target))]
+        if self.task == "pretrain":
+            words += ["--train-tokenizer", "--vocab-size", str(max(257, min(32768, self.vocab)))]
+        else:
+            words += ["--tokenizer", self.model]
+        return [shlex.join([*words, *(["--chat"] if self.task in _CHATS else [])]), *commands]
+
+    def text(self, target: Path) -> str:
+        """Return the recipe."""
+        head = [
+            f"# {ABOUT[self.task]}.",
+            *(f"#   {line}" for line in self.commands(target)),
+            "# `nanoscale config explain KEY` explains a key; `nanoscale config ls` lists all of them.",
+        ]
+        path = self.data if self.prepared else _tokens(target)
+        if self.task == "pretrain":
+            return "\n".join([*head, *self._pretraining(path if self.data else None), ""])
+        from nanoscale.config.composing.library import packaged
+
+        text = (packaged()[1] / f"{self.task}.yaml").read_text(encoding="utf-8")
+        body = text[text.index("defaults:") :]
+        values = {"init_from": self.model, "path": str(path), "seq_len": self.seq_len}
+        for key, value in values.items():
+            before, after = re.split(rf"(?m)^  {key}: \S+(?: # needed.*)?", body)
+            body = f"{before}  {key}: {json.dumps(value)}{after}"
+        return "\n".join([*head, body])
+
+    def _pretraining(self, path: Path | None) -> list[str]:
+        embedded = "stdlib-bpe" if self.vocab >= 4096 else "stdlib"
+        return [
+            "defaults:",
+            f"  - override /model: {self.model}",
+            f"  - override /data: {'megatron' if path else embedded}",
+            "  - override /checkpoint: periodic # every 15 minutes and at the end",
+            *(["data:", f"  path: {json.dumps(str(path))}"] if path else []),
+            "optimizer:",
+            "  lr: 4e-4",
+            "scheduler:",
+            "  warmup_steps: 20",
+            "train:",
+            "  steps: 500 # the dry run says how often the data is seen, and how long it takes",
+            "  global_batch: 32 # samples of a step, on all devices together",
+            f"  seq_len: {self.seq_len} # tokens of a sample",
+            "  log_every: 10",
+        ]
+
+
+def _tokens(target: Path) -> Path:
+    return target.with_name(f"{target.stem}-tokens").absolute()
