@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.signals import Signals
@@ -27,8 +28,14 @@ _NOT_FAILED = (DONE, PREEMPTED, INTERRUPTED)
 """Exit codes of a launcher that has completed its run, or was stopped."""
 _PR_SET_PDEATHSIG = 1
 
-Show = Callable[[Sequence[Trial], bool], None]
-"""A function that shows the trials; True if the state of one has changed."""
+
+class Show(Protocol):
+    """A function that shows the trials.
+
+    Arguments: True if the state of a trial has changed, and True while all trials are being stopped.
+    """
+
+    def __call__(self, trials: Sequence[Trial], /, *, changed: bool, stopping: bool) -> None: ...
 
 
 @dataclass
@@ -72,7 +79,7 @@ class Runner:
             if not stopped:
                 changed |= self._start()
                 changed |= self._prune()
-            self.show(self.trials, changed)
+            self.show(self.trials, changed=changed, stopping=stopped)
             if not self._active and (stopped or not changed):
                 return not stopped
             time.sleep(_POLL_S)

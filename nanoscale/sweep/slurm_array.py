@@ -10,15 +10,13 @@ from dataclasses import replace
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.request import Request
 from nanoscale.launch.slurm import slurm
-from nanoscale.launch.slurm.slurm import SlurmError, job_states
+from nanoscale.launch.slurm.jobs import ASK_S, jobs_of
+from nanoscale.launch.slurm.slurm import SlurmError
 from nanoscale.launch.submission.batch_job import BatchJob, refused
 from nanoscale.runs import submission
 from nanoscale.runs.directory import ARRAY
 from nanoscale.runs.submission import Submission
-from nanoscale.sweep.sweep import ENDED, State, Sweep, Trial
-
-_LOOK_S = 2.0
-"""Seconds between two queries to SLURM, which serves many users."""
+from nanoscale.sweep.sweep import State, Sweep, Trial
 
 Show = Callable[[Sequence[State]], None]
 """A function that shows the states of all trials."""
@@ -30,16 +28,16 @@ def states(sweep: Sweep, trials: Sequence[Trial]) -> list[State]:
     Raises:
         SlurmError: SLURM cannot be asked here.
     """
-    known = [sweep.state(trial) for trial in trials]
-    jobs = [submission.find(sweep.run(trial)) for trial in trials]
-    open_jobs = [job for job, now in zip(jobs, known, strict=True) if job and now not in ENDED]
-    present = job_states(open_jobs) if open_jobs else {}
-    found: list[State] = []
-    for job, now in zip(jobs, known, strict=True):
-        state = present.get(str(job)) if job is not None else None
-        is_open = state is not None and not state.ended and now not in (*ENDED, "running")
-        found.append("queued" if is_open else now)
-    return found
+    runs = [sweep.run(trial) for trial in trials]
+    jobs = jobs_of(runs)
+    for job in jobs.values():
+        if job.problem:
+            raise SlurmError(job.problem)
+    states: list[State] = []
+    for trial, run in zip(trials, runs, strict=True):
+        state, is_there = sweep.state(trial), run in jobs and jobs[run].is_there
+        states.append("queued" if is_there and state != "running" else state)
+    return states
 
 
 def missing(trials: Sequence[Trial], states: Sequence[State], *, retry: bool) -> list[Trial]:
@@ -87,11 +85,11 @@ def follow(sweep: Sweep, trials: Sequence[Trial], signals: Signals, show: Show) 
     """Show the trials until none is in SLURM any more; False if a signal came before."""
     while signals.first is None:
         with suppress(SlurmError):  # a controller that is busy or restarts
-            now = states(sweep, trials)
-            show(now)
-            if not any(state in ("queued", "running") for state in now):
+            present = states(sweep, trials)
+            show(present)
+            if not any(state in ("queued", "running") for state in present):
                 return True
-        until = time.monotonic() + _LOOK_S
+        until = time.monotonic() + ASK_S
         while signals.first is None and time.monotonic() < until:
             time.sleep(0.1)
     return False

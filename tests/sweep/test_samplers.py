@@ -103,7 +103,7 @@ def test_interrupted_and_retried_trials_are_recorded_when_they_complete(tmp_path
     ]
 
 
-def no_table(trials: Sequence[Trial], changed: bool) -> None: ...
+def no_table(trials: Sequence[Trial], *, changed: bool, stopping: bool) -> None: ...
 
 
 def test_the_median_pruner_gives_up_what_is_worse_than_half(tmp_path: Path) -> None:

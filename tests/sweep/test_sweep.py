@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
@@ -97,7 +99,28 @@ def test_a_signal_stops_all_trials_and_the_sweep_says_how_to_go_on(tmp_path: Pat
         assert [sweep.state(trial) for trial in trials] == ["interrupted"] * 2
         assert not any(lock.owner(sweep.run(trial)) for trial in trials)
     said = (tmp_path / "sweep.log").read_text()
+    assert said.count("stopping: trials save a checkpoint") == 2
     assert said.count("to run what is missing: nanoscale sweep --resume s") == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_kills_trials_that_do_not_stop(tmp_path: Path) -> None:
+    words = [*WORDS, "train.steps=400", "train.seed=1,2", "launcher.stop_grace_s=3600"]
+    sweep = Sweep(tmp_path / "sweeps" / "s")
+    process = start(tmp_path, *words, "--name", "s")
+    wait_until(lambda: steps_so_far(sweep) > 1)
+    ranks = [it.pid for it in psutil.Process(process.pid).children(recursive=True) if is_rank(it)]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGSTOP)  # so that it does not save a checkpoint and end
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: "stopping:" in (tmp_path / "sweep.log").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert not psutil.pid_exists(ranks[0])
+
+
+def is_rank(process: psutil.Process) -> bool:
+    return ".rank-" in Path(f"/proc/{process.pid}/fd/1").readlink().name
 
 
 def test_wrong_trials_are_refused_together_before_anything_is_written(

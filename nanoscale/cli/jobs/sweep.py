@@ -201,12 +201,12 @@ def _run_here(
         sweep.create(settings, trials)
     shown_at = 0.0
 
-    def show(current: Sequence[Trial], changed: bool) -> None:
+    def show(current: Sequence[Trial], *, changed: bool, stopping: bool) -> None:
         nonlocal shown_at
         if changed or time.monotonic() - shown_at > 1.0:
             shown_at = time.monotonic()
             rows = _rows(sweep, settings, current, runner.failed)
-            view.show(rows)
+            view.show(rows, stopping=stopping)
             if changed:
                 sweep.keep_table(rows)
 

@@ -149,8 +149,14 @@ def _active(run: RunDirectory, what: str, *suggestions: str) -> UserError:
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
     """Return the jobs of those runs that have one; SLURM is asked once, about runs that may wait or run."""
     handed = {run: one for run in runs if (one := submission.find(run)) is not None}
-    jobs = _ask([one for run, one in handed.items() if status.read(run).state in _UNSETTLED])
+    jobs = _ask([one for run, one in handed.items() if _may_be_in_slurm(run, one)])
     return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
+
+
+def _may_be_in_slurm(run: RunDirectory, one: Submission) -> bool:
+    """True if the run has not ended since the job was submitted."""
+    recorded = status.read(run)
+    return recorded.state in _UNSETTLED or recorded.ended is None or recorded.ended < one.time
 
 
 def _ask(handed: Sequence[Submission]) -> dict[str, Job]:

@@ -24,6 +24,7 @@ _MOST_ROWS = 40
 """The most trials in the live table; those that run come first, then those with the lowest loss."""
 _SHOWN_LOGS, _LOG_LINES, _LOG_BYTES = 3, 3, 4096
 """The failed trials whose output is shown, its lines, and the bytes in which they are searched."""
+_STOPPING = "stopping: trials save a checkpoint; Ctrl-C again ends them without one"
 
 
 class SweepTable:
@@ -34,6 +35,7 @@ class SweepTable:
         self._console = display.console(stream)
         self._live: Any = None
         self._shown: dict[str, str] = {}
+        self._is_stopping = False
 
     def __enter__(self) -> SweepTable:
         if self._console.is_terminal:
@@ -47,11 +49,16 @@ class SweepTable:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """Show the rows as they are now."""
+    def show(self, rows: Sequence[Row], *, stopping: bool = False) -> None:
+        """Show the rows as they are now, and whether their trials are being stopped."""
         if self._live is not None:
-            self._live.update(table(most_important(rows)), refresh=True)
+            shown = table(most_important(rows))
+            shown.caption, shown.caption_justify = _STOPPING if stopping else None, "left"
+            self._live.update(shown, refresh=True)
             return
+        if stopping and not self._is_stopping:
+            self._is_stopping = True
+            display.show(_STOPPING, stream=self._stream)
         for row in rows:
             if self._shown.get(row["trial"], "waiting") != row["state"]:
                 self._shown[row["trial"]] = row["state"]
