@@ -171,6 +171,7 @@ except FencedError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suspended", [False, True])
 def test_a_rank_at_work_is_fenced_from_one_moment_to_the_next(
     run: RunDirectory, suspended: bool

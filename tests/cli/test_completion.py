@@ -73,6 +73,7 @@ def test_what_is_not_a_whole_word_is_never_alone(tmp_path):
     assert bash(tmp_path, "train", "run") == ["run.name=", "run.root=", "run.tags="]
 
 
+@pytest.mark.slow
 def test_runs_topics_keys_verbs_and_options(tmp_path):
     (tmp_path / "runs/first").mkdir(parents=True)
     (tmp_path / "runs/first/config.yaml").touch()
@@ -91,6 +92,7 @@ def test_files_are_left_to_the_shell(tmp_path):
     assert bash(tmp_path, "train", "recipe", "=", "./") == []
 
 
+@pytest.mark.slow
 def test_zsh_and_fish(tmp_path):
     asked = {"_TYPER_COMPLETE_ARGS": "nanoscale train recipe=deb"}
     fish = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_NANOSCALE_COMPLETE": "complete_fish"}
@@ -109,6 +111,7 @@ def test_zsh_and_fish(tmp_path):
     assert answers["zsh"].startswith('_arguments \'*: :(("recipe=debug":"')
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_real_bash_completes_with_the_script_that_is_shown(tmp_path):
     program = tmp_path / "nanoscale"

@@ -86,8 +86,12 @@ COPIES = [
 
 @pytest.mark.parametrize("env", COPIES)
 @pytest.mark.parametrize("verb", ["train", "resume", "submit", "bench", "eval"])
-def test_copies_of_the_launcher_are_refused(verb, env, capsys, monkeypatch):
-    words = ["x"] if verb in ("resume", "eval") else ["recipe=debug"]
+def test_copies_of_the_launcher_are_refused(verb, env, capsys, monkeypatch, tmp_path_factory):
+    words = ["recipe=debug"]
+    if verb in ("resume", "eval"):
+        run = tmp_path_factory.mktemp("runs")
+        (run / "config.yaml").touch()
+        words = [str(run)]
     message = said(capsys, monkeypatch, env, verb, *words, code=2)
     assert "starts this command 4 times" in message and "type the same command without" in message
     assert not list(Path().iterdir())

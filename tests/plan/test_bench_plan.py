@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.plan.__main__ import held_out, render
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.predict import predict
@@ -18,6 +20,7 @@ def source(true, *lengths):
     return [Observation("row", c, ASSUMED, predict(c, true).time.seconds) for c in configs]
 
 
+@pytest.mark.slow
 def test_a_source_is_judged_by_what_the_others_teach():
     observed = {"a, first": source(SLOWER, 512, 1024), "a, second": source(SLOWER, 768)}
     observed["b, third"] = source(ASSUMED, 768)

@@ -81,6 +81,7 @@ def test_what_no_run_depends_on_stays_as_it_was_assumed():
     assert found.on(ASSUMED).efficiency.matmul_fp8 == ASSUMED.efficiency.matmul_fp8
 
 
+@pytest.mark.slow
 def test_never_more_factors_than_runs():
     true = changed(ASSUMED, matmul=0.5, attention=0.42, memory=0.6, inter_host=0.4)
     runs = [seen(config, true) for config in (SHORT, LONG, SPREAD, NARROW, STAGES)]

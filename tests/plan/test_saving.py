@@ -119,6 +119,7 @@ def test_restarts_that_would_begin_anew_are_warned_of() -> None:
         assert plan_saving(job(*words, more), 0.1).warnings() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -137,6 +137,7 @@ def test_the_fastest_comes_first_and_nothing_that_fits_is_faster() -> None:
         )
 
 
+@pytest.mark.slow
 def test_what_surely_fits_comes_first_and_what_is_left_out_is_named() -> None:
     _, result = found(*SMALL)
     assert result.best is not None
@@ -264,6 +265,7 @@ def test_a_recipe_of_what_was_found_is_that_layout(tmp_path: Path) -> None:
     assert replace(again, run=best.run) == replace(best, run=best.run)
 
 
+@pytest.mark.slow
 def test_reasons_are_the_differences_of_two_predictions() -> None:
     _, result = found(*SMALL)
     lines = reasons(result)
@@ -306,6 +308,7 @@ def test_the_ladder_is_told_where_it_applies(words: str, advised: str | None) ->
     assert [advised in line for line in lines] == [True] if advised else lines == []
 
 
+@pytest.mark.slow
 def test_selective_recomputation_may_keep_fewer_products() -> None:
     words = (*MIDDLE[:3], "train.seq_len=32k", "model.max_seq_len=32k")
     composed, result = found(*words)

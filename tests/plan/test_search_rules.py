@@ -80,6 +80,7 @@ def is_legal(composed: Composed, config: Config, devices: Devices) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_candidates_pass_check_as_they_are_typed(job: str) -> None:
     composed, space, devices = space_of(job)

@@ -192,6 +192,7 @@ def test_a_picture_loads_nothing_and_the_page_has_its_style():
     assert classes <= set(re.findall(r"\.([a-z][a-z0-9-]*)", style))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 def test_large_pipelines_make_pictures_of_some_hundred_kilobytes(schedule, virtual):
     picture = timeline_svg(timeline(schedule, 32, virtual, 256))

@@ -64,6 +64,7 @@ def recorded(sweep: Sweep) -> list[tuple[str, float | None]]:
     return [(one.user_attrs["run"], one.value) for one in study.trials]
 
 
+@pytest.mark.slow
 def test_a_resumed_sampler_continues_its_random_sequence(tmp_path: Path) -> None:
     def proposals(folder: Path, *, resumed: bool) -> list[Trial]:
         folder.mkdir()
@@ -80,6 +81,7 @@ def test_a_resumed_sampler_continues_its_random_sequence(tmp_path: Path) -> None
     assert len({trial.values["optimizer.lr"] for trial in resumed}) == 4
 
 
+@pytest.mark.slow
 def test_interrupted_and_retried_trials_are_recorded_when_they_complete(tmp_path: Path) -> None:
     study, sweep, _ = opened(tmp_path, trials=1)
     # Its launcher refuses to start: the trial has not ended, and is started again by --resume.
@@ -106,6 +108,7 @@ def test_interrupted_and_retried_trials_are_recorded_when_they_complete(tmp_path
 def no_table(trials: Sequence[Trial], *, changed: bool, stopping: bool) -> None: ...
 
 
+@pytest.mark.slow
 def test_the_median_pruner_gives_up_what_is_worse_than_half(tmp_path: Path) -> None:
     study, sweep, _ = opened(tmp_path, pruner="median")
     trials: list[Trial] = []

@@ -23,7 +23,7 @@ QUICK = ("one process", "dp 2", "tp 2", "pp 2", "cp 2")
 
 
 def marked(row: Row, precision: str) -> Any:
-    marks = [] if row.name in QUICK else [pytest.mark.slow]
+    marks = [] if row.name in QUICK and precision == "fp64" else [pytest.mark.slow]
     if precision == "fp32" and row.name not in QUICK:
         marks = [pytest.mark.exhaustive]
     return pytest.param(row, precision, marks=marks, id=f"{row.name}-{precision}")

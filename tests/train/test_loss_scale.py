@@ -102,6 +102,7 @@ def test_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     assert scales[11] == 2048 and scales[12] == 4096
 
 
+@pytest.mark.slow
 def test_going_from_fp32_to_fp16_begins_a_scale(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     wide = make_config(tmp_path, precision="fp32", micro_batch=2, checkpoint=Checkpoint())

@@ -97,6 +97,7 @@ def in_fp32(config: Config) -> Config:
     return replace(config, precision=make_config(Path(), precision="fp32").precision)
 
 
+@pytest.mark.slow
 def test_balancing_evens_the_loads_out(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     imbalance = {}
