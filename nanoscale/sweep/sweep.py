@@ -47,8 +47,8 @@ class Settings:
     trials: int | None = None
     """Trials of a sampler; None for a grid, which has all combinations."""
     pruner: Pruner = "none"
-    metric: str = "eval_loss"
-    """The figure of metrics.jsonl that a sampler minimises."""
+    metric: str = ""
+    """The figure of metrics.jsonl that a sampler minimizes; empty until the trials are checked."""
     seed: int = 0
     config_dir: str | None = None
     slurm: bool = False

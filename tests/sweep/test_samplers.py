@@ -23,7 +23,14 @@ WORDS = ["optimizer.lr=tag(log,interval(1e-5,1e-1))", "optimizer.name=adamw,sgd"
 
 def opened(folder: Path, **changes: Any) -> tuple[Study, Sweep, Space]:
     settings = Settings(
-        **{"overrides": WORDS, "sampler": "tpe", "trials": 12, "seed": 3, **changes}
+        **{
+            "overrides": WORDS,
+            "sampler": "tpe",
+            "trials": 12,
+            "seed": 3,
+            "metric": "eval_loss",
+            **changes,
+        }
     )
     sweep, space = Sweep(folder / "s"), read_space(WORDS)
     if not sweep.path.exists():

@@ -205,7 +205,9 @@ def test_the_plan_counts_the_trials_that_are_left(
     monkeypatch.chdir(tmp_path)
     sweep = Sweep(tmp_path / "sweeps" / "s")
     trials = [Trial(f"seed={seed}", {"train.seed": seed}) for seed in "12"]
-    sweep.create(Settings(["recipe=debug", "train.seed=interval(1,9)"], "random", 5), trials)
+    sweep.create(
+        Settings(["recipe=debug", "train.seed=interval(1,9)"], "random", 5, metric="loss"), trials
+    )
     run = RunDirectory.create(sweep.runs, "seed=1")
     status.write(run, status.prepared().starting(1).ending("completed", 0))
     assert nanoscale(["sweep", "--resume", "s", "--dry-run"]) == 0
@@ -268,6 +270,33 @@ def test_advice_on_sweeps_is_accepted(
     capsys.readouterr()
     assert nanoscale(["sweep", "--resume", "t", "--json"]) == 2
     assert nanoscale(["sweep", *advised(capsys), "--dry-run"]) == 0
+
+
+def test_a_metric_that_no_trial_logs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sampler would learn nothing from its trials; without evaluations it minimizes the loss."""
+    monkeypatch.chdir(tmp_path)
+    sampled = ["recipe=debug", "train.seed=interval(1,9)", "--sampler", "tpe", "--trials", "3"]
+    for words, said, advice in (
+        ([*sampled, "--metric", "eval_loss"], "never measured", "train.eval_every=2"),
+        ([*sampled, "--metric", "eval_los"], "unknown metric", "--metric eval_loss"),
+        (
+            ["recipe=debug", "train.seed=1,2", "--metric", "losss"],
+            "unknown metric",
+            "--metric loss",
+        ),
+    ):
+        capsys.readouterr()
+        assert nanoscale(["sweep", *words, "--json"]) == 2
+        (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+        assert said in violation["message"]
+        assert advice in violation["suggestions"]
+    evaluated = ["--metric", "eval_loss", "train.eval_every=2"]
+    for words, said in ((["--metric", "loss"], ""), (evaluated, ""), ([], "the training loss")):
+        capsys.readouterr()
+        assert nanoscale(["sweep", *sampled, *words, "--dry-run"]) == 0
+        assert said in capsys.readouterr().err
 
 
 def advised(capsys: pytest.CaptureFixture[str]) -> list[str]:

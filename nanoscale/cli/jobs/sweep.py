@@ -65,7 +65,9 @@ def sweep(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(help="Minimize this figure of metrics.jsonl", show_default="eval_loss"),
+        typer.Option(
+            help="Minimize this figure of metrics.jsonl", show_default="eval_loss, or loss"
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Set the seed of the sampler", show_default="0", min=0)
@@ -111,7 +113,7 @@ def sweep(
         sampler or "grid",
         trials,
         pruner or "none",
-        metric or "eval_loss",
+        metric or "",
         seed or 0,
         str(line.config_dir.absolute()) if line.config_dir else None,
         slurm,
@@ -152,6 +154,7 @@ def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How)
     trials = first_trials(settings, space) if known is None else known
     unfinished = _unfinished(sweep, trials, retry=how.retry)
     new = _new_requests(sweep, space, settings, unfinished, how)
+    settings = _with_metric(settings, new)
     begun = [] if settings.slurm else _begun_requests(sweep, unfinished)
     slots: list[Slot] = []
     if not settings.slurm and (new or begun):
@@ -362,7 +365,7 @@ def _refuse_settings(given: Sequence[str]) -> None:
 def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
     from nanoscale.common.errors import Violation
 
-    if earlier != settings:
+    if earlier != replace(settings, metric=settings.metric or earlier.metric):
         message = f"the sweep {sweep.name} exists already, with other values or options"
         advice = (sweep.resume_command,)
         violation = Violation("--name", sweep.name, "command line", message, advice)
@@ -393,6 +396,36 @@ def _check_sampler(settings: Settings, space: Space) -> None:
     if find_spec("optuna") is None:
         how = install_command("optuna")
         raise UserError("usage", f"--sampler {settings.sampler} needs Optuna: {how}")
+
+
+def _with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
+    """Return the settings with a metric: eval_loss, or loss if a trial is not evaluated.
+
+    Raises:
+        UserError: the requested metric is not logged, so that a sampler would learn nothing.
+    """
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.suggest import nearest
+    from nanoscale.config.violations import refuse
+    from nanoscale.runs.metrics import NAMES
+
+    trains = [request.config.train for request in requests]
+    is_evaluated = all(train.eval_every for train in trains)
+    if not settings.metric:
+        if settings.sampler != "grid" and not is_evaluated:
+            display.note("train.eval_every=0: the sampler minimizes the training loss")
+        return replace(settings, metric="eval_loss" if is_evaluated else "loss")
+    group, _, data_set = settings.metric.partition("/")
+    sources = ("--metric", settings.metric, "command line")
+    if settings.metric not in NAMES and not (group == "eval_loss" and data_set):
+        advice = tuple(f"--metric {name}" for name in nearest(settings.metric, NAMES))
+        refuse([Violation(*sources, "unknown metric of metrics.jsonl", advice)], kind="usage")
+    if settings.sampler != "grid" and group == "eval_loss" and not is_evaluated:
+        every = max(1, min(train.steps for train in trains) // 10)
+        message = "is never measured with train.eval_every=0"
+        advice = (f"train.eval_every={every}", "--metric loss")
+        refuse([Violation(*sources, message, advice)], kind="usage")
+    return settings
 
 
 # --- the requests of the trials -------------------------------------------------------------------
