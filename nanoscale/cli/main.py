@@ -10,7 +10,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, cast
 
 import typer
 
@@ -117,6 +118,8 @@ def run(arguments: list[str]) -> int:
 def build(arguments: Sequence[str]) -> typer.Typer:
     """Return the application, with the requested verb, or with all of them."""
     if completion.VARIABLE in os.environ:
+        # Values of a line that is being typed are not converted, so Typer's converter need not be loaded.
+        sys.modules.setdefault("pydantic", cast(ModuleType, None))
         arguments = completion.previous_words()
     asked = [verb for verb in arguments[:1] if verb in VERBS]
     completes = not asked or completion.VARIABLE in os.environ

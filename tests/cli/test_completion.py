@@ -14,7 +14,7 @@ from nanoscale.cli.main import VERBS
 from nanoscale.config.composing.library import Library
 from nanoscale.config.reference import declared
 
-HEAVY = {"torch", "numpy", "hydra", "omegaconf", "rich"}
+HEAVY = {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "pydantic_core"}
 PROGRAM = f"""
 import sys
 from nanoscale.cli.main import main

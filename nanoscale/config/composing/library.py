@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nanoscale
 from nanoscale.common.errors import Violation
@@ -20,8 +20,10 @@ from nanoscale.config.composing import interpolation
 from nanoscale.config.composing.reopen import reopen, unknown_names
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.convert import unknown_key
-from nanoscale.config.values.yaml_file import YamlDocument, read
 from nanoscale.config.violations import refuse, shown
+
+if TYPE_CHECKING:  # completion lists files without reading them
+    from nanoscale.config.values.yaml_file import YamlDocument
 
 RECIPE = "recipe"
 ROOT = "config"
@@ -166,6 +168,8 @@ class Library:
         ]
 
     def _load(self, config: str) -> YamlDocument:
+        from nanoscale.config.values.yaml_file import YamlDocument, read
+
         group, _, name = config.partition("/")
         if group == SCHEMA:
             return YamlDocument("default", reference.defaults(reference.sections()[name]))
@@ -187,7 +191,7 @@ class Library:
         content.pop("defaults", None)
         if defaults:
             content["defaults"] = defaults
-        return YamlDocument(document.name, content, document.lines)
+        return replace(document, content=content)
 
     def _root(self, document: YamlDocument) -> YamlDocument:
         """Return our root file, with the command line's choices repeated at the end, after the recipe."""
@@ -200,7 +204,7 @@ class Library:
             for group, option in self.choices.items()
             if group != RECIPE
         ]
-        return YamlDocument(document.name, {"defaults": [SCHEMA, *entries, *last]}, document.lines)
+        return replace(document, content={"defaults": [SCHEMA, *entries, *last]})
 
     def _check_header(self, path: Path, document: YamlDocument, group: str) -> None:
         """Refuse Hydra's `# @package`, which would move the keys; here each key has one place."""
