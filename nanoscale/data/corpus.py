@@ -27,8 +27,10 @@ from typing import Any
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Data
-from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type, sync_folder
+from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
+from nanoscale.processes.flock import flock
+from nanoscale.runs.directory import sync_folder
 
 FORMAT = 1
 """Raised whenever the same settings would give other tokens."""
@@ -246,7 +248,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_name(f"{folder.name}.lock").open("a", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock(lock.fileno(), fcntl.LOCK_EX)
             yield
     except OSError as error:
         raise _unwritable(folder.parent, error) from error

@@ -9,7 +9,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +25,7 @@ from nanoscale.config.data.token_headers import (
     check_sizes,
     read_index,
 )
+from nanoscale.runs.directory import sync_folder
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -245,13 +246,3 @@ def _missing(path: Path, prefix: Path) -> UserError:
 def _flush(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder durable, where the file system can."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
 import json
 import os
@@ -401,10 +402,13 @@ def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames within a folder durable."""
+    """Make renames within a folder durable, where the file system can."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(handle)
 

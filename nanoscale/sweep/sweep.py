@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.processes.flock import flock
 from nanoscale.runs import lock, metrics, status
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, write_json
 
@@ -140,11 +141,8 @@ class Sweep:
         """
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise UserError("usage", f"another process runs the sweep {self.path}") from None
-        try:
+            if not flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                raise UserError("usage", f"another process runs the sweep {self.path}")
             yield
         finally:
             os.close(handle)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -263,6 +265,20 @@ def test_two_at_once_are_refused(tmp_path):
                 prepared(tmp_path / "out", source)
 
     prepared(tmp_path / "out", source, watcher=Second())
+
+
+def test_a_file_system_may_lack_locks_and_durable_folders(tmp_path, monkeypatch):
+    def no_lock(*_):
+        raise OSError(errno.ENOSYS, "no locks available")
+
+    def no_folder(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not for folders")
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    monkeypatch.setattr("os.fsync", no_folder)
+    prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(5)))
+    assert (tmp_path / "out" / "manifest.json").is_file()
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,18 @@ def test_opening_by_path_and_by_name(tmp_path, monkeypatch):
     assert suggestions(error) == ["tiny-1"]
     with pytest.raises(UserError, match="is not a run directory"):
         RunDirectory.open(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "matters"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_folder_is_made_durable_where_the_file_system_can(tmp_path, monkeypatch, number, matters):
+    def refuse(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, "refused")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="refused") if matters else nullcontext():
+        write_atomically(tmp_path / "status.json", "{}")
+    assert read_json(tmp_path / "status.json") == {}
 
 
 def test_a_killed_process_with_the_same_id_leaves_no_obstacle(tmp_path):

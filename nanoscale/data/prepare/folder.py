@@ -24,10 +24,12 @@ import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.prepared_folder import MANIFEST, TOKENS, VALID, answers_of
-from nanoscale.data.indexed import bin_path, idx_path, index_parts, sync_folder
+from nanoscale.data.indexed import bin_path, idx_path, index_parts
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
+from nanoscale.processes.flock import flock
+from nanoscale.runs.directory import sync_folder
 
 SHOWN = 20
 """Bad records that are kept with their positions."""
@@ -190,10 +192,8 @@ def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
     except OSError as error:
         raise UserError("data", f"{unfinished} cannot be made: {error.strerror}") from error
     with (unfinished / "lock").open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError("data", f"{out} is being prepared by another process") from error
+        if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            raise UserError("data", f"{out} is being prepared by another process")
         _check_request(unfinished, identity)
         try:
             yield unfinished
