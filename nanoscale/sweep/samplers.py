@@ -3,14 +3,75 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Protocol
 
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.versions import install_command
+from nanoscale.config.suggest import nearest
+from nanoscale.config.values.provenance import COMMAND_LINE
+from nanoscale.config.violations import refuse
+from nanoscale.launch.request import Request
 from nanoscale.runs import metrics
 from nanoscale.sweep.space import Dimension, Space
 from nanoscale.sweep.sweep import Settings, State, Sweep, Trial, free_name
 
 _STARTUP = 5
 """Completed trials before the median pruner judges another one, and random trials before TPE models them."""
+
+
+def check_sampler(settings: Settings, space: Space) -> None:
+    """Check the options of a sampler.
+
+    Raises:
+        UserError: they do not fit together, or Optuna is not installed.
+    """
+    if settings.slurm and settings.sampler != "grid":
+        raise UserError("usage", f"--slurm runs a grid; remove --sampler {settings.sampler}")
+    if settings.sampler == "grid":
+        given = {
+            "--trials": settings.trials is not None,
+            "--pruner": settings.pruner != "none",
+            "--seed": settings.seed != 0,
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise UserError("usage", f"{option} needs --sampler random or --sampler tpe")
+        space.grid()
+        return
+    if settings.trials is None:
+        raise UserError("usage", f"--sampler {settings.sampler} needs --trials N")
+    if find_spec("optuna") is None:
+        how = install_command("optuna")
+        raise UserError("usage", f"--sampler {settings.sampler} needs Optuna: {how}")
+
+
+def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
+    """Return the settings with a metric: eval_loss, or loss if a trial is not evaluated.
+
+    Raises:
+        UserError: the requested metric is not logged, so that a sampler would learn nothing.
+    """
+    trains = [request.config.train for request in requests]
+    is_evaluated = all(train.eval_every for train in trains)
+    if not settings.metric:
+        if settings.sampler != "grid" and not is_evaluated:
+            display.note("train.eval_every=0: the sampler minimizes the training loss")
+        return replace(settings, metric="eval_loss" if is_evaluated else "loss")
+    group, _, data_set = settings.metric.partition("/")
+    sources = ("--metric", settings.metric, COMMAND_LINE)
+    if settings.metric not in metrics.NAMES and not (group == "eval_loss" and data_set):
+        advice = tuple(f"--metric {name}" for name in nearest(settings.metric, metrics.NAMES))
+        refuse([Violation(*sources, "unknown metric of metrics.jsonl", advice)], kind="usage")
+    if settings.sampler != "grid" and group == "eval_loss" and not is_evaluated:
+        every = max(1, min(train.steps for train in trains) // 10)
+        message = "is never measured with train.eval_every=0"
+        advice = (f"train.eval_every={every}", "--metric loss")
+        refuse([Violation(*sources, message, advice)], kind="usage")
+    return settings
 
 
 class Source(Protocol):

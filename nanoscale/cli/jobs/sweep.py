@@ -87,6 +87,7 @@ def sweep(
 ) -> int:
     """Train once for each combination of values, as in `optimizer.lr=1e-3,3e-4 train.seed=1,2`."""
     from nanoscale.config.violations import quoted
+    from nanoscale.sweep.samplers import check_sampler
     from nanoscale.sweep.space import read_space
     from nanoscale.sweep.sweep import Settings, Sweep
 
@@ -119,7 +120,7 @@ def sweep(
         slurm,
     )
     space = read_space(overrides, line.config_dir)
-    _check_sampler(settings, space)
+    check_sampler(settings, space)
     new = Sweep(_folder(root, name or _default_name(overrides), "--name"))
     if new.file.exists():
         earlier, known = new.read()
@@ -145,7 +146,7 @@ def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How)
     Args:
         known: the trials of a sweep that exists; None: it is new.
     """
-    from nanoscale.sweep.samplers import first_trials
+    from nanoscale.sweep.samplers import first_trials, with_metric
     from nanoscale.sweep.slots import slots_of
     from nanoscale.sweep.space import read_space
     from nanoscale.view.run.sweep_table import show_plan
@@ -154,7 +155,7 @@ def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How)
     trials = first_trials(settings, space) if known is None else known
     unfinished = _unfinished(sweep, trials, retry=how.retry)
     new = _new_requests(sweep, space, settings, unfinished, how)
-    settings = _with_metric(settings, new)
+    settings = with_metric(settings, new)
     begun = [] if settings.slurm else _begun_requests(sweep, unfinished)
     slots: list[Slot] = []
     if not settings.slurm and (new or begun):
@@ -370,62 +371,6 @@ def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
         advice = (sweep.resume_command,)
         violation = Violation("--name", sweep.name, "command line", message, advice)
         raise UserError("usage", message, [violation])
-
-
-def _check_sampler(settings: Settings, space: Space) -> None:
-    """Refuse options of samplers that do not fit together, and a sampler that is not installed."""
-    from importlib.util import find_spec
-
-    from nanoscale.common.versions import install_command
-
-    if settings.slurm and settings.sampler != "grid":
-        raise UserError("usage", f"--slurm runs a grid; remove --sampler {settings.sampler}")
-    if settings.sampler == "grid":
-        given = {
-            "--trials": settings.trials is not None,
-            "--pruner": settings.pruner != "none",
-            "--seed": settings.seed != 0,
-        }
-        for option, is_given in given.items():
-            if is_given:
-                raise UserError("usage", f"{option} needs --sampler random or --sampler tpe")
-        space.grid()
-        return
-    if settings.trials is None:
-        raise UserError("usage", f"--sampler {settings.sampler} needs --trials N")
-    if find_spec("optuna") is None:
-        how = install_command("optuna")
-        raise UserError("usage", f"--sampler {settings.sampler} needs Optuna: {how}")
-
-
-def _with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
-    """Return the settings with a metric: eval_loss, or loss if a trial is not evaluated.
-
-    Raises:
-        UserError: the requested metric is not logged, so that a sampler would learn nothing.
-    """
-    from nanoscale.common.errors import Violation
-    from nanoscale.config.suggest import nearest
-    from nanoscale.config.violations import refuse
-    from nanoscale.runs.metrics import NAMES
-
-    trains = [request.config.train for request in requests]
-    is_evaluated = all(train.eval_every for train in trains)
-    if not settings.metric:
-        if settings.sampler != "grid" and not is_evaluated:
-            display.note("train.eval_every=0: the sampler minimizes the training loss")
-        return replace(settings, metric="eval_loss" if is_evaluated else "loss")
-    group, _, data_set = settings.metric.partition("/")
-    sources = ("--metric", settings.metric, "command line")
-    if settings.metric not in NAMES and not (group == "eval_loss" and data_set):
-        advice = tuple(f"--metric {name}" for name in nearest(settings.metric, NAMES))
-        refuse([Violation(*sources, "unknown metric of metrics.jsonl", advice)], kind="usage")
-    if settings.sampler != "grid" and group == "eval_loss" and not is_evaluated:
-        every = max(1, min(train.steps for train in trains) // 10)
-        message = "is never measured with train.eval_every=0"
-        advice = (f"train.eval_every={every}", "--metric loss")
-        refuse([Violation(*sources, message, advice)], kind="usage")
-    return settings
 
 
 # --- the requests of the trials -------------------------------------------------------------------
