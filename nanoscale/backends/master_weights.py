@@ -2,7 +2,7 @@
 
 With several processes FSDP2 does the same, so the arithmetic is equal: weights are cast once a step, not at
 every product, the residual stream is in the compute dtype, and the gradients of micro batches accumulate in
-fp32. Weights that are not trained are cast once and have no master: FSDP2 keeps those of its shards.
+fp32. Frozen weights have no master and never exist in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class MasterWeights:
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], compute_dtype: torch.dtype
     ) -> None:
-        """Cast parameters to `compute_dtype`, and keep the values of trained ones as master weights."""
+        """Cast trained parameters to `compute_dtype`, and keep their values as master weights."""
         self.parameters: list[tuple[str, nn.Parameter]] = []
         """The master weights by the names of their parameters, and frozen parameters themselves."""
         self._masters: list[Tensor] = []
@@ -32,13 +32,20 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 self._masters.append(master)
                 self._compute_copy.append(parameter)
-            parameter.data = parameter.data.to(compute_dtype)
+                parameter.data = parameter.data.to(compute_dtype)
             self.parameters.append((name, master))
 
     @torch.no_grad()
     def update_compute_copy(self) -> None:
         """Copy the master weights to the compute copy."""
         torch._foreach_copy_(self._compute_copy, self._masters)
+
+
+def cast_frozen(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Cast the parameters that are not trained, in place, on any device."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute_dtype)
 
 
 @torch.no_grad()

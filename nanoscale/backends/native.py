@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends import float8, gradients
 from nanoscale.backends.base import Engine, StepResult, make_stage
-from nanoscale.backends.master_weights import MasterWeights
+from nanoscale.backends.master_weights import MasterWeights, cast_frozen
 from nanoscale.backends.optimizer import (
     clip_in_update,
     fill_state,
@@ -209,6 +209,8 @@ def build_stages(
         if config.precision.fp8:
             float8.apply(stage, config.precision.fp8_recipe)
         parallelise(stage, config, layout)
+        if layout.data is None:  # FSDP2 casts what it gathers
+            cast_frozen(stage, data_parallel.DTYPES[config.precision.compute])
         stage.materialise(device)
         is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
         if not is_pretrained or config.lora.rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -72,3 +73,18 @@ def test_frozen_weights_have_no_master(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(frozen[f"model.{name}"], parameter.bfloat16()), name
     assert {master.dtype for _, master in engine.parameters()} == {torch.float32}
+
+
+def test_frozen_weights_are_never_in_fp32(tmp_path: Path) -> None:
+    """A rank that trains adapters alone must have room for its weights in the compute dtype, and no more."""
+    config = replace(make_config(tmp_path, precision="bf16"), lora=Lora(rank=2))
+    made: list[tuple[torch.device, torch.dtype]] = []
+    materialise = Transformer.materialise
+
+    def noted(model: Transformer, device: torch.device) -> None:
+        materialise(model, device)
+        made.extend((p.device, p.dtype) for p in model.parameters() if not p.requires_grad)
+
+    with patch.object(Transformer, "materialise", noted):
+        NativeEngine(config, CPU)
+    assert set(made) == {(CPU, torch.bfloat16)}
