@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,25 @@ def test_whole_or_absent(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.norm differs from it"):
         export(stored, odd, tmp_path / "out", "fp32", 20_000, quiet)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_every_file_is_on_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+
+    def noted(handle: int) -> None:
+        if not (tmp_path / "out").exists():
+            synced.add(Path(f"/proc/self/fd/{handle}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    config = Config(model=GPT2, data=Data(source="stdlib"))
+    out = export(
+        checkpoint_of(random_model(GPT2), tmp_path), config, tmp_path / "out", "fp32", 20_000, quiet
+    )
+    files = {file.name for file in out.folder.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= files
+    assert files <= synced
 
 
 def test_the_byte_tokenizer_as_a_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -105,7 +106,7 @@ def export(
         _write_weights(source, files, names, temporary, size)
         _copy_code(config.model, temporary)
         _write_json(temporary / "config.json", hf_config)
-        sync_folder(temporary)
+        _sync_files(temporary)
         temporary.rename(out)
         sync_folder(out.parent)
     except BaseException:
@@ -213,6 +214,14 @@ def _write_weights(
             tensor: name for name, contents in zip(names, files, strict=True) for tensor in contents
         }
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
+
+
+def _sync_files(folder: Path) -> None:
+    """Return when all files of a folder are on disk."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    sync_folder(folder)
 
 
 def _write_json(file: Path, document: dict[str, Any]) -> None:

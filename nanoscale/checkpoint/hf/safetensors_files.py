@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
-    """Write tensors of one dtype in the order of `shapes`; they are on disk when this returns."""
+    """Write tensors of one dtype in the order of `shapes`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -49,5 +48,3 @@ def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryvi
         stream.write(len(text).to_bytes(8, "little") + text)
         for value in values:
             stream.write(value)
-        stream.flush()
-        os.fsync(stream.fileno())
