@@ -14,8 +14,8 @@ class Agreement:
     """A collective question, once a step: was any rank asked to stop, and is a checkpoint due by rank 0's
     clock?
 
-    One question carries both. It is sent before a step and answered before the next, so that nobody waits for
-    it and the device is never synchronised.
+    One question carries both. It is sent before a step and answered before the next: a host is at most a step
+    ahead of the others, and no device is synchronised.
     """
 
     def __init__(self, flag: StopFlag, save_every_s: float = 0.0) -> None:

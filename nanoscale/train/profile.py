@@ -133,8 +133,10 @@ class Recorder:
         name = f"{steps}.rank-{self._rank}"
         self._folder.mkdir(exist_ok=True)
         if self._device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
         profiler.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
         parts = parts_of(events_of(profiler))
         lines = [f"{steps} of rank {self._rank}", ""]
