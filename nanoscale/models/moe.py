@@ -171,8 +171,35 @@ def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
 
 def _run_grouped(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Run all experts in one kernel, which reads the number of tokens of each expert on the device."""
+    if _leaves_unused_unwritten(tokens.device):
+        gate, up, down = (_ZeroUnused.apply(weight, load) for weight in (gate, up, down))
     matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
     return _swiglu(matmul, tokens, gate, up, down)
+
+
+def _leaves_unused_unwritten(device: torch.device) -> bool:
+    """True if the kernel's backward pass does not write the gradient of an expert without tokens.
+
+    Source: issue 172439 of PyTorch for Blackwell, and its pull request 174314 for AMD.
+    """
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability() >= (10, 0)
+
+
+class _ZeroUnused(torch.autograd.Function):
+    """The weights `[experts, out, in]` themselves; the gradient of an expert without tokens becomes 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (load,) = ctx.saved_tensors
+        return grad.masked_fill_((load == 0).view(-1, 1, 1), 0), None  # nobody else has it
 
 
 def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:

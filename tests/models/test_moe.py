@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanoscale.models import moe
@@ -14,6 +16,7 @@ from nanoscale.models.initialization import initialise
 from nanoscale.models.moe import MixtureOfExperts
 from tests.support.jobs import SHAPE
 
+GROUPED_MM = F.grouped_mm
 MOE = replace(SHAPE, experts=4, experts_per_token=2, ffn=24, balance="bias", balance_rate=0.5)
 
 
@@ -40,6 +43,39 @@ def test_the_grouped_kernel_computes_what_the_loop_does(load: list[int]) -> None
         results.append((found, *gradients))
     for grouped, looped in zip(*results, strict=True):
         torch.testing.assert_close(grouped, looped)
+
+
+class UnwrittenGradients(torch.autograd.Function):
+    """A grouped product whose backward pass leaves what it does not compute as it finds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return GROUPED_MM(x, weight, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, ends = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [it.detach().requires_grad_() for it in (x, weight)]
+            out = GROUPED_MM(*inputs, offs=ends)
+        grad_x, grad_weight = torch.autograd.grad(out, inputs, grad)
+        grad_weight[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
+        return grad_x, grad_weight, None
+
+
+def test_a_kernel_that_leaves_gradients_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell and AMD GPUs have such kernels."""
+    load = torch.tensor([3, 0, 4, 5])
+    rows, experts = tokens(12)[0], mixture().experts
+    (experts(rows, load) ** 2).sum().backward()
+    expected = [parameter.grad for parameter in experts.parameters()]
+    experts.zero_grad()
+    monkeypatch.setattr(F, "grouped_mm", lambda x, w, offs: UnwrittenGradients.apply(x, w, offs))
+    monkeypatch.setattr(moe, "_leaves_unused_unwritten", lambda _: True)
+    (moe._run_grouped(rows, load, *experts.parameters()) ** 2).sum().backward()
+    for parameter, gradient in zip(experts.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_every_expert_has_a_gradient_also_one_without_tokens() -> None:
