@@ -59,6 +59,7 @@ def test_terminal_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert nanoscale(["runs", "compare", "a", "b", "--html", "page.html"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "train.steps 8 4" in lines
+    assert not any(line.startswith("eval_loss") for line in lines), "no run was evaluated"
     assert "loss at 800 tokens 2.0000 6.0000" in lines
     blocks = [line.split()[2] for line in lines if "█" in line]
     assert [block[0] for block in blocks] == ["█", "█"]

@@ -69,9 +69,11 @@ def comparison_page(about: Document) -> str:
 
 
 def _figures(about: Document) -> Rows:
-    return [
+    """Return the rows that a run has a value for."""
+    rows = [
         (name, *(_figure(run[name], unit) for run in about["runs"])) for name, unit in _ROWS.items()
     ]
+    return [row for row in rows if any(row[1:])]
 
 
 def _keys(about: Document) -> Rows:
