@@ -11,6 +11,7 @@ import pytest
 from nanoscale.cli.jobs import launching as cli
 from nanoscale.common.errors import UserError
 from nanoscale.common.versions import versions
+from nanoscale.config.resolved import resolved
 from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import (
     Backend,
@@ -24,6 +25,7 @@ from nanoscale.config.schema import (
     Parallel,
     Precision,
     Run,
+    Train,
 )
 from nanoscale.config.values.composed import Composed
 from nanoscale.launch.fleet.connections import Member
@@ -160,7 +162,8 @@ def test_mixed_versions_are_one_line_where_nothing_is_refused(capsys, monkeypatc
     change(them[3], "memory_gib", 0.1)
     launcher = replace(SSH.launcher, preflight=False, devices=8)
     run = Run(name="x", root="/tmp")
-    config = replace(SSH, run=run, launcher=launcher, parallel=Parallel(dp=32))
+    layout, train = Parallel(dp=32, virtual_stages=1), Train(micro_batch=1, steps=1)
+    config = resolved(replace(SSH, run=run, launcher=launcher, parallel=layout, train=train))
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 1))
     monkeypatch.setattr(cli, "Fleet", lambda *_: nullcontext(Fleet(them)))
     monkeypatch.setattr(cli, "prepare", lambda *_: None)
