@@ -62,6 +62,8 @@ class Runner:
     """Slots whose hosts do not answer."""
     _done: set[str] = field(default_factory=set)
     """Trials that this process does not start again."""
+    _waits: bool = False
+    """True if a trial is active that this process has not started."""
     _pruned_at: float = 0.0
 
     def run(self, signals: Signals) -> bool:
@@ -80,7 +82,7 @@ class Runner:
                 changed |= self._start()
                 changed |= self._prune()
             self.show(self.trials, changed=changed, stopping=stopped)
-            if not self._active and (stopped or not changed):
+            if not self._active and (stopped or not (changed or self._waits)):
                 return not stopped
             time.sleep(_POLL_S)
 
@@ -98,7 +100,7 @@ class Runner:
 
     def _start(self) -> bool:
         """Start trials while there is a free slot; True if one was started."""
-        started = False
+        started = self._waits = False
         used = {*self._slot_of.values(), *self._lost}
         for number, slot in enumerate(self.slots):
             trial = self._next() if number not in used else None
@@ -113,7 +115,9 @@ class Runner:
         """Return a trial that has not ended, or a new one."""
         for trial in self.trials:
             if trial.name not in self._done and trial.name not in self._active:
-                return trial
+                # An earlier sweep was killed, and its trial still saves a checkpoint.
+                self._waits = self.sweep.state(trial) == "running"
+                return None if self._waits else trial
         new = self.source.next(self.trials)
         if new is not None:
             self.trials.append(new)

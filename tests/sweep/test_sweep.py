@@ -8,14 +8,23 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nanoscale.cli.common.request import CommandLine, request_new_run
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.runs import events, lock, status
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.sweep.runner import Runner
+from nanoscale.sweep.samplers import Grid
+from nanoscale.sweep.slots import Slot
+from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.support.waiting import wait_until
 
@@ -50,9 +59,7 @@ def interrupted(folder: Path, words: list[str], kills: list[int], count: int) ->
         process = start(folder, *words, "--name", "killed")
         wait_until(lambda kill=kill: steps_so_far(sweep) >= kill)  # type: ignore[misc]
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        runs = [sweep.run(trial) for trial in sweep.read()[1]]
-        wait_until(lambda runs=runs: not any(lock.owner(run) for run in runs if run.path.exists()))  # type: ignore[misc]
+        process.wait()  # its trials may still save a checkpoint when the next process begins
     assert start(folder, "--resume", "killed").wait() == 0, (folder / "sweep.log").read_text()
     assert len(losses(sweep)) == count
     for trial in sweep.read()[1]:
@@ -121,6 +128,34 @@ def test_ctrl_c_twice_kills_trials_that_do_not_stop(tmp_path: Path) -> None:
 
 def is_rank(process: psutil.Process) -> bool:
     return ".rank-" in Path(f"/proc/{process.pid}/fd/1").readlink().name
+
+
+@pytest.mark.slow
+def test_a_trial_that_still_stops_is_resumed_after_its_end(tmp_path: Path) -> None:
+    """The process of the sweep was killed, and the trial saves a checkpoint."""
+    words = [*WORDS, "train.steps=2", "train.seed=1"]
+    sweep, trial = Sweep(tmp_path / "s"), Trial("seed=1", {})
+    settings = Settings(words)
+    sweep.create(settings, [trial])
+    held = ExitStack()
+    held.enter_context(
+        new_run(
+            request_new_run(CommandLine([*words, "run.name='seed=1'", f"run.root={sweep.runs}"]))
+        )
+    )
+    shown = 0
+
+    def show(trials: Sequence[Trial], *, changed: bool, stopping: bool) -> None:
+        nonlocal shown
+        shown += 1
+        assert shown > 3 or not sweep.log(trial).exists()
+        if shown == 3:
+            held.close()
+
+    runner = Runner(sweep, settings, Space((), ()), Grid(), [trial], [Slot()], show)
+    with Signals() as signals:
+        assert runner.run(signals)
+    assert sweep.state(trial) == "completed" and not runner.failed
 
 
 def test_wrong_trials_are_refused_together_before_anything_is_written(

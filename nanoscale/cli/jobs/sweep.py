@@ -93,7 +93,7 @@ def sweep(
 
     overrides = [*(line.overrides or ())]
     overrides += [f"{key}={quoted(setting.value)}" for key, setting in line.options.items()]
-    how = _How(at_once, dry_run, force, as_json, retry)
+    options = _Options(at_once, dry_run, force, as_json, retry)
     if resume is not None:
         given = {
             "overrides": overrides,
@@ -108,7 +108,7 @@ def sweep(
         }
         _refuse_settings([option for option, value in given.items() if value not in (None, [])])
         existing = Sweep(_folder(root, resume, "--resume"))
-        return _run(existing, *existing.read(), how)
+        return _run(existing, *existing.read(), options)
     settings = Settings(
         overrides,
         sampler or "grid",
@@ -125,12 +125,12 @@ def sweep(
     if new.file.exists():
         earlier, known = new.read()
         _require_same(new, earlier, settings)
-        return _run(new, settings, known, how)
-    return _run(new, settings, None, how)
+        return _run(new, settings, known, options)
+    return _run(new, settings, None, options)
 
 
 @dataclass(frozen=True)
-class _How:
+class _Options:
     """The options of a sweep that may differ each time it is started."""
 
     at_once: int | None
@@ -140,7 +140,7 @@ class _How:
     retry: bool
 
 
-def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How) -> int:
+def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, options: _Options) -> int:
     """Check and plan the trials, and run those that are missing.
 
     Args:
@@ -153,8 +153,8 @@ def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How)
 
     space = read_space(settings.overrides, _config_dir(settings))
     trials = first_trials(settings, space) if known is None else known
-    unfinished = _unfinished(sweep, trials, retry=how.retry)
-    new = _new_requests(sweep, space, settings, unfinished, how)
+    unfinished = _unfinished(sweep, trials, retry=options.retry)
+    new = _new_requests(sweep, space, settings, unfinished, options)
     settings = with_metric(settings, new)
     begun = [] if settings.slurm else _begun_requests(sweep, unfinished)
     slots: list[Slot] = []
@@ -162,22 +162,24 @@ def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, how: _How)
         values = unfinished[0].values if unfinished else space.probes()[0]
         line = CommandLine(space.overrides(values), config_dir=_config_dir(settings))
         keys = [one.key for one in space.dimensions]
-        slots = slots_of([*new, *begun], line.compose(), how.at_once, keys)
+        slots = slots_of([*new, *begun], line.compose(), options.at_once, keys)
     count = len(trials) if settings.sampler == "grid" else settings.trials or 0
     left = len(unfinished) + count - len(trials)
-    at_once = how.at_once if settings.slurm else max(1, len(slots))
+    at_once = options.at_once if settings.slurm else max(1, len(slots))
     show_plan(sweep, count, [*map(_cost, filter(_is_planned, [*new, *begun]))], left, at_once)
-    if how.dry_run:
-        return _show_trials(sweep, trials, at_once, how)
+    if options.dry_run:
+        return _show_trials(sweep, trials, at_once, options)
     if settings.slurm:
-        return _run_array(sweep, settings, known, trials, new, how)
-    return _run_here(sweep, settings, space, known, trials, slots, how)
+        return _run_array(sweep, settings, known, trials, new, options)
+    return _run_here(sweep, settings, space, known, trials, slots, options)
 
 
-def _show_trials(sweep: Sweep, trials: Sequence[Trial], at_once: int | None, how: _How) -> int:
+def _show_trials(
+    sweep: Sweep, trials: Sequence[Trial], at_once: int | None, options: _Options
+) -> int:
     """Show the result of a dry run."""
     rows = [{"trial": one.name, **one.values} for one in trials]
-    if how.as_json:
+    if options.as_json:
         print_json({"sweep": str(sweep.path), "trials": rows, "at_once": at_once})
     else:
         for row in rows:
@@ -193,7 +195,7 @@ def _run_here(
     known: list[Trial] | None,
     trials: list[Trial],
     slots: Sequence[Slot],
-    how: _How,
+    options: _Options,
 ) -> int:
     """Run the missing trials from this process, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
@@ -217,17 +219,25 @@ def _run_here(
     with (
         sweep.held(),
         Signals() as signals,
-        SweepTable(sys.stderr if how.as_json else sys.stdout) as view,
+        SweepTable(sys.stderr if options.as_json else sys.stdout) as view,
     ):
         source = source_of(sweep, space, settings)
-        force = ["--force"] if how.force else []
+        force = ["--force"] if options.force else []
         runner = Runner(
-            sweep, settings, space, source, trials, slots, show, arguments=force, retry=how.retry
+            sweep,
+            settings,
+            space,
+            source,
+            trials,
+            slots,
+            show,
+            arguments=force,
+            retry=options.retry,
         )
         whole = runner.run(signals)
     rows = _rows(sweep, settings, runner.trials, runner.failed)
     failed = [trial for trial in runner.trials if trial.name in runner.failed]
-    return _report(sweep, settings, rows, failed, None if whole else signals, how)
+    return _report(sweep, settings, rows, failed, None if whole else signals, options)
 
 
 def _run_array(
@@ -236,7 +246,7 @@ def _run_array(
     known: list[Trial] | None,
     trials: Sequence[Trial],
     requests: Sequence[Request],
-    how: _How,
+    options: _Options,
 ) -> int:
     """Submit the missing trials to SLURM, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
@@ -250,12 +260,15 @@ def _run_array(
     with sweep.held():
         with _removed_on_refusal(sweep if known is None else None):
             states = slurm_array.states(sweep, trials)
-            missing = slurm_array.missing(trials, states, retry=how.retry)
-            jobs = slurm_array.submit(sweep, missing, requests, how.at_once)
+            missing = slurm_array.missing(trials, states, retry=options.retry)
+            jobs = slurm_array.submit(sweep, missing, requests, options.at_once)
         for job in jobs:
             display.note(f"queued as job {job.job}; to end it: scancel {shlex.quote(job.job)}")
         rows: list[dict[str, Any]] = []
-        with Signals() as signals, SweepTable(sys.stderr if how.as_json else sys.stdout) as view:
+        with (
+            Signals() as signals,
+            SweepTable(sys.stderr if options.as_json else sys.stdout) as view,
+        ):
 
             def show(states: Sequence[State]) -> None:
                 nonlocal rows
@@ -268,7 +281,7 @@ def _run_array(
     rows = rows or _rows(sweep, settings, trials)
     failed = [one for one, row in zip(trials, rows, strict=True) if row["state"] == "failed"]
     more = {"jobs": [job.job for job in jobs]}
-    return _report(sweep, settings, rows, failed, None if whole else signals, how, more)
+    return _report(sweep, settings, rows, failed, None if whole else signals, options, more)
 
 
 def _report(
@@ -277,7 +290,7 @@ def _report(
     rows: Sequence[dict[str, Any]],
     failed: Sequence[Trial],
     stopped_by: Signals | None,
-    how: _How,
+    options: _Options,
     more: Mapping[str, Any] | None = None,
 ) -> int:
     """Keep and show the result; return the exit code of the command.
@@ -290,7 +303,7 @@ def _report(
     from nanoscale.view.run.sweep_table import print_table, show_end
 
     sweep.keep_table(rows)
-    if how.as_json:
+    if options.as_json:
         print_json({"sweep": str(sweep.path), "trials": rows, **(more or {})})
     else:
         print_table(rows, sys.stdout)
@@ -395,7 +408,7 @@ def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
 
 
 def _new_requests(
-    sweep: Sweep, space: Space, settings: Settings, unfinished: Sequence[Trial], how: _How
+    sweep: Sweep, space: Space, settings: Settings, unfinished: Sequence[Trial], options: _Options
 ) -> list[Request]:
     """Check and plan every trial that has no run yet; examples, if a sampler chooses them.
 
@@ -414,11 +427,11 @@ def _new_requests(
         line = CommandLine(space.overrides(values), config_dir=_config_dir(settings))
         try:
             request = (
-                _request_for_slurm(sweep, name, line, fetch=not how.dry_run)
+                _request_for_slurm(sweep, name, line, fetch=not options.dry_run)
                 if settings.slurm
                 else request_job(line)
             )
-            requests.append(planned(request, Refusals(), force=how.force))
+            requests.append(planned(request, Refusals(), force=options.force))
         except UserError as error:
             if not error.violations:
                 raise
