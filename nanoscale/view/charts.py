@@ -238,7 +238,7 @@ def _curve_names(entries: Sequence[tuple[str, str]], right: float) -> Iterator[s
     """Yield the names of curves, to the right of the chart's name and above the curves."""
     for kind, called in reversed(entries):
         yield text(right, 15, called, "end")
-        right -= 6.2 * len(called) + 6
+        right -= 6.8 * len(called) + 6
         yield line(right - 16, 11, right, 11, kind)
         right -= 28
 

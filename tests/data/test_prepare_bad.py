@@ -256,6 +256,17 @@ def test_requests_that_are_wrong(tmp_path, monkeypatch, capsys, words, said):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.model", "a.tsv"]
 
 
+def test_skipping_is_advised_only_if_something_is_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("body\nto be\n")
+    write_jsonl(Path("b.jsonl"), GOOD)
+    prepare = ["data", "prepare", "--tokenizer", "byte", "--out", "out", "--workers", "1"]
+    for sources, skips in ((["a.csv"], False), (["a.csv", "b.jsonl"], True)):
+        assert nanoscale([*prepare, *sources]) == 2
+        assert ("--bad skip" in capsys.readouterr().err) is skips
+        assert nanoscale([*prepare, *sources, "--bad", "skip"]) == (0 if skips else 2)
+
+
 def test_without_a_word_on_tokenizers(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
     assert nanoscale(["data", "prepare", str(source), "--out", str(tmp_path / "out")]) == 2

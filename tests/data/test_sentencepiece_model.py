@@ -110,6 +110,17 @@ def test_a_folder_and_the_files_beside(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+def test_a_model_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "hub/models--some--model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text("0123")
+    (model / "snapshots").mkdir()
+    own = trained(model / "snapshots/0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load(find("some/model", "--tokenizer")).encode(OTHERS[0]) == own.encode(OTHERS[0])
+
+
 def test_models_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(UserError, match=r"a\.model: it is not a sentencepiece model"):

@@ -17,9 +17,16 @@ class Bad:
     what: str
 
 
-def bad_records_error(bad_records: Sequence[Bad], kept: str = "") -> UserError:
-    """Return the error for bad records, of which `bad_records` are the first."""
-    remedy = "fix these records, or skip them with --bad skip"
+def bad_records_error(
+    bad_records: Sequence[Bad], kept: str = "", *, nothing_else: bool = False
+) -> UserError:
+    """Return the error for bad records, of which `bad_records` are the first.
+
+    Args:
+        kept: a clause on what was prepared before.
+        nothing_else: True if no data would be left without them.
+    """
+    remedy = "fix these records" + ("" if nothing_else else ", or skip them with --bad skip")
     violations = [
         Violation(bad.place, None, "", bad.what, remedy="" if remaining else f"{remedy}{kept}")
         for remaining, bad in zip(range(len(bad_records) - 1, -1, -1), bad_records, strict=True)

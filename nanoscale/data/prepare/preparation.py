@@ -189,7 +189,8 @@ def _refuse_unreadable(sources: list[TextSource], request: PreparationRequest) -
     checks = (problem(source, request.field, request.chat) for source in sources)
     bad_records = [bad for bad in checks if bad is not None]
     if bad_records:
-        raise bad_records_error(bad_records[:_MOST_SHOWN])
+        nothing_else = len(bad_records) == len(sources)
+        raise bad_records_error(bad_records[:_MOST_SHOWN], nothing_else=nothing_else)
 
 
 def _refuse_existing(out: Path) -> None:
