@@ -1,6 +1,7 @@
 """Compare the plan with published runs whose whole layout is stated, by software, GPU, precision and layout.
 
     python -m benchmarks.plan.published_runs [PUBLISHED_MEASUREMENTS_2.CSV] [--rows] [--half building|checking]
+        [--page docs/planner-errors.md]
 
 The rows are divided in two before any error is looked at. The planner is changed with the building half in
 view; the checking half only shows whether the changes carry over to other sources, sizes and devices:
@@ -53,6 +54,15 @@ UNPLANNED = ("am-gptoss",)
 OTHER_BYTES = ("kf-",)
 """Rows whose memory has no equivalent: weights and moments in bf16, gradients whole between micro batches."""
 Row = dict[str, str]
+HEAD = "| group | rows | mean error | bias | largest |\n|---|---|---|---|---|"
+PAGE = """# Errors of the planner
+
+`python -m benchmarks.plan.published_runs published_measurements_2.csv --page docs/planner-errors.md` writes
+this page. It compares [the planner](planner.md) with published runs whose whole layout is stated, by
+software (the record that `plan --as` names), GPU, precision and layout. Only the errors of the building
+half were used to change the planner. The bias is the mean of the errors with their signs: below zero, the
+plan is too fast, or its memory is too small.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,11 +100,15 @@ def main() -> None:
     parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT)
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--half", choices=("building", "checking"), help="only this half")
+    parser.add_argument("--page", type=Path, help="write the page of the documentation")
     options = parser.parse_args()
     if not options.csv.is_file():
         print(f"skipped: there is no {options.csv.name} in {options.csv.parent.resolve()}")
         return
-    every = [one for one in compare(options.csv) if options.half in (None, one.half)]
+    compared = compare(options.csv)
+    if options.page is not None:
+        options.page.write_text(page(compared), encoding="utf-8")
+    every = [one for one in compared if options.half in (None, one.half)]
     if options.rows:
         for one in every:
             print(line(one))
@@ -136,8 +150,49 @@ def line(one: Comparison) -> str:
     )
 
 
+def page(every: Sequence[Comparison]) -> str:
+    """Return the page of the documentation: both errors of both halves, by group."""
+    tables = [
+        f"## {what}, {half} half\n\n{HEAD}\n{rows}\n"
+        for what, error in (("Time of a step", _time_error), ("Memory", _memory_error))
+        for half in ("checking", "building")
+        if (rows := _markdown([one for one in every if one.half == half], error))
+    ]
+    return "\n".join([PAGE, *tables])
+
+
+def _time_error(one: Comparison) -> float | None:
+    return one.time_error
+
+
+def _memory_error(one: Comparison) -> float | None:
+    return one.memory_error
+
+
+def _markdown(some: Sequence[Comparison], error: Callable[[Comparison], float | None]) -> str:
+    known = [one for one in some if error(one) is not None]
+    return "\n".join(
+        f"| {name} | {len(errors)} | {mean(map(abs, errors)):.1%} | {mean(errors):+.1%} | "
+        f"{max(errors, key=abs):+.1%} |"
+        for name, errors in grouped(known, error).items()
+    )
+
+
 def table(some: Sequence[Comparison], error: Callable[[Comparison], float | None]) -> str:
     """Return rows, mean error, bias and largest error of each group."""
+    head = f"{'':28} {'rows':>4} {'mean':>6} {'bias':>7} {'largest':>7}"
+    lines = [
+        f"{name:28} {len(errors):4} {mean(map(abs, errors)):6.1%} {mean(errors):+7.1%} "
+        f"{max(errors, key=abs):+7.1%}"
+        for name, errors in grouped(some, error).items()
+    ]
+    return "\n".join([head, *lines])
+
+
+def grouped(
+    some: Sequence[Comparison], error: Callable[[Comparison], float | None]
+) -> dict[str, list[float]]:
+    """Return the errors by software, GPU, precision and layout, and of all rows, which come last."""
     groups: dict[str, list[float]] = defaultdict(list)
     for one in some:
         value = error(one)
@@ -151,15 +206,8 @@ def table(some: Sequence[Comparison], error: Callable[[Comparison], float | None
             "all",
         ):
             groups[name].append(value)
-    head = f"{'':28} {'rows':>4} {'mean':>6} {'bias':>7} {'largest':>7}"
     order = sorted(groups, key=lambda name: (name == "all", name))
-    lines = [
-        f"{name:28} {len(errors):4} {mean(map(abs, errors)):6.1%} {mean(errors):+7.1%} "
-        f"{max(errors, key=abs):+7.1%}"
-        for name in order
-        for errors in [groups[name]]
-    ]
-    return "\n".join([head, *lines])
+    return {name: groups[name] for name in order}
 
 
 def precision_of(row: Row) -> str:

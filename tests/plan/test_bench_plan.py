@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.plan import published_runs
 from benchmarks.plan.__main__ import held_out, render
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.predict import predict
@@ -38,3 +40,10 @@ def test_it_is_said_where_calibration_makes_it_worse_or_cannot_be():
     text = render(speeds, {})
     assert "worse with b, second: 0.0% as assumed" in text
     assert speeds[0].same_software is None and "nothing to learn from" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not published_runs.DEFAULT.is_file(), reason="the measurements are not here")
+def test_the_page_of_errors_is_as_the_planner_is():
+    page = Path("docs/planner-errors.md")
+    assert page.read_text() == published_runs.page(published_runs.compare(published_runs.DEFAULT))
