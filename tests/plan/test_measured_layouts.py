@@ -24,6 +24,17 @@ CHOSEN = [
     replace(BY_NAME["experts, ep 2 · dp 2"], global_batch=16),
     BY_NAME["experts, ep 2 · tp 2"],
     BY_NAME["experts, ep 2, stage 3, bf16"],
+    BY_NAME["LoRA, selective, bf16"],
+    BY_NAME["LoRA, dp 2, stage 3, bf16"],
+    BY_NAME["LoRA, pp 2"],
+    Row(
+        "adamw8bit, update highest",
+        optimizer="adamw8bit",
+        micro_batch=1,
+        global_batch=2,
+        shape=vocabulary(16 * 2**10, hidden=32, head_dim=4, ffn=64),
+        seq=32,
+    ),
     Row("logits", shape=LOGITS, micro_batch=4, global_batch=8),
     Row(
         "logits in a pipeline",

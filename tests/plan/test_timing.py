@@ -7,10 +7,15 @@ from dataclasses import fields, replace
 import pytest
 
 from nanoscale.common.devices import Devices
-from nanoscale.config.model_math import flops_per_token, flops_per_token_causal, parameters
+from nanoscale.config.model_math import (
+    flops_per_token,
+    flops_per_token_causal,
+    parameters,
+    trained_flops_per_token,
+)
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
-from nanoscale.config.schema import Backend, Cluster, Optimizer, Precision, Zero
+from nanoscale.config.schema import Backend, Cluster, Lora, Optimizer, Precision, Zero
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH
 from nanoscale.plan.memory.shards import rank_holdings
@@ -430,3 +435,15 @@ def test_cudnn_is_faster_where_pytorch_prefers_it():
     assert seconds("h200", "flash") / seconds("h200", "auto") == pytest.approx(
         0.58 / 0.35, rel=0.01
     )
+
+
+def test_frozen_weights_take_a_third_less_arithmetic_and_no_update():
+    config = job("llama-8b", dp=8, seq_len=4096, zero=Zero(stage=3), backend=COMPILED)
+    adapted = replace(config, lora=Lora(rank=16))
+    hardware = hardware_of(config)
+    whole, frozen = step_time(config, hardware), step_time(adapted, hardware)
+    assert 2 / 3 < frozen.parts.matmul / whole.parts.matmul < 0.8
+    assert frozen.parts.optimizer < 0.02 * whole.parts.optimizer
+    assert frozen.parts.dp < whole.parts.dp
+    flops = frozen.tokens_per_s_per_gpu * trained_flops_per_token(adapted)
+    assert frozen.mfu == pytest.approx(flops / hardware.peak(config.precision))

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Model, Optimizer, Zero
+from nanoscale.config.schema import Backend, Lora, Model, Optimizer, Zero
 from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
@@ -76,6 +76,7 @@ class Row:
     global_batch: int = 16
     offload: dict[str, str] = field(default_factory=dict)
     seq: int = SEQ
+    lora: Lora = field(default=Lora())
 
 
 SCHEDULES = ("interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -93,6 +94,7 @@ def deepspeed(name: str, degrees: dict[str, Any], stage: int, **more: Any) -> Ro
     return Row(f"deepspeed {name}", degrees, stage, backend="deepspeed", **more)
 
 
+ADAPTERS = Lora(rank=8)
 STATES = {"offload_optimizer": "cpu"}
 ALL = STATES | {"offload_param": "cpu"}
 
@@ -250,6 +252,16 @@ ROWS = [
         3,
         shape=vocabulary(16 * K, tie_embeddings=True),
     ),
+    Row("LoRA", lora=ADAPTERS),
+    Row("LoRA, bf16, full", recomputed("full"), precision="bf16", lora=ADAPTERS),
+    Row("LoRA, selective, bf16", recomputed("selective"), precision="bf16", lora=ADAPTERS),
+    Row("LoRA, wq and wv, dp 2, stage 0", {"dp": 2}, lora=replace(ADAPTERS, targets=["wq", "wv"])),
+    *(
+        Row(f"LoRA, dp 2, stage {s}, bf16", {"dp": 2}, s, precision="bf16", lora=ADAPTERS)
+        for s in (2, 3)
+    ),
+    Row("LoRA, tp 2", {"tp": 2}, lora=ADAPTERS),
+    Row("LoRA, pp 2", {"pp": 2}, micro_batch=2, lora=ADAPTERS),
     Row("vocab 16k, tp 2", {"tp": 2}, shape=vocabulary(16 * K)),
     Row("vocab 16k, tp 2, tied", {"tp": 2}, shape=vocabulary(16 * K, tie_embeddings=True)),
     Row("vocab 16k, cp 2, stage 3", {"cp": 2}, 3, shape=vocabulary(16 * K)),
@@ -292,6 +304,7 @@ ROWS = [
                 **(SOME if row.shape.experts else {}),
             ),
             global_batch=8,
+            lora=row.lora,
         )
         for row in MATRIX
     ),
@@ -376,7 +389,8 @@ def config_of(row: Row) -> ResolvedConfig:
         backend=Backend(name=row.backend, **SMALL_BUCKETS),  # type: ignore[arg-type]
     )
     train = replace(config.train, seq_len=row.seq, global_batch=row.global_batch)
-    return replace(config, train=train, zero=Zero(stage=row.stage, **row.offload))  # type: ignore[arg-type]
+    zero = Zero(stage=row.stage, **row.offload)  # type: ignore[arg-type]
+    return replace(config, train=train, zero=zero, lora=row.lora)
 
 
 def measure(_rank: int, config: ResolvedConfig) -> int:

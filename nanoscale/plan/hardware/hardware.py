@@ -121,11 +121,11 @@ def hardware_of(config: Config) -> Hardware:
             "model=hf: memory and time of a transformers model are not predicted; `nanoscale train` "
             "launches it without a plan",
         )
-    if config.lora.rank:
+    if config.lora.rank and config.backend.name == "deepspeed":
         raise UnknownHardwareError(
             "config",
-            f"lora.rank={config.lora.rank}: memory and time of training adapters are not "
-            f"predicted; `nanoscale train` launches it without a plan",
+            f"lora.rank={config.lora.rank}: memory and time of training adapters with DeepSpeed "
+            f"are not predicted; `nanoscale train` launches it without a plan",
         )
     peaks = {
         field.name: value * 1e12

@@ -21,6 +21,10 @@ STATISTIC = 4
 """Bytes of a norm's mean or root, and of the log-sum of an attention row: fp32, whatever the compute dtype."""
 
 
+_ADAPTED = tuple(f" of {name}" for name in ("wq", "wk", "v", "wo", "gate", "up"))
+"""Ends of the names of the results of A, B and W of adapted layers, of which autograd saves none."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
     """Bytes of one block and one micro batch."""
@@ -54,6 +58,40 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
 
 def saved(shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of every tensor that autograd saves in a block without recomputation."""
+    sizes = _saved_if_trained(shape, run)
+    return _saved_beside_adapters(sizes, shape, run) if shape.adapter_rank else sizes
+
+
+def _saved_beside_adapters(sizes: Sizes, shape: Shape, run: Execution) -> Sizes:
+    """Return the bytes if the block is frozen and only adapters are trained.
+
+    A frozen product saves its weights alone, and a composed norm not what it multiplies with its weights. An
+    adapter saves its input and the result of A.
+    """
+    adapted = shape.adapted
+    inputs = {
+        "normed": ("wq", "wk", "wv"),
+        "turned": ("wo",),
+        "normed middle": ("gate", "up"),
+        "product" if shape.gated else "activated": ("down",),
+        "dispatched": (),
+        "normalised": (),
+        "normalised heads": (),
+    }
+    kept = {}
+    for name, size in sizes.items():
+        adapters = sum(product in adapted for product in inputs.get(name, ()))
+        if name not in inputs:
+            kept[name] = size
+        elif adapters and run.autocast and name.startswith("normed"):
+            kept[name] = adapters * shape.tokens * shape.hidden * run.compute
+        elif adapters:
+            kept[name] = size
+    kept["results of A"] = len(adapted) * shape.tokens * shape.adapter_rank * run.compute
+    return kept
+
+
+def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     tokens, e = shape.tokens, run.compute
     part = tokens // shape.shares
     stream = part * shape.hidden * run.stream
@@ -143,10 +181,31 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         kept["reduced"] = 2 * whole // shape.shares
     if run.exchanged:
         kept["received"] = 2 * (made["wq"] + made["v"])
+    if shape.adapter_rank:
+        return kept | _kept_beside_adapters(shape, run, keep, made)
     for name in names:
         # Without rotation attention saves the product itself.
         kept[name if shape.rotary else {"wq": "q", "wk": "k"}.get(name, name)] = made[name]
     return kept
+
+
+def _kept_beside_adapters(
+    shape: Shape, run: Execution, keep: str | frozenset[str], made: Sizes
+) -> Sizes:
+    """Return the products' results that the policy keeps, of which each adapted layer has three."""
+    results: list[tuple[str, int]] = []
+    for name in products(shape.gated, shape.experts > 0):
+        if {"v": "wv"}.get(name, name) in shape.adapted:
+            results += [
+                (f"A of {name}", shape.tokens * shape.adapter_rank * run.compute),
+                (f"B of {name}", made[name]),
+                (f"W of {name}", made[name]),
+            ]
+        else:
+            results.append((name, made[name]))
+    if keep == "every-2nd-matmul":
+        results = results[1::2]
+    return {} if keep == "attention" else dict(results)
 
 
 def products(gated: bool, router: bool = False) -> tuple[str, ...]:
@@ -181,6 +240,7 @@ def block_memory(
     # The pass ends before the last product, whose result stays.
     taken = sum(held.get(name, 0) for name in ("wq", "wk", "wo", "received"))
     taken += held.get("reduced", 0) // 2
+    taken += sum(size for name, size in held.items() if name[1:] in _ADAPTED)
     if shape.experts:  # with experts the second pass ends later
         taken += sum(held.get(name, 0) for name in ("router", "down", "exchanged"))
     whole = sum((sizes | held).values()) - taken

@@ -31,6 +31,10 @@ class Shape:
     """Experts of this rank."""
     experts_per_token: int = 1
     """Experts of a token."""
+    adapter_rank: int = 0
+    """Rows of LoRA's A; 0: all weights are trained."""
+    adapted: tuple[str, ...] = ()
+    """The products beside which there are adapters."""
 
     @property
     def gated(self) -> bool:

@@ -33,7 +33,9 @@ def loss_memory(setting: MemorySetting) -> LossMemory:
     shape, run, compute, wide = setting.shape, setting.run, setting.compute, setting.loss
     pieces = ceil(logits / LOGITS_AT_ONCE)
     piece = ceil(shape.tokens / pieces) * setting.vocabulary
-    weights = setting.vocabulary * shape.hidden
+    # With adapters the head is frozen: its weights have no gradient.
+    frozen = setting.config.lora.rank > 0
+    weights = 0 if frozen else setting.vocabulary * shape.hidden
     kept = weights * (wide if pieces > 1 else compute)
     # Its input, and the operand of the products if that is another tensor.
     hidden = shape.tokens // shape.shares * shape.hidden * run.stream

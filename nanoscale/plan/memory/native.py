@@ -25,14 +25,21 @@ from nanoscale.plan.memory.phases import Phase, RankPhases
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
+_QUANTISING = 53
+"""Bytes of each element at the peak of an update of 8-bit moments by single operations: fp32 copies of the
+weights, of both moments and of the scaled one (16), its codes, the next and the rounded ones in 8 bytes each
+(24), their values and the remainder (12), a comparison (1).
+
+Source: torchao.optim.quant_utils, `quantize_8bit_with_qmap`."""
+
 
 def native_phases(
     setting: MemorySetting, held: RankParameters, in_flight: Sequence[int]
 ) -> RankPhases:
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
     gathers = setting.compute * _gather_pool(setting, held)
-    reductions = int(setting.states.gradients * held.shard)
-    reductions += setting.reduce * held.block // setting.shards
+    reductions = int(setting.states.gradients * held.trained.shard)
+    reductions += setting.reduce * held.trained.block // setting.shards
     found = [(make(setting, held, fly), fly) for fly in fly_all(setting, held.stages, in_flight)]
     phases, fly = max(found, key=lambda one: max(phase.allocated for phase in one[0]))
     return RankPhases(
@@ -60,16 +67,16 @@ def _single(
 
     With several processes that each have the whole model, gradients are copied into communication buckets.
     """
-    states = setting.states
-    weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
+    states, trained = setting.states, held.trained
+    weights, optimizer = int(states.weights * held.numel), int(states.optimizer * trained.numel)
     grads = int(states.gradients)
-    before = grads * held.numel if setting.micro_batches > 1 else 0
-    product, head = setting.compute * _product(setting, held), grads * held.head
+    before = grads * trained.numel if setting.micro_batches > 1 else 0
+    product, head = setting.compute * _product(setting, trained), grads * trained.head
     copies = int(states.copy * held.numel)
     first = 0 if before else head
     # The last bucket ends with the whole embedding. Before the first block only full buckets are sent.
-    bucket = min(GRADIENT_BUCKET + grads * held.embedding, grads * held.numel)
-    done = grads * (held.numel - held.block - held.embedding)
+    bucket = min(GRADIENT_BUCKET + grads * trained.embedding, grads * trained.numel)
+    done = grads * (trained.numel - trained.block - trained.embedding)
     full_bucket = GRADIENT_BUCKET if done > GRADIENT_BUCKET else 0
     if setting.peers == 1:
         bucket = full_bucket = 0
@@ -105,7 +112,7 @@ def _single(
             "end of the backward pass",
             weights=weights,
             compute_copies=copies,
-            gradients=grads * held.numel,
+            gradients=grads * trained.numel,
             optimizer=optimizer,
             communication=bucket,
         ),
@@ -118,17 +125,18 @@ def _sharded(
 ) -> tuple[Phase, ...]:
     """Return the phases of FSDP2 without a pipeline: a unit's gradients are reduced when complete."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
-    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
-    sharded = int(states.gradients * held.shard)
+    trained = held.trained
+    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * trained.shard)
+    sharded = int(states.gradients * trained.shard)
     apart = setting.stage == 3
     copies = 0 if apart else compute * held.numel
     before = 0
     if setting.micro_batches > 1:
-        before = sharded if setting.stage >= 2 else _waiting(setting) * held.numel
+        before = sharded if setting.stage >= 2 else _waiting(setting) * trained.numel
     tied = setting.config.model.tie_embeddings
-    head_sharded = int(states.gradients * held.head_shard)
+    head_sharded = int(states.gradients * trained.head_shard)
     head = head_sharded if not before else 0
-    head += compute * held.head if tied else 0
+    head += compute * trained.head if tied else 0
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
     needed = compute * (held.block + max(held.embedding, held.rest))
@@ -137,10 +145,10 @@ def _sharded(
     several = setting.micro_batches > 1
     left = copies if several else min(copies, needed)
     sent_now = not several or setting.stage >= 2
-    sent = reduce * held.block if sent_now else 0
+    sent = reduce * trained.block if sent_now else 0
     # The first block is the last unit but the embedding to get its gradients; the block before is being
     # reduced.
-    done = sharded * (held.numel - held.block - held.embedding) // held.numel
+    done = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
     # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered beside the blocks.
     first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
     later = Phase(
@@ -150,7 +158,7 @@ def _sharded(
         gradients=sharded,
         optimizer=optimizer,
         gathered=first_gathers if apart else 0,
-        communication=reduce * held.embedding,
+        communication=reduce * trained.embedding,
         pooled=sharded,
     )
     return (
@@ -172,40 +180,40 @@ def _sharded(
             compute_copies=copies
             - (0 if apart or tied else _resharded_head(setting, held, before)),
             gradients=before
-            + (0 if tied else head_sharded + (compute * held.head if sent_now else 0)),
+            + (0 if tied else head_sharded + (compute * trained.head if sent_now else 0)),
             optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
-            communication=0 if tied else reduce * held.head,
+            communication=0 if tied else reduce * trained.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
         Phase(
             "backward of the last block",
             weights=weights,
             compute_copies=copies,
-            gradients=before + head + compute * _product(setting, held),
+            gradients=before + head + compute * _product(setting, trained),
             optimizer=optimizer,
             gathered=gathered,
             activations=fly.activations - fly.ends + fly.extra,
-            communication=0 if tied else reduce * held.head,
+            communication=0 if tied else reduce * trained.head,
             pooled=ahead + (before if setting.stage >= 2 else head),
         ),
         Phase(
             "reduction of the last block",
             weights=weights,
             compute_copies=copies,
-            gradients=before + head + compute * held.block,
+            gradients=before + head + compute * trained.block,
             optimizer=optimizer,
             gathered=ahead,
             activations=max(0, fly.activations - fly.ends - fly.last),
-            communication=reduce * held.block,
+            communication=reduce * trained.block,
             pooled=ahead + (before if setting.stage >= 2 else head),
         ),
         Phase(
             "backward of the first block",
             weights=weights,
             compute_copies=left,
-            gradients=max(before, done) + compute * _product(setting, held),
+            gradients=max(before, done) + compute * _product(setting, trained),
             optimizer=optimizer,
             gathered=needed if apart else 0,
             activations=fly.last + fly.extra,
@@ -217,7 +225,7 @@ def _sharded(
             weights=weights,
             compute_copies=left,
             # A tied table has two gradients, and their sum is a third.
-            gradients=max(before, done) + compute * held.embedding * (3 if tied else 1),
+            gradients=max(before, done) + compute * trained.embedding * (3 if tied else 1),
             optimizer=optimizer,
             gathered=needed if apart else 0,
             pooled=max(before, done) if setting.stage >= 2 else 0,
@@ -226,9 +234,9 @@ def _sharded(
             "reduction of the embedding",
             weights=weights,
             compute_copies=copies if several and sent_now else 0,
-            gradients=max(sharded, before) + compute * held.embedding,
+            gradients=max(sharded, before) + compute * trained.embedding,
             optimizer=optimizer,
-            communication=reduce * held.embedding,
+            communication=reduce * trained.embedding,
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer),
@@ -254,10 +262,11 @@ def _pipelined(
     """Return the phases of FSDP2 in a pipeline: weights and gradients are unsharded from the first micro batch
     to the last, and reduced at the end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
-    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
+    trained = held.trained
+    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * trained.shard)
     copies = compute * held.numel
-    waiting = _waiting(setting) * held.numel
-    sharded = int(states.gradients * held.shard)
+    waiting = _waiting(setting) * trained.numel
+    sharded = int(states.gradients * trained.shard)
     deepest = max(fly.held)
     one = fly.activations // max(1, deepest)
     # If every micro batch is in flight before the first backward pass, there is no gradient yet.
@@ -278,7 +287,7 @@ def _pipelined(
             "backward of the last block",
             weights=weights,
             compute_copies=copies,
-            gradients=before + compute * _product(setting, held),
+            gradients=before + compute * _product(setting, trained),
             optimizer=optimizer,
             activations=fly.activations - fly.ends + fly.extra,
             logits=fly.loss_kept - fly.gone,
@@ -288,21 +297,22 @@ def _pipelined(
             "reduction",
             weights=weights,
             compute_copies=copies,
-            gradients=max(waiting, sharded) + reduce * held.block // setting.shards,
+            gradients=max(waiting, sharded) + reduce * trained.block // setting.shards,
             optimizer=optimizer,
-            communication=fly.received + reduce * max(held.block, held.head, held.embedding),
+            communication=fly.received
+            + reduce * max(trained.block, trained.head, trained.embedding),
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer, fly.received),
     ]
-    if held.first and setting.micro_batches > 1:
+    if trained.embedding and setting.micro_batches > 1:
         # Of a later micro batch: its gradient of the whole table is added to the one that waits.
         phases.append(
             Phase(
                 "backward of the embedding",
                 weights=weights,
                 compute_copies=copies,
-                gradients=waiting + compute * held.embedding,
+                gradients=waiting + compute * trained.embedding,
                 optimizer=optimizer,
                 activations=max(0, fly.activations - (one if before else 2 * one)),
                 communication=fly.received,
@@ -348,9 +358,14 @@ def _update(
     received: int = 0,
     copies: int = 0,
 ) -> Phase:
-    """Return the phase of the update: SGD on a GPU copies its gradients; the fused AdamW needs nothing."""
+    """Return the phase of the update: SGD on a GPU copies its gradients; the fused AdamW needs nothing.
+
+    The update of 8-bit AdamW is compiled on GPUs; on a CPU it consists of single operations on a matrix.
+    """
     optim = setting.config.optimizer
-    gradients = int(setting.states.gradients * held.shard)
+    if optim.name == "adamw8bit" and not setting.gpu:
+        optimizer += _QUANTISING * _largest_shard(setting, held)
+    gradients = int(setting.states.gradients * held.trained.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:
         gradients *= 2
     return Phase(
@@ -361,6 +376,14 @@ def _update(
         optimizer=optimizer,
         communication=received,
         pooled=0 if setting.single else gradients,
+    )
+
+
+def _largest_shard(setting: MemorySetting, held: RankParameters) -> int:
+    """Return the elements of the largest matrix that a rank updates."""
+    units = [unit for stage in held.trained.stages for unit in stage.units]
+    return max(
+        -(-rows // setting.shards) * width for unit in units for rows, width in unit.matrices
     )
 
 
@@ -375,13 +398,14 @@ def _explain(
     phase: Phase,
 ) -> str:
     states, shape = setting.states, setting.shape
-    rank = (
-        f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    rank, trained = (
+        f"{one.shard:,} parameters of this rank (of {one.numel:,}, over {setting.shards} ranks)"
+        for one in (held, held.trained)
     )
     if name == "weights":
         return f"{states.weights:g} B · {rank}"
     if name == "optimizer":
-        return f"{states.optimizer:g} B · {rank}; {setting.config.optimizer.name}'s states"
+        return f"{states.optimizer:g} B · {trained}; {setting.config.optimizer.name}'s states"
     if name == "compute copies":
         return (
             f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation, "
@@ -389,7 +413,7 @@ def _explain(
         )
     if name == "gradients":
         return (
-            f"{states.gradients:g} B · {rank} once reduced; {_waiting(setting)} B · {held.numel:,} "
+            f"{states.gradients:g} B · {trained} once reduced; {_waiting(setting)} B · {held.trained.numel:,} "
             f"while they wait whole; at '{phase.name}' with those of the unit being computed"
         )
     if name == "units in flight":
@@ -400,9 +424,14 @@ def _explain(
     if name == "activations":
         return _explain_activations(setting, held, fly)
     if name == "logits and loss":
+        logits = (
+            f"at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
+        )
+        if setting.config.lora.rank:
+            return logits
         return (
             f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
-            f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
+            f"pass on, and {logits}"
         )
     if setting.single:
         return f"a bucket of gradients being reduced, of {byte_size(GRADIENT_BUCKET)} and one matrix at most"

@@ -121,7 +121,9 @@ def setting_memory(
         held = holdings[rank]
         flying = in_flight[rank] if in_flight is not None else [1] * len(held.stages)
         found = phases_of(setting, held, flying)
-        found = replace(found, host=(*found.host, ("checkpoint copy", _staged(setting, held))))
+        found = replace(
+            found, host=(*found.host, ("checkpoint copy", _staged(setting, held.trained)))
+        )
         numbers = tuple(stage.number for stage in held.stages)
         memory.append(_highest(rank, numbers, found, setting.gpu, context_bytes))
     return memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nanoscale.config import lora
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
@@ -85,7 +86,11 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
     setting = MemorySetting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
-        shape=shape_of(config.model, layout, config.train.micro_batch, config.train.seq_len),
+        shape=replace(
+            shape_of(config.model, layout, config.train.micro_batch, config.train.seq_len),
+            adapter_rank=config.lora.rank,
+            adapted=tuple(lora.modules(config.model, config.lora)),
+        ),
         run=run,
         compute=compute,
         reduce=BYTES[precision.reduce],

@@ -4,10 +4,10 @@ tp."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nanoscale.config import parameters
+from nanoscale.config import lora, parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.config.stages import stage_layers, stages_of
@@ -124,6 +124,13 @@ class RankParameters:
     largest_product: int
     """The last matrix of a block, whose gradient is the first to come."""
     head_shard: int
+    adapters: RankParameters | None = None
+    """The adapters of LoRA among these; None without them."""
+
+    @property
+    def trained(self) -> RankParameters:
+        """The parameters that have gradients and optimizer states: all of them, or only the adapters."""
+        return self if self.adapters is None else self.adapters
 
 
 def rank_holdings(
@@ -155,7 +162,9 @@ def rank_stages(
     return _rank_stages(*_key(config, whole_ends))
 
 
-_Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool]
+_Adapters = tuple[int, tuple[str, ...]]
+"""The rank of LoRA's matrices, and the names in a block of the layers that have them."""
+_Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool, _Adapters]
 
 
 def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
@@ -169,6 +178,7 @@ def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
         layout.schedule,
         tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
         config.backend.name == "deepspeed" if whole_ends is None else whole_ends,
+        (config.lora.rank, tuple(lora.modules(config.model, config.lora).values())),
     )
 
 
@@ -182,10 +192,13 @@ def _rank_stages(
     schedule: str,
     layers: tuple[int, ...] | None,
     whole_ends: bool,
+    adapters: _Adapters,
 ) -> tuple[tuple[Stage, ...], ...]:
     number = pp * virtual
     counts = stage_layers(model, number, list(layers) if layers is not None else None)
-    stages = [_stage(model, k, counts[k], number, tp, ep, whole_ends) for k in range(number)]
+    stages = [
+        _stage(model, k, counts[k], number, tp, ep, whole_ends, adapters) for k in range(number)
+    ]
     return tuple(
         tuple(stages[k] for k in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)
     )
@@ -193,7 +206,26 @@ def _rank_stages(
 
 @lru_cache(maxsize=4096)
 def _rank_holdings(key: _Key, shards: int) -> tuple[RankParameters, ...]:
-    return tuple(_hold(stages, shards, key[0].tie_embeddings) for stages in _rank_stages(*key))
+    model, tp, *_, adapters = key
+    ranks = [_hold(stages, shards, model.tie_embeddings) for stages in _rank_stages(*key)]
+    if adapters[0]:
+        ranks = [
+            replace(held, adapters=_trained(held, shards, model, tp, adapters)) for held in ranks
+        ]
+    return tuple(ranks)
+
+
+def _trained(
+    held: RankParameters, shards: int, model: Model, tp: int, adapters: _Adapters
+) -> RankParameters:
+    """Return the adapters of a rank's stages."""
+    matrices = _adapter_matrices(model, tp, adapters)
+    stages = []
+    for stage in held.stages:
+        unit = Unit("block", stage.layers, matrices, ())
+        numel = stage.layers * unit.numel
+        stages.append(replace(stage, units=(unit,), numel=numel))
+    return _hold(tuple(stages), shards, tied=False)
 
 
 @lru_cache(maxsize=4096)
@@ -227,7 +259,14 @@ def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParameters:
 
 
 def _stage(
-    model: Model, number: int, layers: int, stages: int, tp: int, ep: int, whole_ends: bool
+    model: Model,
+    number: int,
+    layers: int,
+    stages: int,
+    tp: int,
+    ep: int,
+    whole_ends: bool,
+    adapters: _Adapters,
 ) -> Stage:
     """Return a stage; with `whole_ends` tp does not divide embedding and head, as with DeepSpeed's layers."""
     first, last = number == 0, number == stages - 1
@@ -238,7 +277,7 @@ def _stage(
     norm = tuple(length for shape in local.values() if len(shape) == 1 for length in shape)
     vocabulary = (local["embed.weight"],)
     rest = (local["positions.weight"],) if first and "positions.weight" in local else ()
-    units = [_block(model, tp, ep, layers)]
+    units = [_block(model, tp, ep, layers, adapters)]
     if model.tie_embeddings and (first or last):  # never with a pipeline
         units.append(Unit("rest", 1, vocabulary + rest, norm))
     else:
@@ -252,7 +291,7 @@ def _stage(
     return Stage(number, layers, first, last, tuple(units), numel)
 
 
-def _block(model: Model, tp: int, ep: int, count: int) -> Unit:
+def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> Unit:
     """Return a block's unit."""
     table = parameters.block(model).values()
     local = [parameter.local(tp, ep) for parameter in table]
@@ -263,7 +302,21 @@ def _block(model: Model, tp: int, ep: int, count: int) -> Unit:
     return Unit(
         "block",
         count,
-        matrices=tuple(shape for shape in local if len(shape) == 2),
+        matrices=(
+            *_adapter_matrices(model, tp, adapters),
+            *(shape for shape in local if len(shape) == 2),
+        ),
         vectors=tuple(shape[0] for shape in local if len(shape) == 1),
         experts=experts,
     )
+
+
+def _adapter_matrices(model: Model, tp: int, adapters: _Adapters) -> tuple[parameters.Shape, ...]:
+    """Return the matrices A and B of a block's adapters on a rank of tp (`parallel.tensor.divide_adapters`)."""
+    rank, modules = adapters
+    table = parameters.block(model)
+    matrices: list[parameters.Shape] = []
+    for name in modules:
+        outputs, inputs = table[f"{name}.weight"].local(tp)
+        matrices += [(rank, inputs), (outputs, rank)]
+    return tuple(matrices)

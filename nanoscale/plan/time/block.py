@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nanoscale.config import parameters
+from nanoscale.config import lora, parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -19,6 +19,9 @@ from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
 # Kernels of a block, counted in the model's code: starting each takes the CPU some microseconds.
 _KERNELS = {False: (32, 58), True: (14, 24)}
 """Compiled or not → kernels of a forward and of a backward pass."""
+_ADAPTER_KERNELS = (4, 7)
+"""Kernels of an adapter, forward and backward: two products, the scale, and the sums with its layer's result
+and gradient."""
 _DIVIDED = 3
 """The factor by which operations take longer to start with tp, which reads parts of DTensors and
 communicates."""
@@ -80,6 +83,8 @@ def slice_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBat
         attention=attention_kernel(config, software),
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
+        adapter_rank=config.lora.rank,
+        adapted=tuple(lora.modules(config.model, config.lora).values()),
     )
 
 
@@ -133,6 +138,16 @@ def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
     return tuple(products)
 
 
+def adapters(part: MicroBatchShape) -> tuple[_Linear, ...]:
+    """Return the products A and B of a block's adapters, which tp divides like the layers beside them."""
+    table = parameters.block(part.model)
+    products = []
+    for name in part.adapted:
+        outputs, inputs = table[f"{name}.weight"].local(part.tp)
+        products += [_Linear(inputs, part.adapter_rank), _Linear(part.adapter_rank, outputs)]
+    return tuple(products)
+
+
 def product(hardware: Hardware, part: MicroBatchShape, linear: _Linear, swap: str = "") -> float:
     """Return the seconds of a product; `swap`: inputs, for the gradients of these, or weights, for theirs.
 
@@ -167,10 +182,12 @@ def block(hardware: Hardware, part: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
     products = linears(part.model, part.tp, part.ep)
     forward_products = [product(hardware, part, p) for p in products]
-    backward_products = sum(
-        product(hardware, part, p, "inputs") + product(hardware, part, p, "weights")
-        for p in products
-    )
+    added = adapters(part)
+    extra = sum(product(hardware, part, p) for p in added)
+    # With adapters the other weights are frozen and need no gradients.
+    trained = added or products
+    backward_products = sum(product(hardware, part, p, "inputs") for p in (*products, *added))
+    backward_products += sum(product(hardware, part, p, "weights") for p in trained)
     if part.software.sums_in_products:
         sums = 8.0 * sum(p.parameters for p in products)
         backward_products += _SUMMING * operations.elementwise(hardware, sums)
@@ -185,7 +202,7 @@ def block(hardware: Hardware, part: MicroBatchShape) -> Passes:
         part,
         0,
         Work(
-            matmul=sum(forward_products),
+            matmul=sum(forward_products) + extra,
             attention=core,
             elementwise=operations.elementwise(hardware, bytes_forward + inputs),
             tp=_tp_forward(hardware, part, sum(forward_products)),
@@ -215,7 +232,7 @@ def block(hardware: Hardware, part: MicroBatchShape) -> Passes:
             part,
             0,
             Work(
-                matmul=sum(forward_products[i] for i in again),
+                matmul=sum(forward_products[i] for i in again) + extra,
                 attention=core if whole else 0.0,
                 elementwise=forward.elementwise,
                 tp=2 * tp_gather + (tp_scatter if whole else 0.0),
@@ -302,6 +319,10 @@ def _traffic(part: MicroBatchShape) -> tuple[float, float]:
     forward = (_STREAM[compiled][0] + norms[0]) * stream
     forward += activation[0] * inner + rope[0] * turned
     backward = (_STREAM[compiled][1] + norms[1]) * stream
+    # An adapter's result is added to its layer's, and its gradient to the gradient of their input.
+    added = adapters(part)
+    forward += 3 * part.tokens * sum(p.outputs for p in added[1::2])
+    backward += 3 * part.tokens * sum(p.inputs for p in added[::2])
     backward += activation[1] * inner + rope[1] * turned
     backward += _SUMS * part.tokens * model.hidden
     wide = operations.WIDTH[part.wide]
@@ -417,6 +438,8 @@ def _waiting(hardware: Hardware, part: MicroBatchShape, direction: int, work: Wo
 def _kernels(part: MicroBatchShape) -> tuple[int, int]:
     """Return the kernels of a forward and of a backward pass; separate experts count with kernels each."""
     forward, backward = _KERNELS[part.compiled]
+    forward += _ADAPTER_KERNELS[0] * len(part.adapted)
+    backward += _ADAPTER_KERNELS[1] * len(part.adapted)
     if part.model.experts:
         more = moe.KERNELS[part.ep > 1]
         apart = 0 if part.kind == "bf16" else part.model.experts // part.ep - 1
@@ -431,6 +454,10 @@ def embedding(hardware: Hardware, part: MicroBatchShape) -> Passes:
     rows = part.tokens * part.model.hidden * wide
     table = part.model.vocab * part.model.hidden * wide / part.tp
     gather, _ = _tp_pair(hardware, part)
+    if part.adapter_rank:  # frozen: nothing flows back to it
+        return passes(
+            Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather), NOTHING
+        )
     return passes(
         Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather),
         Work(elementwise=operations.elementwise(hardware, 2 * rows + 2 * table), tp=gather),
@@ -450,9 +477,10 @@ def head(hardware: Hardware, part: MicroBatchShape) -> Passes:
         elementwise=operations.elementwise(hardware, 2 * stream + loss),
         tp=gather,
     )
+    weights = operations.product(hardware, part.wide, vocab, hidden, tokens)
     backward = Work(
         matmul=operations.product(hardware, part.wide, tokens, hidden, vocab)
-        + operations.product(hardware, part.wide, vocab, hidden, tokens),
+        + (0.0 if part.adapter_rank else weights),
         elementwise=operations.elementwise(hardware, 3 * stream + loss),
         tp=scatter,
     )

@@ -17,7 +17,7 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import collectives, operations
-from nanoscale.plan.time.block import linears
+from nanoscale.plan.time.block import adapters, linears, slice_of
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 _PER_TENSOR = 3
@@ -88,6 +88,8 @@ def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1)
 
 def own_parameters(config: ResolvedConfig, holding: RankParameters) -> float:
     """Return the parameters that a rank updates: ep ranks have different experts before ZeRO."""
+    if holding.adapters is not None:
+        return holding.adapters.shard
     model, layout, ranks = config.model, config.parallel, shards(config)
     experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
     rest = rank_parameters(model, layout.tp, holding, layout.ep) - experts
@@ -112,6 +114,10 @@ def plan(
     if experts:
         more = _travel(config, hardware, layout.ep, experts, wide, narrow)
         gather, reduce, all_reduce = gather + more[0], reduce + more[1], all_reduce + more[2]
+    trained = size
+    if config.lora.rank:
+        trained = sum(p.parameters for p in adapters(slice_of(config)))
+        _, reduce, all_reduce = _travel(config, hardware, 1, trained, wide, narrow)
     every = zero.stage == 3 and layout.pp == 1
     # One rank whose weights have the type of its products computes with the weights themselves.
     same_type = config.precision.compute == config.precision.params
@@ -122,8 +128,10 @@ def plan(
         reduce=reduce,
         all_reduce=all_reduce,
         copies_gather=0.0 if in_place else operations.elementwise(hardware, 2.0 * wide * size),
-        copies_reduce=0.0 if in_place else operations.elementwise(hardware, (wide + narrow) * size),
-        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
+        copies_reduce=0.0
+        if in_place
+        else operations.elementwise(hardware, (wide + narrow) * trained),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * trained),
         gathers=micro_batches if every else 1,
         gathers_again=micro_batches if every else 0,
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,

@@ -33,6 +33,10 @@ class MicroBatchShape:
     """Kernel of attention: flash or cudnn."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
+    adapter_rank: int = 0
+    """Rows of LoRA's A; 0: all weights are trained."""
+    adapted: tuple[str, ...] = ()
+    """The layers in a block that have adapters."""
 
     @property
     def tokens(self) -> int:

@@ -7,7 +7,11 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import itemgetter
 
-from nanoscale.config.model_math import flops_per_token, flops_per_token_causal
+from nanoscale.config.model_math import (
+    flops_per_token,
+    flops_per_token_causal,
+    trained_flops_per_token,
+)
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
@@ -168,6 +172,9 @@ def _assemble(
 ) -> StepTime:
     tokens = config.tokens_per_step / seconds
     whole, causal = _flops(config.model, config.train.seq_len)
+    if config.lora.rank:
+        frozen = whole - trained_flops_per_token(config)
+        whole, causal = whole - frozen, causal - frozen
     peak = hardware.peak(config.precision) * config.world_size
     mfu = tokens * whole / peak
     return StepTime(
@@ -201,7 +208,7 @@ def stage_costs(
         backward = count * one.backward.total + sum(end.backward.total for end in work)
         products = count * one.backward.matmul + sum(end.backward.matmul for end in work)
         again = count * share * one.recomputed.total
-        found.append(StageCost(forward, backward + again, _weights(products), send))
+        found.append(StageCost(forward, backward + again, _weights(config, products), send))
     return found
 
 
@@ -273,13 +280,14 @@ def _waiting(
     backward = (
         layers * (one.seconds[1] + again) + ends[0].seconds[1] + ends[1].seconds[1]
     ) / stages
-    weights = _weights(layers * one.backward.matmul + ends[1].backward.matmul) / stages
+    weights = _weights(config, layers * one.backward.matmul + ends[1].backward.matmul) / stages
     count, times = config.accumulation, (forward, backward - weights, weights)
     idle = bubble(layout.schedule, layout.pp, virtual, count, *times, 0.0)
     send = _send(config, hardware, part)
     return idle, bubble(layout.schedule, layout.pp, virtual, count, *times, send) - idle
 
 
-def _weights(backward_products: float) -> float:
-    """Return the seconds for the gradients of weights: half of the products; the rest is for inputs."""
-    return backward_products / 2
+def _weights(config: ResolvedConfig, backward_products: float) -> float:
+    """Return the seconds for the gradients of weights: half of the products, or next to none with adapters; the
+    rest is for inputs."""
+    return 0.0 if config.lora.rank else backward_products / 2

@@ -49,14 +49,22 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace attention by a fused kernel's, which keeps no scores."""
+    """Replace attention by a fused kernel's, which keeps no scores, if CUDA has one for it."""
+    enabled = torch.backends.cuda
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        if q.device.type != "cuda" or not half or attn_mask is not None:
+        if q.device.type != "cuda" or attn_mask is not None:
             return plain(q, k, v, attn_mask, **options)
         causal, scale = options.get("is_causal", False), options.get("scale")
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[0]
+        half = q.dtype in (torch.bfloat16, torch.float16)
+        if half and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled()):
+            flash = aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, 0.0, causal, scale=scale)[0]
+        ungrouped = q.dtype is torch.float32 and not options.get("enable_gqa")
+        if ungrouped and enabled.mem_efficient_sdp_enabled():
+            efficient = aten._scaled_dot_product_efficient_attention
+            return efficient(q, k, v, None, True, 0.0, causal, scale=scale)[0]
+        return plain(q, k, v, attn_mask, **options)
 
     return attention
 

@@ -45,7 +45,8 @@ def _matmul(hardware: Hardware, part: MicroBatchShape, count: int) -> str:
     peak = hardware.peaks[part.kind]
     lines = [
         f"2·m·n·k FLOPs over {share:.0%} of {peak / 1e12:g} TFLOP/s, more where tiles do not fill the "
-        f"{hardware.multiprocessors} multiprocessors; {count} micro batches, forward once and backward twice",
+        f"{hardware.multiprocessors} multiprocessors; {count} micro batches, forward once and backward "
+        f"{'once (the weights are frozen; the adapters twice)' if part.adapter_rank else 'twice'}",
     ]
     linears = block.linears(part.model, part.tp, part.ep)
     for name, product in zip(_names(part), linears, strict=True):

@@ -1,0 +1,58 @@
+"""The closed form of the plan compared with rehearsals on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Lora
+from nanoscale.plan.memory.peak import rank_memory
+from nanoscale.rehearse.life import play
+from nanoscale.rehearse.played.cuda import Gpu
+from tests.support.measured_memory import ADAPTERS, GPT2, Row, config_of, recomputed
+from tests.support.ranks import run_ranks
+
+BOUND = 0.03
+"""The largest relative error; models of two blocks show what only the first one does."""
+H100 = Gpu("NVIDIA H100", 80 << 30, 8, (9, 0))
+LORA_OF_ATTENTION = Lora(rank=8, targets=["wq", "wv"])
+
+
+def on_gpus(row: Row, **backend: str) -> ResolvedConfig:
+    config = config_of(row)
+    return replace(
+        config,
+        launcher=replace(config.launcher, device="cuda"),
+        backend=Backend(**backend),  # type: ignore[arg-type]
+    )
+
+
+ROWS = {
+    "GPT-2, fp32": on_gpus(Row("", shape=GPT2)),
+    "GPT-2, bf16, unfused attention": on_gpus(
+        Row("", precision="bf16", shape=GPT2), attention="math"
+    ),
+    "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
+    "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
+    "LoRA, bf16, selective": on_gpus(
+        Row("", recomputed("selective"), precision="bf16", lora=ADAPTERS)
+    ),
+    "LoRA, dp 2, stage 2, bf16": on_gpus(Row("", {"dp": 2}, 2, precision="bf16", lora=ADAPTERS)),
+    "LoRA, dp 2, stage 3, bf16": on_gpus(Row("", {"dp": 2}, 3, precision="bf16", lora=ADAPTERS)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ROWS.values(), ids=list(ROWS))
+def test_the_plan_is_near_the_rehearsal(config: ResolvedConfig) -> None:
+    (peak,) = run_ranks(_peak_of_steps, 1, config)
+    (planned,) = rank_memory(config, context_bytes=0)
+    assert planned.allocated == pytest.approx(peak, rel=BOUND)
+
+
+def _peak_of_steps(_rank: int, config: ResolvedConfig) -> int:
+    record = play(config, 0, 2, H100)
+    assert not record.error
+    return max(record.phases[name].peak for name in ("forward", "backward", "update"))
