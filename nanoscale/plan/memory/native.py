@@ -68,7 +68,9 @@ def _single(
     With several processes that each have the whole model, gradients are copied into communication buckets.
     """
     states, trained = setting.states, held.trained
-    weights, optimizer = int(states.weights * held.numel), int(states.optimizer * trained.numel)
+    # Frozen weights have no master.
+    weights = int(states.weights * (trained if states.copy else held).numel)
+    optimizer = int(states.optimizer * trained.numel)
     grads = int(states.gradients)
     before = grads * trained.numel if setting.micro_batches > 1 else 0
     product, head = setting.compute * _product(setting, trained), grads * trained.head
