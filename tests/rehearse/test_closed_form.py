@@ -34,6 +34,7 @@ ROWS = {
     "GPT-2, bf16, unfused attention": on_gpus(
         Row("", precision="bf16", shape=GPT2), attention="math"
     ),
+    "dp 2, stage 3, full": on_gpus(Row("", {"dp": 2} | recomputed("full"), 3)),
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(

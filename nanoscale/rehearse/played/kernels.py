@@ -20,6 +20,7 @@ def use_fused_kernels(patches: Patches) -> None:
     patches.wrap(F, "scaled_dot_product_attention", _attention)
     patches.wrap(F, "rms_norm", _rms_norm)
     patches.wrap(F, "softmax", _softmax)
+    patches.wrap(F, "silu", _silu)
 
 
 def update_in_place(patches: Patches) -> None:
@@ -46,6 +47,20 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Silu(torch.autograd.Function):
+    """SiLU with a backward pass of one kernel, as CUDA's; for tensors on `meta` C++ would compose it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return torch.empty_like(x)
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +90,13 @@ def _rms_norm(plain: Callable[..., Any]) -> Callable[..., Any]:
         return _RmsNorm.apply(x, weight) if fused else plain(x, shape, weight, eps)
 
     return rms_norm
+
+
+def _silu(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def silu(x: Any, inplace: bool = False) -> Any:
+        return _Silu.apply(x) if x.device.type == "cuda" and not inplace else plain(x, inplace)
+
+    return silu
 
 
 def _softmax(plain: Callable[..., Any]) -> Callable[..., Any]:
