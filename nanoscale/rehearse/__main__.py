@@ -1,8 +1,8 @@
 """The process that plays ranks: `python -m nanoscale.rehearse FOLDER`.
 
 It loads torch once and copies itself for every rank, as many at a time as there are cores and memory for. The
-folder has the task of `rehearse.run`; each rank's record is written into it. The process and its copies are a
-process group, which ends with the process that started it.
+folder has the task of `rehearsals.rehearse`; each rank's record is written into it. The process and its copies
+are a process group, which ends with the process that started it.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ def _pipelined(
 def _product(setting: MemorySetting, held: RankParameters) -> int:
     """Return the elements of a block's first gradient of weights.
 
-    Experts that run one after another have none before the others (`experts.working_of_mixture`).
+    Experts that run one after another have none before the others (`moe.working_of_mixture`).
     """
     one_by_one = setting.shape.experts and not setting.run.grouped
     return 0 if one_by_one else held.largest_product

@@ -1,7 +1,7 @@
 """The time of data parallelism on a rank in a step: gathers of parameters, reductions of gradients, copies.
 
 A collective that runs beside a block's computation costs the time by which it is longer, and a share of the
-time in which the device both computes and copies (`Efficiency.overlap`). `parallel.data` describes the times
+time in which the device both computes and copies (`Efficiency.overlap`). `parallel.fsdp` describes the times
 of each for the native backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5
 and 7.
 """
