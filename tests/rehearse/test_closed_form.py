@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Lora
+from nanoscale.config.schema import Lora
 from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
@@ -20,20 +20,13 @@ H100 = Gpu("NVIDIA H100", 80 << 30, 8, (9, 0))
 LORA_OF_ATTENTION = Lora(rank=8, targets=["wq", "wv"])
 
 
-def on_gpus(row: Row, **backend: str) -> ResolvedConfig:
+def on_gpus(row: Row) -> ResolvedConfig:
     config = config_of(row)
-    return replace(
-        config,
-        launcher=replace(config.launcher, device="cuda"),
-        backend=Backend(**backend),  # type: ignore[arg-type]
-    )
+    return replace(config, launcher=replace(config.launcher, device="cuda"))
 
 
 ROWS = {
     "GPT-2, fp32": on_gpus(Row("", shape=GPT2)),
-    "GPT-2, bf16, unfused attention": on_gpus(
-        Row("", precision="bf16", shape=GPT2), attention="math"
-    ),
     "dp 2, stage 3, full": on_gpus(Row("", {"dp": 2} | recomputed("full"), 3)),
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),

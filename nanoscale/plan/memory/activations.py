@@ -127,8 +127,11 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
 def _attention(shape: Shape, run: Execution) -> Sizes:
     tokens, e = shape.tokens, run.compute
     queries = tokens * shape.q * e
-    keys = queries if run.attention == "math" else tokens * shape.kv * e
-    sizes = {"q": queries, "k": keys, "v": keys, "attended": queries}
+    sizes = {"q": queries, "k": tokens * shape.kv * e, "v": tokens * shape.kv * e}
+    if run.attention == "math":  # PyTorch computes it in fp32 or better
+        e = max(4, e)
+        sizes = dict.fromkeys(sizes, tokens * shape.q * e)
+    sizes["attended"] = queries
     if run.attention == "flash":
         sizes["log-sums"] = tokens * shape.heads * STATISTIC
     else:
@@ -141,7 +144,7 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
     if run.turned or run.exchanged:
         sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, once or at each use
-        sizes["rotation"] = shape.rotary * e * (2 if run.autocast else 1)
+        sizes["rotation"] = shape.rotary * run.compute * (2 if run.autocast else 1)
     return sizes
 
 
