@@ -186,6 +186,8 @@ def _sharded(
             optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
+            # Real ranks over gloo hold one more tensor of this size, which rehearsals do not show.
+            logits=0 if tied or setting.gpu else fly.loss_kept,
             communication=0 if tied else reduce * trained.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
