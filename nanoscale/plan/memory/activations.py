@@ -292,13 +292,13 @@ def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:
 def between_passes(shape: Shape, run: Execution) -> int:
     """Return the bytes of a block's gradients that wait from the pass for inputs to the pass for weights.
 
-    They are the gradients of the results of all its products and norms: torch keeps the gradients that reach
-    the operations with weights (torch.distributed.pipelining._backward).
+    They are the gradients of the results of all its products and norms that are not frozen: torch keeps the
+    gradients that reach the operations with weights (torch.distributed.pipelining._backward).
     """
     inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
     products = shape.q + 2 * shape.kv + shape.hidden + shape.experts_per_token * inner
     wide = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
-    norms = 2 * (shape.tokens // shape.shares) * shape.hidden * wide
+    norms = 0 if shape.adapter_rank else 2 * (shape.tokens // shape.shares) * shape.hidden * wide
     return shape.tokens * products * run.compute + norms
 
 

@@ -141,7 +141,7 @@ def _waits(setting: MemorySetting, stage: Stage, blocks: StageActivations) -> in
     """
     shape, compute = setting.shape, setting.compute
     boundary = shape.tokens // shape.shares * shape.hidden * compute
-    if stage.last:
+    if stage.last and not shape.adapter_rank:
         kept = loss_memory(setting).kept + shape.tokens * shape.hidden * compute
         return blocks.between + kept + boundary
     return 0 if stage.first else blocks.between - boundary
