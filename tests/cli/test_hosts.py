@@ -58,8 +58,8 @@ def test_the_options_are_the_keys():
     "text", ["a b", "it's", 'say "x"', "back\\", "[::1]:0,2", "a=b", "~/x", "1"]
 )
 def test_no_value_of_an_option_needs_quotes(text):
-    composed = compose(["recipe=debug"], options=as_settings(hostfile=f"./{text}", exclude=text))
-    assert composed.config.launcher.hostfile == f"./{text}"
+    composed = compose(["recipe=debug"], options=as_settings(hostfile=f"/{text}", exclude=text))
+    assert composed.config.launcher.hostfile == f"/{text}"
     assert composed.config.launcher.exclude == text
 
 
