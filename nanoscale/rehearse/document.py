@@ -31,6 +31,8 @@ def document(
     ranks = [_rank(record, stands_for[record.rank], context) for record in records]
     capacity = gpu["memory"] if gpu is not None else None
     worst = max(ranks, key=lambda rank: int(rank["total"]))
+    eager = config.backend.compile == "on"
+    fits = None if capacity is None else worst["total"] <= capacity
     return {
         "model": config.model.name,
         "world_size": config.world_size,
@@ -42,9 +44,9 @@ def document(
         "micro_batches": config.accumulation,
         "capacity": capacity,
         "worst_rank": worst["rank"],
-        "fits": None if capacity is None else worst["total"] <= capacity,
+        "fits": None if eager and not fits else fits,  # an upper bound proves only that a job fits
         "mismatches": mismatches(records, lambda group: axis_of(group, degrees) == "cp"),
-        "eager": config.backend.compile == "on",
+        "eager": eager,
         "notes": _notes(config, records),
         "collectives": _totals(records, degrees, steps),
         "ranks": ranks,

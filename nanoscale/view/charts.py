@@ -304,7 +304,8 @@ def stacked_bars(
     """
     shown = [bar for bar in bars if bar is not None]
     longest = max(sum(size for _, size, _ in bar.parts) for bar in shown)
-    x = Axis(0.0, max(limit[0], longest), 62, width - 76)
+    names = max(len(bar.name) for bar in shown)
+    x = Axis(0.0, max(limit[0], longest), max(62, 14 + 6.5 * names), width - 76)
     parts: list[str] = []
     top = _ROW
     for bar in bars:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nanoscale.common.units import GIB, byte_size
 from nanoscale.view.charts import Bar, curves, stacked_bars
 from nanoscale.view.page import render
-from nanoscale.view.rehearsal_text import head, mistakes, verdict
+from nanoscale.view.rehearsal_text import advice, head, mistakes, verdict
 
 _COLOURS = {
     "weights": "#4c78a8",
@@ -22,8 +22,8 @@ _COLOURS = {
 """The colour of each purpose of memory."""
 
 
-def rehearsal_page(result: dict[str, Any]) -> str:
-    """Return the page: memory by phase and in time, ranks, collectives, waits and mistakes."""
+def rehearsal_page(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> str:
+    """Return the page: memory by phase and in time, ranks, collectives, waits and what to change."""
     worst = next(rank for rank in result["ranks"] if rank["rank"] == result["worst_rank"])
     wrong = list(mistakes(result))
     return render(
@@ -31,7 +31,7 @@ def rehearsal_page(result: dict[str, Any]) -> str:
         title=head(result),
         good=result["fits"] is not False and not wrong,
         verdict=verdict(result),
-        mistakes=wrong,
+        wrong=[*wrong, *advice(result, changes)],
         notes=result["notes"],
         worst=worst["rank"],
         phases_chart=phases_chart(worst, result["capacity"]),
@@ -73,7 +73,9 @@ def phases_chart(rank: dict[str, Any], capacity: int | None) -> str:
 def timeline_chart(values: list[int]) -> str:
     """Return the memory that tensors hold in the course of a step, GiB."""
     points: list[tuple[int, float | None]] = [(at, size / GIB) for at, size in enumerate(values)]
-    return curves("GiB of tensors", [("", points)], from_zero=True, width=960, height=260)
+    return curves(
+        "GiB of tensors", [("", points)], from_zero=True, axis="operation", width=960, height=260
+    )
 
 
 def _mesh(degrees: dict[str, int]) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nanoscale.common.units import byte_size, duration, share
 
 
-def lines(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a rehearsal's result."""
+def lines(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield the lines of a rehearsal's result; `changes` would make it fit."""
     yield head(result)
     yield ""
     yield from _memory(result)
     yield ""
     yield verdict(result)
+    yield from (f"  {line}" for line in advice(result, changes))
     yield from _communication(result)
     yield from _waits(result)
     for note in result["notes"]:
@@ -36,11 +37,22 @@ def head(result: dict[str, Any]) -> str:
 def verdict(result: dict[str, Any]) -> str:
     """Return whether the job fits."""
     worst = _worst(result)
-    if result["fits"] is None:
+    if result["capacity"] is None:
         return f"rank {worst['rank']} holds most: {byte_size(worst['allocated'])} in {worst['peak_phase']}"
     used = share(worst["total"], result["capacity"])
+    if result["fits"] is None:
+        most = f"at most {used} on rank {worst['rank']} (most in {worst['peak_phase']})"
+        return f"{most}: compiled blocks need less, so nanoscale plan decides whether it fits"
     fits = "fits" if result["fits"] else "does not fit"
     return f"{fits}: {used} on rank {worst['rank']} (most in {worst['peak_phase']})"
+
+
+def advice(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield the overrides that would fit by the plan, if the job does not fit."""
+    if result["fits"] is False and not changes:
+        yield "no layout of these devices fits, see nanoscale plan --search"
+    for change in changes:
+        yield f"{change['overrides']}  ({change['expected']}, as planned)"
 
 
 def mistakes(result: dict[str, Any]) -> Iterator[str]:

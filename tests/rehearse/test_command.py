@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,25 @@ def test_a_rehearsal_is_advised_only_if_it_is_possible(
             UserError, match="model=hf: transformers' models are not rehearsed on GPUs"
         ):
             rehearsal.rehearsed(config, "distinct", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [("off", "does not fit: 1.4 of 1.35 GiB"), ("on", "at most 1.4 of 1.35 GiB")],
+)
+def test_what_does_not_fit_is_told_with_overrides_that_do(
+    compiled: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks that would be compiled are played eagerly, which proves only that a job fits."""
+    words = ["rehearse", "recipe=debug", *ON_GPUS, "cluster.memory_gib=1.35", "data=random"]
+    words += ["train.micro_batch=64", "train.global_batch=128", f"backend.compile={compiled}"]
+    assert nanoscale([*words, "--html", "page.html"]) == 3
+    out = capsys.readouterr().out
+    assert nanoscale([*words, "--json"]) == 3
+    change = json.loads(capsys.readouterr().out)["changes"][0]["overrides"]
+    assert said in out and change in out and change in Path("page.html").read_text()
+    assert nanoscale([*words, *shlex.split(change)]) == 0
 
 
 @pytest.mark.slow

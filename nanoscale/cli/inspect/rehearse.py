@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
+    from nanoscale.launch.request import Request
 
 
 @requesting("config", "config_dir", *HOSTS)
@@ -60,20 +61,43 @@ def rehearse(
     if snapshots is not None:
         _require_snapshots(request.config, snapshots)
     result = rehearsed(request.config, ranks, steps, snapshots)
+    fits, changes = (True, []) if result["fits"] else _planned(request, result)
     if html is not None:
         from nanoscale.view.rehearsal_page import rehearsal_page
 
-        write_file("--html", html, rehearsal_page(result), overwrite=overwrite)
+        write_file("--html", html, rehearsal_page(result, changes), overwrite=overwrite)
     if as_json:
-        print_json({name: value for name, value in result.items() if name != "program"})
+        shown = {name: value for name, value in result.items() if name != "program"}
+        print_json(shown | {"changes": changes})
     else:
         from nanoscale.view.rehearsal_text import lines
 
-        for text in lines(result):
+        for text in lines(result, changes):
             display.show(text)
     if failed(result):
         return FAILED
-    return DOES_NOT_FIT if result["fits"] is False else DONE
+    return DONE if fits else DOES_NOT_FIT
+
+
+def _planned(request: Request, result: dict[str, Any]) -> tuple[bool, list[dict[str, str]]]:
+    """Return whether a job fits that a rehearsal does not find to fit, and overrides that fit by the plan."""
+    from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+    from nanoscale.plan.predict import predict
+    from nanoscale.view.plan.verdict import proposals
+
+    fits = result["fits"] is None
+    if result["capacity"] is None:
+        return fits, []
+    try:
+        plan = predict(request.config)
+    except UnknownHardwareError:  # without speeds no layout is better than another
+        return fits, []
+    if fits and plan.fits:
+        return True, []
+    most = max(rank["total"] for rank in result["ranks"])
+    margin = 1.0 if result["eager"] else most / plan.worst.total
+    found = proposals(request.composed, plan, request.devices, max(1.0, margin))
+    return False, [{"overrides": one.suggestions[0], "expected": one.message} for one in found]
 
 
 def _require_snapshots(config: ResolvedConfig, folder: Path) -> None:

@@ -26,15 +26,28 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
     """
     if plan.fits:
         return
-    found = [
-        Violation("", None, "plan", _gain(near), (" ".join(to_type(composed, near.config)),))
-        for near in nearest(composed, plan, devices)
-    ]
+    found = proposals(composed, plan, devices)
     remedy = "" if found else "; no layout of these devices fits, see nanoscale plan --search"
     raise UserError("plan", f"{verdict(plan)}{remedy}. Continue with --force", found)
 
 
-def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
+def proposals(
+    composed: Composed, plan: Prediction, devices: Devices, margin: float = 1.0
+) -> list[Violation]:
+    """Return what the nearest fitting layouts would take, with the overrides to type.
+
+    Args:
+        margin: fit also with so many times the planned memory.
+    """
+    return [
+        Violation("", None, "plan", _gain(near), (" ".join(to_type(composed, near.config)),))
+        for near in nearest(composed, plan, devices, margin)
+    ]
+
+
+def nearest(
+    composed: Composed, plan: Prediction, devices: Devices, margin: float = 1.0
+) -> list[Prediction]:
     """Return fitting layouts, those with the fewest changes first, then the fastest."""
     world = plan.config.world_size
     free = replace(
@@ -42,7 +55,8 @@ def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Pred
     )
     ranked = search(free, plan.hardware).ranked
     by_changes = sorted(
-        ranked, key=lambda near: (len(to_type(composed, near.config)), near.time.seconds)
+        (near for near in ranked if near.worst.total * margin <= near.capacity),
+        key=lambda near: (len(to_type(composed, near.config)), near.time.seconds),
     )
     return list(_different(composed, by_changes))[:PROPOSALS]
 
