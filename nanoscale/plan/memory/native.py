@@ -148,6 +148,7 @@ def _sharded(
     left = copies if several else min(copies, needed)
     sent_now = not several or setting.stage >= 2
     sent = reduce * trained.block if sent_now else 0
+    reducing = _reducing(setting)
     # The first block is the last unit but the embedding to get its gradients; the block before is being
     # reduced.
     done = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
@@ -186,9 +187,7 @@ def _sharded(
             optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
-            # Real ranks over gloo hold one more tensor of this size, which rehearsals do not show.
-            logits=0 if tied or setting.gpu else fly.loss_kept,
-            communication=0 if tied else reduce * trained.head,
+            communication=0 if tied else reducing * trained.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
         Phase(
@@ -210,7 +209,7 @@ def _sharded(
             optimizer=optimizer,
             gathered=ahead,
             activations=max(0, fly.activations - fly.ends - fly.last),
-            communication=reduce * trained.block,
+            communication=reducing * trained.block,
             pooled=ahead + (before if setting.stage >= 2 else head),
         ),
         Phase(
@@ -240,12 +239,17 @@ def _sharded(
             compute_copies=copies if several and sent_now else 0,
             gradients=max(sharded, before) + compute * trained.embedding,
             optimizer=optimizer,
-            communication=reduce * trained.embedding,
+            communication=reducing * trained.embedding,
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer),
         *((later,) if several and sent_now else ()),
     )
+
+
+def _reducing(setting: MemorySetting) -> int:
+    """Return the bytes of an element while its gradient is reduced: gloo reduces a copy of its input."""
+    return setting.reduce if setting.gpu else 2 * setting.reduce
 
 
 def _resharded_head(setting: MemorySetting, held: RankParameters, before: int) -> int:
@@ -266,6 +270,7 @@ def _pipelined(
     """Return the phases of FSDP2 in a pipeline: weights and gradients are unsharded from the first micro batch
     to the last, and reduced at the end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
+    reducing = _reducing(setting)
     trained = held.trained
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * trained.shard)
     copies = compute * held.numel
@@ -304,7 +309,7 @@ def _pipelined(
             gradients=max(waiting, sharded) + reduce * trained.block // setting.shards,
             optimizer=optimizer,
             communication=fly.received
-            + reduce * max(trained.block, trained.head, trained.embedding),
+            + reducing * max(trained.block, trained.head, trained.embedding),
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer, fly.received),
