@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -66,18 +67,17 @@ def as_json(path: Path) -> Path:
     if not folder.exists():
         native, special = convert(path)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        for file in beside:
-            shutil.copyfile(file, temporary / file.name)
-        config = temporary / _CONFIG
-        settings = json.loads(config.read_bytes()) if config.exists() else {}
-        named = {"tokenizer_class": "PreTrainedTokenizerFast"} | special | settings
-        config.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
-        native.save(str(temporary / TOKENIZER))
-        try:
-            temporary.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(temporary)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as name:
+            temporary = Path(name)
+            for file in beside:
+                shutil.copyfile(file, temporary / file.name)
+            config = temporary / _CONFIG
+            settings = json.loads(config.read_bytes()) if config.exists() else {}
+            named = {"tokenizer_class": "PreTrainedTokenizerFast"} | special | settings
+            config.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
+            native.save(str(temporary / TOKENIZER))
+            with suppress(OSError):  # another process was faster
+                temporary.rename(folder)
     return folder / TOKENIZER
 
 

@@ -139,6 +139,21 @@ def test_models_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("failure", [OSError("no space left"), KeyboardInterrupt()])
+def test_a_conversion_that_fails_leaves_nothing_in_the_cache(
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise failure
+
+    trained(tmp_path / "m")
+    (tmp_path / "m/tokenizer_config.json").write_text("{}")
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(type(failure)):
+        find("m", "--tokenizer")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_the_embedded_corpus(tmp_path: Path) -> None:
     own = trained(tmp_path / "m")
     (tmp_path / "sources").mkdir()
