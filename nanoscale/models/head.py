@@ -106,9 +106,9 @@ def linear_cross_entropy(
     return loss
 
 
-ChunkLoss = Callable[[Tensor, "_ChunkTargets", Tensor], Tensor]
-"""A function that adds the losses of some tokens to a sum, and turns their logits into their gradient, times
-_HEADROOM."""
+ChunkLoss = Callable[[Tensor, "_ChunkTargets", Tensor, bool], Tensor | None]
+"""A function that adds the losses of some tokens to a sum. If a backward pass follows, it turns their logits
+into their gradient, times _HEADROOM; otherwise it returns None."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -136,7 +136,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             chunk = hidden[start : start + rows]
             chunk_targets = _ChunkTargets(targets[start : start + rows], vocabulary, len(weight))
-            grad_logits = chunk_loss(chunk @ weight.t(), chunk_targets, loss)
+            needs_grad = hidden_needs_grad or weight_needs_grad
+            grad_logits = chunk_loss(chunk @ weight.t(), chunk_targets, loss, needs_grad)
+            if grad_logits is None:
+                continue
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if weight_needs_grad:
@@ -186,7 +189,9 @@ class _ChunkTargets:
         """The weight of a token's gradient; all three are `[tokens, 1]`."""
 
 
-def _chunk_loss(logits: Tensor, targets: _ChunkTargets, loss: Tensor) -> Tensor:
+def _chunk_loss(
+    logits: Tensor, targets: _ChunkTargets, loss: Tensor, backward_follows: bool
+) -> Tensor | None:
     softmax = F.softmax(logits, dim=-1, dtype=loss.dtype)
     # No logarithm of a possible 0: the largest of n probabilities is at least 1/n.
     log_sum = logits.amax(-1, keepdim=True).to(loss.dtype) - softmax.amax(-1, keepdim=True).log()
@@ -196,17 +201,23 @@ def _chunk_loss(logits: Tensor, targets: _ChunkTargets, loss: Tensor) -> Tensor:
         scale = weight * (local_log_sum - log_sum).exp()
     log_probability = logits.gather(1, targets.row).to(loss.dtype) - log_sum
     loss -= (log_probability * targets.is_local).sum()
+    if not backward_follows:
+        return None
     grad_logits = torch.mul(softmax, scale, out=logits)
     at_target = (log_probability.exp() - targets.is_local.to(loss.dtype)) * weight
     return grad_logits.scatter_(1, targets.row, at_target.to(logits.dtype))
 
 
-def _fused_chunk_loss(logits: Tensor, targets: _ChunkTargets, loss: Tensor) -> Tensor:
+def _fused_chunk_loss(
+    logits: Tensor, targets: _ChunkTargets, loss: Tensor, backward_follows: bool
+) -> Tensor | None:
     log_sum = _compiled(_log_sum)(logits, loss.dtype)
     if targets.vocabulary is not None:
         log_sum = targets.vocabulary.log_sum(log_sum)
     log_probability = logits.gather(1, targets.row).to(loss.dtype) - log_sum
     loss -= (log_probability * targets.is_local).sum()
+    if not backward_follows:
+        return None
     grad_logits: Tensor = _compiled(_logits_gradient)(
         logits, log_sum, targets.row, targets.is_local, targets.weight
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.models import head
 from nanoscale.parallel import process_group
@@ -124,6 +126,31 @@ def test_there_are_never_all_logits(training: bool, monkeypatch: pytest.MonkeyPa
     piece, small = 4 * TOKENS * VOCAB / 6, 4 * TOKENS * 8
     most = max(2 * piece, piece + weight.nbytes) if training else 2 * piece
     assert kept < memory.peak - before <= kept + most + small
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_evaluation_computes_no_gradient(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_compiled", lambda function: function)
+    hidden, weight, targets = example(torch.float32)
+    losses, products = [], []
+    for training in (True, False):
+        with Products() as counter, torch.set_grad_enabled(training):
+            losses.append(head.linear_cross_entropy(hidden, weight, targets, fused=fused).item())
+        products.append(counter.elements)
+    assert losses[0] == losses[1]
+    assert products[0] >= TOKENS * VOCAB > products[1]
+
+
+class Products(TorchDispatchMode):
+    """A count of the elements of all element-wise products."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mul:
+            self.elements += result.numel()
+        return result
 
 
 def test_the_plan_knows_the_size_of_a_piece() -> None:
