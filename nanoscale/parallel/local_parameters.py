@@ -88,6 +88,10 @@ def _placements(parameter: Tensor) -> tuple[Placement, ...]:
 
 
 def _to_local(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
+    if not parameter.requires_grad:
+        assert isinstance(parameter, DTensor)
+        # Still a parameter, so that activations that are offloaded to the host do not include it.
+        return nn.Parameter(parameter._local_tensor, requires_grad=False)
     local: Tensor = _ToLocal.apply(parameter, gradient)
     return local
 

@@ -290,6 +290,27 @@ def test_blocks_in_tensor_parallel() -> None:
         assert reductions == {mode: once + more for mode, more in again.items()}
 
 
+def moved_with_frozen_weights(rank: int) -> tuple[list[int], list[int]]:
+    """Return the sizes of this rank's weights, and of what moves to the host in two micro batches."""
+    process_group.join(2, torch.device("cpu"), 120.0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = Stack(*make("none", offload=True))
+    for block in model.layers.values():
+        divide_block(block, mesh, ResidualStream.on_mesh(mesh, divided=False))
+    model.requires_grad_(False)  # as with adapters, which are attached to divided layers
+    with measure_moves() as moved:
+        for _ in range(2):
+            model(*inputs(batch=ROWS)).square().mean().backward()
+    process_group.leave()
+    return [own_bytes(p) for p in model.parameters()], moved
+
+
+def test_frozen_weights_in_tensor_parallel_do_not_move() -> None:
+    for weights, moved in run_ranks(moved_with_frozen_weights, 2):
+        assert moved
+        assert sum(size for size in moved if size in weights) == 0
+
+
 ALL_REDUCE = "_c10d_functional::all_reduce"
 MODES_HERE = ("none", "full", "matmuls", "sqrt")
 
