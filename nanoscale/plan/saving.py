@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,34 @@ class SavingPlan:
     @property
     def most(self) -> int:
         """The most checkpoints of the run on the disk at the same time, including one that is being written."""
+        return self._most(being_written=1)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of checkpoints beyond the existing ones of the run."""
+        return max(1, self.most - self.present) * self.bytes
+
+    @property
+    def needed_after(self) -> int:
+        """Bytes of the checkpoints that remain after the training, beyond the existing ones of the run."""
+        return max(0, self._remaining - self.present) * self.bytes
+
+    @property
+    def needed_while_saving(self) -> int:
+        """Bytes of a checkpoint that is being written, if all that remain after the training may exist by
+        then."""
+        if not self.saves:
+            return 0
+        return (replace(self, present=0)._most(being_written=1) - self._remaining) * self.bytes
+
+    @property
+    def _remaining(self) -> int:
+        """The checkpoints of the whole training that remain after it."""
+        if not (self.during or self.config.at_end):
+            return 0
+        return replace(self, present=0)._most(being_written=0)
+
+    def _most(self, being_written: int) -> int:
         saving = self.config
         by_number = self.steps // saving.every if saving.every else 0
         by_number += self.evaluations if saving.keep_best else 0
@@ -58,14 +86,10 @@ class SavingPlan:
             kept = saving.keep_last + (self.steps // saving.keep_every if saving.keep_every else 0)
             kept += saving.keep_best
         if saving.every_minutes and self.minutes_in_steps is None:
-            return max(self.present, kept + 1)
+            return max(self.present, kept + being_written)
         by_time = self.steps // self.minutes_in_steps if self.minutes_in_steps else 0
-        return max(self.present, min(kept + 1, self.present + by_number + by_time + 1))
-
-    @property
-    def needed(self) -> int:
-        """Bytes of checkpoints beyond the existing ones of the run."""
-        return max(1, self.most - self.present) * self.bytes
+        saved = self.present + by_number + by_time + 1
+        return max(self.present, min(kept + being_written, saved))
 
     @property
     def saves(self) -> bool:

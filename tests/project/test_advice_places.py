@@ -95,6 +95,7 @@ TYPED_BACK = {
     "runs/directory.py": "cli/test_advice_on_files.py",
     "runs/failure.py": "runs/test_failure_advice.py",
     "runs/lock.py": "cli/test_advice_on_runs.py",
+    "sweep/disk.py": "sweep/test_disk.py",
     "sweep/samplers.py": "sweep/test_sweep.py",
     "sweep/space.py": "sweep/test_sweep.py",
     "sweep/sweep.py": "sweep/test_sweep.py",

@@ -166,6 +166,8 @@ def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, options: _
     count = len(trials) if settings.sampler == "grid" else settings.trials or 0
     left = len(unfinished) + count - len(trials)
     at_once = options.at_once if settings.slurm else max(1, len(slots))
+    if not options.force:
+        _require_disk(space, settings, [*new, *begun], left, at_once, is_new=known is None)
     show_plan(sweep, count, [*map(_cost, filter(_is_planned, [*new, *begun]))], left, at_once)
     if options.dry_run:
         return _show_trials(sweep, trials, at_once, options)
@@ -415,6 +417,8 @@ def _new_requests(
     Raises:
         UserError: with what is wrong in any of them.
     """
+    from nanoscale.config.composing.compose import Setting
+
     if settings.sampler == "grid":
         new = [one for one in unfinished if not sweep.run(one).config.exists()]
         named = [(one.name, one.values) for one in new]
@@ -424,10 +428,12 @@ def _new_requests(
     wrong: dict[str, Violation] = {}
     errors: dict[str, UserError] = {}
     for name, values in named:
-        line = CommandLine(space.overrides(values), config_dir=_config_dir(settings))
+        own = {"run.name": Setting(name, "sweep"), "run.root": Setting(str(sweep.runs), "sweep")}
+        overrides = space.overrides(values)
+        line = CommandLine(overrides, config_dir=_config_dir(settings), options=own)
         try:
             request = (
-                _request_for_slurm(sweep, name, line, fetch=not options.dry_run)
+                _request_for_slurm(line, fetch=not options.dry_run)
                 if settings.slurm
                 else request_job(line)
             )
@@ -447,14 +453,43 @@ def _new_requests(
     return requests
 
 
-def _request_for_slurm(sweep: Sweep, name: str, line: CommandLine, *, fetch: bool) -> Request:
+def _request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
     """Return the request of a trial that runs in a SLURM job."""
     from nanoscale.cli.jobs.submit import request_for_slurm, through_slurm
-    from nanoscale.config.composing.compose import Setting
 
-    own = {"run.name": Setting(name, "sweep"), "run.root": Setting(str(sweep.runs), "sweep")}
-    options = {**through_slurm(line.options), **own}
-    return request_for_slurm(replace(line, options=options, trust=True), fetch=fetch)
+    line = replace(line, options=through_slurm(line.options), trust=True)
+    return request_for_slurm(line, fetch=fetch)
+
+
+def _require_disk(
+    space: Space,
+    settings: Settings,
+    requests: Sequence[Request],
+    left: int,
+    at_once: int | None,
+    *,
+    is_new: bool,
+) -> None:
+    """Require that the disk has room for the checkpoints of all trials that are left.
+
+    Raises:
+        UserError: of kind `plan`, it does not.
+    """
+    from nanoscale.sweep.disk import fits, refuse
+
+    savings = [one.saving for one in requests]
+    trials = len(requests) if settings.sampler == "grid" else left
+    if fits(savings, trials, at_once):
+        return
+    alternatives = None
+    if is_new:
+        varied = any(one.key.partition(".")[0] == "checkpoint" for one in space.dimensions)
+        alternatives = {}
+        for override in () if varied else ("checkpoint.keep_last=1", "checkpoint=none"):
+            overrides = (*space.overrides(space.probes()[0]), override)
+            composed = CommandLine(overrides, config_dir=_config_dir(settings)).compose()
+            alternatives[override] = composed.config.checkpoint
+    refuse(savings, trials, at_once, alternatives)
 
 
 def _is_planned(request: Request) -> bool:
