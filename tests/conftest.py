@@ -96,7 +96,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                     rows[layout][precision] = figures
     if not rows:
         return
-    terminalreporter.section("largest relative deviation from a plain loop over 20 steps")
+    terminalreporter.section("largest relative deviation from a plain loop")
     head = ("fp64 loss", "fp64 norm", "fp32 loss", "fp32 norm")
     terminalreporter.write_line(f"{'layout':44}" + "".join(f"{name:>12}" for name in head))
     for layout, by_precision in sorted(rows.items()):

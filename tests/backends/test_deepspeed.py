@@ -17,12 +17,13 @@ import torch
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Checkpoint, Lora, Optimizer, Precision, Zero
+from nanoscale.config.schema import Backend, Checkpoint, Lora, Model, Optimizer, Precision, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
 from tests.conftest import Deviations
 from tests.support.jobs import (
+    SHORT_STEPS,
     STEPS,
     KillBefore,
     StopBefore,
@@ -39,7 +40,8 @@ from tests.support.jobs import (
 )
 from tests.support.layouts import GPT2, MOE, SHALLOW, record_all, train_all
 from tests.support.ranks import run_ranks
-from tests.support.reference import assert_equal_curves, documents_alone, plain_loop, worst
+from tests.support.reference import CURVE, assert_equal_curves, documents_alone, plain_loop, worst
+from tests.support.reference import EVERYTHING as TRAINS_ALL
 
 OFFLOAD = {"offload_optimizer": "cpu"}
 EVERYTHING = {"offload_optimizer": "cpu", "offload_param": "cpu"}
@@ -48,9 +50,13 @@ NAMES = ["0", "1", "2", "3", "2-offload", "3-offload"]
 
 
 def config_for(
-    folder: Path, stage: int, zero: dict[str, Any] | None = None, **changes: Any
+    folder: Path,
+    stage: int,
+    zero: dict[str, Any] | None = None,
+    steps: int = SHORT_STEPS,
+    **changes: Any,
 ) -> ResolvedConfig:
-    """Return a job of 20 steps with accumulation and active clipping."""
+    """Return a job of SHORT_STEPS steps with accumulation and active clipping."""
     changes.setdefault("precision", "fp32")
     changes.setdefault("model", SHALLOW)
     changes.setdefault("micro_batch", 8 // changes.get("dp", 1) // 2)
@@ -59,14 +65,28 @@ def config_for(
         config,
         backend=Backend(name="deepspeed"),
         zero=Zero(stage=stage, **(zero or {})),  # type: ignore[arg-type]
+        train=replace(config.train, steps=steps),
     )
 
 
+def native_config(folder: Path, steps: int = SHORT_STEPS, **changes: Any) -> ResolvedConfig:
+    """Return the same job on the native backend."""
+    config = make_config(folder, **{"model": SHALLOW, **changes})
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def exhaustive(*values: Any) -> Any:
+    """Return a row that `make test-exhaustive` trains."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def loop(shape: Model = SHALLOW, lora: Lora = TRAINS_ALL, steps: int = SHORT_STEPS) -> CURVE:
+    return plain_loop("fp32", shape=shape, lora=lora, steps=steps)
+
+
 def shared_out(dp: int, number: int) -> Any:
-    """Return a row: every stage on two ranks, and on four if parameters are sharded; the others are
-    exhaustive."""
-    usual = dp == 2 or (dp == 4 and STAGES[number][0] == 3)
-    marks = pytest.mark.slow if usual else pytest.mark.exhaustive
+    """Return a row: every stage on two ranks; the others are exhaustive."""
+    marks = pytest.mark.slow if dp == 2 else pytest.mark.exhaustive
     return pytest.param(*STAGES[number], dp, marks=marks, id=f"{NAMES[number]}-{dp}")
 
 
@@ -78,9 +98,9 @@ def test_equals_plain_loop(
     tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: Deviations
 ) -> None:
     write_tokens(tmp_path)
-    config = config_for(tmp_path, stage, zero, dp=dp)
+    config = config_for(tmp_path, stage, zero, STEPS, dp=dp)
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
-    reference = plain_loop("fp32", shape=SHALLOW)
+    reference = loop(steps=STEPS)
     name = f"deepspeed, dp {dp}, stage {stage}{', offload' if zero else ''}"
     deviations(name, "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
@@ -106,26 +126,29 @@ def compiler_is_loaded() -> bool:
 
 
 LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
-    ("pp 2, stage 0", 0, {"pp": 2}, 2),
     ("pp 2, stage 1", 1, {"pp": 2}, 2),
-    ("dp 2 · pp 2, stage 0", 0, {"dp": 2, "pp": 2}, 2),
     ("dp 2 · pp 2, stage 1", 1, {"dp": 2, "pp": 2}, 1),
-    ("tp 2, stage 0", 0, {"tp": 2}, 4),
     ("tp 2, stage 2", 2, {"tp": 2}, 4),
-    ("dp 2 · tp 2, stage 1", 1, {"dp": 2, "tp": 2}, 2),
     ("dp 2 · tp 2, stage 3", 3, {"dp": 2, "tp": 2}, 2),
     ("pp 2 · tp 2, stage 0", 0, {"pp": 2, "tp": 2}, 2),
-    ("ulysses cp 2, stage 0", 0, {"cp": 2, "cp_method": "ulysses"}, 4),
     ("ulysses cp 2, stage 3", 3, {"cp": 2, "cp_method": "ulysses"}, 4),
-    ("ulysses dp 2 · cp 2, stage 2", 2, {"dp": 2, "cp": 2, "cp_method": "ulysses"}, 2),
     ("ring cp 2 · tp 2, stage 1", 1, {"cp": 2, "tp": 2}, 4),
     ("ring pp 2 · cp 2, stage 1", 1, {"cp": 2, "pp": 2}, 2),
+]
+OTHER_LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
+    ("pp 2, stage 0", 0, {"pp": 2}, 2),
+    ("dp 2 · pp 2, stage 0", 0, {"dp": 2, "pp": 2}, 2),
+    ("tp 2, stage 0", 0, {"tp": 2}, 4),
+    ("dp 2 · tp 2, stage 1", 1, {"dp": 2, "tp": 2}, 2),
+    ("ulysses cp 2, stage 0", 0, {"cp": 2, "cp_method": "ulysses"}, 4),
+    ("ulysses dp 2 · cp 2, stage 2", 2, {"dp": 2, "cp": 2, "cp_method": "ulysses"}, 2),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stage", "degrees", "micro_batch"), LAYOUTS, ids=[name for name, *_ in LAYOUTS]
+    ("name", "stage", "degrees", "micro_batch"),
+    [*LAYOUTS, *(exhaustive(*row) for row in OTHER_LAYOUTS)],
 )
 def test_layout_equals_plain_loop(
     tmp_path: Path,
@@ -141,7 +164,7 @@ def test_layout_equals_plain_loop(
         tmp_path, stage, dp=degrees.get("dp", 1), parallel=parallel, micro_batch=micro_batch
     )
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
-    reference = plain_loop("fp32", shape=SHALLOW)
+    reference = loop()
     deviations(f"deepspeed, {name}", "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
 
@@ -151,7 +174,7 @@ def test_layout_equals_plain_loop(
     ("name", "stage", "degrees"),
     [
         ("pp 2 · dp 2", 1, {"pp": 2, "dp": 2}),
-        ("ulysses cp 2", 3, {"cp": 2, "cp_method": "ulysses"}),
+        exhaustive("ulysses cp 2", 3, {"cp": 2, "cp_method": "ulysses"}),
     ],
 )
 def test_packed_documents_equal_each_alone(
@@ -161,7 +184,7 @@ def test_packed_documents_equal_each_alone(
     layout = {"dp": degrees.get("dp", 1), "parallel": degrees, "micro_batch": 2}
     config = config_for(tmp_path, stage, data=packed_data(tmp_path), **layout)
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
-    reference = documents_alone("fp32", SHALLOW, *documents)
+    reference = documents_alone("fp32", SHALLOW, *documents, SHORT_STEPS)
     deviations(f"deepspeed, packed documents, {name}", "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
 
@@ -169,19 +192,22 @@ def test_packed_documents_equal_each_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "changes"),
-    [(3, {"dp": 2}), (2, {"parallel": {"tp": 2, "sequence_parallel": False}, "micro_batch": 4})],
+    [
+        exhaustive(3, {"dp": 2}),
+        (2, {"parallel": {"tp": 2, "sequence_parallel": False}, "micro_batch": 4}),
+    ],
 )
 def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
     """Tied embeddings, biases, learned positions."""
     write_tokens(tmp_path)
     config = config_for(tmp_path, stage, model=GPT2, **changes)
     (ours,) = run_ranks(train_all, 2, [config])[0]
-    assert_equal_curves(ours, plain_loop("fp32", shape=GPT2), "fp32")
+    assert_equal_curves(ours, loop(GPT2), "fp32")
 
 
 ADAPTERS = Lora(rank=3, alpha=12.0, targets=("wq", "wk", "wv", "wo", "gate", "up", "down"))
-LORA: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (2, OFFLOAD, {"dp": 2}),
+LORA = [
+    exhaustive(2, OFFLOAD, {"dp": 2}),
     (3, EVERYTHING, {"dp": 2}),
     (1, {}, {"parallel": {"pp": 2}, "micro_batch": 2}),
 ]
@@ -195,60 +221,61 @@ def test_adapters_alone_equal_plain_loop(
     write_tokens(tmp_path)
     config = config_for(tmp_path, stage, zero, lora=ADAPTERS, **changes)
     (ours,) = run_ranks(train_all, 2, [config])[0]
-    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW, lora=ADAPTERS), "fp32")
+    assert_equal_curves(ours, loop(lora=ADAPTERS), "fp32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [exhaustive(0), exhaustive(2), 3])
 def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, stage, model=MOE, dp=2)
     (ours,) = run_ranks(train_all, 2, [config])[0]
-    assert_equal_curves(ours, plain_loop("fp32", shape=MOE), "fp32")
+    assert_equal_curves(ours, loop(MOE), "fp32")
 
 
 GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
 """A rate so small that 20 steps do not memorise the 8 samples: rounding would dominate a small loss."""
 
 
+NARROW = [
+    *((compute, *STAGES[number], {"dp": 2}) for compute, number in (
+        ("bf16", 0), ("bf16", 3), ("bf16", 4), ("fp16", 1), ("fp16", 5))),
+    *(exhaustive(compute, *STAGES[number], {"dp": 2}) for compute, number in (
+        ("bf16", 1), ("bf16", 2), ("bf16", 5), ("fp16", 0), ("fp16", 2), ("fp16", 3), ("fp16", 4))),
+    ("fp16", 1, {}, {"parallel": {"pp": 2}}),
+    ("bf16", 2, {}, {"parallel": {"tp": 2, "sequence_parallel": False}}),
+    exhaustive("bf16", 1, {}, {"parallel": {"pp": 2}}),
+    exhaustive("bf16", 0, {}, {"parallel": {"cp": 2, "cp_method": "ulysses"}}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gentle_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the native backend in fp32 at the gentle rate."""
+    folder = tmp_path_factory.mktemp("native")
+    write_tokens(folder)
+    config = native_config(folder, precision="fp32", optimizer=GENTLE)
+    (curve,) = run_ranks(train_all, 1, [config])[0]
+    return [loss for loss, *_ in curve]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize(("compute", "stage", "zero", "layout"), NARROW)
 def test_narrow_precision_is_near(
-    tmp_path: Path, stage: int, zero: dict[str, Any], compute: str
+    tmp_path: Path,
+    gentle_losses: list[float],
+    compute: str,
+    stage: int,
+    zero: dict[str, Any],
+    layout: dict[str, Any],
 ) -> None:
     write_tokens(tmp_path)
-    config = config_for(tmp_path, stage, zero, dp=2, optimizer=GENTLE)
+    config = config_for(tmp_path, stage, zero, **layout, micro_batch=2, optimizer=GENTLE)
     narrow = Precision("fp32", compute, "fp32", loss_scale=1024.0)  # type: ignore[arg-type]
     (ours,) = run_ranks(train_all, 2, [replace(config, precision=narrow)])[0]
-    native = make_config(tmp_path, precision="fp32", model=SHALLOW, optimizer=GENTLE)
-    (reference,) = run_ranks(train_all, 1, [native])[0]
-    for (loss, *_), (expected, *_) in zip(ours, reference, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-2)
-    assert [loss for loss, *_ in ours] != [loss for loss, *_ in reference]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "parallel", "compute"),
-    [
-        (1, {"pp": 2}, "bf16"),
-        (1, {"pp": 2}, "fp16"),
-        (2, {"tp": 2, "sequence_parallel": False}, "bf16"),
-        (0, {"cp": 2, "cp_method": "ulysses"}, "bf16"),
-    ],
-)
-def test_narrow_precision_in_layouts(
-    tmp_path: Path, stage: int, parallel: dict[str, Any], compute: str
-) -> None:
-    write_tokens(tmp_path)
-    config = config_for(tmp_path, stage, parallel=parallel, micro_batch=2, optimizer=GENTLE)
-    narrow = Precision("fp32", compute, "fp32", loss_scale=1024.0)  # type: ignore[arg-type]
-    (ours,) = run_ranks(train_all, 2, [replace(config, precision=narrow)])[0]
-    native = make_config(tmp_path, precision="fp32", model=SHALLOW, optimizer=GENTLE)
-    (reference,) = run_ranks(train_all, 1, [native])[0]
-    for (loss, *_), (expected, *_) in zip(ours, reference, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-2)
+    losses = [loss for loss, *_ in ours]
+    assert losses == pytest.approx(gentle_losses, rel=1e-2)
+    assert losses != gentle_losses
 
 
 FP16 = Precision("fp32", "fp16", "fp32", loss_scale=2.0**20, loss_scale_window=4)
@@ -261,28 +288,28 @@ def scales(config: ResolvedConfig) -> list[tuple[float, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [exhaustive(1), 2, exhaustive(3)])
 def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)
-    ours = scales(config_for(tmp_path, stage, dp=2))
+    ours = scales(config_for(tmp_path, stage, steps=STEPS, dp=2))
     assert ours[0] == (2.0**19, 1)
     assert any(later > earlier for (earlier, _), (later, _) in pairwise(ours)), "it doubles"
-    assert ours == scales(make_config(tmp_path, dp=2, stage=stage, model=SHALLOW))
+    assert ours == scales(native_config(tmp_path, STEPS, dp=2, stage=stage))
 
 
 @pytest.mark.slow
 def test_overflows_in_a_pipeline(tmp_path: Path) -> None:
     write_tokens(tmp_path)
-    layout = {"parallel": {"pp": 2}, "micro_batch": 2, "stage": 1, "model": SHALLOW}
+    layout = {"parallel": {"pp": 2}, "micro_batch": 2, "stage": 1}
     ours = scales(config_for(tmp_path, **layout))
     assert ours[0] == (2.0**19, 1)
-    assert ours == scales(make_config(tmp_path, **layout))
+    assert ours == scales(native_config(tmp_path, **layout))
 
 
 def test_overflows_under_stage_0(tmp_path: Path) -> None:
     """Autocast overflows at other steps than fp16 throughout, but what follows is the same."""
     write_tokens(tmp_path)
-    ours = scales(config_for(tmp_path, 0, dp=2))
+    ours = scales(config_for(tmp_path, 0, steps=STEPS, dp=2))
     assert ours[0] == (2.0**19, 1)
     good = 0
     for (scale, skipped), (next_scale, next_skipped) in pairwise(ours):
@@ -295,15 +322,16 @@ def test_overflows_under_stage_0(tmp_path: Path) -> None:
 ADAMW = Optimizer(lr=1e-2, clip_norm=0.5)
 SGD = Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)
 RESUMED = [
-    *(
-        pytest.param(*stage, ADAMW, marks=[] if stage in STAGES[1::2] else pytest.mark.exhaustive)
-        for stage in STAGES
-    ),
+    (1, {}, ADAMW),
+    (3, {}, ADAMW),
+    (3, EVERYTHING, ADAMW),
     (0, {}, SGD),
-    pytest.param(1, {}, SGD, marks=pytest.mark.exhaustive),
-    (3, EVERYTHING, SGD),
+    exhaustive(0, {}, ADAMW),
+    exhaustive(2, {}, ADAMW),
+    exhaustive(2, OFFLOAD, ADAMW),
+    exhaustive(1, {}, SGD),
+    exhaustive(3, EVERYTHING, SGD),
 ]
-"""Every second stage of AdamW; the others are exhaustive."""
 
 
 @pytest.mark.slow
@@ -315,9 +343,9 @@ def test_stopped_and_resumed_bit_for_bit(
     config = config_for(tmp_path, stage, zero, dp=2, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
-    assert train(run, config, StopBefore(8)) == ["stopped"] * 2
+    assert train(run, config, StopBefore(3)) == ["stopped"] * 2
     assert train(run, config) == ["completed"] * 2
-    assert resumed_at(run) == [8]
+    assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
 
 
@@ -326,26 +354,26 @@ def test_resumed_across_backends(tmp_path: Path) -> None:
     """native, deepspeed in three layouts and stages, native: the losses of a run that never stopped."""
     write_tokens(tmp_path, samples=100)
     common = {"precision": "fp32", "model": SHALLOW, "checkpoint": Checkpoint(keep_last=None)}
-    native = make_config(tmp_path, **common)
+    native = native_config(tmp_path, 10, **common)
     whole = never_stopped(tmp_path, native)
     run = make_run(native)
     whole_rows = {"sequence_parallel": False}
     stations = [
-        make_config(tmp_path, dp=4, stage=3, **common),
-        config_for(tmp_path, 2, dp=2, **common),
-        config_for(tmp_path, 3, EVERYTHING, dp=2, parallel={"tp": 2} | whole_rows, **common),
-        config_for(tmp_path, 1, parallel={"pp": 2}, micro_batch=2, **common),
+        native_config(tmp_path, 10, dp=4, stage=3, **common),
+        config_for(tmp_path, 2, steps=10, dp=2, **common),
+        config_for(tmp_path, 3, EVERYTHING, 10, dp=2, parallel={"tp": 2} | whole_rows, **common),
+        config_for(tmp_path, 1, steps=10, parallel={"pp": 2}, micro_batch=2, **common),
     ]
     for turn, station in enumerate(stations):
-        train(run, station, StopBefore(4 * turn + 4, first=4 * turn + 1))  # agreed a step later
-    train(run, make_config(tmp_path, parallel={"tp": 2}, **common))
-    assert resumed_at(run) == [4, 8, 12, 16]
-    assert len(curve(run)) == STEPS
+        train(run, station, StopBefore(2 * turn + 2, first=2 * turn + 1))  # agreed a step later
+    train(run, native_config(tmp_path, 10, parallel={"tp": 2}, **common))
+    assert resumed_at(run) == [2, 4, 6, 8]
+    assert len(curve(run)) == 10
     for ours, reference in zip(curve(run), curve(whole), strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
     assert final_weights(run).keys() == final_weights(whole).keys()
-    assert list_checkpoints(run.checkpoints)[-1].step == STEPS
+    assert list_checkpoints(run.checkpoints)[-1].step == 10
 
 
 @pytest.mark.skipif(
@@ -362,8 +390,8 @@ def test_offload_to_a_disk_is_the_same_training(
     disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
     large = replace(SHALLOW, ffn=6000)  # tensors smaller than a block of the disk stay in memory
     common = {"model": large, "optimizer": GENTLE, "checkpoint": Checkpoint(keep_last=None)}
-    whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, dp=2, **common))
-    config = config_for(tmp_path, 3, disk, dp=2, **common)
+    whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, STEPS, dp=2, **common))
+    config = config_for(tmp_path, 3, disk, STEPS, dp=2, **common)
     run = make_run(config)
     assert train(run, config, StopBefore(8)) == ["stopped"] * 2
     assert list(tmp_path.rglob("*.swp")), "something is on the disk"
@@ -386,7 +414,7 @@ def test_compiled_blocks_are_the_same_training(tmp_path: Path, backend: str) -> 
     config = config_for(tmp_path, 2, dp=2)
     config = replace(config, backend=Backend(name="deepspeed", compile="on"))
     ours = run_ranks(train_compiled, 2, config, backend)[0]
-    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
+    assert_equal_curves(ours, loop(), "fp32")
 
 
 @pytest.mark.slow
@@ -395,7 +423,7 @@ def test_a_second_closer_sharding_is_the_same_training(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, 3, {"hpz": 2}, dp=4)
     (ours,) = run_ranks(train_all, 4, [config])[0]
-    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
+    assert_equal_curves(ours, loop(), "fp32")
 
 
 CHECKPOINTING: list[tuple[int, dict[str, Any]]] = [
@@ -415,7 +443,7 @@ def test_activation_checkpointing_equals_plain_loop(
     pipelined = "pp" in parallel
     config = config_for(tmp_path, stage, dp=1 if pipelined else 2, parallel=parallel, micro_batch=2)
     (ours,) = run_ranks(train_all, 2, [config])[0]
-    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
+    assert_equal_curves(ours, loop(), "fp32")
 
 
 @pytest.mark.slow
@@ -426,9 +454,9 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died"):
-        train(run, config, KillBefore(8))
+        train(run, config, KillBefore(5))
     train(run, config)
-    assert resumed_at(run) == [6]
+    assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
 
 
@@ -437,7 +465,7 @@ def test_evaluation_and_samples_are_as_native(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     degrees = {"pp": 2, "tp": 2, "sequence_parallel": False}
     ours = config_for(tmp_path, 1, parallel=degrees, micro_batch=2)
-    native = make_config(tmp_path, precision="fp32", model=SHALLOW)
+    native = native_config(tmp_path, precision="fp32")
     everyone = run_ranks(evaluate_and_sample, 4, ours)
     (alone,) = run_ranks(evaluate_and_sample, 1, native)
     loss_sum, count = (sum(rank[0][i] for rank in everyone) for i in (0, 1))

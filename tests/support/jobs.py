@@ -44,7 +44,9 @@ from tests.support.recipes import complete
 SEQ_LEN = 16
 SAMPLES = 8
 STEPS = 20
-SAVED_STEPS = 14
+SHORT_STEPS = 6
+"""The whole schedule, from its warm-up to its end, where a wrong computation shows within three steps."""
+SAVED_STEPS = 9
 SHAPE = Model(
     layers=4,
     hidden=32,
@@ -196,12 +198,25 @@ def resumed_at(run: RunDirectory) -> list[int]:
     return [event["step"] for event in events.read(run) if event["kind"] == "resumed"]
 
 
+_uninterrupted: dict[str, Path] = {}
+"""The runs of this process that were never stopped, by their frozen configuration without folders."""
+
+
 def never_stopped(folder: Path, config: ResolvedConfig) -> RunDirectory:
-    config = replace(config, run=replace(config.run, root=str(folder / "whole")))
-    run = make_run(config)
-    train(run, config)
-    assert len(curve(run)) == config.train.steps
-    return run
+    """Return a run of the configuration that trained to its end at once; each is trained once a process.
+
+    Runs of the same configuration must read the same tokens.
+    """
+    same = frozen.dump(
+        replace(config, run=replace(config.run, root=""), data=replace(config.data, path=None))
+    )
+    if same not in _uninterrupted:
+        config = replace(config, run=replace(config.run, root=str(folder / "whole")))
+        run = make_run(config)
+        train(run, config)
+        assert len(curve(run)) == config.train.steps
+        _uninterrupted[same] = run.path
+    return RunDirectory(_uninterrupted[same])
 
 
 def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:

@@ -21,7 +21,7 @@ from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
-from tests.support.jobs import SHAPE, make_config, packed_data
+from tests.support.jobs import SHAPE, STEPS, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 
 DEEP = SHAPE
@@ -195,7 +195,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def row_config(folder: Path, row: Row, precision: str) -> ResolvedConfig:
+def row_config(folder: Path, row: Row, precision: str, steps: int = STEPS) -> ResolvedConfig:
     config = make_config(
         folder,
         dp=row.degrees.get("dp", 1),
@@ -210,7 +210,7 @@ def row_config(folder: Path, row: Row, precision: str) -> ResolvedConfig:
     )
     accumulation = config.accumulation
     assert accumulation >= 2, f"{row.name}: a row accumulates"
-    return config
+    return replace(config, train=replace(config.train, steps=steps))
 
 
 class Records(list[Record]):

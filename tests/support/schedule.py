@@ -15,7 +15,6 @@ QUEUES = {
 """Tests of clusters mostly wait: they go to two workers, beside others that fill the cores."""
 APART = (
     "tests/train/test_equivalence.py",
-    "tests/train/test_resume.py",
     "tests/backends/test_deepspeed.py",
 )
 """Files of many long rows that share nothing: any worker takes the next one."""

@@ -50,7 +50,7 @@ def mixture(folder: Path, shares: dict[str, float] = SHARES, **changes: object) 
     }
     data = replace(config.data, path=None, mixture=entries, valid_fraction=HELD_OUT)
     return replace(
-        config, data=data, train=replace(config.train, eval_every=7, eval_samples=SAMPLES)
+        config, data=data, train=replace(config.train, eval_every=SAVED_STEPS, eval_samples=SAMPLES)
     )
 
 
@@ -65,12 +65,12 @@ def tokens(tmp_path: Path) -> dict[str, np.ndarray]:
 def test_resumed_in_another_layout(tmp_path: Path, tokens: dict[str, np.ndarray]) -> None:
     whole = never_stopped(tmp_path, mixture(tmp_path))
     run = make_run(mixture(tmp_path))
-    train(run, mixture(tmp_path, dp=2, stage=3), StopBefore(6))
+    train(run, mixture(tmp_path, dp=2, stage=3), StopBefore(3))
     with pytest.raises(RuntimeError, match="same sources and weights"):
         train(run, mixture(tmp_path, SHARES | {"code": 0.5}))
-    train(run, mixture(tmp_path, parallel={"pp": 2}), StopBefore(12, first=7))
+    train(run, mixture(tmp_path, parallel={"pp": 2}), StopBefore(6, first=4))
     train(run, mixture(tmp_path))
-    assert resumed_at(run) == [6, 12]
+    assert resumed_at(run) == [3, 6]
     assert_same_training(run, whole)
     shown = next(record for record in read_metrics(whole) if record["step"] == SAVED_STEPS)
     assert f"eval_loss/{next(iter(SHARES))}" in shown

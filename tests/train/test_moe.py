@@ -44,9 +44,9 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
-        train(run, config, KillBefore(9))
+        train(run, config, KillBefore(6))
     train(run, config)
-    assert resumed_at(run) == [6]
+    assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
     balance = final_weights(run)["balance.layers.1"]
@@ -61,11 +61,11 @@ def test_resumed_in_other_degrees(tmp_path: Path) -> None:
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     first = moe_config(tmp_path, dp=4, stage=3, parallel={"ep": 4})
-    train(run, first, StopBefore(6))
+    train(run, first, StopBefore(3))
     second = moe_config(tmp_path, dp=2, stage=1, parallel={"ep": 2, "tp": 2})
-    train(run, second, StopBefore(12, first=7))
+    train(run, second, StopBefore(6, first=4))
     train(run, config)
-    assert resumed_at(run) == [6, 12]
+    assert resumed_at(run) == [3, 6]
     assert_same_training(run, whole)
 
 

@@ -54,9 +54,9 @@ def test_stopped_and_resumed_bit_for_bit(
     config = saving_config(tmp_path, dp=dp, stage=stage, precision=precision, **changes)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
-    assert train(run, config, StopBefore(8)) == ["stopped"] * dp
+    assert train(run, config, StopBefore(5)) == ["stopped"] * dp
     stopped_at = list_checkpoints(run.checkpoints)[-1].step
-    assert stopped_at == len(curve(run)) == (7 if dp == 1 else 8)  # the ranks agree a step later
+    assert stopped_at == len(curve(run)) == (4 if dp == 1 else 5)  # the ranks agree a step later
     assert train(run, config) == ["completed"] * dp
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
@@ -72,10 +72,10 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> 
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
-        train(run, config, KillBefore(9))
-    assert list_checkpoints(run.checkpoints)[-1].step == 6
+        train(run, config, KillBefore(6))
+    assert list_checkpoints(run.checkpoints)[-1].step == 3
     train(run, config)
-    assert resumed_at(run) == [6]
+    assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
 
@@ -85,11 +85,11 @@ def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=2, stage=2, precision="fp32")
     run = make_run(config)
-    train(run, config, StopBefore(6))
+    train(run, config, StopBefore(3))
     twin = RunDirectory(run.path.with_name("twin"))
     shutil.copytree(run.path, twin.path, symlinks=True)
     train(run, config)
-    train(twin, config, StopBefore(12, first=7))
+    train(twin, config, StopBefore(6, first=4))
     train(twin, config)
     assert curve(run) == curve(twin)
     assert_same_weights(run, twin)
@@ -108,11 +108,11 @@ def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
     train(whole, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
-        train(run, config, KillBefore(11))
-    assert [record["step"] for record in curve(run)] == [3, 6, 9]
+        train(run, config, KillBefore(8))
+    assert [record["step"] for record in curve(run)] == [3, 6]
     train(run, config)
-    assert resumed_at(run) == [8]
-    assert [record["step"] for record in curve(run)] == [3, 6, 9, 12, 14]
+    assert resumed_at(run) == [4]
+    assert [record["step"] for record in curve(run)] == [3, 6, 9]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
 
@@ -136,12 +136,12 @@ def test_resumed_in_other_layouts(
     config = saving_config(tmp_path, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
-    train(run, saving_config(tmp_path, optimizer=optimizer, **first), StopBefore(6))
-    train(run, saving_config(tmp_path, optimizer=optimizer, **second), StopBefore(12, first=7))
+    train(run, saving_config(tmp_path, optimizer=optimizer, **first), StopBefore(3))
+    train(run, saving_config(tmp_path, optimizer=optimizer, **second), StopBefore(6, first=4))
     train(run, config)
-    assert resumed_at(run) == [6, 12]
+    assert resumed_at(run) == [3, 6]
     stored = {c.step: c.manifest["world_size"] for c in list_checkpoints(run.checkpoints)}
-    assert (stored[6], stored[12], stored[SAVED_STEPS]) == (first["dp"], second["dp"], 1)
+    assert (stored[3], stored[6], stored[SAVED_STEPS]) == (first["dp"], second["dp"], 1)
     assert_same_training(run, whole)
 
 
@@ -159,9 +159,9 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
     ]
     for turn, (changes, degrees) in enumerate(stations):
         there = saving_config(tmp_path, parallel=degrees, **changes)
-        train(run, there, StopBefore(4 * turn + 4, first=4 * turn + 1))
+        train(run, there, StopBefore(2 * turn + 2, first=2 * turn + 1))
     train(run, config)
-    assert resumed_at(run) == [4, 8, 12]
+    assert resumed_at(run) == [2, 4, 6]
     assert_same_training(run, whole)
 
 
@@ -183,9 +183,9 @@ def test_killed_in_a_layout_and_resumed_bit_for_bit(
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
-        train(run, config, KillBefore(9))
+        train(run, config, KillBefore(6))
     train(run, config)
-    assert resumed_at(run) == [6]
+    assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
 
@@ -196,7 +196,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     config = saving_config(tmp_path, dp=2, stage=3, precision="fp32")
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
-    train(run, config, StopBefore(8))
+    train(run, config, StopBefore(5))
     newest = list_checkpoints(run.checkpoints)[-1]
     victim = newest.path / "__1_0.distcp"
     data = bytearray(victim.read_bytes())
@@ -205,7 +205,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     train(run, config)
     (fallback,) = [event for event in events.read(run) if event["kind"] == "fallback"]
     assert newest.path.name in fallback["message"] and "__1_0.distcp" in fallback["message"]
-    assert resumed_at(run) == [6]
+    assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
 
