@@ -147,12 +147,14 @@ def test_a_host_that_is_off_is_told_and_left_out_of_the_measuring(doctor):
     assert [line for line in lines if line.startswith("n1 – n3 ")]
 
 
+@pytest.mark.exhaustive
 def test_the_others_are_not_blamed_for_a_first_host_that_is_off(doctor):
     doctor.turn_off("n1")
     host, verdict = doctor.the_wrong_one()
     assert (host, verdict["check"]) == ("n1", "ssh")
 
 
+@pytest.mark.exhaustive
 def test_no_host_at_all(doctor):
     doctor.write("n7 slots=1", "n8 slots=1")
     done = doctor.run()
@@ -163,6 +165,7 @@ def test_no_host_at_all(doctor):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_host_key_that_changed(doctor):
     doctor.nodes.change_host_key("n3")
     host, verdict = doctor.the_wrong_one()
@@ -179,6 +182,7 @@ def test_an_interpreter_that_is_not_there(doctor):
     assert doctor.look(word.replace("/path/to/python", sys.executable))[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_hosts_that_are_off_are_excluded_as_the_remedies_say(doctor):
     doctor.turn_off("n2")
     _, verdict = doctor.the_wrong_one()
@@ -193,6 +197,7 @@ def _excluded(verdict: dict[str, Any]) -> str:
     return text
 
 
+@pytest.mark.exhaustive
 def test_an_interpreter_without_nanoscale(doctor, tmp_path):
     python = script(tmp_path / "python", f"exec {sys.executable} -S -E -P")
     host, verdict = doctor.the_wrong_one(f"cluster.pythons.n2={python}")
@@ -200,6 +205,7 @@ def test_an_interpreter_without_nanoscale(doctor, tmp_path):
     assert "no nanoscale" in verdict["finding"]
 
 
+@pytest.mark.exhaustive
 def test_another_nanoscale_does_not_take_part(doctor, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(SOURCE / "nanoscale", other / "nanoscale", ignore=lambda *_: ["__pycache__"])
@@ -227,6 +233,7 @@ def script(path: Path, command: str) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_driver_that_is_too_old_for_the_torch_of_one_host(doctor, tmp_path):
     torch = write_torch_files(tmp_path / "cu130", "13.0", "sm_75 sm_80 sm_90")
     settings = fake_environment(build_fake_nvml(tmp_path), gpus=2, cuda=12040, driver="550.54.15")
@@ -239,6 +246,7 @@ def test_a_driver_that_is_too_old_for_the_torch_of_one_host(doctor, tmp_path):
     assert "driver 550.54.15 supports CUDA 12.4, and torch 2.11.0" in verdict["finding"]
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken_on_the_first_host(doctor):
     with listening(doctor.nodes, "n2", PORT):
         assert doctor.look(f"launcher.master_port={PORT}")[0] == 0
@@ -263,6 +271,7 @@ def test_a_folder_of_runs_that_one_host_does_not_see(doctor, tmp_path):
     assert list(shared.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_runs_that_no_host_shares_with_the_launcher(doctor, tmp_path):
     doctor.nodes.make_private(tmp_path / "own")
     done = doctor.run("run.root=own", "--quick")
@@ -270,6 +279,7 @@ def test_a_folder_of_runs_that_no_host_shares_with_the_launcher(doctor, tmp_path
     assert line.split()[1:3] == ["run.root", "all"]
 
 
+@pytest.mark.exhaustive
 def test_a_first_host_whose_own_name_leads_home(doctor, tmp_path):
     """The name resolves as in /etc/hosts by Debian's installer."""
     nodes = doctor.nodes
@@ -286,6 +296,7 @@ def test_a_first_host_whose_own_name_leads_home(doctor, tmp_path):
     assert "127.0.1.1" in verdict["finding"] and "launcher.master_addr" in verdict["remedy"]
 
 
+@pytest.mark.exhaustive
 def test_two_names_of_one_machine(doctor):
     doctor.write("n1 slots=1", f"{doctor.nodes.address('n1')} slots=1", "n3 slots=1")
     host, verdict = doctor.the_wrong_one()
@@ -307,18 +318,21 @@ def test_two_hosts_that_cannot_reach_each_other(doctor):
     assert all("firewall" in one["remedy"] and not one["good"] for one in told.values())
 
 
+@pytest.mark.exhaustive
 def test_a_hostfile_that_is_mistyped_is_a_wrong_request(doctor):
     doctor.write("n1 slots=1", "n2 slots=")
     done = doctor.run()
     assert (done.returncode, done.stdout) == (2, "") and "hosts:2" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_filters_and_numbers_choose_the_hosts(doctor):
     assert [host["host"] for host in doctor.look("--num-nodes", "2")[1]["hosts"]] == ["n1", "n2"]
     one = doctor.look("--include", "n3:1")[1]["hosts"]
     assert [host["host"] for host in one] == ["n3"]
 
 
+@pytest.mark.exhaustive
 def test_through_pdsh(doctor, monkeypatch):
     for name, value in doctor.nodes.pdsh_environment.items():
         monkeypatch.setenv(name, value)

@@ -183,10 +183,22 @@ FAULTS = [
 ]
 
 
-def marked(fault: Fault) -> Any:
-    """Leave out pdsh: a host that falls silent is found out by the launcher, however its agent was started."""
-    again = "launcher.name=pdsh" in fault.words
-    return pytest.param(fault, id=fault.name, marks=[pytest.mark.exhaustive] if again else [])
+ONE_OF_EACH = (
+    "worker SIGKILL",
+    "worker SIGSTOP",
+    "a rank hangs (collective timeout of 4 s)",
+    "agent SIGKILL",
+    "node power-off",
+    "port taken",
+    "bad interpreter on one host",
+    "host key changed",
+)
+"""One fault for each way in which the launcher learns of it; `make test-exhaustive` has the others."""
+
+
+def marked(fault: Fault | Flaw) -> Any:
+    marks = [] if fault.name in ONE_OF_EACH else [pytest.mark.exhaustive]
+    return pytest.param(fault, id=fault.name, marks=marks)
 
 
 @pytest.mark.parametrize("fault", [marked(fault) for fault in FAULTS])
@@ -275,7 +287,13 @@ def test_a_terminal_that_hangs_up(
     rows.append(replace(row, shown="`runs ls`: preempted"))
 
 
-@pytest.mark.parametrize(("launcher", "name"), LAUNCHER_KILLED.items())
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        ("ssh", LAUNCHER_KILLED["ssh"]),
+        pytest.param("pdsh", LAUNCHER_KILLED["pdsh"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_launcher_is_killed(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], launcher: str, name: str
 ) -> None:
@@ -294,7 +312,13 @@ def test_the_launcher_is_killed(
 # --- exhausted resources --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("room", [1 << 18, 0], ids=["checkpoint", "anything"])
+@pytest.mark.parametrize(
+    "room",
+    [
+        pytest.param(1 << 18, id="checkpoint"),
+        pytest.param(0, id="anything", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], room: int) -> None:
     """The disk has room for a few lines, or not even that: then failure.json does not fit either."""
     root = tmp_path / "small"
@@ -328,6 +352,7 @@ def fill(folder: Path, room: int) -> None:
                 piece //= 2
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_are_none(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> None:
     launch = start(nodes, tmp_path, hosts, "optimizer.lr=1e30")
     launch.must_end(1)
@@ -428,7 +453,7 @@ FLAWS = [
 ]
 
 
-@pytest.mark.parametrize("flaw", FLAWS, ids=lambda flaw: flaw.name)
+@pytest.mark.parametrize("flaw", [marked(flaw) for flaw in FLAWS])
 def test_hosts_that_cannot_do_it(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], flaw: Flaw
 ) -> None:

@@ -222,6 +222,7 @@ def test_ctrl_c_while_a_host_does_not_answer(nodes: Nodes, tmp_path: Path) -> No
     assert list(launch.run.path.parent.glob(".*")) == []
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(
     nodes: Nodes, tmp_path: Path, one_process: list[float]
 ) -> None:

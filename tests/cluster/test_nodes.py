@@ -15,6 +15,9 @@ import pytest
 from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
+pytestmark = pytest.mark.exhaustive
+"""They test what the other tests of clusters build on."""
+
 LISTEN = """
 import socket, sys
 server = socket.create_server((sys.argv[1], 4711))

@@ -12,6 +12,9 @@ import pytest
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import HOSTS, LOGIN, Slurm
 
+pytestmark = pytest.mark.exhaustive
+"""They test SLURM, and not nanoscale."""
+
 # Each task records its signals; after TERM it saves, and ends.
 TASK = """#!/bin/bash
 say() { echo "$1 $2" >> "$HEARD"; }

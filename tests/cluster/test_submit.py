@@ -121,6 +121,7 @@ def test_a_job_stops_in_the_queue_and_while_it_runs(user: User) -> None:
     assert f"sbatch {other.script}" in shown
 
 
+@pytest.mark.exhaustive
 def test_how_slurm_ended_a_job_is_told(user: User) -> None:
     run, job = user.submits("killed", "train.steps=100000", "launcher.nodes=2")
     wait_step(run, 3)
@@ -136,6 +137,7 @@ def test_how_slurm_ended_a_job_is_told(user: User) -> None:
     assert f"running, then cancelled (job {job})" in shown
 
 
+@pytest.mark.exhaustive
 def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: User) -> None:
     """20 to 50 s: slurmctld looks at time limits every 30 s, and sends signals as much too early."""
     run, job = user.submits(
@@ -179,6 +181,7 @@ def test_a_preempted_run_saves_makes_room_and_goes_on(user: User) -> None:
     assert steps(run) == list(range(1, steps(run)[-1] + 1))
 
 
+@pytest.mark.exhaustive
 def test_many_runs_are_one_array(user: User) -> None:
     words = ("train.seed=1,2", "optimizer.lr=1e-3,1e-2", "launcher.slurm.exclusive=false")
     hold = 'launcher.slurm.directives=["--hold"]'

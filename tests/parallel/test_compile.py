@@ -78,7 +78,8 @@ def with_backend(name: str) -> Any:
     # The other backend does all but write code, which takes seconds for each.
     [
         ("none", "aot_eager"),
-        ("full", "inductor"),
+        ("full", "aot_eager"),
+        pytest.param("full", "inductor", marks=pytest.mark.exhaustive),
         pytest.param("matmuls", "inductor", marks=pytest.mark.exhaustive),
         ("sqrt", "aot_eager"),
     ],

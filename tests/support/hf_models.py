@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.hf import any_model
 from nanoscale.config.schema import Model
-from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
+from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE
 from tests.support.reference import CURVE
 
 COMMON: dict[str, Any] = {
@@ -63,7 +63,7 @@ def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
 
 
-def plain_loop(folder: Path, dtype: torch.dtype) -> CURVE:
+def plain_loop(folder: Path, dtype: torch.dtype, steps: int) -> CURVE:
     """Train like `tests.support.reference`, with transformers' model."""
     from transformers import AutoModelForCausalLM
 
@@ -76,8 +76,8 @@ def plain_loop(folder: Path, dtype: torch.dtype) -> CURVE:
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     curve = []
-    for step in range(1, STEPS + 1):
-        falling = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / (STEPS - 3))) / 2
+    for step in range(1, steps + 1):
+        falling = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / (steps - 3))) / 2
         for group in update.param_groups:
             group["lr"] = 1e-2 * (step / 3 if step < 3 else falling)
         logits = model(batch[:, :-1]).logits

@@ -27,13 +27,13 @@ from tests.support.layouts import Records, record_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import plain_loop
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS = [
     (0, {}),
-    (2, {"dp": 2}),
     (3, {"dp": 2, "tp": 2}),
-    (1, {"tp": 2, "pp": 2}),
     (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
-    (0, {"cp": 2}),
+    pytest.param(2, {"dp": 2}, marks=pytest.mark.exhaustive),
+    pytest.param(1, {"tp": 2, "pp": 2}, marks=pytest.mark.exhaustive),
+    pytest.param(0, {"cp": 2}, marks=pytest.mark.exhaustive),
 ]
 OVERFLOWS_AT = 4
 WINDOW = 6
@@ -75,6 +75,7 @@ def test_one_overflow_skips_the_step_everywhere(
 ) -> None:
     write_tokens(tmp_path)
     config = make(tmp_path, stage, degrees)
+    config = replace(config, train=replace(config.train, steps=OVERFLOWS_AT + WINDOW + 2))
     records = run_ranks(train_with_overflow, config.world_size, config)[0]
     scales = [record["loss_scale"] for record in records]
     skipped = [record["skipped_steps"] for record in records]
@@ -114,8 +115,15 @@ def test_going_from_fp32_to_fp16_begins_a_scale(tmp_path: Path) -> None:
     assert records[4]["loss_scale"] == 1024
 
 
-@pytest.mark.parametrize("backend", ["native", pytest.param("deepspeed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "stage"),
+    [
+        ("native", 0),
+        pytest.param("deepspeed", 3, marks=pytest.mark.slow),
+        pytest.param("native", 3, marks=pytest.mark.exhaustive),
+        pytest.param("deepspeed", 0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_resuming_before_the_first_update(tmp_path: Path, backend: Any, stage: int) -> None:
     """The checkpoint is of a training whose steps were all skipped."""
     write_tokens(tmp_path, samples=100)

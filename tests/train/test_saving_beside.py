@@ -105,9 +105,9 @@ class HeldAndKilled(Held):
         KillBefore(0).requested  # noqa: B018
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {},
-    {"dp": 2, "stage": 3, "parallel": {"tp": 2}},
+    pytest.param({"dp": 2, "stage": 3, "parallel": {"tp": 2}}, marks=pytest.mark.exhaustive),
     {"dp": 2, "stage": 0},
     {"dp": 2, "stage": 2, "precision": "fp32", "backend": Backend(name="deepspeed")},
 ]
