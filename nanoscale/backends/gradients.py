@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def fill(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of parameters; one that no loss uses gets a gradient of zeros, in place.
+
+    The optimizer decays it then. ZeRO's flat buffers and sums over replicas do the same: they have a number for
+    every parameter.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

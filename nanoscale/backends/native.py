@@ -70,7 +70,7 @@ class NativeEngine(Engine):
             self.optimizer.step()
             if self.masters is not None:
                 self.masters.update_compute_copy()
-        fill_state(self.optimizer)  # of a skipped step, and of parameters without a gradient
+        fill_state(self.optimizer)  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.end_step(self._counts_losses, skipped)
@@ -140,8 +140,9 @@ class NativeEngine(Engine):
         """Undo the loss scale and clip; return the norm before clipping."""
         if self.reducer is not None:
             self.reducer.finish()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = gradients.fill(
+            [p for group in self.optimizer.param_groups for p in group["params"]]
+        )
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)
         # Each replica has the whole gradient, and all have the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,28 +118,43 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     "layout",
     [
         pytest.param({"stage": 0}, id="one process"),
+        pytest.param({"dp": 2, "stage": 0}, id="replicas", marks=pytest.mark.exhaustive),
         pytest.param({"dp": 2, "stage": 3}, id="stage 3", marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"dp": 2, "stage": 1, **DEEPSPEED}, id="deepspeed", marks=pytest.mark.exhaustive
+        *(
+            pytest.param(
+                {"dp": dp, "stage": stage, **DEEPSPEED},
+                id=f"deepspeed {stage}",
+                marks=pytest.mark.exhaustive,
+            )
+            for dp, stage in ((1, 0), (2, 1), (2, 3))
         ),
     ],
 )
 def test_a_model_with_unused_parameters_resumes(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """In every layout a parameter that no loss uses decays, as if its gradient were 0."""
     write_tokens(tmp_path, samples=100)
-    hf_models.save("bart", tmp_path / "bart")
-    shape = hf_models.shape_of(tmp_path / "bart", loaded=False)
-    config = saving_config(tmp_path, model=shape, **{"precision": "fp32"} | layout)
+    initial = hf_models.save("bart", tmp_path / "bart").state_dict()
+    shape = hf_models.shape_of(tmp_path / "bart")
+    config = saving_config(tmp_path, model=shape, **{"precision": "fp64"} | layout)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     train(run, config, StopBefore(5))
     train(run, config)
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
-    moments = {
-        name: value for name, value in final_weights(run).items() if "encoder_attn.k_proj" in name
-    }
-    assert any("exp_avg" in name for name in moments)
-    assert not any(value.any() for name, value in moments.items() if "exp_avg" in name)
+    rates = [record["lr"] for record in curve(run)]
+    decay = math.prod(1 - rate * config.optimizer.weight_decay for rate in rates)
+    assert decay < 0.999
+    name = "model.decoder.layers.1.encoder_attn.k_proj"
+    weights = final_weights(run)
+    for kind, factor in (("weight", decay), ("bias", 1.0)):
+        torch.testing.assert_close(
+            weights[f"model.hf.{name}.{kind}"],
+            initial[f"{name}.{kind}"].to(weights[f"model.hf.{name}.{kind}"].dtype) * factor,
+        )
+        moments = [f"optimizer.hf.{name}.{kind}.{it}" for it in ("exp_avg", "exp_avg_sq")]
+        assert not any(weights[it].any() for it in moments)
+        assert weights[f"optimizer.hf.{name}.{kind}.step"] == len(rates)
 
 
 @pytest.mark.slow
