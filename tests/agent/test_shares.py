@@ -30,7 +30,7 @@ def test_ranks_inherit_the_shares_unless_somebody_chose(tmp_path, monkeypatch, a
     monkeypatch.setattr(os, "environ", dict(os.environ))
     link = SimpleNamespace(expect_beats=lambda _: None, send=lambda *_, **__: None)
     order = {
-        "environment": asked, "slots": 4, "lost_after_s": 5.0, "will_launch": False,
+        "environment": asked, "slots": 4, "lost_after_s": 60.0, "will_launch": False,
         "root": str(tmp_path), "probe": "probe", "cache_dir": None, "master_addr": "localhost",
         "time": time.time(),
     }  # fmt: skip

@@ -42,6 +42,7 @@ from tests.support.layouts import GPT2, MOE, SHALLOW, record_all, train_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves, documents_alone, plain_loop, worst
 from tests.support.reference import EVERYTHING as TRAINS_ALL
+from tests.support.rows import exhaustive
 
 OFFLOAD = {"offload_optimizer": "cpu"}
 EVERYTHING = {"offload_optimizer": "cpu", "offload_param": "cpu"}
@@ -73,11 +74,6 @@ def native_config(folder: Path, steps: int = SHORT_STEPS, **changes: Any) -> Res
     """Return the same job on the native backend."""
     config = make_config(folder, **{"model": SHALLOW, **changes})
     return replace(config, train=replace(config.train, steps=steps))
-
-
-def exhaustive(*values: Any) -> Any:
-    """Return a row that `make test-exhaustive` trains."""
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def loop(shape: Model = SHALLOW, lora: Lora = TRAINS_ALL, steps: int = SHORT_STEPS) -> CURVE:
@@ -405,9 +401,7 @@ def train_compiled(rank: int, config: ResolvedConfig, backend: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
 def test_compiled_blocks_are_the_same_training(tmp_path: Path, backend: str) -> None:
     """The first does all but write code; tests/parallel/test_compile.py runs written code."""
     write_tokens(tmp_path)

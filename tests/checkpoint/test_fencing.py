@@ -189,7 +189,7 @@ def test_a_rank_at_work_is_fenced_from_one_moment_to_the_next(
             fence.begin(run, attempt + 1)
             before = contents(run)
             rank.send_signal(signal.SIGCONT)
-            assert rank.communicate(timeout=30)[0].splitlines()[-1] == "fenced"
+            assert rank.communicate(timeout=120)[0].splitlines()[-1] == "fenced"
         finally:
             rank.kill()
             rank.wait()

@@ -19,6 +19,7 @@ from nanoscale.data.tokenizer import train_bpe
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import SHAPE, run_of_bytes
+from tests.support.rows import exhaustive
 
 DRY = "train recipe=debug --dry-run"
 HOSTS = f"{DRY} train.global_batch=480 --hostfile"
@@ -192,7 +193,9 @@ def _without(arguments: list[str], names: set[str]) -> Iterator[str]:
 
 def marked(line: str) -> Any:
     """DeepSpeed itself judges its settings, in a process that takes seconds to load it."""
-    return pytest.param(line, marks=[pytest.mark.slow] if f"{DEEPSPEED} " in line else [])
+    if f"{DEEPSPEED} " not in line:
+        return pytest.param(line)
+    return pytest.param(line, marks=pytest.mark.slow) if "log_leve=" in line else exhaustive(line)
 
 
 @pytest.mark.usefixtures("_here")

@@ -170,7 +170,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, agent_has):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (130, b"")
     # An agent whose start was interrupted has no launcher: it exits when it notices that.
     while marked(mark):

@@ -80,5 +80,5 @@ def test_links_stay_links_and_pipes_pipes():
     reader = threading.Thread(target=lambda: read.append(Path("pipe").read_text()))
     reader.start()
     write_file("--html", Path("pipe"), "page", overwrite=False)
-    reader.join(10)
+    reader.join(60)
     assert read == ["page"] and Path("pipe").is_fifo()

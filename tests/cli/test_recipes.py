@@ -13,6 +13,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
+from tests.support.rows import exhaustive
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +87,14 @@ def test_those_of_one_machine_fit_it_and_say_how_fast_they_are(model, gpus, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["finetune", "lora", "chat", "chat-lora"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "finetune",
+        "chat-lora",
+        *(exhaustive(name) for name in ("lora", "chat")),
+    ],
+)
 def test_recipes_for_fine_tuning_plan_and_train(name, capsys, monkeypatch):
     """On a folder of transformers, with the data that the head of the recipe describes."""
     settings = COMMON | {"vocab_size": 300, "max_position_embeddings": 64}

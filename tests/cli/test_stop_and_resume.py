@@ -16,6 +16,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import EXACT, Curve
+from tests.support.rows import exhaustive
 
 STEPS = 80
 WORDS = [
@@ -61,7 +62,10 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("number", "code", "state"),
-    [(signal.SIGTERM, 75, "preempted"), (signal.SIGKILL, -signal.SIGKILL, "running")],
+    [
+        (signal.SIGKILL, -signal.SIGKILL, "running"),
+        exhaustive(signal.SIGTERM, 75, "preempted"),
+    ],
 )
 def test_stopped_and_resumed_bit_for_bit(
     tmp_path: Path, never_stopped: Path, number: signal.Signals, code: int, state: str

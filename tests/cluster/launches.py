@@ -34,6 +34,7 @@ TINY = (
     "launcher.device=cpu",
     "launcher.threads=1",
     "train.sample_tokens=0",
+    "launcher.lost_after_s=20",
     "run.name=r",
 )
 """A job of a few milliseconds a step, which every number of ranks up to 3 divides."""

@@ -15,7 +15,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.sweep import Sweep
 from tests.cluster.launches import TINY, Launch, agrees, hostfile, interrupt, nothing_left
 from tests.cluster.machines import LIMIT_S, wait_until
-from tests.cluster.nodes import NODES, Nodes
+from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 JOB = (*TINY[:-1], "train.log_every=1", "--name", "s")
 
@@ -32,6 +32,12 @@ def hosts_of(run: RunDirectory) -> list[str]:
 
 def metrics_of(run: RunDirectory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def lose(nodes: Nodes, node: str) -> None:
+    """Let a host answer no longer, as if a while ago: the login node finds no route to it, in seconds."""
+    nodes.partition(node)
+    nodes.call(LOGIN, ["ip", "neigh", "flush", "all"])
 
 
 def outcomes(run: RunDirectory) -> list[str]:
@@ -90,9 +96,9 @@ def test_trials_of_a_host_that_does_not_answer_move_to_another(
 ) -> None:
     """A sweep without any host that answers names the cause, and is resumed."""
     hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1")
-    words = (*JOB, "train.steps=5", "train.seed=0,1,2", "launcher.connect_timeout_s=2")
+    words = (*JOB, "train.steps=5", "train.seed=0,1,2", "launcher.connect_timeout_s=60")
     for node in ("n1", "n2"):
-        nodes.partition(node)
+        lose(nodes, node)
     first = Launch(nodes, tmp_path, "sweep", *words, "--hostfile", hosts, "--num-nodes", "1")
     first.must_end(1)
     said = first.screen.partition("seed=0 failed; its output is in")[2]
@@ -101,7 +107,7 @@ def test_trials_of_a_host_that_does_not_answer_move_to_another(
     runs = runs_of(tmp_path)
     assert [run.path.exists() for run in runs] == [True, True, False]
     nodes.restore()
-    nodes.partition("n2")
+    lose(nodes, "n2")
     second = Launch(nodes, tmp_path, "sweep", "--resume", "s", "--retry")
     second.must_end(0)
     assert [hosts_of(run) for run in runs] == [["n1"]] * 3

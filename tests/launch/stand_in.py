@@ -32,7 +32,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
                 threads=1,
                 stop_grace_s=float(grace_s),
                 max_restarts=int(os.environ.get("TEST_RESTARTS", "0")),
-                lost_after_s=float(os.environ.get("TEST_LOST_AFTER_S", "5")),
+                lost_after_s=60.0,
             ),
             train=Train(steps=5, micro_batch=1),
         )

@@ -20,7 +20,7 @@ from nanoscale.processes.handshake import HandshakeError, introduce
 
 KEY = b"k" * 32
 HELLO = {"names": ["n1"], "addresses": ["10.0.0.1"]}
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

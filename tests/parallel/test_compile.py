@@ -22,6 +22,7 @@ from nanoscale.parallel import activation, compile, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++"
@@ -79,8 +80,8 @@ def with_backend(name: str) -> Any:
     [
         ("none", "aot_eager"),
         ("full", "aot_eager"),
-        pytest.param("full", "inductor", marks=pytest.mark.exhaustive),
-        pytest.param("matmuls", "inductor", marks=pytest.mark.exhaustive),
+        exhaustive("full", "inductor"),
+        exhaustive("matmuls", "inductor"),
         ("sqrt", "aot_eager"),
     ],
 )

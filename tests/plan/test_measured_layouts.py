@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.measured_memory import ROWS, Row, config_of, measure, show, vocabulary
 from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
 
 BY_NAME = {row.name: replace(row, global_batch=8) for row in ROWS}
 LOGITS = replace(BY_NAME["one process"].shape, vocab=4096, hidden=32, ffn=64, layers=2)
@@ -71,17 +72,8 @@ USUAL = (
 """Rehearsals, which the plan is compared with in tests/rehearse, are compared with real ranks in more rows."""
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row,
-            id=row.name,
-            marks=pytest.mark.slow if row.name in USUAL else pytest.mark.exhaustive,
-        )
-        for row in CHOSEN
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", usual_rows({row.name: row for row in CHOSEN}, USUAL))
 def test_the_plan_is_within_five_percent(row: Row) -> None:
     assert max(map(abs, errors(row))) < 0.05
 

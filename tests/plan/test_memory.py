@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -436,15 +435,6 @@ def test_every_part_explains_itself(backend: str):
         assert rank.allocated == sum(part.bytes for part in rank.parts[:-2])
         assert rank.total == sum(part.bytes for part in rank.parts)
         assert rank.allocated <= rank.reserved < rank.total
-
-
-def test_a_layout_takes_a_fraction_of_a_millisecond():
-    config = job("model=llama-8b", "precision=bf16", dp=8, stage=3)
-    rank_memory(config)
-    began = time.perf_counter()
-    for _ in range(200):
-        rank_memory(config)
-    assert (time.perf_counter() - began) / 200 < 1e-3, "150 µs on an idle machine"
 
 
 def test_states_of_other_software_are_given_by_hand():

@@ -62,7 +62,7 @@ def test_a_step_is_measured_with_the_model_itself():
     assert fastest_step(resolved("recipe=debug", "train.global_batch=2")) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_speed_is_measured_whatever_the_users_files_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -136,9 +136,9 @@ def test_a_rank_with_a_gpu_is_bound_and_its_flight_recorder_writes_beside_its_lo
     run.attempt_logs(3).mkdir(parents=True)
     prefix = str(run.attempt_logs(3) / "flight-recorder.rank-")
     assert as_rank(run, "cuda", folder)["TORCH_FR_DUMP_TEMP_FILE"] == prefix
-    for name in nowhere:
-        found = as_rank(run, "cuda", folder, **{name: "/mine"})
-        assert {key: found[key] for key in nowhere} == nowhere | {name: "/mine"}
+    found = as_rank(run, "cuda", folder, TORCH_NCCL_DEBUG_INFO_TEMP_FILE="/mine")
+    chosen = nowhere | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}
+    assert {key: found[key] for key in nowhere} == chosen
 
 
 def test_environment_json_tells_the_cores_of_ranks_with_gpus(tmp_path, monkeypatch):

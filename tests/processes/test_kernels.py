@@ -12,6 +12,7 @@ import pytest
 
 from nanoscale.config.schema import Backend, Config
 from tests.support.jobs import make_config, make_run
+from tests.support.rows import exhaustive
 
 SAY = """
 import sys, torch
@@ -41,7 +42,10 @@ def said(config: Config) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
+@pytest.mark.parametrize(
+    ("tf32", "precision"),
+    [(True, "high"), exhaustive(False, "highest")],
+)
 def test_a_rank_rounds_products_to_tf32_only_if_that_is_configured(
     tmp_path: Path, tf32: bool, precision: str
 ) -> None:
@@ -55,8 +59,8 @@ def test_a_rank_rounds_products_to_tf32_only_if_that_is_configured(
     ("attention", "enabled"),
     [
         ("cudnn", "True False False False"),
-        ("flash", "False True False False"),
-        ("math", "False False False True"),
+        exhaustive("flash", "False True False False"),
+        exhaustive("math", "False False False True"),
     ],
 )
 def test_a_rank_computes_attention_with_the_kernel_that_is_configured(

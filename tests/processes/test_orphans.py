@@ -53,12 +53,12 @@ def test_all_that_carries_the_mark_ends_and_its_agent_too_though_stopped() -> No
         for pid in (agent.pid, *ranks):
             stop(pid)
         assert end_orphans(mark) == []
-        assert agent.wait(10) == -signal.SIGKILL
+        assert agent.wait(60) == -signal.SIGKILL
         assert all(map(is_gone, ranks))
         assert other.poll() is None and not any(map(is_gone, others))
     finally:
         assert end_orphans(other_mark) == []
-    assert all(map(is_gone, others)) and other.wait(10) == -signal.SIGKILL
+    assert all(map(is_gone, others)) and other.wait(60) == -signal.SIGKILL
 
 
 def test_where_nothing_is_left_nothing_is_ended() -> None:

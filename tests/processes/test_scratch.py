@@ -69,7 +69,7 @@ def test_what_left_its_group_is_found_by_its_mark() -> None:
     process = subprocess.Popen(words, env={MARK: mark, "PATH": "/usr/bin:/bin"})
     assert list(orphans.marked(mark)) == [process.pid]
     orphans.end_strays(mark, group=1)
-    assert process.wait(10) == -9
+    assert process.wait(60) == -9
 
 
 def test_the_environment_of_a_process_that_begins_its_program_is_waited_for() -> None:
@@ -96,6 +96,6 @@ def test_a_delegated_cgroup_ends_what_has_nothing_of_the_job() -> None:
     shell.stdin.close()
     assert shell.pid in orphans.marked(mark)
     cgroup.kill(folder)
-    assert shell.wait(10) == -9
+    assert shell.wait(60) == -9
     cgroup.remove(folder)
     assert not folder.exists()

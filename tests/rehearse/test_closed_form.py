@@ -13,6 +13,7 @@ from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from tests.support.measured_memory import ADAPTERS, GPT2, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
 
 BOUND = 0.02
 """The largest relative error; models of two blocks show what only the first one does."""
@@ -36,10 +37,11 @@ ROWS = {
     "LoRA, dp 2, stage 2, bf16": on_gpus(Row("", {"dp": 2}, 2, precision="bf16", lora=ADAPTERS)),
     "LoRA, dp 2, stage 3, bf16": on_gpus(Row("", {"dp": 2}, 3, precision="bf16", lora=ADAPTERS)),
 }
+USUAL = ("GPT-2, fp32", "dp 2, stage 3, full", "LoRA, bf16, selective", "LoRA, dp 2, stage 3, bf16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ROWS.values(), ids=list(ROWS))
+@pytest.mark.parametrize("config", usual_rows(ROWS, USUAL))
 def test_the_plan_is_near_the_rehearsal(config: ResolvedConfig) -> None:
     (peak,) = run_ranks(_peak_of_steps, 1, config)
     (planned,) = rank_memory(config, context_bytes=0)

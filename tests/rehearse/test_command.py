@@ -26,6 +26,7 @@ from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
 from nanoscale.view.plan.prediction_text import verdict
 from nanoscale.view.run.launch_text import rehearsal_lines
+from tests.support.rows import exhaustive
 from tests.support.waiting import wait_until
 
 LAYOUT = ("recipe=debug", "model.layers=2", "launcher.device=cpu", "parallel.dp=2", "zero=stage3")
@@ -98,7 +99,13 @@ def test_a_rehearsal_is_advised_only_if_it_is_possible(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compiled", "said"), [("off", "does not fit: "), ("on", "at most ")])
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [
+        ("off", "does not fit: "),
+        exhaustive("on", "at most "),
+    ],
+)
 def test_what_does_not_fit_is_told_with_overrides_that_do(
     compiled: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import sequence_of
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
 
 H200 = Gpu("NVIDIA H200", 140 << 30, 8)
 TINY, EXPERTS = replace(SHAPE, layers=2), replace(MIXTURE, layers=2)
@@ -59,12 +60,12 @@ SEVERAL = {
     "cp 2": row({"cp": 2}, 3),
     "experts, ep 2": row({"dp": 2, "ep": 2}, 3, shape=EXPERTS),
 }
+USUAL = ("dp 2, stage 1", "dp 2, stage 3, offloaded", "experts, ep 2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEVERAL)
-def test_equal_micro_batches_played_once_count_as_all_of_them(name: str) -> None:
-    config = SEVERAL[name]
+@pytest.mark.parametrize("config", usual_rows(SEVERAL, USUAL))
+def test_equal_micro_batches_played_once_count_as_all_of_them(config: ResolvedConfig) -> None:
     assert config.accumulation == 6
     (once,), (every,) = run_ranks(play, 1, config), run_ranks(play_all, 1, config)
     assert once.error == every.error == ""

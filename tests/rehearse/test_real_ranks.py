@@ -22,6 +22,7 @@ from tests.support.measured_memory import (
     scheduled,
 )
 from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
 
 BOUND = 0.01
 """The largest relative error of a peak."""
@@ -54,6 +55,16 @@ QUICK = [
     Row("dp 2 · tp 2 · pp 2", {"dp": 2, "tp": 2, "pp": 2}, 1, 2, shape=SMALL),
 ]
 """Rows that cover every axis."""
+USUAL = (
+    "one process, selective, offloaded",
+    "one process, adamw8bit, update highest",
+    "dp 2, stage 2, bf16",
+    "dp 2, stage 3, full",
+    "cp 2",
+    "pp 2, zbv",
+    "experts, ep 2",
+    "dp 2 · tp 2 · pp 2",
+)
 
 
 def with_whole_life(config: ResolvedConfig) -> ResolvedConfig:
@@ -102,7 +113,7 @@ def agree(real: tuple[int, int], expected: tuple[int, int]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", QUICK, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", usual_rows({row.name: row for row in QUICK}, USUAL))
 def test_a_rehearsed_rank_does_what_a_real_one_does(row: Row) -> None:
     check([row])
 

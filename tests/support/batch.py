@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoscale.config.schema import Cluster, Config, Launcher, Run, Slurm
 
-LIMIT_S = 20
+LIMIT_S = 120
 STAND_IN = Path(__file__).parent / "stand_in_launcher.py"
 NASTY = 'it\'s "$(touch x)" `touch x`; touch x & %j # é'
 

@@ -34,6 +34,7 @@ from tests.support.jobs import (
 from tests.support.layouts import record_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves
+from tests.support.rows import exhaustive
 
 DEEPSPEED = {"backend": Backend("deepspeed"), "precision": "fp32"}
 LAYOUTS: list[dict[str, Any]] = [
@@ -118,14 +119,10 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     "layout",
     [
         pytest.param({"stage": 0}, id="one process"),
-        pytest.param({"dp": 2, "stage": 0}, id="replicas", marks=pytest.mark.exhaustive),
-        pytest.param({"dp": 2, "stage": 3}, id="stage 3", marks=pytest.mark.exhaustive),
+        exhaustive({"dp": 2, "stage": 0}, name="replicas"),
+        exhaustive({"dp": 2, "stage": 3}, name="stage 3"),
         *(
-            pytest.param(
-                {"dp": dp, "stage": stage, **DEEPSPEED},
-                id=f"deepspeed {stage}",
-                marks=pytest.mark.exhaustive,
-            )
+            exhaustive({"dp": dp, "stage": stage, **DEEPSPEED}, name=f"deepspeed {stage}")
             for dp, stage in ((1, 0), (2, 1), (2, 3))
         ),
     ],

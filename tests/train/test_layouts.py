@@ -18,6 +18,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.reference import CURVE, assert_equal_curves, plain_loop, worst
+from tests.support.rows import exhaustive
 
 LAYOUTS = [  # dp, ZeRO stage, dp_replicate
     (1, 0, 1),
@@ -44,7 +45,7 @@ def our_curve(config: Config) -> CURVE:
     ("dp", "stage", "dp_replicate", "precision"),
     [(*layout, "fp64") for layout in USUAL]
     + [
-        pytest.param(*layout, precision, marks=pytest.mark.exhaustive)
+        exhaustive(*layout, precision)
         for layout in LAYOUTS
         for precision in ("fp64", "fp32")
         if (precision == "fp32" and layout[0] <= 2) or (precision == "fp64" and layout not in USUAL)
@@ -64,9 +65,7 @@ def test_layout_equals_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dp", "stage"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.exhaustive), (2, 3)]
-)
+@pytest.mark.parametrize(("dp", "stage"), [(1, 0), exhaustive(2, 0), (2, 3)])
 def test_sgd_equals_plain_loop(tmp_path: Path, dp: int, stage: int) -> None:
     write_tokens(tmp_path)
     sgd = Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)
@@ -75,9 +74,7 @@ def test_sgd_equals_plain_loop(tmp_path: Path, dp: int, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "micro_batch", [1, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (2, 4))]
-)
+@pytest.mark.parametrize("micro_batch", [1, *(exhaustive(size) for size in (2, 4))])
 def test_accumulation_changes_nothing(tmp_path: Path, micro_batch: int) -> None:
     write_tokens(tmp_path)
     config = make_config(tmp_path, dp=2, stage=2, micro_batch=micro_batch)

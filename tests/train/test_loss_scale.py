@@ -26,14 +26,15 @@ from tests.support.jobs import (
 from tests.support.layouts import Records, record_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import plain_loop
+from tests.support.rows import exhaustive
 
 LAYOUTS = [
     (0, {}),
     (3, {"dp": 2, "tp": 2}),
     (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
-    pytest.param(2, {"dp": 2}, marks=pytest.mark.exhaustive),
-    pytest.param(1, {"tp": 2, "pp": 2}, marks=pytest.mark.exhaustive),
-    pytest.param(0, {"cp": 2}, marks=pytest.mark.exhaustive),
+    exhaustive(2, {"dp": 2}),
+    exhaustive(1, {"tp": 2, "pp": 2}),
+    exhaustive(0, {"cp": 2}),
 ]
 OVERFLOWS_AT = 4
 WINDOW = 6
@@ -120,8 +121,8 @@ def test_going_from_fp32_to_fp16_begins_a_scale(tmp_path: Path) -> None:
     [
         ("native", 0),
         pytest.param("deepspeed", 3, marks=pytest.mark.slow),
-        pytest.param("native", 3, marks=pytest.mark.exhaustive),
-        pytest.param("deepspeed", 0, marks=pytest.mark.exhaustive),
+        exhaustive("native", 3),
+        exhaustive("deepspeed", 0),
     ],
 )
 def test_resuming_before_the_first_update(tmp_path: Path, backend: Any, stage: int) -> None:

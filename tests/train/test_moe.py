@@ -29,6 +29,7 @@ from tests.support.jobs import (
 from tests.support.layouts import MOE, mixture, record_all, row_config
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_equal_curves, plain_loop
+from tests.support.rows import exhaustive
 
 EP = {"parallel": {"ep": 2}, "dp": 2}
 
@@ -82,7 +83,7 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", exhaustive("fp16")])
 def test_narrow_precision_is_near(tmp_path: Path, precision: str) -> None:
     write_tokens(tmp_path)
     narrow = make_config(

@@ -28,6 +28,7 @@ from tests.support.jobs import (
     train,
     write_tokens,
 )
+from tests.support.rows import exhaustive
 
 ADAMW = Optimizer(lr=1e-2, clip_norm=0.5)
 SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
@@ -40,11 +41,11 @@ HSDP = {"dp_replicate": 2}
     [
         (1, 0, "fp32", {}),
         (2, 3, "fp32", {}),
-        pytest.param(2, 2, "bf16", {}, marks=pytest.mark.exhaustive),
+        exhaustive(2, 2, "bf16", {}),
         (2, 1, "fp64", {}),
         (4, 3, "fp32", HSDP),
         (1, 0, "fp32", SGD),
-        pytest.param(2, 2, "fp32", SGD, marks=pytest.mark.exhaustive),
+        exhaustive(2, 2, "fp32", SGD),
     ],
 )
 def test_stopped_and_resumed_bit_for_bit(
@@ -63,9 +64,7 @@ def test_stopped_and_resumed_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dp", "stage"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.exhaustive), (2, 3)]
-)
+@pytest.mark.parametrize(("dp", "stage"), [(1, 0), exhaustive(2, 0), (2, 3)])
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> None:
     write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=dp, stage=stage, precision="fp32")

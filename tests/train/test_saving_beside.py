@@ -39,6 +39,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 
 def config_for(folder: Path, every: int, asynchronous: bool = True, **changes: Any) -> Config:
@@ -107,7 +108,7 @@ class HeldAndKilled(Held):
 
 LAYOUTS = [
     {},
-    pytest.param({"dp": 2, "stage": 3, "parallel": {"tp": 2}}, marks=pytest.mark.exhaustive),
+    exhaustive({"dp": 2, "stage": 3, "parallel": {"tp": 2}}),
     {"dp": 2, "stage": 0},
     {"dp": 2, "stage": 2, "precision": "fp32", "backend": Backend(name="deepspeed")},
 ]
