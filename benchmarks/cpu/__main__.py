@@ -1,7 +1,7 @@
 """Measure nanoscale and its peers on this machine, as ratios in one run: `make bench`.
 
 Prints one table and stores it under benchmarks/results/ with date, machine and versions. `make bench` takes
-about ten minutes on two cores; name parts to run these alone.
+about ten minutes on two cores; name parts to run these alone. `--smallest` only shows that the parts run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,35 +29,31 @@ Row = tuple[str, float, str, float | None]
 """The quantity, its figure, its unit, and the figure over its peer's."""
 
 
-def main() -> None:
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "start": bench_start,
-        "runs": bench_runs,
-        "plan": bench_plan,
-        "launch": bench_launch,
-        "resume": bench_resume,
-        "step": bench_step,
-        "checkpoint": bench_checkpoint,
-        "backends": bench_backends,
-        "data": bench_data,
-        "flood": bench_flood,
-    }
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all by default")
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--no-save", action="store_true", help="only print the table")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - parts.keys():
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="run each part at its smallest size; implies --no-save",
+    )
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(
-            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}"
+            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
         )
-    rows = [row for name in arguments.parts or parts for row in parts[name]()]
+    rows: list[Row] = []
+    for name in arguments.parts or PARTS:
+        part, smallest = PARTS[name]
+        rows += part(**smallest) if arguments.smallest else part()
     text = render(rows)
     print(text)
-    if not arguments.no_save:
+    if not (arguments.no_save or arguments.smallest):
         save(rows, text, "".join(f"-{name}" for name in arguments.parts))
 
 
-def bench_start() -> list[Row]:
+def bench_start(turns: int = 6) -> list[Row]:
     """Measure the wall time of commands that only look things up, and of the peers' help."""
     return beside(
         {
@@ -65,11 +62,12 @@ def bench_start() -> list[Row]:
             "accelerate launch --help": ["accelerate", "launch", "--help"],
             "nanoscale --help": ["nanoscale", "--help"],
             "nanoscale config show recipe=llama-8b": words("config show recipe=llama-8b"),
-        }
+        },
+        turns,
     )
 
 
-def bench_runs(count: int = 200) -> list[Row]:
+def bench_runs(turns: int = 6, count: int = 200) -> list[Row]:
     """Measure the wall time of commands that read many runs of 500 logged steps."""
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import dump
@@ -107,12 +105,13 @@ def bench_runs(count: int = 200) -> list[Row]:
                 "torchrun --help": ["torchrun", "--help"],
                 f"nanoscale runs ls, {count} runs": listing,
                 f"nanoscale runs ls with columns, {count} runs": [*listing, *columns],
-                "nanoscale runs show": words(f"runs show {folder}/run-7"),
-            }
+                "nanoscale runs show": words(f"runs show {folder}/run-0"),
+            },
+            turns,
         )
 
 
-def bench_plan() -> list[Row]:
+def bench_plan(turns: int = 6) -> list[Row]:
     """Measure the wall time of plans of a large job, and of a peer's plans in the same minutes."""
     job = "recipe=llama-70b cluster=h100-sxm cluster.hosts=16"
     return beside(
@@ -122,7 +121,8 @@ def bench_plan() -> list[Row]:
                 f"plan {job} parallel.tp=8 parallel.pp=4"
             ),
             "nanoscale plan --search, llama-70b on 128 H100": words(f"plan {job} --search"),
-        }
+        },
+        turns,
     )
 
 
@@ -130,17 +130,17 @@ def words(text: str) -> list[str]:
     return ["nanoscale", *text.split()]
 
 
-def beside(commands: dict[str, list[str]]) -> list[Row]:
+def beside(commands: dict[str, list[str]], turns: int) -> list[Row]:
     """Measure each command's wall time, and its ratio to that of the first."""
     seconds = {
-        name: median_of(5, lambda c=command: run([str(BIN / c[0]), *c[1:]]))
-        for name, command in commands.items()
+        name: median_of(turns, partial(run, [str(BIN / program), *arguments]))
+        for name, (program, *arguments) in commands.items()
     }
     first = next(iter(seconds.values()))
     return [(name, value, "s", value / first) for name, value in seconds.items()]
 
 
-def bench_launch(ranks: int = 8) -> list[Row]:
+def bench_launch(turns: int = 4, ranks: int = 8) -> list[Row]:
     """Measure the time from a command to the end of the first step, with as many ranks as a host has GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -153,9 +153,8 @@ def bench_launch(ranks: int = 8) -> list[Row]:
             f"run.root={folder}",
         ]
         nanoscale = [str(BIN / "nanoscale"), "train", *words]
-        run([*nanoscale, "run.name=warm"])  # prepares the corpus
         pairs = []
-        for attempt in range(3):
+        for attempt in range(turns):
             ours = time_to_first_step(
                 [*nanoscale, f"run.name=ours-{attempt}"], Path(folder) / f"ours-{attempt}"
             )
@@ -163,31 +162,30 @@ def bench_launch(ranks: int = 8) -> list[Row]:
             peer.mkdir()
             (peer / "checkpoints").mkdir()
             (peer / "logs").mkdir()
-            shutil.copy(Path(folder) / "warm" / "config.yaml", peer)
+            shutil.copy(Path(folder) / f"ours-{attempt}" / "config.yaml", peer)
             torchrun = [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
             command = [*torchrun, "-m", "nanoscale.worker", str(peer)]
             pairs.append((ours, time_to_first_step(command, peer)))
-    ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ours, theirs = medians_of(pairs)
     return [
         (f"torchrun, {ranks} ranks, to the first step", theirs, "s", 1.0),
         (f"nanoscale train, {ranks} ranks, to the first step", ours, "s", ours / theirs),
     ]
 
 
-def bench_resume(ranks: int = 2) -> list[Row]:
+def bench_resume(turns: int = 4, ranks: int = 2) -> list[Row]:
     """Measure the time from a command to the end of the first step, of a new and of a resumed run."""
     with tempfile.TemporaryDirectory() as folder:
         job = ["recipe=tiny", f"parallel.dp={ranks}", "train.eval_every=0", "train.sample_tokens=0"]
         job += ["train.log_every=1", "scheduler.warmup_steps=0", "logger=none"]
         train = [str(BIN / "nanoscale"), "train", *job, f"run.root={folder}", "train.steps=1"]
-        run([*train, "run.name=warm"])  # prepares the corpus
         pairs = []
-        for attempt in range(3):
+        for attempt in range(turns):
             path = Path(folder) / f"run-{attempt}"
             fresh = time_to_first_step([*train, f"run.name={path.name}"], path)
             resume = [str(BIN / "nanoscale"), "resume", str(path), "train.steps=2"]
             pairs.append((fresh, time_to_first_step(resume, path, step=2)))
-    fresh, resumed = (statistics.median(times) for times in zip(*pairs, strict=True))
+    fresh, resumed = medians_of(pairs)
     return [
         (f"nanoscale train, tiny on {ranks} ranks, to the first step", fresh, "s", 1.0),
         (
@@ -199,7 +197,7 @@ def bench_resume(ranks: int = 2) -> list[Row]:
     ]
 
 
-def bench_step() -> list[Row]:
+def bench_step(turns: int = 48, steps: int = 8, worlds: Sequence[int] = (1, 2)) -> list[Row]:
     """Measure the step time on one process and on two, with a plain PyTorch loop and other trainers, in
     turns."""
     names = {
@@ -209,8 +207,8 @@ def bench_step() -> list[Row]:
         "ours": "nanoscale",
     }
     rows: list[Row] = []
-    for world in (1, 2):
-        found = result_of("step", str(world))
+    for world in worlds:
+        found = result_of("step", str(world), "0", str(turns), str(steps))
         kind = "1 process" if world == 1 else f"{world} processes"
         for name, shown in names.items():
             seconds, ratio = found[name]["seconds"], found[name]["ratio"]
@@ -218,9 +216,9 @@ def bench_step() -> list[Row]:
     return rows
 
 
-def bench_checkpoint() -> list[Row]:
+def bench_checkpoint(turns: int = 5, layers: int = 6) -> list[Row]:
     """Measure how long a checkpoint stops the training."""
-    found = result_of("checkpoint")
+    found = result_of("checkpoint", str(turns), str(layers))
     state = f"checkpoint of {found['megabytes']:.0f} MB"
     longer = found["longer_s"] / found["save_s"]
     return [
@@ -231,9 +229,9 @@ def bench_checkpoint() -> list[Row]:
     ]
 
 
-def bench_data() -> list[Row]:
+def bench_data(turns: int = 3, files: int = 10_000) -> list[Row]:
     """Measure text to tokens with the tokenizers library, and samples with slices of a numpy memmap."""
-    result = result_of("data")
+    result = result_of("data", str(turns), str(files))
     threads = f"{result['threads']} threads"
     return [
         (f"tokenizers, {threads}, from memory to nothing", result["tokenizers"], "MB/s", 1.0),
@@ -248,20 +246,26 @@ def bench_data() -> list[Row]:
     ]
 
 
-def bench_flood() -> list[Row]:
-    """Measure a rank that prints 1 GiB, `cat` of the same bytes into the same file, and Ctrl-C meanwhile."""
-    result = result_of("flood")
+def bench_flood(turns: int = 5, mib: int = 1024) -> list[Row]:
+    """Measure a rank that prints much, `cat` of the same bytes into the same file, and Ctrl-C meanwhile."""
+    result = result_of("flood", str(mib), str(turns))
+    text = f"{mib / 1024:g} GiB"
     return [
-        ("cat, 1 GiB into a log", result["cat_s"], "s", 1.0),
-        ("a rank prints 1 GiB, until it is in the log", result["whole_s"], "s", result["ratio"]),
-        ("a rank prints 1 GiB, until the launch has ended", result["ended_s"], "s", None),
+        (f"cat, {text} into a log", result["cat_s"], "s", 1.0),
+        (f"a rank prints {text}, until it is in the log", result["whole_s"], "s", result["ratio"]),
+        (f"a rank prints {text}, until the launch has ended", result["ended_s"], "s", None),
         ("Ctrl-C meanwhile, until the launch has ended", result["stop_s"], "s", None),
         ("growth of the launcher meanwhile", result["launcher_mib"], "MiB", None),
         ("growth of the agent meanwhile", result["agent_mib"], "MiB", None),
     ]
 
 
-def bench_backends(steps: int = 30) -> list[Row]:
+def bench_backends(
+    backends: Sequence[str] = ("native", "deepspeed"),
+    stages: Sequence[int] = (0, 2, 3),
+    steps: int = 30,
+    warm_up: bool = True,
+) -> list[Row]:
     """Measure one recipe on both backends, two ranks, by ZeRO stage: time to the first step, step time, and
     memory."""
     rows: list[Row] = []
@@ -270,10 +274,11 @@ def bench_backends(steps: int = 30) -> list[Row]:
         words += ["scheduler.warmup_steps=2", "train.eval_every=0", "train.sample_tokens=0"]
         words += ["train.log_every=1", "logger=none", "launcher.device=cpu", f"run.root={folder}"]
         command = [str(BIN / "nanoscale"), "train", *words]
-        run([*command, "train.steps=2", "run.name=warm"])  # prepares the corpus
-        for stage in (0, 2, 3):
+        if warm_up:  # prepares the corpus
+            run([*command, "train.steps=2", "run.name=warm"])
+        for stage in stages:
             figures = {}
-            for backend in ("native", "deepspeed"):
+            for backend in backends:
                 name = f"{backend}-{stage}"
                 job = [*command, f"backend={backend}", f"zero=stage{stage}", f"run.name={name}"]
                 first = time_to_first_step(job, Path(folder) / name)
@@ -315,14 +320,20 @@ def run(command: list[str]) -> None:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
 
-def median_of(times: int, act: Callable[[], None]) -> float:
-    act()  # loads files from disk into memory
+def median_of(turns: int, act: Callable[[], None]) -> float:
+    """Return the median duration of the turns without the first, which loads files from disk into memory."""
     seconds = []
-    for _ in range(times):
+    for _ in range(turns):
         began = time.perf_counter()
         act()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return statistics.median(seconds[1:] or seconds)
+
+
+def medians_of(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the medians of the pairs without the first, for which the corpus is prepared."""
+    first, second = (statistics.median(times) for times in zip(*(pairs[1:] or pairs), strict=True))
+    return first, second
 
 
 def render(rows: list[Row]) -> str:
@@ -348,6 +359,24 @@ def save(rows: list[Row], text: str, which: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{day}-cpu{which}.json").write_text(json.dumps(about, indent=1) + "\n")
     (folder / f"{day}-cpu{which}.txt").write_text(text + "\n")
+
+
+PARTS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
+    "start": (bench_start, {"turns": 1}),
+    "runs": (bench_runs, {"turns": 1, "count": 1}),
+    "plan": (bench_plan, {"turns": 1}),
+    "launch": (bench_launch, {"turns": 1, "ranks": 1}),
+    "resume": (bench_resume, {"turns": 1, "ranks": 1}),
+    "step": (bench_step, {"turns": 1, "steps": 1, "worlds": [1]}),
+    "checkpoint": (bench_checkpoint, {"turns": 2, "layers": 1}),
+    "backends": (
+        bench_backends,
+        {"backends": ["native"], "stages": [2], "steps": 6, "warm_up": False},
+    ),
+    "data": (bench_data, {"turns": 1, "files": 20}),
+    "flood": (bench_flood, {"turns": 1, "mib": 4}),
+}
+"""The parts, and their arguments at the smallest size."""
 
 
 if __name__ == "__main__":

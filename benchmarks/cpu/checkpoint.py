@@ -1,6 +1,6 @@
 """The time that a checkpoint stops the training, with asynchronous saving and without.
 
-    python -m benchmarks.cpu.checkpoint
+    python -m benchmarks.cpu.checkpoint [TURNS] [LAYERS]
 
 Both save the same state of one process, in turns. Prints one JSON line.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,23 +28,27 @@ from nanoscale.data.dataset import open_data
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 
-TURNS = 4
-SHAPE = ("model.layers=6", "model.hidden=512", "model.heads=16", "model.ffn=1408")
-"""A state of some 180 MB with AdamW's moments."""
+SHAPE = ("model.hidden=512", "model.heads=16", "model.ffn=1408")
 
 
-def main() -> None:
+def main(turns: int = 5, layers: int = 6) -> None:
+    """Measure this many turns, of which the first is reported by itself.
+
+    The state has some 180 MB with 6 layers and AdamW's moments.
+    """
     torch.set_num_threads(cores())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = ["recipe=tiny", *SHAPE, "launcher.device=cpu", f"run.root={folder}"]
+        words = ["recipe=tiny", *SHAPE, f"model.layers={layers}"]
+        words += ["launcher.device=cpu", f"run.root={folder}"]
         config = check(compose(words), Devices("cpu", 1))
         run = RunDirectory.create(folder, "bench")
         run.config.write_text(frozen.dump(config))
         fence.begin(run, 0)
         engine = NativeEngine(config, torch.device("cpu"))
         data = open_data(config.data, config.train, config.model.vocab)
-        batch = data.train.batch(range(config.train.global_batch))
+        samples = config.train.global_batch
+        (batch,) = data.train.micro_batches(0, samples, 0, 1, samples)
         savers = [
             Saver(run.workspace(0), replace(config.checkpoint, asynchronous=beside), 0)
             for beside in (True, False)
@@ -56,7 +61,7 @@ def main() -> None:
 
         step()
         rounds = []
-        for turn in range(1 + TURNS):
+        for turn in range(turns):
             usual = timed(step)
             beside.begin(engine.state(), {"step": 2 * turn})
             meanwhile = timed(step)
@@ -85,4 +90,4 @@ def timed(act: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

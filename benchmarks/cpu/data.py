@@ -2,6 +2,8 @@
 
 The text is the standard library's source code, as one JSON line a document. Each figure and its peer's are
 measured in turns in one process, so that other load on the machine affects both. Prints one JSON line.
+
+    python -m benchmarks.cpu.data [TURNS] [FILES]
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +31,6 @@ from nanoscale.data.samples import Split
 from nanoscale.data.tokenizer import train_bpe
 
 THREADS = cores()
-TURNS = 3
 TIMES = 4
 """The text is repeated, so that the start of the workers counts as little as in practice."""
 VOCAB, TRAINED_ON = 8192, 200
@@ -42,35 +45,39 @@ class Silent:
         pass
 
 
-def main() -> None:
+def main(turns: int = 3, files: int = 10_000) -> None:
+    """Measure this many files at most; the standard library has fewer by default."""
     os.environ["RAYON_NUM_THREADS"] = str(THREADS)  # read when the library makes its threads
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = library()
+        texts = library(files)
         tokenizer = folder / "tokenizer.json"
         train_bpe(texts[:TRAINED_ON], VOCAB, tokenizer)
-        result = {**bench_prepare(folder, texts, tokenizer), **bench_loader(folder / "out-0")}
+        result = {
+            **bench_prepare(folder, texts, tokenizer, turns),
+            **bench_loader(folder / "out-0", 3 * turns),
+        }
     print(json.dumps(result))
 
 
-def library() -> list[str]:
+def library(most: int) -> list[str]:
     folder = corpus.stdlib_folder()
-    files = [folder / path for path in corpus.source_files(folder)]
+    files = [folder / path for path in corpus.source_files(folder)][:most]
     return [path.read_text(errors="replace") for path in files] * TIMES
 
 
-def bench_prepare(folder: Path, texts: list[str], tokenizer: Path) -> dict[str, float]:
+def bench_prepare(folder: Path, texts: list[str], tokenizer: Path, turns: int) -> dict[str, float]:
     """MB/s of text: all of `prepare`, from file to folder; the library alone, from memory to nothing."""
     source = folder / "corpus.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     native = Tokenizer.from_file(str(tokenizer))
     pairs = []
-    for turn in range(TURNS):
+    for turn in range(turns):
         request = PreparationRequest(
             (str(source),), folder / f"out-{turn}", str(tokenizer), workers=THREADS
         )
-        ours = timed(lambda request=request: prepare(request, Silent()))
+        ours = timed(partial(prepare, request, Silent()))
         theirs = timed(lambda: native.encode_batch_fast(texts, add_special_tokens=False))
         pairs.append((megabytes / ours, megabytes / theirs))
     ours, theirs = (statistics.median(speeds) for speeds in zip(*pairs, strict=True))
@@ -78,7 +85,7 @@ def bench_prepare(folder: Path, texts: list[str], tokenizer: Path) -> dict[str, 
     return {"threads": THREADS, "prepare": ours, "tokenizers": theirs, "prepare_ratio": ratio}
 
 
-def bench_loader(folder: Path) -> dict[str, float]:
+def bench_loader(folder: Path, turns: int) -> dict[str, float]:
     """Samples/s in random order: the loader, and slices of a numpy memmap in an order made before."""
     tokens = IndexedTokens(folder / "tokens")
     loader = Loader.from_file(tokens, Split(0, len(tokens.tokens)), SEQ, seed=1, vocab=VOCAB)
@@ -96,8 +103,9 @@ def bench_loader(folder: Path) -> dict[str, float]:
             rows = [bare[i * SEQ : (i + 1) * SEQ + 1].astype(np.int64) for i in chosen]
             np.stack(rows)
 
-    ours(), theirs()
-    pairs = [(timed(ours), timed(theirs)) for _ in range(3 * TURNS)]
+    ours()
+    theirs()
+    pairs = [(timed(ours), timed(theirs)) for _ in range(turns)]
     samples = STEPS * BATCH
     return {
         "loader": samples / statistics.median(ours for ours, _ in pairs),
@@ -113,4 +121,4 @@ def timed(act: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -23,6 +23,7 @@ from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.hf.shape import write_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import Dataset
+from nanoscale.data.loader import Loader
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 
@@ -50,7 +51,7 @@ class Plain:
         for inputs, targets in (micro_batches := self.batches.next()):
             loss = loss_of(self.run(inputs), targets) / len(micro_batches)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm_of(self.config))
         self.optimizer.step()
         loss.item()
 
@@ -127,7 +128,7 @@ def drive_trainer(
         adam_beta1=o.beta1,
         adam_beta2=o.beta2,
         weight_decay=o.weight_decay,
-        max_grad_norm=o.clip_norm,
+        max_grad_norm=clip_norm_of(config),
         optim="adamw_torch_fused",
         logging_steps=config.train.log_every,
         save_strategy="no",
@@ -144,6 +145,7 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
     """The training samples, one by one, in the form of transformers' Llama."""
 
     def __init__(self, data: Dataset) -> None:
+        assert isinstance(data.train, Loader)
         self.loader = data.train
 
     def __len__(self) -> int:
@@ -179,6 +181,13 @@ def make_model(config: ResolvedConfig) -> Transformer:
     model = Transformer(config.model)
     initialise(model, config.model, config.train.seed)
     return model
+
+
+def clip_norm_of(config: ResolvedConfig) -> float:
+    """Return the norm to which all programs clip the gradients."""
+    norm = config.optimizer.clip_norm
+    assert norm is not None
+    return norm
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

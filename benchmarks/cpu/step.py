@@ -1,6 +1,6 @@
 """The step time of nanoscale's whole loop, a plain PyTorch loop, DeepSpeed and transformers' Trainer.
 
-    python -m benchmarks.cpu.step [RANKS] [ZERO STAGE]
+    python -m benchmarks.cpu.step [RANKS] [ZERO STAGE] [ROUNDS] [STEPS OF A TURN]
 
 Each has ranks of its own, which wait while another's are at work: in one process they would share a heap,
 and the gradients that one leaves there decide where the next one's memory is. Turns are short, and a ratio
@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,7 @@ from nanoscale.config.rules import Devices, check
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
+from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
 from nanoscale.processes.malloc import keep_freed_memory
 from nanoscale.processes.ports import ReservedPort
@@ -46,29 +49,31 @@ from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
 
 NAMES = ("plain", "ours", "deepspeed", "trainer")
-ROUNDS, STEPS = 48, 8
+WARM_UP = 4
+"""Rounds that are left out if there are more."""
 WORDS = ("train.steps=100000", "train.eval_every=0", "checkpoint.at_end=false", "logger=none")
 GO = "go\n"
 
 
-def main() -> None:
-    world = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    stage = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    if len(sys.argv) > 3:
-        serve(sys.argv[3], world, stage)
-    else:
-        print(json.dumps(summary(measure(world, stage))))
+def main(words: list[str]) -> None:
+    match words:
+        case ["serve", name, *numbers]:
+            serve(name, *map(int, numbers))
+        case _:
+            print(json.dumps(summary(measure(*map(int, words)))))
 
 
-def measure(world: int, stage: int) -> list[dict[str, float]]:
+def measure(
+    world: int = 1, stage: int = 0, count: int = 48, steps: int = 8
+) -> list[dict[str, float]]:
     """Return seconds a step by name, round by round; the first rounds, which warm up, are left out."""
     with ExitStack() as stack:
-        teams = [stack.enter_context(Team(name, world, stage)) for name in NAMES]
+        teams = [stack.enter_context(Team(name, world, stage, steps)) for name in NAMES]
         rounds = []
-        for _ in range(ROUNDS):
+        for _ in range(count):
             rounds.append({team.name: team.turn() for team in teams})
             teams.reverse()  # no program always follows the same one
-    return rounds[4:]
+    return rounds[WARM_UP:] or rounds
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -84,13 +89,14 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 class Team:
     """The ranks of one program, which work when it is their turn."""
 
-    def __init__(self, name: str, world: int, stage: int) -> None:
+    def __init__(self, name: str, world: int, stage: int, steps: int) -> None:
         self.name = name
         self._port = ReservedPort()
-        self._ranks = [self._start(rank, world, stage) for rank in range(world)]
+        self._ranks = [self._start(rank, world, stage, steps) for rank in range(world)]
 
-    def _start(self, rank: int, world: int, stage: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.cpu.step", str(world), str(stage), self.name]
+    def _start(self, rank: int, world: int, stage: int, steps: int) -> subprocess.Popen[str]:
+        serving = ["serve", self.name, *map(str, (world, stage, steps))]
+        command = [sys.executable, "-m", "benchmarks.cpu.step", *serving]
         environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores() // world))}
         if world > 1:
             environment |= {
@@ -106,10 +112,11 @@ class Team:
 
     def turn(self) -> float:
         """Return the seconds a step of the first rank."""
-        for rank in self._ranks:
-            rank.stdin.write(GO)
-            rank.stdin.flush()
-        seconds = [float(rank.stdout.readline()) for rank in self._ranks]
+        pipes = [pipes_of(rank) for rank in self._ranks]
+        for stdin, _ in pipes:
+            stdin.write(GO)
+            stdin.flush()
+        seconds = [float(stdout.readline()) for _, stdout in pipes]
         return seconds[0]
 
     def __enter__(self) -> Team:
@@ -117,13 +124,19 @@ class Team:
 
     def __exit__(self, failed: object, *_: object) -> None:
         for rank in self._ranks:
-            rank.kill() if failed else rank.stdin.close()
+            rank.kill() if failed else pipes_of(rank)[0].close()
         for rank in self._ranks:
             rank.wait(60)
         self._port.close()
 
 
-def serve(name: str, world: int, stage: int) -> None:
+def pipes_of(rank: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """Return standard input and output of a rank."""
+    assert rank.stdin is not None and rank.stdout is not None
+    return rank.stdin, rank.stdout
+
+
+def serve(name: str, world: int, stage: int, steps: int) -> None:
     """Run a rank of a team."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the libraries print
@@ -138,13 +151,13 @@ def serve(name: str, world: int, stage: int) -> None:
         config = bench_config(world, stage, Path(folder))
         data = open_data(config.data, config.train, config.model.vocab)
         if name == "trainer":
-            drive_trainer(config, data, Path(folder), STEPS, wait, report)
+            drive_trainer(config, data, Path(folder), steps, wait, report)
             return
         begin = {"plain": plain, "ours": ours, "deepspeed": deepspeed}[name]
-        with begin(config, data, Path(folder)) as block:
+        with begin(config, data, Path(folder)) as run:
             more = wait()
             while more:
-                more = report(timed(block))
+                more = report(timed(partial(run, steps)) / steps)
 
 
 def wait() -> bool:
@@ -153,24 +166,24 @@ def wait() -> bool:
 
 
 @contextmanager
-def plain(config: ResolvedConfig, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
+def plain(config: ResolvedConfig, data: Dataset, _: Path) -> Iterator[Callable[[int], None]]:
     meet()
     yield repeat(Plain(config, data).step)
 
 
 @contextmanager
-def deepspeed(config: ResolvedConfig, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
+def deepspeed(config: ResolvedConfig, data: Dataset, _: Path) -> Iterator[Callable[[int], None]]:
     meet()
     yield repeat(DeepSpeed(config, data).step)
 
 
 @contextmanager
-def ours(config: ResolvedConfig, data: Dataset, folder: Path) -> Iterator[Callable[[], None]]:
+def ours(config: ResolvedConfig, data: Dataset, folder: Path) -> Iterator[Callable[[int], None]]:
     """Set up like `nanoscale.worker`."""
     keep_freed_memory()
     process_group.join(config.world_size, torch.device("cpu"), 120.0)
     whole = Ours(config, data, folder)
-    yield whole.block
+    yield whole.run
     whole.agreement.close()
 
 
@@ -205,32 +218,32 @@ class Ours:
             progress=Progress(),
             rank=rank,
             meter=Meter(config, 1, device),
-            sinks=open_sinks(run, workspace, config.logger, 0) if rank == 0 else [],
+            sinks=open_sinks(Subject(run, config, workspace, 0), 0) if rank == 0 else [],
             note=lambda *_, **__: None,
         )
 
-    def block(self) -> None:
+    def run(self, steps: int) -> None:
         training = self.training
-        train = replace(training.config.train, steps=training.progress.step + STEPS)
+        train = replace(training.config.train, steps=training.progress.step + steps)
         training.config = replace(training.config, train=train)
         training.run(self.agreement)
 
 
-def repeat(step: Callable[[], None]) -> Callable[[], None]:
-    def act() -> None:
-        for _ in range(STEPS):
+def repeat(step: Callable[[], None]) -> Callable[[int], None]:
+    def run(steps: int) -> None:
+        for _ in range(steps):
             step()
 
-    return act
+    return run
 
 
-def timed(block: Callable[[], None]) -> float:
+def timed(act: Callable[[], None]) -> float:
     if dist.is_initialized():
         dist.barrier()
     began = time.perf_counter()
-    block()
-    return (time.perf_counter() - began) / STEPS
+    act()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks import gpu
@@ -43,7 +44,7 @@ def main() -> None:
         for one in (MACHINE, *sorted(chosen, key=lambda it: it.peer)):
             row = session.measure(
                 one.what,
-                lambda one=one: one.act(bench),
+                partial(one.act, bench),
                 limit_s=one.limit_s or arguments.limit,
                 needed_s=min(one.needed_s, TINY_S) if arguments.tiny else one.needed_s,
             )

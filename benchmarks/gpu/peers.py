@@ -100,8 +100,8 @@ def trained(kind: str, device: torch.device, overrides: list[str]) -> dict[str, 
     """Return the results of `loop` or `Trainer` with a configuration."""
     config = check(compose(overrides), detect())
     clock = Clock(device)
-    trainer: type[Loop | Trainer] = {"loop": Loop, "Trainer": Trainer}[kind]
-    trainer(config, device).run(clock)
+    programs: dict[str, type[Loop | Trainer]] = {"loop": Loop, "Trainer": Trainer}
+    programs[kind](config, device).run(clock)
     tokens = config.train.global_batch * config.train.seq_len
     speed, peak = tokens / clock.step_s, device_peak(config, device)
     return {
@@ -217,9 +217,9 @@ class Trainer:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         self.config, self.device = config, device
-        hf = LlamaConfig(**write_shape(config.model), use_cache=False, attn_implementation="sdpa")
+        settings: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa"}
         with device:
-            self.model = LlamaForCausalLM(hf)
+            self.model = LlamaForCausalLM(LlamaConfig(**write_shape(config.model), **settings))
         if config.backend.compile == "on":
             for layer in self.model.model.layers:
                 layer.compile()

@@ -26,6 +26,12 @@ from nanoscale.plan.memory.setting import MemorySetting, setting_of
 
 DEFAULT = Path(__file__).resolve().parents[2] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]
+RECOMPUTATION: dict[str, Literal["none", "full", "selective"]] = {
+    "": "none",
+    "full": "full",
+    "selective": "selective",
+}
+"""Our names of what the rows recompute."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,9 @@ def _layout(row: Row) -> str:
     return f"{degrees} s{int(row['seq'] or 4096) // 1024}k b{row['mbs'] or '?'} {row['act_ckpt'] or 'none'}"
 
 
-def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> ResolvedConfig:
+def config_of(
+    row: Row, micro_batch: int, micro_batches: int, stage: Literal[1, 3]
+) -> ResolvedConfig:
     """Return the row's job as one of ours."""
     shape = Model(
         layers=int(row["layers"]),
@@ -102,7 +110,6 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Res
     )
     base = Config()
     dp, pp = int(row["dp"]), int(row["pp"])
-    mode = row["act_ckpt"] or "none"
     job = replace(
         base,
         model=shape,
@@ -113,7 +120,7 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Res
             pp=pp,
             cp=int(row["cp"] or 1),
             virtual_stages=2 if "Interleaved" in row["source"] else 1,
-            activation_checkpointing=mode,
+            activation_checkpointing=RECOMPUTATION[row["act_ckpt"]],
         ),
         precision=replace(base.precision, compute="bf16", fp8="fp8" in row["precision"]),
         zero=replace(base.zero, stage=stage),

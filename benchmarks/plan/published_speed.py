@@ -58,6 +58,17 @@ section 4.1, over the Triton implementation that MPT used)."""
 FITTED = ("A100 80GB with", "H100 80GB BF16")
 """Parts or endings of the names of sources that --calibrate uses."""
 
+RECOMPUTATION: dict[str, tuple[Literal["none", "full", "selective"], int]] = {
+    "": ("none", 1),
+    "none": ("none", 1),
+    "full": ("full", 1),
+    "selective": ("selective", 1),
+    "selective-op": ("selective", 1),
+    "selective-layer": ("full", 2),
+    "selective+SP": ("none", 1),
+}
+"""Our names of what the rows recompute, and of every how many blocks."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -146,13 +157,7 @@ def _parallel(raw: dict[str, str]) -> Parallel:
     virtual = _number(raw["vp"], 1)
     if pp > 1 and "Interleaved" in raw["source"]:
         virtual = 2
-    mode, every = {
-        "none": ("none", 1),
-        "": ("none", 1),
-        "full": ("full", 1),
-        "selective-layer": ("full", 2),
-        "selective+SP": ("none", 1),
-    }.get(raw["act_ckpt"], ("selective", 1))
+    mode, every = RECOMPUTATION[raw["act_ckpt"]]
     old = "SC21" in raw["source"] or (raw["act_ckpt"] == "full" and "Korthikanti" in raw["source"])
     return Parallel(
         dp=_number(raw["dp"], _number(raw["num_gpus"], 1) // (tp * pp * cp)),

@@ -185,8 +185,8 @@ def resume_exactly(name: str, folder: Path, mesh: Any = None, placements: Any = 
     load_state(fresh, resumed, moments)
     before, after = whole([*moments.items()]), whole([*named_state(fresh, resumed).items()])
     assert equal(before, after)
-    for run in ((parameters, optimizer), (fresh, resumed)):
-        train(*run, range(2, 4))
+    train(parameters, optimizer, range(2, 4))
+    train(fresh, resumed, range(2, 4))
     return equal(whole(parameters), whole(fresh)) and equal(
         whole([*named_state(parameters, optimizer).items()]),
         whole([*named_state(fresh, resumed).items()]),

@@ -138,6 +138,11 @@ class Launch:
         copies = [pid for pid in self.nodes.processes(node) if _parent(pid) in servers]
         return sorted(pid for pid in copies if ".rank-" in _stdout(pid))
 
+    def only_rank(self, node: str) -> int:
+        """Return the process of the only rank on a node."""
+        (pid,) = self.ranks(node)
+        return pid
+
 
 class Terminal:
     """A terminal with a user, until the window is closed.

@@ -33,9 +33,9 @@ def test_a_killed_worker_is_back_but_not_for_ever(nodes: Nodes, tmp_path: Path) 
     launch.trains(3)
     for node in ("n2", "n1"):
         reached = steps(launch)[-1]
-        back_after(launch, lambda node=node: os.kill(*launch.ranks(node), signal.SIGKILL))
+        back_after(launch, lambda node=node: os.kill(launch.only_rank(node), signal.SIGKILL))
         assert launch.events("resumed")[-1]["step"] >= reached - 1
-    os.kill(*launch.ranks("n2"), signal.SIGKILL)
+    os.kill(launch.only_rank("n2"), signal.SIGKILL)
     launch.must_end(1)
     nothing_left(nodes, LIMIT_S)
     assert steps(launch) == list(range(1, len(launch.metrics) + 1))  # no repeats, no gaps
@@ -58,7 +58,7 @@ def test_an_elastic_job_goes_on_with_the_hosts_that_are_there(
     assert hosts_of(launch) == ["n2", "n3"]
     assert read_json(launch.run.launch)["world_size"] == 2
     nodes.power_on("n1")
-    back_after(launch, lambda: os.kill(*launch.ranks("n3"), signal.SIGKILL))
+    back_after(launch, lambda: os.kill(launch.only_rank("n3"), signal.SIGKILL))
     assert hosts_of(launch) == ["n1", "n2", "n3"]
     assert len(launch.ranks("n1")) == 1
     interrupt(launch)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.config.schema import Model, Parallel
-from nanoscale.models.transformer import Block, Rotation, RunLayers, rope_rotation
+from nanoscale.models.transformer import Block, Rotation, RunLayers, rope_rotation, run_layers
 from nanoscale.parallel import activation, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
@@ -72,18 +72,12 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any, mask: Any = None) -> Tensor:
-    for block in layers.values():
-        hidden = block(hidden, rotation, mask)
-    return hidden
-
-
 def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, RunLayers]:
     torch.manual_seed(0)
     layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)}).double()
     parallel = replace(Parallel(), offload_activations=offload, **MODES[mode])
     activation.apply(layers, parallel)
-    return layers, activation.make_run_layers(parallel, run_plainly)
+    return layers, activation.make_run_layers(parallel, run_layers)
 
 
 def inputs(batch: int = BATCH) -> tuple[Tensor, Rotation]:
@@ -102,7 +96,7 @@ def see(mode: str, offload: bool = False) -> Seen:
     counter = CountOperations()
     gc.collect()  # or what earlier tests left would be freed, and counted, at any time
     with counter, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        output = run(layers, hidden, rotation)
+        output = run(layers, hidden, rotation, None)
         with record_function("backward"):
             output.square().sum().backward()
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -196,7 +190,7 @@ class Stack(nn.Module):
         self.layers, self.run = layers, run
 
     def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        return self.run(self.layers, hidden, rotation)
+        return self.run(self.layers, hidden, rotation, None)
 
 
 ROWS = 3  # no activation of so many has a parameter's size
@@ -328,7 +322,7 @@ def test_autocast_copies_of_weights_do_not_move() -> None:
     layers, run = make("none", offload=True)
     hidden, rotation = inputs(batch=7)  # no activation has a weight's size
     with measure_moves() as moved, torch.autocast("cpu", torch.bfloat16):
-        run(layers.float(), hidden.float(), rotation)
+        run(layers.float(), hidden.float(), rotation, None)
     weights = {p.numel() * 2 for p in layers.parameters() if p.ndim > 1}
     assert moved and not weights & set(moved)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nanoscale.config.schema import Backend, Config, Model, Parallel
-from nanoscale.models.transformer import Block, Rotation, RunLayers, rope_rotation
+from nanoscale.models.transformer import Block, Mask, Rotation, RunLayers, rope_rotation, run_layers
 from nanoscale.parallel import activation, compile, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
@@ -37,12 +37,6 @@ MODES = {
 }
 
 
-def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any) -> Tensor:
-    for block in layers.values():
-        hidden = block(hidden, rotation)
-    return hidden
-
-
 def make(
     mode: str, compiled: str, divide: Callable[[Block], None] | None = None
 ) -> tuple[nn.ModuleDict, RunLayers]:
@@ -54,12 +48,12 @@ def make(
             divide(block)
     activation.apply(layers, parallel)
     compile.apply(layers, replace(Config(), backend=Backend(compile=compiled)))  # type: ignore[arg-type]
-    return layers, activation.make_run_layers(parallel, run_plainly)
+    return layers, activation.make_run_layers(parallel, run_layers)
 
 
 def gradients(layers: nn.ModuleDict, run: RunLayers) -> list[Tensor]:
     hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    output = run(layers, hidden, rope_rotation(SHAPE, torch.arange(16), torch.float32))
+    output = run(layers, hidden, rope_rotation(SHAPE, torch.arange(16), torch.float32), None)
     output.square().mean().backward()
     grads = [hidden.grad, *(p.grad for p in layers.parameters())]
     return [output.detach(), *(grad for grad in grads if grad is not None)]
@@ -109,8 +103,8 @@ class Stack(nn.Module):
         super().__init__()
         self.layers, self.run = layers, run
 
-    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        return self.run(self.layers, hidden, rotation)
+    def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask) -> Tensor:
+        return self.run(self.layers, hidden, rotation, mask)
 
 
 def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:

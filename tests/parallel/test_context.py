@@ -236,7 +236,7 @@ def count_calls(way: str, leaves: list[Tensor]) -> tuple[int, int]:
     return names.count("gloo:send"), names.count("gloo:all_to_all")
 
 
-def order_of_work(qkv: list[Tensor]) -> list[str]:
+def order_of_work(leaves: list[Tensor]) -> list[str]:
     done = []
     kernel = KERNELS["portable"]
 
@@ -254,7 +254,8 @@ def order_of_work(qkv: list[Tensor]) -> list[str]:
         return kernel.forward(*args)
 
     with patch.object(ring, "Transfer", Spy), torch.no_grad():
-        ring.pass_keys(*qkv, dist.group.WORLD, replace(kernel, forward=forward), 1.0)
+        q, k, v = leaves
+        ring.pass_keys(q, k, v, dist.group.WORLD, replace(kernel, forward=forward), 1.0)
     return done
 
 

@@ -63,7 +63,7 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
         hidden = torch.randn(BATCH, SEQ, model.hidden, dtype=stream).requires_grad_()
         gc.collect()
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            out = loop(part.layers, hidden, rotation)
+            out = loop(part.layers, hidden, rotation, None)
         gc.collect()
         kept = memory.live - before - out.nbytes
         memory.reset_peak()

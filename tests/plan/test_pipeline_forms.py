@@ -39,7 +39,7 @@ def shortfall(
     pp: int,
     virtual: int,
     micro_batches: int,
-    costs: tuple[float, ...],
+    costs: tuple[float, float, float],
     transfer: float,
 ) -> float:
     """Return the share of the step by which the simulated step is longer than the form."""

@@ -52,7 +52,7 @@ def _collect(pipes: list[Any]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=LIMIT_S)
+        ready: list[Any] = wait(waiting, timeout=LIMIT_S)
         if not ready:
             raise TimeoutError(f"only ranks {sorted(results)} ended within {LIMIT_S} s")
         for pipe in ready:

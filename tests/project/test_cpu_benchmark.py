@@ -1,0 +1,42 @@
+"""Every part of `make bench` runs, at its smallest size."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu.__main__ import PARTS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Give the programs one thread each: on a busy machine, several would mostly wait for each other."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {random.choice([*usable])})
+    yield
+    os.sched_setaffinity(0, usable)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_prints_its_figures(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--smallest", part])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["figure", "ratio"]
+    assert len(rows) >= 2
+
+
+def test_connecting_to_two_hosts_is_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks.cpu.fanout", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (row,) = done.stdout.splitlines()[1:]
+    assert row.split()[0] == "2"
