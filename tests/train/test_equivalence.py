@@ -63,7 +63,7 @@ def test_layout_equals_plain_loop(
     config = row_config(tmp_path, row, precision, steps)
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
     if row.packed:
-        reference = documents_alone(precision, row.shape, *documents, steps)
+        reference = documents_alone(precision, row.shape, *documents, steps=steps)
     else:
         reference = plain_loop(precision, shape=row.shape, lora=row.lora, steps=steps)
     deviations(row.name, precision, worst(ours, reference))
