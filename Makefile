@@ -12,7 +12,7 @@ train: $(READY)
 # Two workers take the tests of clusters first, which mostly wait; tests/support/schedule.py says how work is shared out.
 # The rewritten assertions of the tests are kept, also where Python is told to keep no bytecode.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4
-# Everything that a change can break.
+# Each behavior once: at most ten minutes on two idle cores.
 test: $(READY)
 	$(TESTS) $(PYTEST_ARGS)
 
@@ -20,7 +20,7 @@ test: $(READY)
 test-quick: $(READY)
 	$(TESTS) --numprocesses=2 -m "not cluster and not slow and not exhaustive" $(PYTEST_ARGS)
 
-# What is left out above: repeated precisions and the longest sweeps.
+# What is left out above: all rows, with all steps and precisions.
 test-exhaustive: $(READY)
 	$(TESTS) --numprocesses=2 -m exhaustive $(PYTEST_ARGS)
 

@@ -21,6 +21,7 @@ from tests.cluster.launches import left, nothing_left
 from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_torch_files
+from tests.support.rows import exhaustive
 
 SOURCE = Path(__file__).parents[2]
 CALM = "launcher.connect_timeout_s=60"
@@ -342,7 +343,7 @@ def test_through_pdsh(doctor, monkeypatch):
     assert document["bandwidth"]["hosts"] == ["n1", "n3"]
 
 
-@pytest.mark.parametrize("ranks_run", [False, True])
+@pytest.mark.parametrize("ranks_run", [exhaustive(False), True])
 def test_ctrl_c_leaves_nothing_on_any_host(doctor, ranks_run):
     process = doctor.start("doctor")
     least = (

@@ -275,6 +275,7 @@ def test_ctrl_c(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> N
     rows.append(replace(row, shown="stopped after N steps"))
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_that_hangs_up(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]
 ) -> None:

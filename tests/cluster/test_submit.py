@@ -285,6 +285,7 @@ def test_sbatch_reads_every_value_as_it_is(user: User) -> None:
     assert not list(user.folder.rglob("x"))
 
 
+@pytest.mark.exhaustive
 def test_a_job_of_the_wrapper_is_known_by_its_run_and_stops(user: User) -> None:
     programs = user.folder / "bin"
     programs.mkdir()

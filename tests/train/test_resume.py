@@ -43,7 +43,7 @@ HSDP = {"dp_replicate": 2}
         (2, 3, "fp32", {}),
         exhaustive(2, 2, "bf16", {}),
         (2, 1, "fp64", {}),
-        (4, 3, "fp32", HSDP),
+        exhaustive(4, 3, "fp32", HSDP),
         (1, 0, "fp32", SGD),
         exhaustive(2, 2, "fp32", SGD),
     ],
@@ -122,9 +122,7 @@ def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
     [
         ({"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}, SGD["optimizer"]),
         ({"dp": 4, "stage": 2, "dp_replicate": 2}, {"dp": 2, "stage": 0}, ADAMW),
-        pytest.param(
-            {"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}, ADAMW, marks=pytest.mark.exhaustive
-        ),
+        exhaustive({"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}, ADAMW),
     ],
     ids=["2-4-1-sgd", "hsdp-2-1-adamw", "2-4-1-adamw"],
 )
@@ -168,7 +166,7 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "degrees"),
     [
-        (1, {"tp": 2, "pp": 2}),
+        exhaustive(1, {"tp": 2, "pp": 2}),
         (3, {"dp": 2, "cp": 2}),
         (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
     ],

@@ -22,6 +22,7 @@ from tests.support.jobs import (
     train,
     write_tokens,
 )
+from tests.support.rows import exhaustive
 
 
 class MinuteAStep(StopFlag):
@@ -122,7 +123,7 @@ def test_all_that_are_kept_are_not_those_saved_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [exhaustive(False), True])
 def test_a_run_continues_from_it_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, dp=2, stage=2, asynchronous=asynchronous)
