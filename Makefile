@@ -51,9 +51,9 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.cpu $(PARTS)
 
-# The planner against published measurements; PLAN_CSV is where they are.
+# The planner against published measurements.
 bench-plan: $(READY)
-	$(BIN)/python -m benchmarks.plan $(PLAN_CSV)
+	$(BIN)/python -m benchmarks.plan
 
 # docs/faults.md, as measured here; some minutes, and only for root.
 faults: $(READY)

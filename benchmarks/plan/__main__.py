@@ -1,6 +1,6 @@
 """The planner compared with published measurements, as assumed and calibrated: `make bench-plan`.
 
-    python -m benchmarks.plan [PUBLISHED_MEASUREMENTS.CSV] [--no-save]
+    python -m benchmarks.plan [--no-save]
 
 Every source is held out once: its devices' efficiencies are calibrated, as by `nanoscale plan --calibrate`, on
 the other sources of the same device, first on those of the same software, then on all, and the errors on its
@@ -79,26 +79,22 @@ class Speed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("csv", nargs="?", type=Path, default=published_speed.DEFAULT)
     parser.add_argument("--no-save", action="store_true", help="only print the table")
     options = parser.parse_args()
-    if not options.csv.is_file():
-        print(f"skipped: there is no {options.csv.name} in {options.csv.parent.resolve()}")
-        return
-    observed = observations(options.csv)
+    observed = observations()
     speeds = [held_out(observed, source) for source in observed]
-    memory = memory_errors(options.csv)
+    memory = memory_errors()
     text = render(speeds, memory)
     print(text)
     if not options.no_save:
         save(speeds, memory, text)
 
 
-def observations(path: Path) -> dict[str, list[Observation]]:
-    """Return the readable rows of the table, by source."""
+def observations() -> dict[str, list[Observation]]:
+    """Return the rows of the table, by source."""
     machines: dict[str, Hardware] = {}
     found = defaultdict[str, list[Observation]](list)
-    for row in published_speed.read(path)[0]:
+    for row in published_speed.read():
         machine = repr((row.config.cluster, row.config.precision))
         if machine not in machines:
             machines[machine] = hardware_of(row.config)
@@ -152,10 +148,10 @@ def off(rows: list[Observation], learned: Calibration) -> list[float]:
     return [row.seconds / predicted(row, learned) - 1 for row in rows]
 
 
-def memory_errors(path: Path) -> dict[str, Errors]:
+def memory_errors() -> dict[str, Errors]:
     """Return the errors of each source that states its memory."""
     by_source = defaultdict[str, list[float]](list)
-    for one in published_memory.compare(path):
+    for one in published_memory.compare():
         by_source[one.source].append(one.error)
     return {source: Errors.of(errors) for source, errors in by_source.items()}
 

@@ -1,22 +1,20 @@
 """The planner's memory compared with published measurements, row by row.
 
-    python -m benchmarks.plan.published_memory [PUBLISHED_MEASUREMENTS.CSV]
+    python -m benchmarks.plan.published_memory
 
 A row is another software's: its record describes its differences from ours, and no row has a constant of its
-own. The records were written with these rows in sight, so they are not blind tests. nanotron's rows state no
-widths and are left out.
+own. The records were written with these rows in sight, so they are not blind tests.
 """
 
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Literal
 
+from benchmarks.plan.published_speed import OLDER_RUNS
 from nanoscale.common.units import GIB
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model
@@ -24,7 +22,6 @@ from nanoscale.plan.hardware.software import MEGATRON, TORCH_WHOLELOSS
 from nanoscale.plan.memory.peak import RankMemory, setting_memory
 from nanoscale.plan.memory.setting import MemorySetting, setting_of
 
-DEFAULT = Path(__file__).resolve().parents[2] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]
 RECOMPUTATION: dict[str, Literal["none", "full", "selective"]] = {
     "": "none",
@@ -57,11 +54,7 @@ class Comparison:
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
-    if not path.is_file():
-        print(f"skipped: there is no {path.name} in {path.parent.resolve()}")
-        return
-    found = compare(path)
+    found = compare()
     print(f"{'model':16} {'layout':34} {'plan':>7} {'seen':>7} {'error':>7}  highest at")
     for one in found:
         print(
@@ -77,9 +70,9 @@ def main() -> None:
         )
 
 
-def compare(path: Path) -> list[Comparison]:
-    """Compare every row that states its memory, and whose software is known here."""
-    with path.open(newline="") as file:
+def compare() -> list[Comparison]:
+    """Compare every row that states its memory."""
+    with OLDER_RUNS.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["mem_gb"]]
     return [
         Comparison(source, row, predict(row))

@@ -1,4 +1,4 @@
-"""Compare the planned tokens/s with published measurements: `python -m benchmarks.plan.published_speed [CSV]`.
+"""Compare the planned tokens/s with published measurements: `python -m benchmarks.plan.published_speed`.
 
 Each row becomes the nearest configuration of ours; `NOTES` lists settings without an equivalent. No torch is
 needed. With `--calibrate` three factors (matmul, attention, overlap) are fitted for all devices together on
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -36,7 +35,8 @@ from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH_WHOLELOSS, Software
 from nanoscale.plan.time.step import step_time
 
-DEFAULT = Path(__file__).resolve().parents[3] / "shared/data/published_measurements.csv"
+OLDER_RUNS = Path(__file__).with_name("older_runs.csv")
+"""Published figures, one row a run; what a source does not state is empty."""
 NOTES = """\
 How rows were read:
   MPT         eager, FSDP with bf16 gradients, GPT-like with tied embeddings; the first FlashAttention in
@@ -48,7 +48,6 @@ How rows were read:
   torchtitan  H100s of 96 GB are limited to 500 of 700 W and have 2.4 TB/s (arXiv:2410.06511): the clock follows
               the cube root of the power; RMSNorm is composed of single operations where it is not compiled;
               ours has no asynchronous tp, and no 8-bit products with tp, which are computed here all the same
-  nanotron    states neither layers nor widths: skipped
 The shares of conf/cluster are others' measurements of single operations, chosen among (8192³ or the mean of two
 sizes, which of two attention kernels) with this table in view: it is not a blind test.
 """
@@ -82,22 +81,13 @@ class Row:
     """tokens/s a GPU."""
 
 
-def read(path: Path) -> tuple[list[Row], dict[str, int]]:
-    """Return the readable rows, and the number of unreadable ones by reason."""
-    rows = []
-    skipped: dict[str, int] = defaultdict(int)
-    with path.open() as file:
-        for raw in csv.DictReader(file):
-            try:
-                rows.append(_row(raw))
-            except ValueError as reason:
-                skipped[f"{raw['source'].split()[0]}: {reason}"] += 1
-    return rows, skipped
+def read() -> list[Row]:
+    """Return all rows."""
+    with OLDER_RUNS.open(newline="", encoding="utf-8") as file:
+        return [_row(raw) for raw in csv.DictReader(file)]
 
 
 def _row(raw: dict[str, str]) -> Row:
-    if not raw["hidden"] or not raw["layers"]:
-        raise ValueError("no layers and widths")
     model, parallel, train = _model(raw), _parallel(raw), _train(raw)
     config = resolved(
         Config(
@@ -160,7 +150,7 @@ def _parallel(raw: dict[str, str]) -> Parallel:
     mode, every = RECOMPUTATION[raw["act_ckpt"]]
     old = "SC21" in raw["source"] or (raw["act_ckpt"] == "full" and "Korthikanti" in raw["source"])
     return Parallel(
-        dp=_number(raw["dp"], _number(raw["num_gpus"], 1) // (tp * pp * cp)),
+        dp=int(raw["dp"]),
         tp=tp,
         pp=pp,
         cp=cp,
@@ -175,7 +165,7 @@ def _parallel(raw: dict[str, str]) -> Parallel:
 
 
 def _train(raw: dict[str, str]) -> Train:
-    dp = _number(raw["dp"], 1)
+    dp = int(raw["dp"])
     stated = re.search(r"local batch (\d+)", raw["source"])
     local = int(stated.group(1)) if stated else _number(raw["mbs"], 1)
     # torchtitan cuts a local batch into as many micro batches as there are stages.
@@ -235,14 +225,10 @@ def _cluster(raw: dict[str, str]) -> Cluster:
 def _measured(raw: dict[str, str], model: Model) -> float:
     if raw["tokens_per_s_per_gpu"]:
         return float(raw["tokens_per_s_per_gpu"])
-    if "SC21" in raw["source"]:
-        # Narayanan et al. 2021, arXiv:2104.04473, equation 3: with the recomputed forward pass.
-        h, seq = model.hidden, int(raw["seq"])
-        flops = (
-            96 * model.layers * h * h * (1 + seq / (6 * h) + model.vocab / (16 * model.layers * h))
-        )
-        return float(raw["tflops_per_gpu"]) * 1e12 / flops
-    raise ValueError("no tokens/s")
+    # SC21: Narayanan et al. 2021, arXiv:2104.04473, equation 3: with the recomputed forward pass.
+    h, seq = model.hidden, int(raw["seq"])
+    flops = 96 * model.layers * h * h * (1 + seq / (6 * h) + model.vocab / (16 * model.layers * h))
+    return float(raw["tflops_per_gpu"]) * 1e12 / flops
 
 
 def predict(rows: Iterable[Row], **efficiencies: float) -> list[float]:
@@ -308,20 +294,14 @@ def calibrate(rows: list[Row]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT)
     parser.add_argument("--rows", action="store_true", help="every row")
     parser.add_argument(
         "--calibrate", action="store_true", help="fit on some sources, report on the others"
     )
     options = parser.parse_args()
-    if not options.csv.exists():
-        print(f"skipped: {options.csv} is not here; give the path of published_measurements.csv")
-        sys.exit(0)
-    rows, skipped = read(options.csv)
+    rows = read()
     print(NOTES)
     table(rows, predict(rows), options.rows)
-    for reason, count in skipped.items():
-        print(f"skipped {count:3}: {reason}")
     row = rows[-1]
     hardware, began = hardware_of(row.config), time.perf_counter()
     for _ in range(1000):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 import pytest
 
+from benchmarks.plan.published_runs import read
 from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Precision
 from tests.plan.machines import job
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared/data/published_measurements_2.csv"
 PEAKS = {"h100-sxm": 989.4e12, "h200": 989.4e12, "mi300x": 1307.4e12}
 
 
@@ -40,7 +38,6 @@ def test_it_is_said_in_words() -> None:
     assert usual_mfu_text(None) is None
 
 
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason=f"there is no {PUBLISHED}")
 def test_the_medians_of_published_runs_are_usual() -> None:
     groups: dict[tuple[float, float], list[float]] = defaultdict(list)
     for mfu, usual in published():
@@ -51,18 +48,17 @@ def test_the_medians_of_published_runs_are_usual() -> None:
 
 def published() -> Iterator[tuple[float, tuple[float, float]]]:
     """Yield the MFU of runs of whole Llama 3 models, and the usual one."""
-    with PUBLISHED.open() as file:
-        for row in csv.DictReader(file):
-            name = row["model"].replace("llama3", "llama")
-            if name not in ("llama-8b", "llama-70b", "llama-405b") or row["gpu"] not in PEAKS:
-                continue
-            fp8 = row["precision"] == "fp8"
-            config = job(name, precision=Precision(compute="bf16", fp8=fp8))
-            usual = usual_mfu(config)
-            assert usual is not None
-            shape = config.model
-            width = shape.heads * (shape.head_dim or 0)
-            products = parameters(shape) - shape.vocab * shape.hidden
-            flops = 6 * products + 12 * shape.layers * width * int(row["seq"])
-            peak = PEAKS[row["gpu"]] * (2 if fp8 else 1)
-            yield float(row["tok_s_gpu"]) * flops / peak, usual
+    for row in read():
+        name = row["model"].replace("llama3", "llama")
+        if name not in ("llama-8b", "llama-70b", "llama-405b") or row["gpu"] not in PEAKS:
+            continue
+        fp8 = row["precision"] == "fp8"
+        config = job(name, precision=Precision(compute="bf16", fp8=fp8))
+        usual = usual_mfu(config)
+        assert usual is not None
+        shape = config.model
+        width = shape.heads * (shape.head_dim or 0)
+        products = parameters(shape) - shape.vocab * shape.hidden
+        flops = 6 * products + 12 * shape.layers * width * int(row["seq"])
+        peak = PEAKS[row["gpu"]] * (2 if fp8 else 1)
+        yield float(row["tok_s_gpu"]) * flops / peak, usual

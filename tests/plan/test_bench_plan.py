@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan import published_runs
+from benchmarks.plan import __main__ as bench_plan
+from benchmarks.plan import published_memory, published_runs, published_speed
 from benchmarks.plan.__main__ import held_out, render
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.predict import predict
@@ -42,8 +43,29 @@ def test_it_is_said_where_calibration_makes_it_worse_or_cannot_be():
     assert speeds[0].same_software is None and "nothing to learn from" in text
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not published_runs.DEFAULT.is_file(), reason="the measurements are not here")
 def test_the_page_of_errors_is_as_the_planner_is():
     page = Path("docs/planner-errors.md")
-    assert page.read_text() == published_runs.page(published_runs.compare(published_runs.DEFAULT))
+    assert page.read_text() == published_runs.page(published_runs.compare())
+
+
+def test_two_sources_are_compared_and_stored(tmp_path, monkeypatch, capsys):
+    names = ("Megatron-LM, SC21", "Megatron-LM, Korthikanti et al.")
+    observed = bench_plan.observations()
+    assert sum(map(len, observed.values())) == 294
+    monkeypatch.setattr(bench_plan, "observations", lambda: {it: observed[it][:2] for it in names})
+    monkeypatch.setattr(bench_plan, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["benchmarks.plan"])
+    bench_plan.main()
+    (text,) = tmp_path.glob("*-plan.txt")
+    assert text.read_text() == capsys.readouterr().out
+    rows = [line for line in text.read_text().splitlines() if line.startswith(names)]
+    assert len(rows) == 2 and all("of" in row and "rows" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "rows"), [(published_memory, 49), (published_runs, 56), (published_speed, 294)]
+)
+def test_a_comparison_prints_every_row(module, rows, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [module.__name__, "--rows"])
+    module.main()
+    assert len(capsys.readouterr().out.splitlines()) > rows

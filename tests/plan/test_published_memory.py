@@ -1,20 +1,14 @@
-"""The planner's memory against what others have measured; the file is not part of the project."""
+"""The planner's memory against what others have measured."""
 
 from __future__ import annotations
 
 from statistics import mean
 
-import pytest
-
-from benchmarks.plan.published_memory import DEFAULT, compare
-
-pytestmark = pytest.mark.skipif(
-    not DEFAULT.is_file(), reason=f"{DEFAULT.name} is not in ../shared/data"
-)
+from benchmarks.plan.published_memory import compare
 
 
 def errors(source: str) -> list[float]:
-    return [one.error for one in compare(DEFAULT) if one.source == source]
+    return [one.error for one in compare() if one.source == source]
 
 
 def test_megatron_s_allocated_memory():
