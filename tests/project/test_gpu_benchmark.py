@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu import wheels
-from benchmarks.gpu.parts import PARTS, Layout, first_that_fits
+from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
+from benchmarks.gpu.peers import trained, write_tokens
 from benchmarks.gpu.session import Failed, NotMeasured, TooSlow
 from benchmarks.gpu.table import lines_of, ratios
+from nanoscale.config.composing.compose import compose
 from nanoscale.runs.step_parts import PARTS as PARTS_OF_A_STEP
 
 ROOT = Path(__file__).parents[2]
@@ -360,13 +363,45 @@ print(*sorted(it.name for it in installed))
 
 @pytest.mark.slow
 def test_a_dry_run_writes_the_machine_and_its_figures(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path), "device"]
+    out = ("--out", str(tmp_path))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", *out, "device", "1b"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    (file,) = tmp_path.glob("*-gpu-tiny-device.json")
+    (file,) = tmp_path.glob("*-gpu-tiny-device-1b.json")
     document = json.loads(file.read_text())
-    machine, device = document["rows"]
+    machine, device, ours, loop = document["rows"]
     assert set(machine["commands"]) == {"nvidia-smi", "gcc --version", "python3-config --includes"}
     assert document["versions"]["torch"] and machine["product_works"]
     assert device["bf16_tflops"] > 0
+    assert ours["tokens_per_s"] > 0 and ours["predicted"]["tokens_per_s"] > 0
+    assert loop["tokens_per_s"] > 0 and loop["parts"]["backward_s"] > 0
     assert file.with_suffix(".txt").exists()
+
+
+class Composing(Bench):
+    """A benchmark that composes the configuration of each command in place of running it."""
+
+    def command(self, *words: str) -> dict[str, Any]:
+        compose([word for word in words if not word.startswith("--") and "=" in word])
+        memory = {"allocated_gib": 1.0, "capacity_gib": 80.0, "parts": {"activations": 0.5}}
+        layout = {"overrides": ["train.micro_batch=1"], "memory": memory, "fits_probability": 1.0}
+        return {"layouts": [layout]}
+
+    def peer(self, kind: str, *overrides: str) -> dict[str, Any]:
+        compose(overrides)
+        return {}
+
+
+def test_every_row_of_every_part_is_a_configuration(tmp_path: Path) -> None:
+    bench = Composing(None, tmp_path, tiny=False)  # a session is for running
+    for one in (it for part in PARTS.values() for it in part):
+        assert "why" not in one.act(bench)
+
+
+@pytest.mark.slow
+def test_trainer_trains_a_toy(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 16, 512)
+    batch = ("train.micro_batch=1", "train.global_batch=2")
+    overrides = Bench(None, tmp_path, tiny=True).overrides(*SMALL.overrides("bf16"), *batch)
+    found = trained("Trainer", torch.device("cpu"), [*overrides])
+    assert found["tokens_per_s"] > 0 and found["parts"]["backward_s"] > 0
