@@ -88,3 +88,16 @@ def test_frozen_weights_are_never_in_fp32(tmp_path: Path) -> None:
     with patch.object(Transformer, "materialise", noted):
         NativeEngine(config, CPU)
     assert set(made) == {(CPU, torch.bfloat16)}
+
+
+def test_a_resumed_model_computes_with_the_loaded_weights(tmp_path: Path) -> None:
+    config = make_config(tmp_path, precision="bf16")
+    trained, resumed = NativeEngine(config, CPU), NativeEngine(config, CPU)
+    trained.train_step(micro_batches(), 1e-2)
+    state = resumed.empty_state()
+    for name, value in trained.state().items():
+        state[name].detach().copy_(value)
+    resumed.load_state(state)
+    results = [engine.train_step(micro_batches(), 1e-2) for engine in (trained, resumed)]
+    assert torch.equal(results[0].loss_sum, results[1].loss_sum)
+    assert torch.equal(results[0].grad_norm, results[1].grad_norm)
