@@ -11,7 +11,7 @@ from nanoscale.config.schema import Lora
 from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
-from tests.support.measured_memory import ADAPTERS, GPT2, Row, config_of, recomputed
+from tests.support.measured_memory import ADAPTERS, GPT2, Row, config_of, recomputed, vocabulary
 from tests.support.ranks import run_ranks
 from tests.support.rows import usual_rows
 
@@ -29,6 +29,9 @@ def on_gpus(row: Row) -> ResolvedConfig:
 ROWS = {
     "GPT-2, fp32": on_gpus(Row("", shape=GPT2)),
     "dp 2, stage 3, full": on_gpus(Row("", {"dp": 2} | recomputed("full"), 3)),
+    "dp 2, stage 2, large tied vocabulary, few tokens": on_gpus(
+        Row("", {"dp": 2}, 2, 1, shape=vocabulary(16 * 2**10, tie_embeddings=True), seq=32)
+    ),
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(
@@ -37,7 +40,13 @@ ROWS = {
     "LoRA, dp 2, stage 2, bf16": on_gpus(Row("", {"dp": 2}, 2, precision="bf16", lora=ADAPTERS)),
     "LoRA, dp 2, stage 3, bf16": on_gpus(Row("", {"dp": 2}, 3, precision="bf16", lora=ADAPTERS)),
 }
-USUAL = ("GPT-2, fp32", "dp 2, stage 3, full", "LoRA, bf16, selective", "LoRA, dp 2, stage 3, bf16")
+USUAL = (
+    "GPT-2, fp32",
+    "dp 2, stage 3, full",
+    "dp 2, stage 2, large tied vocabulary, few tokens",
+    "LoRA, bf16, selective",
+    "LoRA, dp 2, stage 3, bf16",
+)
 
 
 @pytest.mark.slow
