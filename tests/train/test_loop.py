@@ -20,6 +20,7 @@ from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import find_damage, list_checkpoints
 from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer, StopWhen
 from nanoscale.metrics import meter
+from nanoscale.metrics.sinks import JsonLines
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
@@ -215,13 +216,16 @@ def test_a_poisoned_step_is_not_kept_even_where_it_was_not_logged(
 
 
 def fail_beside_a_lost_peer(rank: int, run: RunDirectory) -> None:
-    """Fail in step 3, while the checkpoint of step 2 is being written, which fails then too."""
+    """Fail in step 3, while the checkpoint of step 2 is being written; that and the metrics fail then too."""
     failing = threading.Event()
     advance = Training.advance
 
     def save(*_: Any) -> None:
         failing.wait(60)
         raise RuntimeError("Connection closed by peer")
+
+    def close(*_: Any) -> None:
+        raise RuntimeError("the service of metrics does not answer")
 
     def fail_in_step_3(training: Training) -> Any:
         if training.progress.step < 2:
@@ -230,10 +234,11 @@ def fail_beside_a_lost_peer(rank: int, run: RunDirectory) -> None:
         raise ValueError("the cause")
 
     sharded.save, Training.advance = save, fail_in_step_3  # type: ignore[assignment,method-assign]
+    JsonLines.close = close  # type: ignore[method-assign]
     train_rank(rank, run.path, StopFlag())
 
 
-def test_a_lost_peer_of_a_checkpoint_hides_no_cause(tmp_path: Path) -> None:
+def test_a_lost_peer_of_a_checkpoint_and_a_failing_sink_hide_no_cause(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=SPLIT["samples"])
     in_background = Checkpoint(every=2, asynchronous=True)
     run = make_run(config_for(tmp_path, every={}, checkpoint=in_background))
