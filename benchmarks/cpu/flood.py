@@ -51,7 +51,7 @@ def launch(root: str) -> int:
     from nanoscale.config.resolved import resolved
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
     from nanoscale.launch.request import Request

@@ -21,9 +21,9 @@ from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import cgroup, scratch
 from nanoscale.processes.lifeline import CGROUP, SCRATCH, clean_up, end_group
-from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
 from nanoscale.processes.ports import ReservedPort
+from nanoscale.processes.process_settings import allow_open_files
 from nanoscale.worker import JOBS, Job
 
 _PRELOADED = ["nanoscale.agent.fork_server", "nanoscale.agent.rank", "torch"]

@@ -162,7 +162,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     option = getattr(error, "option_name", None)
     if not isinstance(option, str):
         return UserError("usage", message)
-    from nanoscale.config.suggest import nearest
+    from nanoscale.config.violations import nearest
 
     value = _value_of(option, arguments)
     dashed = option.replace("_", "-")  # as in --num_nodes

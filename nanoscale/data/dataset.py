@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.mixture import MixtureSource, sources_of
-from nanoscale.config.data.prepared_folder import answers_of
+from nanoscale.config.data.token_sources import MixtureSource, answers_of, sources_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
 from nanoscale.data.datatrove import DatatroveTokens

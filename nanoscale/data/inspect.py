@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.config.data import prepared_folder
-from nanoscale.config.data.prepared_folder import answers_of
+from nanoscale.config.data import token_sources
+from nanoscale.config.data.token_sources import answers_of
 from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens, bin_path
 from nanoscale.data.samples import TokenFile, open_answers
@@ -30,13 +30,13 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     `tokenizer` decodes if the files do not name theirs, and `vocab` is a model's. The returned document lists
     `problems`, a sentence for each inconsistency. Raises UserError for files that are missing or damaged.
     """
-    folder = prepared_folder.folder_of(path)
-    manifest = prepared_folder.manifest(folder) if folder else None
+    folder = token_sources.folder_of(path)
+    manifest = token_sources.manifest(folder) if folder else None
     split_paths = (
-        {"train": folder / prepared_folder.TOKENS} if folder else {"train": Path(path).expanduser()}
+        {"train": folder / token_sources.TOKENS} if folder else {"train": Path(path).expanduser()}
     )
-    if folder and bin_path(folder / prepared_folder.VALID).exists():
-        split_paths["valid"] = folder / prepared_folder.VALID
+    if folder and bin_path(folder / token_sources.VALID).exists():
+        split_paths["valid"] = folder / token_sources.VALID
     files = {name: _open(path_of_split) for name, path_of_split in split_paths.items()}
     decoder = _decoder(folder, tokenizer)
     splits = {
@@ -73,7 +73,7 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
         return load(find(tokenizer, "--tokenizer"), key="--tokenizer")
     if folder is None:
         return None
-    file = folder / prepared_folder.TOKENIZER
+    file = folder / token_sources.TOKENIZER
     return load(file) if file.exists() else ByteTokenizer()
 
 
@@ -198,13 +198,13 @@ def _manifest_problems(
     folder: Path, manifest: dict[str, Any] | None, splits: dict[str, dict[str, Any]]
 ) -> list[str]:
     if manifest is None:
-        return [f"{folder / prepared_folder.MANIFEST} cannot be read"]
+        return [f"{folder / token_sources.MANIFEST} cannot be read"]
     problems = []
     for name, split in splits.items():
         recorded = manifest[name]
         if any(recorded[key] != split[key] for key in ("documents", "tokens")):
             problems.append(f"{name}: its documents and tokens are not those of the manifest")
-    file = folder / prepared_folder.TOKENIZER
+    file = folder / token_sources.TOKENIZER
     if (digest(file) if file.exists() else "byte") != manifest["tokenizer"]:
         problems.append(f"{file} is not the tokenizer that made the tokens")
     return problems

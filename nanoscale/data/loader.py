@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.sample_count import training_end
+from nanoscale.config.data.token_sources import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Packed, Samples, Split, TokenFile, TokenStream

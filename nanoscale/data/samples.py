@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nanoscale.config.data.prepared_folder import answers_of
+from nanoscale.config.data.token_sources import answers_of
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.indexed import damaged
 from nanoscale.data.packing import pack

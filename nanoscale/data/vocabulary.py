@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config.data.mixture import sources_of
-from nanoscale.config.data.prepared_folder import TEMPLATE, TOKENIZER, folder_of
+from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
 from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, in_folder, load

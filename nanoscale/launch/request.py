@@ -11,11 +11,11 @@ from nanoscale.config.composing.interpolation import unescape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.values.yaml_file import read
 from nanoscale.launch.preflight.deepspeed_settings import check_extra
 from nanoscale.launch.transport.transport import read_hosts
-from nanoscale.plan.micro_batch import with_fitting_micro_batch
+from nanoscale.plan.predict import with_fitting_micro_batch
 from nanoscale.plan.saving import SavingPlan, plan_saving
 from nanoscale.runs.directory import RunDirectory
 

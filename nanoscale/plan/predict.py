@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honoured
+from nanoscale.config.stages import takes
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import NANOSCALE, Software
@@ -22,6 +24,27 @@ from nanoscale.plan.time.step import (
     step_time,
     training,
 )
+
+
+def with_fitting_micro_batch(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration with the largest micro batch, up to its own, that fits with at least `SURE`.
+
+    If none does, return it with the smallest. On hardware that no plan knows, the micro batch stays.
+    """
+    try:
+        hardware = hardware_of(config)
+    except UserError:
+        return config
+    layout, train = config.parallel, config.train
+    samples = train.global_batch // layout.dp
+    for size in range(train.micro_batch, 0, -1):
+        if samples % size or not takes(layout.schedule, layout.pp, samples // size):
+            continue
+        config = replace(config, train=replace(train, micro_batch=size))
+        if predict(config, hardware).fits_probability >= SURE:
+            break
+    return config
+
 
 SPREAD = {"dp": 0.04, "divided": 0.06, "experts": 0.10}
 """Standard deviation of the memory in use around the prediction, as a share of it, by kind of layout.

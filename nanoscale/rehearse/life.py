@@ -25,8 +25,8 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
 from nanoscale.rehearse.played import kernels
+from nanoscale.rehearse.played.allocator import MemoryHistory
 from nanoscale.rehearse.played.cuda import Gpu
-from nanoscale.rehearse.played.history import MemoryHistory
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.played.world import World, identity, played
 from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of

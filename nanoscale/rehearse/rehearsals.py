@@ -27,10 +27,9 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
-from nanoscale.rehearse.device import device_of
 from nanoscale.rehearse.kinds import distinct_ranks
 from nanoscale.rehearse.played.record import RankRecord
-from nanoscale.rehearse.tasks import Task, record_file
+from nanoscale.rehearse.tasks import Task, device_of, record_file
 from nanoscale.runs.directory import read_json, write_json
 
 STEPS = 2

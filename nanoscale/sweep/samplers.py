@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
-from nanoscale.config.suggest import nearest
 from nanoscale.config.values.provenance import COMMAND_LINE
-from nanoscale.config.violations import refuse
+from nanoscale.config.violations import nearest, refuse
 from nanoscale.launch.request import Request
 from nanoscale.runs import metrics
 from nanoscale.sweep.space import Dimension, Space

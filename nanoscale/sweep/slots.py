@@ -9,7 +9,7 @@ from itertools import zip_longest
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
 from nanoscale.config.machines import Host
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.request import Request
 from nanoscale.launch.transport.transport import read_hosts
 

@@ -12,7 +12,7 @@ from nanoscale.config.violations import shown
 if TYPE_CHECKING:
     from nanoscale.config.composing.library import Option
     from nanoscale.config.schema import Config
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
 
 
 def explained(name: str, composed: Composed, here: Config | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.checkpoint import store
-from nanoscale.cli.common import confirmation
+from nanoscale.cli.common import trust
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump
@@ -111,8 +111,8 @@ def test_the_question(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(confirmation, "can_ask", lambda: True)
-    monkeypatch.setattr(confirmation, "is_confirmed", lambda text: asked.append(text) or answer)
+    monkeypatch.setattr(trust, "can_ask", lambda: True)
+    monkeypatch.setattr(trust, "is_confirmed", lambda text: asked.append(text) or answer)
     assert nanoscale(["runs", "rm", "first"]) == 0
     assert len(asked) == 1 and "KiB would be deleted" in asked[0]
     assert re.search(r"KiB +first", capsys.readouterr().err)

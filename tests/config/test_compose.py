@@ -9,7 +9,7 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import library
 from nanoscale.config.composing.compose import Setting, compose
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 
 
 @pytest.fixture(autouse=True)

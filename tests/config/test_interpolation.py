@@ -15,7 +15,7 @@ from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.composing.interpolation import escaped, resolve, unescaped
 from nanoscale.config.resolved import resolved
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.lifecycle.prepare import provenance
 from tests.support.recipes import complete
 

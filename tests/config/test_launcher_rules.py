@@ -18,7 +18,7 @@ from nanoscale.config.reference import declared
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.rules.slurm import time_limit_s
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
 

@@ -10,7 +10,7 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.data.mixture import MixtureSource, sources_of
+from nanoscale.config.data.token_sources import MixtureSource, sources_of
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
 from nanoscale.data.indexed import IndexedWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.config.suggest import nearest_key
+from nanoscale.config.violations import nearest_key
 
 KEYS = ("optimizer.lr", "scheduler.warmup_steps", "train.steps", "train.seed", "profile.steps")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.agent.gpu_software import architectures, compiler, constants
+from nanoscale.agent.facts import architectures, compiler, constants
 from nanoscale.common.devices import Devices
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Optimizer
-from nanoscale.launch.preflight.gpu_verdicts import has_kernels
 from nanoscale.launch.preflight.preflight import can_compute, judge
+from nanoscale.launch.preflight.verdicts import has_kernels
 from tests.launch.test_preflight import SSH, change, members, refusal, the_wrong_one, wrong
 from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_torch_files
 from tests.support.recipes import changed

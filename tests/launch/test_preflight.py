@@ -27,7 +27,7 @@ from nanoscale.config.schema import (
     Run,
     Train,
 )
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.preflight.preflight import (

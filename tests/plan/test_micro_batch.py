@@ -10,8 +10,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Cluster, Zero
-from nanoscale.plan.micro_batch import with_fitting_micro_batch
-from nanoscale.plan.predict import SURE, predict
+from nanoscale.plan.predict import SURE, predict, with_fitting_micro_batch
 from tests.plan.machines import job
 
 

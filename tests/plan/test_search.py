@@ -12,7 +12,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.hardware.software import MEGATRON

@@ -21,7 +21,6 @@ SAME_THING = {
     "lora",
     "main",
     "mesh",
-    "mixture",
     "moe",
     "native",
     "pipeline",

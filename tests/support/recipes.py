@@ -13,8 +13,8 @@ from nanoscale.config.composing.library import Library
 from nanoscale.config.composing.overrides import read_words
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.convert import to_config
+from nanoscale.config.values.provenance import Composed
 
 
 @cache

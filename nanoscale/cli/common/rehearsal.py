@@ -81,8 +81,8 @@ def rehearsed(
         UserError: the request is wrong.
     """
     from nanoscale.rehearse import rehearsals
-    from nanoscale.rehearse.device import device_of, why_unplayable
     from nanoscale.rehearse.document import document, failed
+    from nanoscale.rehearse.tasks import device_of, why_unplayable
 
     if (unplayable := why_unplayable(config)) is not None:
         refuse([unplayable])

@@ -19,7 +19,7 @@ from nanoscale.common.errors import UserError
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.rules import Devices, Host
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
 
 _Verb = Callable[..., int | None]

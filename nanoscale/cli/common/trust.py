@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.cli.common.confirmation import can_ask, is_confirmed
 from nanoscale.common import display
+
+
+def can_ask() -> bool:
+    """True if somebody sees a question and can answer it."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def is_confirmed(question: str) -> bool:
+    """Ask on the terminal, and return True if the answer is yes."""
+    display.note(f"{question} [y/N] ", end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
 
 if TYPE_CHECKING:
     from nanoscale.common.errors import Violation
     from nanoscale.config.schema import Config
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
 
 
 def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -> None:

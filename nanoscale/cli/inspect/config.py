@@ -16,7 +16,7 @@ from nanoscale.common import display
 if TYPE_CHECKING:
     from nanoscale.config.composing.library import Library
     from nanoscale.config.schema import Config
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
 
 app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration.")
 
@@ -172,8 +172,7 @@ def _require_group(name: str, library: Library) -> None:
     """Raise a UserError unless a group or a section has this name."""
     from nanoscale.common.errors import Violation
     from nanoscale.config.reference import sections
-    from nanoscale.config.suggest import nearest
-    from nanoscale.config.violations import refuse
+    from nanoscale.config.violations import nearest, refuse
 
     tops = [section for section in sections() if section and "." not in section]
     known = list(dict.fromkeys([*library.groups(), *tops]))
@@ -210,9 +209,8 @@ def _named(name: str) -> list[str]:
     """
     from nanoscale.common.errors import Violation
     from nanoscale.config.reference import declared, sections
-    from nanoscale.config.suggest import nearest, nearest_key
     from nanoscale.config.values.equivalents import equivalent
-    from nanoscale.config.violations import refuse
+    from nanoscale.config.violations import nearest, nearest_key, refuse
 
     if name not in declared() and (name not in sections() or not name):
         top = [section for section in sections() if section and "." not in section]

@@ -88,8 +88,7 @@ def help(
 
 def _refuse(topic: str, known: list[str]) -> None:
     from nanoscale.common.errors import Violation
-    from nanoscale.config.suggest import nearest
-    from nanoscale.config.violations import refuse
+    from nanoscale.config.violations import nearest, refuse
 
     message = "unknown topic; the topics are " + ", ".join(TOPICS)
     near = tuple(f"nanoscale help {name}" for name in nearest(topic, known))

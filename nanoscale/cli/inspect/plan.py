@@ -18,7 +18,7 @@ from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
     from nanoscale.plan.hardware.software import Software
 
 

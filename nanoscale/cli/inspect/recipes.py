@@ -97,8 +97,7 @@ def _as_recipe(path: Path) -> str:
 def _find(name: str, config_dir: Path | None) -> Option:
     from nanoscale.common.errors import Violation
     from nanoscale.config.composing.library import RECIPE, Library
-    from nanoscale.config.suggest import nearest
-    from nanoscale.config.violations import refuse
+    from nanoscale.config.violations import nearest, refuse
 
     options = Library(config_dir).options(RECIPE)
     if name not in options:

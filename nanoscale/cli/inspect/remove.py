@@ -120,7 +120,7 @@ def _is_agreed(key: str, sizes: dict[str, int], *, yes: bool) -> bool:
     Raises:
         UserError: nobody can be asked.
     """
-    from nanoscale.cli.common.confirmation import can_ask, is_confirmed
+    from nanoscale.cli.common.trust import can_ask, is_confirmed
     from nanoscale.common.errors import UserError, Violation
 
     if yes:

@@ -108,7 +108,7 @@ def _checked(task: Task, model: str, data: str) -> FirstRecipe:
     Raises:
         UserError: the model or the data does not exist.
     """
-    from nanoscale.config.data.prepared_folder import folder_of
+    from nanoscale.config.data.token_sources import folder_of
 
     if task == "pretrain":
         shape = _own_shape(model)
@@ -127,8 +127,8 @@ def _checked(task: Task, model: str, data: str) -> FirstRecipe:
 
 def _own_shape(model: str) -> dict[str, Any]:
     from nanoscale.config.composing.library import Library
-    from nanoscale.config.suggest import nearest
     from nanoscale.config.values.yaml_file import read
+    from nanoscale.config.violations import nearest
 
     known = {name: it for name, it in Library().options("model").items() if name != "hf"}
     if model not in known:

@@ -21,7 +21,7 @@ from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.runs.directory import RunDirectory
 

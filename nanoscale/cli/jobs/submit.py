@@ -24,7 +24,7 @@ from nanoscale.cli.common.request import (
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
 
 

@@ -18,7 +18,7 @@ from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
 
 Document = dict[str, Any]

@@ -11,8 +11,7 @@ from nanoscale.cli.common.output import DONE, console, print_json
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.schema import Cluster
-from nanoscale.plan.calibration import calibrate
-from nanoscale.plan.observed_runs import observed_runs
+from nanoscale.plan.calibration import calibrate, observed_runs
 from nanoscale.runs.directory import read_json
 from nanoscale.view.plan.calibration_text import document, print_calibration
 

@@ -33,7 +33,7 @@ from nanoscale.config.violations import refuse, shown
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.overrides import Words
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 
 __all__ = ["Composed", "Setting", "compose"]
 

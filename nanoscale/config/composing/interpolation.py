@@ -17,8 +17,7 @@ from typing import Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
-from nanoscale.config.suggest import nearest_key
-from nanoscale.config.violations import shown
+from nanoscale.config.violations import nearest_key, shown
 
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
 """A pattern for names of environment variables whose values are never written."""

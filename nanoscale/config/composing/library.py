@@ -17,10 +17,9 @@ import nanoscale
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import interpolation
-from nanoscale.config.composing.reopen import reopen, unknown_names
-from nanoscale.config.suggest import nearest
+from nanoscale.config.composing.frozen import reopen, unknown_names
 from nanoscale.config.values.convert import unknown_key
-from nanoscale.config.violations import refuse, shown
+from nanoscale.config.violations import nearest, refuse, shown
 
 if TYPE_CHECKING:  # completion lists files without reading them
     from nanoscale.config.values.yaml_file import YamlDocument

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nanoscale.common.errors import Violation
 
 if TYPE_CHECKING:
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
 
 _RANGE = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
 

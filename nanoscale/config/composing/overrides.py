@@ -19,12 +19,11 @@ from hydra.errors import HydraException
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.library import RECIPE, Library, is_path, misplaced
-from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.config.values.convert import fits, unknown_key
 from nanoscale.config.values.equivalents import equivalent
 from nanoscale.config.values.provenance import COMMAND_LINE
+from nanoscale.config.violations import nearest, nearest_key, quoted, shown
 from nanoscale.config.violations import override as to_override
-from nanoscale.config.violations import quoted, shown
 
 _FILTERS = ("launcher.include", "launcher.exclude")
 """Keys whose values contain commas, at which Hydra separates several values."""

@@ -20,7 +20,7 @@ from nanoscale.config.schema import Model
 from nanoscale.config.violations import override, refuse, shown
 
 if TYPE_CHECKING:
-    from nanoscale.config.values.composed import Composed
+    from nanoscale.config.values.provenance import Composed
 
 KEY = "model.name"
 Json = dict[str, Any]

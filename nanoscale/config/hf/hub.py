@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from nanoscale.common import display
-from nanoscale.config.suggest import nearest
+from nanoscale.config.violations import nearest
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _OFFLINE = "HF_HUB_OFFLINE"

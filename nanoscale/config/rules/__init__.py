@@ -41,7 +41,7 @@ from nanoscale.config.rules.resolution import Resolution, Rule
 from nanoscale.config.rules.run import check_loggers, check_profile, check_saving, resolve_run
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
 
 __all__ = ["Devices", "Host", "check", "check_machines"]

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.units import listed
-from nanoscale.config.data.mixture import MEMBERS, MixtureSource, sources_of
-from nanoscale.config.data.prepared_folder import answers_of
+from nanoscale.config.data.token_sources import MEMBERS, MixtureSource, answers_of, sources_of
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.token_files import TokenFiles, look, refuse
 from nanoscale.config.schema import Data
-from nanoscale.config.suggest import nearest
-from nanoscale.config.violations import override
+from nanoscale.config.violations import nearest, override
 
 BYTE_VOCAB = 257
 """256 bytes and the end of a document."""

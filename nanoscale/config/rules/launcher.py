@@ -17,7 +17,7 @@ from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.slurm import check_slurm
 from nanoscale.config.schema import Launcher, Slurm
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 
 _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.hostfile": ("ssh", "pdsh"),

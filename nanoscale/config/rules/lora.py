@@ -5,8 +5,7 @@ from __future__ import annotations
 from nanoscale.common.units import listed
 from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
 from nanoscale.config.rules.resolution import Resolution, Rule
-from nanoscale.config.suggest import nearest
-from nanoscale.config.violations import override
+from nanoscale.config.violations import nearest, override
 
 _OFF = "lora.rank=0"
 _THEIRS = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=True)) | {

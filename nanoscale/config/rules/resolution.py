@@ -16,7 +16,7 @@ from nanoscale.config import hostnames, reference
 from nanoscale.config.machines import Host
 from nanoscale.config.reference import value_of
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 
 

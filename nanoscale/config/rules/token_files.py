@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import Violation
-from nanoscale.config.data import prepared_folder as prepared
-from nanoscale.config.data.mixture import MixtureSource
+from nanoscale.config.data import token_sources as prepared
 from nanoscale.config.data.token_headers import (
     DamagedError,
     glance_at_datatrove,
     glance_at_megatron,
 )
+from nanoscale.config.data.token_sources import MixtureSource
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.violations import override
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoscale.common.units import counted
-from nanoscale.config.data.sample_count import training_samples
+from nanoscale.config.data.token_sources import training_samples
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch, near_batches
 from nanoscale.config.rules.resolution import Resolution, Rule, data_parallel, near_divisors
 from nanoscale.config.schema import Config, Scheduler, Train

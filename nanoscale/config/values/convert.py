@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.schema import Config
-from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.config.values.equivalents import Equivalent, equivalent
-from nanoscale.config.violations import override, refuse, shown
+from nanoscale.config.violations import nearest, nearest_key, override, refuse, shown
 
 Source = Callable[[str], str]
 """A function from a dotted key to the source of its value."""

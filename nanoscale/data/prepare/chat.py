@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.prepared_folder import TEMPLATE
+from nanoscale.config.data.token_sources import TEMPLATE
 from nanoscale.data.prepare.render import Chat, Template
 from nanoscale.data.prepare.renderer import Renderer, TemplateProblem
 from nanoscale.data.tokenizer import CONFIG, END

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.prepared_folder import MANIFEST, TOKENS, VALID, answers_of
+from nanoscale.config.data.token_sources import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.indexed import bin_path, idx_path, index_parts
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chunks import Chunk, Cursor

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.prepared_folder import TEMPLATE, TOKENIZER, manifest
+from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.bad import bad_records_error

@@ -16,8 +16,8 @@ from nanoscale.common.errors import Violation
 from nanoscale.config import hostnames
 from nanoscale.config.hostnames import canonical
 from nanoscale.config.rules import Host
-from nanoscale.config.suggest import nearest
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
+from nanoscale.config.violations import nearest
 
 ChosenSlots = dict[str, set[int] | None]
 """Canonical name of a host → its slots in a filter; None: all of them."""

@@ -18,9 +18,8 @@ from nanoscale.common.units import counted
 from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
-from nanoscale.config.suggest import nearest
-from nanoscale.config.values.composed import Composed
-from nanoscale.config.violations import override, refuse
+from nanoscale.config.values.provenance import Composed
+from nanoscale.config.violations import nearest, override, refuse
 from nanoscale.launch.hosts import filters
 
 MOST_SLOTS = 4096

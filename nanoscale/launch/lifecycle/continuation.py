@@ -24,7 +24,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import mapping_around
 from nanoscale.config.resolved import ResolvedConfig, differences
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, shown
 from nanoscale.launch.request import Request
 from nanoscale.runs import metrics, status

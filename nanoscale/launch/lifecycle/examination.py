@@ -19,7 +19,7 @@ from nanoscale.config.hardware.cpu_speed import keep_speed, known_speed
 from nanoscale.config.machines import Host
 from nanoscale.config.rules import check, check_machines
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.bandwidth import Measured, measure, prepare

@@ -22,7 +22,7 @@ from nanoscale.config.composing.interpolation import variables
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 from nanoscale.launch.request import Request
 from nanoscale.runs import status, tags, trust

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from nanoscale.common.errors import Violation
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.suggest import nearest
-from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.convert import fits
-from nanoscale.config.violations import override, refuse
+from nanoscale.config.values.provenance import Composed
+from nanoscale.config.violations import nearest, override, refuse
 
 
 def check_extra(composed: Composed, config: ResolvedConfig) -> None:

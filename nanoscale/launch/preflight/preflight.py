@@ -17,8 +17,13 @@ from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.preflight.gpu_verdicts import gpu_software
-from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict, grouped, join_names
+from nanoscale.launch.preflight.verdicts import (
+    EqualVerdicts,
+    Verdict,
+    gpu_software,
+    grouped,
+    join_names,
+)
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
 from nanoscale.processes.messages import Message

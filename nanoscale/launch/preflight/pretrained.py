@@ -16,7 +16,7 @@ from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, loc
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import HEAD, has_own_head
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
 
 

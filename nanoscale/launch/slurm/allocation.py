@@ -12,7 +12,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
 from nanoscale.launch.slurm.slurm import SlurmError, host_names
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import differences
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
 from nanoscale.launch.lifecycle.prepare import (
     check_new_run,

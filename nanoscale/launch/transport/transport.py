@@ -19,7 +19,7 @@ from nanoscale.config.composing.nodes import elastic
 from nanoscale.config.machines import Host
 from nanoscale.config.rules.launcher import requested_launcher
 from nanoscale.config.schema import Config
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.hosts.hosts import read_hostfile
 from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
 from nanoscale.launch.slurm.slurm import container_prefix, srun_options

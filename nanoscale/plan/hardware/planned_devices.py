@@ -8,7 +8,7 @@ from contextlib import suppress
 from nanoscale.common.devices import Devices, cores, detect
 from nanoscale.config.composing import nodes
 from nanoscale.config.hardware.data_sheets import CPU, UnknownHardwareError, described
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 
 

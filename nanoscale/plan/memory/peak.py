@@ -16,9 +16,8 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.deepspeed import deepspeed_phases
-from nanoscale.plan.memory.memory_part import MemoryPart
 from nanoscale.plan.memory.native import native_phases
-from nanoscale.plan.memory.phases import Phase, RankPhases
+from nanoscale.plan.memory.phases import MemoryPart, Phase, RankPhases
 from nanoscale.plan.memory.setting import MemorySetting, setting_of
 from nanoscale.plan.memory.shards import RankParameters, rank_holdings
 

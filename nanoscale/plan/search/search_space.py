@@ -11,7 +11,7 @@ from nanoscale.config.reference import value_of
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.config.stages import usual_virtual_stages
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.search.candidates import SearchSpace

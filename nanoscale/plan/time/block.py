@@ -13,8 +13,7 @@ from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
-from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
-from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
+from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Passes, Work, passes
 
 # Kernels of a block, counted in the model's code: starting each takes the CPU some microseconds.
 _KERNELS = {False: (32, 58), True: (14, 24)}

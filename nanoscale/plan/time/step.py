@@ -20,8 +20,7 @@ from nanoscale.plan.memory.shards import RankParameters, all_stages, kinds_of_ra
 from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import collectives, data_parallel, offload, operations
-from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
-from nanoscale.plan.time.work import NOTHING, Passes, Work
+from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Passes, Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_iter
+
+from nanoscale.rehearse.played.patches import Patches
 
 _REDUCTIONS = {"sum", "avg", "max", "min", "product"}
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
@@ -113,3 +117,46 @@ def _functional_answer(kind: str, args: Any) -> Any:
         "all_to_all_single": lambda: sum(args[1]),
     }[kind]()
     return x.new_empty((rows, *x.shape[1:]))
+
+
+class _InTransit:
+    """The work of a message, which holds its tensor as NCCL's and gloo's do."""
+
+    def __init__(self, work: Any, tensors: list[Tensor], *, until_wait: bool) -> None:
+        self._work, self._tensors, self._until_wait = work, tensors, until_wait
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait; NCCL's work then releases its tensors, and gloo's when it ends itself."""
+        if self._until_wait:
+            self._tensors = []
+        self._work.wait(*timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def hold_tensors(patches: Patches, *, on_gpu: bool) -> None:
+    """Let the works of messages hold their tensors."""
+
+    def single(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def message(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            work = plain(tensor, *args, **options)
+            return work and _InTransit(work, [tensor], until_wait=on_gpu)
+
+        return message
+
+    def several(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_isend_irecv(operations: list[Any]) -> list[Any]:
+            works = plain(operations)
+            if all(isinstance(work, _InTransit) for work in works):
+                return works
+            tensors = [operation.tensor for operation in operations]
+            return [_InTransit(work, tensors, until_wait=on_gpu) for work in works]
+
+        return batch_isend_irecv
+
+    for name, make in (("isend", single), ("irecv", single), ("batch_isend_irecv", several)):
+        replacement = make(getattr(distributed_c10d, name))
+        for module in (dist, distributed_c10d):  # which compare the functions by identity
+            patches.replace(module, name, replacement)

@@ -31,9 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from nanoscale.parallel import activation
-from nanoscale.rehearse.played import collectives, cuda, kernels, transit
-from nanoscale.rehearse.played.allocator import Allocator, rounded
-from nanoscale.rehearse.played.history import MemoryHistory
+from nanoscale.rehearse.played import collectives, cuda, kernels
+from nanoscale.rehearse.played.allocator import Allocator, MemoryHistory, rounded
 from nanoscale.rehearse.played.live_memory import PLAIN, LiveMemory
 from nanoscale.rehearse.played.loads import EvenLoads
 from nanoscale.rehearse.played.patches import Patches
@@ -460,7 +459,7 @@ def played(
         _patch_tensors(patches)
         patches.replace(torch, "compile", lambda function=None, **_: function or (lambda f: f))
         kernels.show_ring(patches)
-        transit.hold_tensors(patches, on_gpu=gpu is not None)
+        collectives.hold_tensors(patches, on_gpu=gpu is not None)
         EvenLoads(*experts, world.wait if gpu is not None else lambda _: None).patch(patches)
         if gpu is not None:
             assert device.index is not None

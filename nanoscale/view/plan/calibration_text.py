@@ -11,8 +11,7 @@ from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.hardware.data_sheets import CPU
 from nanoscale.config.violations import override
-from nanoscale.plan.calibration import KNOBS, Calibration, predicted
-from nanoscale.plan.observed_runs import ObservedRun
+from nanoscale.plan.calibration import KNOBS, Calibration, ObservedRun, predicted
 from nanoscale.plan.predict import predict
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.units import byte_size, duration, share
 from nanoscale.config.schema import Parallel
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
 from nanoscale.plan.search.search import SearchResult

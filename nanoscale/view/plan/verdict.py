@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import share
-from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import search
 from nanoscale.plan.search.search_space import search_space, to_type

@@ -12,8 +12,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import clock
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
-from nanoscale.config.suggest import nearest_key
-from nanoscale.config.violations import shown
+from nanoscale.config.violations import nearest_key, shown
 from nanoscale.runs import metrics, tags
 from nanoscale.runs.directory import RunDirectory
 

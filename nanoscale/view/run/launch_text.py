@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoscale.common.units import GIB, counted, duration, share
-from nanoscale.config.data.sample_count import times_seen
+from nanoscale.config.data.token_sources import times_seen
 from nanoscale.config.hardware.data_sheets import wide_kind
 from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
@@ -16,7 +16,7 @@ from nanoscale.config.schema import Precision, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
-from nanoscale.rehearse.device import why_unplayable
+from nanoscale.rehearse.tasks import why_unplayable
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.plan.prediction_json import bf16_advice
 from nanoscale.view.rehearsal_text import verdict

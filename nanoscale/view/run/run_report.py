@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.data.sample_count import times_seen
+from nanoscale.config.data.token_sources import times_seen
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.hardware.usual_mfu import usual_mfu
 from nanoscale.config.model_math import parameters

@@ -1,12 +1,17 @@
-"""The number of training samples in token files, counted from their indexes. Imports no numpy."""
+"""The sources of a configuration's tokens: a data mixture, prepared folders, and their numbers of samples.
+
+Imports no numpy."""
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanoscale.config.data.token_headers import (
     FORMATS,
@@ -16,6 +21,68 @@ from nanoscale.config.data.token_headers import (
     read_index,
 )
 from nanoscale.config.schema import Config, Data
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """One source of `data.mixture`, or the only one."""
+
+    path: str | None
+    weight: float | None = None
+    """Its weight among the sources; None: by its size, as for all others."""
+    valid_path: str | None = None
+    name: str = ""
+    """Empty if it is the only source."""
+
+    @property
+    def key(self) -> str:
+        """The section of the configuration that holds it."""
+        return f"data.mixture.{self.name}" if self.name else "data"
+
+
+MEMBERS = ("path", "weight", "valid_path")
+"""The keys of a source in `data.mixture`."""
+
+
+def sources_of(data: Data) -> list[MixtureSource]:
+    """List the sources of a configuration that the rules have checked; those of weight 0 are left out."""
+    if not data.mixture:
+        return [MixtureSource(data.path, None, data.valid_path)]
+    sources = [MixtureSource(**entry, name=name) for name, entry in data.mixture.items()]
+    return [source for source in sources if source.weight != 0]
+
+
+TOKENS = "tokens"
+VALID = "valid"
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+MANIFEST = "manifest.json"
+
+
+def answers_of(prefix: str | Path) -> Path:
+    """Return the file of the marks of answers of a prefix: one byte per token, 1 for tokens of an answer, else
+    0."""
+    return Path(f"{prefix}.answers")
+
+
+def folder_of(path: str | Path) -> Path | None:
+    """Return the prepared folder that a path is, or whose tokens it names; None if there is none."""
+    given = Path(path).expanduser()
+    for folder in (given, given.parent):
+        named = folder == given or given.name in (TOKENS, VALID)
+        if named and (folder / MANIFEST).is_file() and (folder / f"{TOKENS}.idx").is_file():
+            return folder
+    return None
+
+
+def manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a prepared folder; None if it is missing or unreadable."""
+    try:
+        found = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
 
 StartOf = Callable[[int], int]
 """Returns the start of the document that holds the token at a position."""
