@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.staging import Staging
 from nanoscale.common.errors import UserError
 from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
@@ -65,6 +66,36 @@ def test_saved_by_three_loaded_by_two(workspace: Path) -> None:
     for step, values in run_ranks(load_rank, 2, workspace, 2):
         assert step == 5
         assert values == [(WHOLE * 5).tolist()] * 3
+
+
+DIVIDED_TWICE = {
+    "model.columns": [Shard(0), Shard(1)],
+    "model.rows": [Shard(0), Shard(0)],
+    "optimizer.replicas": [Replicate(), Shard(0)],
+}
+"""Placements of FSDP2 with tensor parallelism, and of HSDP."""
+
+
+def save_copy(rank: int, workspace: Path) -> None:
+    """Save a copy of a state that changes before it is written."""
+    process_group.join(4, torch.device("cpu"), 120.0)
+    mesh, staging = init_device_mesh("cpu", (2, 2)), Staging()
+    state = {
+        name: distribute_tensor(WHOLE.clone(), mesh, placements)
+        for name, placements in DIVIDED_TWICE.items()
+    }
+    copied = staging.copy(state)
+    staging.fill()
+    for value in state.values():
+        value.to_local().zero_()
+    sharded.save(workspace, copied, {"step": 1})
+
+
+def test_a_copy_of_tensors_that_are_divided_twice_is_of_its_step(workspace: Path) -> None:
+    run_ranks(save_copy, 4, workspace)
+    state = {name: torch.zeros_like(WHOLE) for name in DIVIDED_TWICE}
+    assert sharded.load_newest(workspace, state) is not None
+    assert all(torch.equal(value, WHOLE) for value in state.values())
 
 
 @pytest.mark.parametrize("kill", [0, 1])

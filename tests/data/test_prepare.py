@@ -22,7 +22,7 @@ from nanoscale.cli.main import run as nanoscale_command
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, preparation
 from nanoscale.data.prepare.preparation import _interrupted
-from nanoscale.data.prepare.sources import find_sources
+from nanoscale.data.prepare.sources import find_sources, opened
 from nanoscale.data.tokenizer import train_bpe
 from nanoscale.processes.pool import LostProcessError, Pool
 from tests.data.texts import (
@@ -335,6 +335,15 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
         peaks.append([int(word) for word in done.stdout.split()])
     for small, large in zip(*peaks, strict=True):
         assert large < small + 16, peaks
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_compressed_file_is_decompressed_as_it_is_read(tmp_path, ending):
+    documents = [os.urandom(1000).hex() for _ in range(1000)]
+    path = write_jsonl(tmp_path / f"a.jsonl.{ending}", documents)
+    (source,) = find_sources([str(path)])
+    with opened(source) as (stream, file):
+        assert stream.read(1000) and file.tell() < source.bytes / 2
 
 
 def test_ctrl_c_on_the_command_line_ends_with_130(tmp_path, small_chunks, monkeypatch, capsys):
