@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
+from nanoscale.config.optimizers import rule_of
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.models.initialization import local_region
 
@@ -22,7 +24,7 @@ Moments = dict[str, Tensor]
 
 
 def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Optimizer:
-    """Create AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), also in 8 bits, or SGD with momentum."""
+    """Create the optimizer that the configuration names, in groups of decayed matrices and other parameters."""
     matrices = [p for _, p in parameters if _dimensions(p) > 1]
     vectors = [p for _, p in parameters if _dimensions(p) <= 1]
     groups: list[dict[str, Any]] = [
@@ -30,17 +32,41 @@ def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Opti
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        return SGD(groups, lr=config.lr, momentum=config.momentum)
-    adam: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
+    keys = rule_of(config).keys
+    arguments: dict[str, Any] = {
+        key: getattr(config, key) for key in ("eps", "momentum") if key in keys
     }
-    if config.name == "adamw8bit":
-        return _make_adamw8bit(groups, adam)
-    is_sharded = any(isinstance(parameter, DTensor) for _, parameter in parameters)
-    return (LocalAdamW if is_sharded else AdamW)(groups, **adam, fused=True)
+    if "beta2" in keys:
+        arguments["betas"] = (config.beta1, config.beta2)
+    return BUILDERS[config.name](groups, lr=config.lr, **arguments)
+
+
+def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
+    """Create AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    is_sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    return (LocalAdamW if is_sharded else AdamW)(groups, **arguments, fused=True)
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of a moving average is the update."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(initial_state(self, parameter))
+                weights, gradient, average = map(
+                    local_tensor, (parameter, parameter.grad, state["exp_avg"])
+                )
+                weights.mul_(1 - group["lr"] * group["weight_decay"])
+                weights.add_(average.lerp(gradient, 1 - beta1).sign_(), alpha=-group["lr"])
+                average.lerp_(gradient, 1 - beta2)
 
 
 class LocalAdamW(AdamW):
@@ -64,7 +90,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _make_adamw8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
+def _make_adamw8bit(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
     """Create AdamW with moments in blocks of 256 8-bit codes and a scale (Dettmers et al. 2022,
     arXiv:2110.02861).
 
@@ -74,12 +100,21 @@ def _make_adamw8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optim
     silence_missing_extensions()
     from torchao.optim import AdamW8bit
 
-    optimizer: Optimizer = AdamW8bit(groups, **adam)
+    optimizer: Optimizer = AdamW8bit(groups, **arguments)
     if groups[0]["params"][0].device.type == "cpu":
         # Compiling the update takes half a minute on a CPU and a C++ compiler, and gains nothing.
         eager: Any = torch.compiler.set_stance("force_eager")
         optimizer.step = eager(optimizer.step)  # type: ignore[method-assign]
     return optimizer
+
+
+BUILDERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": _make_adamw,
+    "adamw8bit": _make_adamw8bit,
+    "lion": Lion,
+    "sgd": SGD,
+}
+"""By the value of `optimizer.name`; `nanoscale.config.optimizers.OPTIMIZERS` describes each."""
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -114,6 +149,9 @@ def fill_state(optimizer: Optimizer) -> None:
 
 
 def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
+    """Return the state of a parameter before its first update."""
+    if isinstance(optimizer, Lion):
+        return {"exp_avg": torch.zeros_like(parameter)}
     if isinstance(optimizer, SGD):
         with_momentum = optimizer.param_groups[0]["momentum"] != 0
         return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}

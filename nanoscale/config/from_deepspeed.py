@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import listed
 from nanoscale.config.deepspeed import SAME, unowned
+from nanoscale.config.optimizers import OPTIMIZERS, by_other_name
 from nanoscale.config.reference import flat
 from nanoscale.config.violations import refuse
 
@@ -255,9 +257,9 @@ def _optimizer(optimizer: Mapping[str, Any], result: Translation) -> None:
     if not optimizer:
         return
     kind, params = str(optimizer.get("type", "")), optimizer.get("params", {})
-    name = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}.get(kind.lower())
+    name = by_other_name(kind)
     if name is None:
-        message = "is not an optimizer here; there are adamw, adamw8bit and sgd"
+        message = f"is not an optimizer here; there are {listed([*OPTIMIZERS])}"
         result.refuse("optimizer.type", kind, message)
         return
     result.set("optimizer.type", "optimizer.name", name)

@@ -11,12 +11,10 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.config import lora
 from nanoscale.config.model_math import parameters
+from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
-from nanoscale.plan.memory.states import BYTES, moments
-
-_EIGHT_BIT_MOMENTS = 8.0
-"""Bytes per parameter of two 8-bit moments, which a checkpoint holds in fp32."""
+from nanoscale.plan.memory.states import BYTES
 
 
 @dataclass(frozen=True)
@@ -215,10 +213,8 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
     unknown."""
     trained = lora.parameters(config) if config.lora.rank else parameters(config.model)
     width = BYTES[config.precision.params]
-    narrow = config.optimizer.name == "adamw8bit"
-    return int(
-        trained * (width + (_EIGHT_BIT_MOMENTS if narrow else moments(config.optimizer, width)))
-    )
+    stored = 4 if rule_of(config.optimizer).quantized else width
+    return int(trained * (width + stored * len(moments_of(config.optimizer))))
 
 
 def _free_bytes(root: Path) -> int | None:

@@ -21,6 +21,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.layout import coordinates
+from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
@@ -73,7 +74,7 @@ def world_of(config: ResolvedConfig, rank: int, gpu: Gpu | None) -> Iterator[Wor
     experts = (at.dp * parallel.cp + at.cp) % parallel.ep, parallel.ep
     with identity(rank, config.world_size, devices), played(device, gpu, experts) as world:
         set_kernels(config)
-        if config.optimizer.name == "adamw8bit" and gpu is not None:
+        if rule_of(config.optimizer).compiled and gpu is not None:
             kernels.update_in_place(world.patches)
         yield world
 

@@ -56,7 +56,7 @@ def _shaping(config: Config) -> dict[str, Any]:
     sections = ("model", "parallel", "precision", "zero", "backend", "lora")
     return {
         **{name: asdict(getattr(config, name)) for name in sections},
-        "optimizer": [config.optimizer.name, config.optimizer.clip_norm, config.optimizer.momentum],
+        "optimizer": asdict(config.optimizer),
         "train": [train.global_batch, train.micro_batch, train.seq_len, train.eval_every > 0],
         "data": [data.document_mask, data.packing, data.loss_on],
         "checkpoint": [saves, checkpoint.asynchronous, checkpoint.at_end],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,8 +96,11 @@ def _train(
     vectors = [p for p in parameters if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    update: torch.optim.Optimizer
     if optimizer == "adamw":
         update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    elif optimizer == "lion":
+        update = PaperLion(groups, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
     else:
         update = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1)
     curve = []
@@ -116,6 +120,23 @@ def _train(
         lr = update.param_groups[0]["lr"]
         curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
     return curve
+
+
+class PaperLion(torch.optim.Optimizer):
+    """The formulas of arXiv:2302.06675, algorithm 2, one after another."""
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: float) -> None:
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, beta1, beta2 = (group[name] for name in ("lr", "beta1", "beta2"))
+            for theta in group["params"]:
+                m = self.state[theta].get("m", torch.zeros_like(theta))
+                update = torch.sign(beta1 * m + (1 - beta1) * theta.grad)
+                theta.copy_(theta - lr * (update + group["weight_decay"] * theta))
+                self.state[theta]["m"] = beta2 * m + (1 - beta2) * theta.grad
 
 
 class Merged(nn.Module):

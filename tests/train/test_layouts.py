@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.schema import Config, Optimizer
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Optimizer
 from tests.support.jobs import (
     SHAPE,
     SHORT_STEPS,
@@ -29,13 +30,13 @@ USUAL = [(2, 1, 1), (2, 2, 1), (2, 3, 1), (4, 1, 2)]
 """Layouts that the equivalence matrix does not have."""
 
 
-def short(config: Config) -> Config:
+def short(config: ResolvedConfig) -> ResolvedConfig:
     return replace(config, train=replace(config.train, steps=SHORT_STEPS))
 
 
-def our_curve(config: Config) -> CURVE:
+def our_curve(config: ResolvedConfig) -> CURVE:
     run = make_run(config)
-    assert train(run, config) == ["completed"] * config.parallel.dp
+    assert train(run, config) == ["completed"] * config.world_size
     names = ("loss", "grad_norm", "lr", "tokens")
     return [tuple(record[name] for name in names) for record in read_metrics(run)]
 
@@ -65,12 +66,30 @@ def test_layout_equals_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "stage"), [(1, 0), exhaustive(2, 0), (2, 3)])
-def test_sgd_equals_plain_loop(tmp_path: Path, dp: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "degrees", "stage"),
+    [
+        ("sgd", {}, 0),
+        ("sgd", {"dp": 2}, 3),
+        ("lion", {}, 0),
+        ("lion", {"dp": 2}, 3),
+        ("lion", {"tp": 2, "pp": 2}, 1),
+        exhaustive("sgd", {"dp": 2}, 0),
+        exhaustive("lion", {"dp": 2}, 0),
+    ],
+)
+def test_other_optimizers_equal_plain_loop(
+    tmp_path: Path, name: str, degrees: dict[str, int], stage: int
+) -> None:
     write_tokens(tmp_path)
-    sgd = Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)
-    config = make_config(tmp_path, dp=dp, stage=stage, optimizer=sgd)
-    assert_equal_curves(our_curve(config), plain_loop("fp64", "sgd"), "fp64")
+    config = make_config(
+        tmp_path,
+        dp=degrees.get("dp", 1),
+        stage=stage,
+        parallel=degrees,
+        optimizer=Optimizer(name=name, lr=1e-2, clip_norm=0.5),  # type: ignore[arg-type]
+    )
+    assert_equal_curves(our_curve(config), plain_loop("fp64", name), "fp64")
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from tests.support.rows import exhaustive
 
 ADAMW = Optimizer(lr=1e-2, clip_norm=0.5)
 SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
+LION = {"optimizer": Optimizer(name="lion", lr=1e-3, clip_norm=0.5)}
 HSDP = {"dp_replicate": 2}
 
 
@@ -45,6 +46,7 @@ HSDP = {"dp_replicate": 2}
         (2, 1, "fp64", {}),
         exhaustive(4, 3, "fp32", HSDP),
         (1, 0, "fp32", SGD),
+        (2, 3, "fp32", LION),
         exhaustive(2, 2, "fp32", SGD),
     ],
 )

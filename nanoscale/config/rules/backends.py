@@ -13,6 +13,7 @@ from typing import Any, Literal
 from nanoscale.common.units import listed
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner, unowned
+from nanoscale.config.optimizers import OPTIMIZERS
 from nanoscale.config.reference import value_of
 from nanoscale.config.rules.resolution import Resolution, Rule, data_parallel, idle, near_divisors
 from nanoscale.config.schema import Backend, Config, Zero
@@ -244,8 +245,7 @@ DEEPSPEED = [
     _only(
         "deepspeed",
         "optimizer.name",
-        "adamw",
-        "sgd",
+        *(name for name, rule in OPTIMIZERS.items() if rule.deepspeed),
         why="keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would split",
         instead=("optimizer=adamw", "backend=native"),
     ),

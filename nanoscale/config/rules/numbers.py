@@ -8,14 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from nanoscale.common.units import listed
+from nanoscale.config.optimizers import KEYS, rule_of
 from nanoscale.config.rules.resolution import Resolution, Rule
 from nanoscale.config.schema import Config, Precision
-
-_NOT_OF = {
-    "adamw": ("momentum",),
-    "adamw8bit": ("momentum",),
-    "sgd": ("beta1", "beta2", "eps"),
-}
 
 _HAS_FP8 = re.compile(
     r"\b(H100|H200|H800|H20|B100|B200|B300|GB200|GB300|GH200|L4|L40S?|MI300[AX]?|MI325X|MI35[05]X"
@@ -191,15 +186,18 @@ RULES = (
 def check_optimizer(resolution: Resolution) -> None:
     """Check the keys of the chosen update rule."""
     optimizer = resolution.config.optimizer
-    for name in _NOT_OF[optimizer.name]:
+    rule = rule_of(optimizer)
+    for name in (key for key in KEYS if key not in rule.keys):
         resolution.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) >= 1:
             message = "must be below 1: at 1 the moment never changes"
             resolution.refuse("config", f"optimizer.{name}", message, f"optimizer.{name}=0.95")
-    if optimizer.name != "adamw8bit":
+    if rule.package:
+        chosen = ("optimizer.name", rule.package, rule.package, "optimizer.name=adamw")
+        resolution.require_for_ranks(*chosen)
+    if not rule.quantized:
         return
     if (params := resolution.config.precision.params) != "fp32":
         message = f"has moments of fp32 weights in 8 bits, and precision.params={params}"
         resolution.refuse("config", "optimizer.name", message, "optimizer.name=adamw")
-    resolution.require_for_ranks("optimizer.name", "torchao", "torchao", "optimizer.name=adamw")

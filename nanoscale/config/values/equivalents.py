@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from nanoscale.config.optimizers import OPTIMIZERS
+
 
 @dataclass(frozen=True)
 class Equivalent:
@@ -116,15 +118,11 @@ EQUIVALENTS: dict[str, Equivalent] = {
     "max_grad_norm gradient_clipping clip_grad max_norm gradient_clip_val grad_clip "
     "clip_grad_norm": _keys("optimizer.clip_norm"),
     "optim optimizer.type optimizer_type": _either(
-        adamw_torch="optimizer=adamw",
-        adamw_torch_fused="optimizer=adamw",
-        adamw_hf="optimizer=adamw",
-        adam="optimizer=adamw",
-        adamw="optimizer=adamw",
-        fusedadam="optimizer=adamw",
-        adamw_bnb_8bit="optimizer=adamw8bit",
-        adamw_8bit="optimizer=adamw8bit",
-        sgd="optimizer=sgd",
+        **{
+            name: f"optimizer={own}"
+            for own, rule in OPTIMIZERS.items()
+            for name in (own, *rule.other_names)
+        }
     ),
     "lr_scheduler_type lr_decay_style lr_scheduler.decay_type lr_scheduler scheduler.type": _either(
         cosine="scheduler=cosine",

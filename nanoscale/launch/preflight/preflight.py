@@ -13,6 +13,7 @@ from functools import cached_property
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, counted, listed, share
 from nanoscale.common.versions import versions
+from nanoscale.config.optimizers import rule_of
 from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
@@ -269,8 +270,9 @@ def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
         needed.append(("wandb", "wandb", setting, "logger.wandb=off"))
     if config.logger.mlflow == "on" and member.name == hosts.first:
         needed.append(("mlflow", "MLflow", "logger.mlflow=on", "logger.mlflow=off"))
-    if config.optimizer.name == "adamw8bit":
-        needed.append(("torchao", "torchao", "optimizer.name=adamw8bit", "optimizer=adamw"))
+    if package := rule_of(config.optimizer).package:
+        setting = f"optimizer.name={config.optimizer.name}"
+        needed.append((package, package, setting, "optimizer=adamw"))
     elif config.precision.fp8:
         needed.append(("torchao", "torchao", "precision.fp8=true", "precision=bf16"))
     if config.model.source == "hf":

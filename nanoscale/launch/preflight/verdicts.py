@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nanoscale.config.optimizers import rule_of
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.processes.messages import Message
@@ -173,8 +174,9 @@ def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdic
     if config.backend.name == "native" and config.backend.compile != "off":
         settings.append(f"backend.compile={config.backend.compile}")
         alternatives.append("backend.compile=off")
-    if config.optimizer.name == "adamw8bit":
-        settings.append("optimizer.name=adamw8bit")
+    compiles_update = rule_of(config.optimizer).compiled
+    if compiles_update:
+        settings.append(f"optimizer.name={config.optimizer.name}")
         alternatives.append("optimizer=adamw")
     if not settings:
         return
@@ -182,7 +184,7 @@ def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdic
     if problem:
         text = f"{problem}, which {' and '.join(settings)} needs"
         remedy = f"{remedy}; or {' '.join(alternatives)}"
-        needed = config.backend.compile == "on" or config.optimizer.name == "adamw8bit"
+        needed = config.backend.compile == "on" or compiles_update
         yield Verdict(member.name, "compiler", False, text, remedy, needed=needed)
     else:
         path = facts["gpu_software"]["compiler"]["path"]

@@ -18,6 +18,7 @@ from functools import partial
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.layout import GRADIENT_BUCKET
+from nanoscale.config.optimizers import rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, fly_all
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
@@ -367,15 +368,18 @@ def _update(
     received: int = 0,
     copies: int = 0,
 ) -> Phase:
-    """Return the phase of the update: SGD on a GPU copies its gradients; the fused AdamW needs nothing.
+    """Return the phase of the update, whose temporary tensors are those of the largest parameter.
 
     The update of 8-bit AdamW is compiled on GPUs; on a CPU it consists of single operations on a matrix.
     """
-    optim = setting.config.optimizer
-    if optim.name == "adamw8bit" and not setting.gpu:
-        optimizer += _QUANTISING * _largest_shard(setting, held)
+    rule = rule_of(setting.config.optimizer)
+    allocated = rule.copies * setting.states.weights
+    if rule.quantized and not setting.gpu:
+        allocated = _QUANTISING
+    if allocated:
+        optimizer += int(allocated * _largest_shard(setting, held))
     gradients = int(setting.states.gradients * held.trained.shard)
-    if setting.gpu and optim.name == "sgd" and optim.weight_decay:
+    if setting.gpu and rule.decay_copies_gradients and setting.config.optimizer.weight_decay:
         gradients *= 2
     return Phase(
         "update",

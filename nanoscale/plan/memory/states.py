@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.schema import Optimizer, Precision
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number of a dtype."""
-QUANTISED = 2 * (1 + 4 / 256)
-"""Bytes of two 8-bit moments, each with an fp32 scale for every 256 of them."""
+QUANTIZED = 1 + 4 / 256
+"""Bytes of an 8-bit moment, with an fp32 scale for every 256 of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,8 @@ class BytesPerParameter:
 
 def moments(optimizer: Optimizer, params: int) -> float:
     """Return the bytes per parameter of the optimizer's states, if a parameter has `params` bytes."""
-    if optimizer.name == "sgd":
-        return float(params if optimizer.momentum else 0)
-    return QUANTISED if optimizer.name == "adamw8bit" else 2.0 * params
+    width = QUANTIZED if rule_of(optimizer).quantized else params
+    return float(width * len(moments_of(optimizer)))
 
 
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
@@ -299,11 +300,10 @@ def update(
 
     They are bound by memory, or on DTensors by the host, which starts some operations for every tensor.
 
-    AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads the
-    gradients for their norm, then reads and writes them.
+    Clipping reads the gradients for their norm, then reads and writes them.
     """
     wide = operations.WIDTH[config.precision.params]
-    passes = {"adamw": 7.0, "sgd": 5.0, "adamw8bit": 5.0}[config.optimizer.name]
+    passes = rule_of(config.optimizer).passes
     if config.optimizer.clip_norm is not None:
         passes += 3
     if config.zero.offload_optimizer == "none":

@@ -1,0 +1,94 @@
+"""The optimizers: a row for each, which rules, plans, rehearsals, backends and checkpoints read. No torch.
+
+`nanoscale/backends/optimizer.py` builds them; the schema has their names and keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoscale.config.schema import Optimizer
+
+KEYS = ("beta1", "beta2", "eps", "momentum")
+"""The keys of `optimizer` that not every update reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """What an optimizer reads, keeps and needs."""
+
+    keys: tuple[str, ...]
+    """Those of KEYS that it reads."""
+    moments: tuple[str, ...]
+    """The names of its moments in checkpoints; each has the shape and the dtype of its parameter."""
+    passes: float
+    """How often an update reads or writes a number of a parameter's size."""
+    momentum_key: str | None = None
+    """A key that is 0 if there are no moments."""
+    quantized: bool = False
+    """True if its moments are 8-bit codes, with an fp32 scale for every 256 of them. A checkpoint has them in
+    fp32."""
+    compiled: bool = False
+    """True if its update is compiled on GPUs."""
+    copies: float = 0.0
+    """The tensors that the update of a parameter allocates, relative to the parameter."""
+    decay_copies_gradients: bool = False
+    """True if weight decay on GPUs copies all gradients at once."""
+    package: str | None = None
+    """The optional package that has it."""
+    deepspeed: bool = True
+    """True if DeepSpeed's flat shards can be updated with it."""
+    other_names: tuple[str, ...] = ()
+    """Its names in DeepSpeed's, Hugging Face's and other configurations, in lower case."""
+
+
+OPTIMIZERS = {
+    "adamw": UpdateRule(
+        keys=("beta1", "beta2", "eps"),
+        moments=("exp_avg", "exp_avg_sq"),
+        passes=7.0,  # reads parameter, gradient and both moments, and writes all but the gradient
+        other_names=("adam", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_hf"),
+    ),
+    "adamw8bit": UpdateRule(
+        keys=("beta1", "beta2", "eps"),
+        moments=("exp_avg", "exp_avg_sq"),
+        passes=5.0,
+        quantized=True,
+        compiled=True,
+        package="torchao",
+        deepspeed=False,
+        other_names=("adamw_bnb_8bit", "adamw_8bit"),
+    ),
+    "lion": UpdateRule(
+        keys=("beta1", "beta2"),
+        moments=("exp_avg",),
+        passes=13.0,  # decay 2, direction 5, update 3, moment 3
+        copies=1.0,
+        other_names=("fusedlion", "lion_32bit"),
+    ),
+    "sgd": UpdateRule(
+        keys=("momentum",),
+        moments=("momentum_buffer",),
+        passes=5.0,
+        momentum_key="momentum",
+        decay_copies_gradients=True,
+    ),
+}
+"""By the value of `optimizer.name`."""
+
+
+def rule_of(optimizer: Optimizer) -> UpdateRule:
+    return OPTIMIZERS[optimizer.name]
+
+
+def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the names of the moments that a job's optimizer keeps."""
+    rule = rule_of(optimizer)
+    is_off = rule.momentum_key is not None and getattr(optimizer, rule.momentum_key) == 0
+    return () if is_off else rule.moments
+
+
+def by_other_name(name: str) -> str | None:
+    """Return the optimizer that other software calls `name`; None if it is not an optimizer here."""
+    name = name.lower()
+    return next((own for own, it in OPTIMIZERS.items() if name in (own, *it.other_names)), None)

@@ -1,0 +1,41 @@
+"""The table of optimizers says what the schema offers and what the backends build."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+from nanoscale.backends.optimizer import BUILDERS, fill_state, is_quantised, make_optimizer
+from nanoscale.config.optimizers import KEYS, OPTIMIZERS, by_other_name, moments_of
+from nanoscale.config.schema import Optimizer
+
+
+def test_every_choice_has_a_row_and_is_built() -> None:
+    names = set(get_args(get_type_hints(Optimizer)["name"]))
+    assert names == set(OPTIMIZERS) == set(BUILDERS)
+    for rule in OPTIMIZERS.values():
+        assert set(rule.keys) <= set(KEYS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_the_moments_are_those_of_the_built_optimizer(name: str, momentum: float) -> None:
+    config = Optimizer(name=name, momentum=momentum)  # type: ignore[arg-type]
+    rule = OPTIMIZERS[name]
+    if rule.package:
+        pytest.importorskip(rule.package)
+    parameter = nn.Parameter(torch.ones(64, 64))
+    optimizer = make_optimizer([("weight", parameter)], config)
+    fill_state(optimizer)
+    moments = {key: value for key, value in optimizer.state[parameter].items() if key != "step"}
+    assert tuple(moments) == moments_of(config)
+    assert all(value.shape == parameter.shape for value in moments.values())
+    assert all(is_quantised(value) == rule.quantized for value in moments.values())
+
+
+def test_names_of_other_software() -> None:
+    assert by_other_name("FusedAdam") == "adamw" and by_other_name("Lion") == "lion"
+    assert by_other_name("lamb") is None
