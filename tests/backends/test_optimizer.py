@@ -191,6 +191,7 @@ def resume_exactly(name: str, folder: Path, mesh: Any = None, placements: Any = 
     load_state(fresh, resumed, moments)
     before, after = whole([*moments.items()]), whole([*named_state(fresh, resumed).items()])
     assert equal(before, after)
+    assert all((v >= 0).all() for key, v in before.items() if key.endswith("exp_avg_sq"))
     train(parameters, optimizer, range(2, 4))
     train(fresh, resumed, range(2, 4))
     return equal(whole(parameters), whole(fresh)) and equal(
