@@ -17,7 +17,7 @@ import nanoscale
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import interpolation
-from nanoscale.config.composing.frozen import reopen, unknown_names
+from nanoscale.config.composing.reopen import reopen, unknown_names
 from nanoscale.config.values.convert import unknown_key
 from nanoscale.config.violations import nearest, refuse, shown
 
