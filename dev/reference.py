@@ -48,7 +48,7 @@ def render_backends() -> str:
             "# Where the backends differ\n",
             "This page is written by `make docs` from the rules that refuse everything else. It lists the",
             "keys that a backend does not support, or only with the values named here. A setting that the",
-            "chosen backend cannot honour is an error before the launch, never ignored.\n",
+            "chosen backend cannot honor is an error before the launch, never ignored.\n",
             f"Both backends support all other keys of the sections {_listed(sections)},",
             f"and all keys of the sections {_listed(OUTSIDE)}.\n",
             "`nanoscale config backends` shows the same for every key. [deepspeed.md](deepspeed.md)",

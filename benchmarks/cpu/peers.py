@@ -24,7 +24,7 @@ from nanoscale.config.hf.shape import write_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import Dataset
 from nanoscale.data.loader import Loader
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 
 
@@ -179,7 +179,7 @@ class Batches:
 
 def make_model(config: ResolvedConfig) -> Transformer:
     model = Transformer(config.model)
-    initialise(model, config.model, config.train.seed)
+    initialize(model, config.model, config.train.seed)
     return model
 
 

@@ -4,7 +4,7 @@
 
 Each has ranks of its own, which wait while another's are at work: in one process they would share a heap,
 and the gradients that one leaves there decide where the next one's memory is. Turns are short, and a ratio
-is the median over neighbouring turns, so that what else the machine does falls on all of them. Prints one
+is the median over neighboring turns, so that what else the machine does falls on all of them. Prints one
 JSON line: seconds a step by name.
 """
 

@@ -41,7 +41,7 @@ from nanoscale.data.dataset import open_data
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.metrics.meter import device_peak, peak_memory_gib, wait_for
 from nanoscale.metrics.trace import STEP, events_of, parts_of
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation, compile
 from nanoscale.train.profile import recording
@@ -169,8 +169,8 @@ class Loop:
             float8.apply(self.model, config.precision.fp8_recipe)
         activation.apply(self.model.layers, config.parallel)
         compile.apply(self.model.layers, config)
-        self.model.materialise(device)
-        initialise(self.model, config.model, config.train.seed)
+        self.model.materialize(device)
+        initialize(self.model, config.model, config.train.seed)
         on = config.backend.compile == "on"
         self.loss: Callable[[Tensor, Tensor], Tensor] = (
             torch.compile(mean_loss) if on else mean_loss

@@ -22,7 +22,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import fsdp as data_parallel
-from nanoscale.parallel.apply import parallelise
+from nanoscale.parallel.apply import parallelize
 from nanoscale.parallel.ddp import GradientReducer
 from nanoscale.parallel.mesh import Layout, make_layout
 from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
@@ -209,10 +209,10 @@ def build_stages(
         stage.to(data_parallel.DTYPES[config.precision.params])
         if config.precision.fp8:
             float8.apply(stage, config.precision.fp8_recipe)
-        parallelise(stage, config, layout)
+        parallelize(stage, config, layout)
         if layout.data is None:  # FSDP2 casts what it gathers
             cast_frozen(stage, data_parallel.DTYPES[config.precision.compute])
-        stage.materialise(device)
+        stage.materialize(device)
         is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
         if not is_pretrained or config.lora.rank:
             fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)

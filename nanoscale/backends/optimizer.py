@@ -174,7 +174,7 @@ def named_state(
 ) -> Moments:
     """Return the optimizer's tensors as `<parameter>.<moment>`, sharded like the parameters.
 
-    8-bit moments are returned in fp32, which any layout can divide and quantise for itself. They are never all
+    8-bit moments are returned in fp32, which any layout can divide and quantize for itself. They are never all
     in memory: each is computed when it is written.
 
     Args:
@@ -183,25 +183,25 @@ def named_state(
     """
     convert = _buffer_to_load if to_load else _moment_to_save
     return {
-        name: convert(value) if is_quantised(value) else value
+        name: convert(value) if is_quantized(value) else value
         for name, value in _named_tensors(parameters, optimizer)
     }
 
 
 @torch.no_grad()
 def load_state(parameters: NamedParameters, optimizer: Optimizer, moments: Moments) -> None:
-    """Quantise the fp32 buffers of `named_state` after loading."""
+    """Quantize the fp32 buffers of `named_state` after loading."""
     for name, value in _named_tensors(parameters, optimizer):
-        if is_quantised(value):
+        if is_quantized(value):
             loaded: Any = moments[name]
             local = local_tensor(value)
             local.copy_(loaded.local.to(local.device).view(local.shape))
 
 
 def _moment_to_save(moment: Tensor) -> FlatShard:
-    quantised: Any = local_tensor(moment)
-    tensors = [tensor.detach() for tensor in (quantised.codes, quantised.scale, quantised.qmap)]
-    restore = partial(dequantise, signed=quantised.signed)
+    quantized: Any = local_tensor(moment)
+    tensors = [tensor.detach() for tensor in (quantized.codes, quantized.scale, quantized.qmap)]
+    restore = partial(dequantize, signed=quantized.signed)
     return FlatShard.computed(tensors, restore, torch.float32, tuple(moment.shape), _window(moment))
 
 
@@ -228,12 +228,12 @@ def _named_tensors(parameters: NamedParameters, optimizer: Optimizer) -> list[tu
     ]
 
 
-def is_quantised(moment: Tensor) -> bool:
+def is_quantized(moment: Tensor) -> bool:
     return hasattr(local_tensor(moment), "codes")
 
 
-def dequantise(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) -> Tensor:
-    """Return an 8-bit moment in fp32, `[elements]`, which gives the same bits when it is quantised again.
+def dequantize(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) -> Tensor:
+    """Return an 8-bit moment in fp32, `[elements]`, which gives the same bits when it is quantized again.
 
     A block is divided by its largest magnitude, which becomes 1 or −1. The 256 levels contain no −1: it is
     rounded to the lowest, −0.993, from which that magnitude could not be restored. So the lowest level is read
@@ -244,6 +244,6 @@ def dequantise(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) ->
     if signed:
         levels = levels.clone()
         levels[0] = -1.0
-    quantised: Any = OptimState8bit(codes, scale, levels, signed, dtype=torch.float32)
-    moment: Tensor = quantised.dequantize()
+    quantized: Any = OptimState8bit(codes, scale, levels, signed, dtype=torch.float32)
+    moment: Tensor = quantized.dequantize()
     return moment.view(-1)

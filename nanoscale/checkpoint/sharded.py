@@ -120,7 +120,7 @@ class _Files(FileSystem):
 
             stream.write = noted
             yield stream
-            # torch synchronises its index before the last bytes of it are flushed.
+            # torch synchronizes its index before the last bytes of it are flushed.
             if not stream.closed:
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -158,7 +158,7 @@ def prepare_streams() -> None:
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return the console for human output: colours on a terminal only, lines are never cut, all text is
+    """Return the console for human output: colors on a terminal only, lines are never cut, all text is
     cleaned.
 
     Square brackets and `:names:` are plain text.

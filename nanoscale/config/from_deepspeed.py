@@ -104,7 +104,7 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
         dp: the data-parallel degree of the job, if the JSON has a global batch only by accumulation.
 
     Raises:
-        UserError: with every setting that cannot be honoured.
+        UserError: with every setting that cannot be honored.
     """
     result = Translation({"backend.name": "deepspeed"})
     _check_types(settings, result)
@@ -264,7 +264,7 @@ def _optimizer(optimizer: Mapping[str, Any], result: Translation) -> None:
         return
     result.set("optimizer.type", "optimizer.name", name)
     if name == "adamw" and params.get("adam_w_mode", True) is not True:
-        message = "asks for Adam with L2 regularisation; adamw here decouples the weight decay"
+        message = "asks for Adam with L2 regularization; adamw here decouples the weight decay"
         result.refuse("optimizer.params.adam_w_mode", params["adam_w_mode"], message)
     for param, value in params.items():
         path = f"optimizer.params.{param}"

@@ -114,7 +114,7 @@ class Model:
     max_seq_len: int = key(
         2048, "longest sequence that the model allows", unit="tokens", at_least=1, scaled="binary"
     )
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalisation before each block")
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization before each block")
     norm_eps: float = key(1e-5, "added to the variance", at_least=0)
     mlp: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward block: gated, or two matrices")
     position: Literal["rope", "learned"] = key("rope", "encoding of positions")
@@ -361,7 +361,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The update rule. Biases and normalisation weights are never decayed."""
+    """The update rule. Biases and normalization weights are never decayed."""
 
     name: Literal["adamw", "sgd", "adamw8bit", "lion"] = key(
         "adamw", "adamw · sgd with momentum · adamw with 8-bit moments (torchao) · lion"

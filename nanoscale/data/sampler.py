@@ -5,7 +5,7 @@ samples and the whole state of the data is one number, the samples consumed.
 
 The permutation of [0, n) is a balanced Feistel network over the smallest even number of bits that holds n,
 applied repeatedly until the result is below n ("cycle walking"): J. Black and P. Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3. The round function is the finaliser of SplitMix64 (G.
+Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3. The round function is the finalizer of SplitMix64 (G.
 Steele, D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
@@ -36,7 +36,7 @@ def sample_indices(seed: int, positions: Any, n: int) -> np.ndarray:
     epochs, offsets = np.divmod(flat_positions.reshape(-1), np.uint64(n))
     epoch_keys = _mix(epochs + _mix(np.full(1, (seed + _GOLDEN) & _WORD, dtype=np.uint64)))
     keys = _mix(epoch_keys + _ROUND_KEYS)
-    # Fewer bits would save work only for a handful of samples, and favour some of their orders.
+    # Fewer bits would save work only for a handful of samples, and favor some of their orders.
     half = max(3, ((n - 1).bit_length() + 1) // 2)
     indices = _feistel(offsets, keys, half)
     outside = np.flatnonzero(indices >= n)
@@ -56,7 +56,7 @@ def _feistel(values: Words, keys: Words, half: int) -> Words:
 
 
 def _mix(word: Words) -> Words:
-    """Apply SplitMix64's finaliser: a bijection of 64 bits in which every bit changes every other."""
+    """Apply SplitMix64's finalizer: a bijection of 64 bits in which every bit changes every other."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

@@ -15,7 +15,7 @@ from nanoscale.data.indexed import damaged
 from nanoscale.data.packing import pack
 
 _WINDOW = 1 << 20
-"""Documents that are packed together: neighbours in the file stay near each other."""
+"""Documents that are packed together: neighbors in the file stay near each other."""
 
 
 Check = Callable[[np.ndarray], None]
@@ -69,7 +69,7 @@ class Samples(Protocol):
 class TokenStream:
     """The tokens of a split in windows: sample i is [i·seq_len, (i + 1)·seq_len + 1).
 
-    Neighbours share one token: the last target of one is the first input of the next. Documents follow each
+    Neighbors share one token: the last target of one is the first input of the next. Documents follow each
     other without padding. With `document_mask` attention stays within documents, and the last token of a
     document predicts nothing.
     """

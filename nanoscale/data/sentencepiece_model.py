@@ -124,7 +124,7 @@ def _native(proto: Any) -> Any:
         steps += [normalizers.Replace(Regex(" +"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
     symbols = [it.piece for it in proto.pieces if it.type == _USER_DEFINED]
     if normalizer.add_dummy_prefix:
-        # Added tokens are normalised, too: a text that is nothing but one of them gets no prefix.
+        # Added tokens are normalized, too: a text that is nothing but one of them gets no prefix.
         alone = "|".join(map(re.escape, symbols))
         steps.append(normalizers.Replace(Regex(rf"\A(?!(?:{alone})?\z)"), " "))
     native.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])

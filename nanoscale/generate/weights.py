@@ -231,7 +231,7 @@ def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transforme
     with torch.device("meta"):
         model = Transformer(shape)
     model.to(dtype).requires_grad_(False).eval()
-    model.materialise(device)
+    model.materialize(device)
     return model
 
 

@@ -28,7 +28,7 @@ _GROWTH = 4
 SIZES = tuple((1 << 10) * _GROWTH**step for step in range(9))
 """Bytes of an all-reduce, 1 KiB to 64 MiB."""
 ALL_PAIRS = 8
-"""Up to this many ranks, every pair is measured; beyond it, only neighbours in a ring."""
+"""Up to this many ranks, every pair is measured; beyond it, only neighbors in a ring."""
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Bytes of a message, enough that its latency is negligible."""
 _PING = 8

@@ -146,7 +146,7 @@ class _Bench:
         self.training.recorder.profiler = profiler
         profiler.start()
         for number in range(1 + RECORDED):
-            with self.training.recorder.labelled(STEP):
+            with self.training.recorder.labeled(STEP):
                 self.training.advance()
             if number in (0, RECORDED):  # operations queued before, or after, belong to other steps
                 wait_for(self.device)

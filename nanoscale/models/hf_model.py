@@ -67,7 +67,7 @@ class HFModel(Transformer):
     def has_separate_head(self) -> bool:
         return False
 
-    def materialise(self, device: torch.device) -> None:
+    def materialize(self, device: torch.device) -> None:
         self.to_empty(device=device)
         for alias, name in self._ties.items():  # each of them has become a tensor of its own
             owner, _, leaf = alias.rpartition(".")
@@ -201,7 +201,7 @@ class RandomWeights:
     """Initial weights by transformers' own rules for the model, which depend on names and the seed alone.
 
     They are drawn block by block, each from a generator of its own, since some rules of a module also
-    initialise its children. One block, or one module outside of all blocks, is in memory at a time.
+    initialize its children. One block, or one module outside of all blocks, is in memory at a time.
     """
 
     def __init__(self, shape: Model, seed: int, device: torch.device) -> None:

@@ -29,8 +29,8 @@ Draw = Callable[[str, torch.Size], Tensor]
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, shape: Model, seed: int) -> None:
-    """Fill every parameter of a materialised model, sharded (DTensor) or not."""
+def initialize(model: nn.Module, shape: Model, seed: int) -> None:
+    """Fill every parameter of a materialized model, sharded (DTensor) or not."""
     device = next(model.parameters()).device
     fill(model, partial(draw, shape=shape, seed=seed, device=device))
 

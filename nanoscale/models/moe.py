@@ -2,7 +2,7 @@
 device, like `transformer`.
 
 Routing follows Mixtral (Jiang et al. 2024, arXiv:2401.04088, section 2.1) and Qwen3: the softmax over all
-experts, of which the largest are kept and normalised to a sum of 1; that is the softmax over the kept ones
+experts, of which the largest are kept and normalized to a sum of 1; that is the softmax over the kept ones
 alone. No token is dropped: an expert accepts every token that chooses it.
 
 Shapes: tokens `[tokens, hidden]`; a choice is a token with one of its experts, and there are tokens ·
@@ -211,7 +211,7 @@ def _swiglu(matmul: Any, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor)
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
-    """Count how often each expert was chosen, int64 `[experts]`, without a host synchronisation."""
+    """Count how often each expert was chosen, int64 `[experts]`, without a host synchronization."""
     chosen = chosen.flatten()
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 

@@ -87,8 +87,8 @@ class Transformer(nn.Module):
         """True if embedding and head have separate parameters, which can be gathered separately."""
         return not self.shape.tie_embeddings
 
-    def materialise(self, device: torch.device) -> None:
-        """Allocate memory for a model on the meta device; its parameters stay uninitialised."""
+    def materialize(self, device: torch.device) -> None:
+        """Allocate memory for a model on the meta device; its parameters stay uninitialized."""
         self.to_empty(device=device)
         self.reset_buffers(device)
 
@@ -157,7 +157,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with grouped key and value heads (Ainslie et al. 2023, arXiv:2305.13245).
 
-    Queries and keys may be normalised head by head (Henry et al. 2020, arXiv:2010.04245).
+    Queries and keys may be normalized head by head (Henry et al. 2020, arXiv:2010.04245).
     """
 
     def __init__(self, shape: Model) -> None:

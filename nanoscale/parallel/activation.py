@@ -80,7 +80,7 @@ def describe(parallel: Parallel) -> str:
 
 
 def groups(number: int) -> list[range]:
-    """Divide blocks into ⌈√number⌉ groups of neighbours, whose sizes differ by at most one.
+    """Divide blocks into ⌈√number⌉ groups of neighbors, whose sizes differ by at most one.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4: one group's input for each group, and one group's
     activations at a time. It saves memory over `full` only if √layers exceeds a block's activations over its

@@ -1,4 +1,4 @@
-"""The parallelisation of a stage of the model; read it from top to bottom."""
+"""The parallelization of a stage of the model; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoscale.parallel import activation, compile, context, expert, fsdp, tenso
 from nanoscale.parallel.mesh import Layout
 
 
-def parallelise(model: Transformer, config: ResolvedConfig, layout: Layout) -> None:
+def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> None:
     """Distribute a stage on the meta device over the ranks, in place.
 
     The order matters: matrices are divided first, since all later steps see only a rank's shard of them;

@@ -14,7 +14,7 @@ from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The layout of experts. Ranks of ep are neighbours in dp_shard · cp, and each has other experts."""
+    """The layout of experts. Ranks of ep are neighbors in dp_shard · cp, and each has other experts."""
 
     data: DeviceMesh
     """The mesh of data parallelism over the ranks that have the same experts."""

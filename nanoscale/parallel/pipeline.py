@@ -64,7 +64,7 @@ def stages_of(parallel: ResolvedParallel, rank: int) -> list[int]:
 
 
 class Pipeline:
-    """The stages of this rank and their neighbours on others."""
+    """The stages of this rank and their neighbors on others."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.rules.backends import honoured
+from nanoscale.config.rules.backends import honored
 from nanoscale.config.stages import takes
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
@@ -156,7 +156,7 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
     config, precision = plan.config, plan.config.precision
     narrow = replace(config, precision=replace(precision, compute="bf16", tf32=False))
     possible = config.launcher.device == "cuda" and "bf16" in plan.hardware.peaks
-    if precision.compute != "fp32" or not possible or not honoured(narrow):
+    if precision.compute != "fp32" or not possible or not honored(narrow):
         return None
     return predict(narrow, software=plan.software).time.tokens_per_s_per_gpu
 

@@ -38,8 +38,8 @@ def near_cores(
     if ranks > len(gpus):
         return None
     near = gpus[local_rank] & allowed
-    neighbours = sum(gpus[rank] & allowed == near for rank in range(ranks))
-    if not near or near == allowed or neighbours * (len(allowed) // ranks) > len(near):
+    neighbors = sum(gpus[rank] & allowed == near for rank in range(ranks))
+    if not near or near == allowed or neighbors * (len(allowed) // ranks) > len(near):
         return None
     return near
 

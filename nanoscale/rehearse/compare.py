@@ -28,12 +28,12 @@ def mismatches(
     good = [record for record in records if not record.error]
     pairs: Iterable[tuple[RankRecord, RankRecord]] = combinations(good, 2)
     if len(good) > _ALL_PAIRS:
-        pairs = _neighbours(good)
+        pairs = _neighbors(good)
     together = [found for first, second in pairs if (found := _first_difference(first, second))]
     return [*dict.fromkeys(together), *_lost_messages(good, is_ring)]
 
 
-def _neighbours(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
+def _neighbors(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
     """Yield each rank with the first rank of each of its groups that was played."""
     by_rank = {record.rank: record for record in records}
     for record in records:

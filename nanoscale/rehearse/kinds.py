@@ -53,15 +53,13 @@ def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
         return [rank == ranks - 1 for rank in range(ranks)]
     divided = sorted({*_divided_rows(config, ranks)})
     return [
-        tuple(
-            _rows(rank // neighbours, total, ranks // neighbours) for total, neighbours in divided
-        )
+        tuple(_rows(rank // neighbors, total, ranks // neighbors) for total, neighbors in divided)
         for rank in range(ranks)
     ]
 
 
 def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows of each matrix on a rank of tp and ep, and the neighbours that have other matrices."""
+    """Yield the rows of each matrix on a rank of tp and ep, and the neighbors that have other matrices."""
     parallel, model = config.parallel, config.model
     table = parameters.ends(model) | parameters.block(model)
     for each in table.values():

@@ -55,7 +55,7 @@ class Steady:
 
 
 def steady(run: RunDirectory) -> Steady:
-    """Summarise metrics.jsonl for steps of the run's present configuration."""
+    """Summarize metrics.jsonl for steps of the run's present configuration."""
     first_step, starts = _configuration_start(run)
     records = [record for record in read(run) if _number(record.get("step")) is not None]
     steps, times, memory = 0, [], []

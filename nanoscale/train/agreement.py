@@ -15,7 +15,7 @@ class Agreement:
     clock?
 
     One question carries both. It is sent before a step and answered before the next: a host is at most a step
-    ahead of the others, and no device is synchronised.
+    ahead of the others, and no device is synchronized.
     """
 
     def __init__(self, flag: StopFlag, save_every_s: float = 0.0) -> None:

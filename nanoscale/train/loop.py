@@ -85,7 +85,7 @@ class Training:
             self.meter.begin()  # the wait for a slower host's answer is a part of the step
             if agreement.stops(self.saver.failed):
                 return self.leave_early()
-            with self.recorder.labelled(STEP):
+            with self.recorder.labeled(STEP):
                 result = self.advance()
             step = self.progress.step
             evaluates = is_due(step, self.config.train.eval_every)
@@ -123,7 +123,7 @@ class Training:
             self.config.parallel.dp,
             self.config.train.micro_batch,
         )
-        with self.recorder.labelled(DATA):
+        with self.recorder.labeled(DATA):
             batches = list(micro_batches)
         self.last = self.engine.train_step(batches, self.learning_rate(step))
         self.progress.step = step

@@ -86,7 +86,7 @@ class Recorder:
         if self.profiler is not None and step > self._begun_at:
             self.profiler.step()
 
-    def labelled(self, name: str) -> AbstractContextManager[Any]:
+    def labeled(self, name: str) -> AbstractContextManager[Any]:
         """Return a context whose content has this name in the trace."""
         return nullcontext() if self.profiler is None else record_function(name)
 

@@ -1,4 +1,4 @@
-"""Charts as SVG: curves, scatters and stacked bars. Colours are in the style of the page, `style.css`."""
+"""Charts as SVG: curves, scatters and stacked bars. Colors are in the style of the page, `style.css`."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ class Bar:
 
     name: str
     parts: Sequence[tuple[str, float, str]]
-    """The name of a part, which decides its colour; its size; its hover text."""
+    """The name of a part, which decides its color; its size; its hover text."""
     total: str
     """The text behind the bar."""
 
@@ -292,14 +292,14 @@ class Bar:
 def stacked_bars(
     title: str,
     bars: Sequence[Bar | None],
-    colours: dict[str, str],
+    colors: dict[str, str],
     limit: tuple[float, str],
     width: int = 960,
 ) -> str:
     """Return the chart of bars compared with a limit; None stands for bars that are left out.
 
     Args:
-        colours: of the parts, in the order of the legend.
+        colors: of the parts, in the order of the legend.
         limit: a size, and the text of its mark.
     """
     shown = [bar for bar in bars if bar is not None]
@@ -309,23 +309,23 @@ def stacked_bars(
     parts: list[str] = []
     top = _ROW
     for bar in bars:
-        parts += [text(4, top + 16, "…")] if bar is None else _bar(bar, top, x, limit[0], colours)
+        parts += [text(4, top + 16, "…")] if bar is None else _bar(bar, top, x, limit[0], colors)
         top += _ROW + _GAP
     edge = x.at(limit[0])
     parts.append(line(edge, _ROW - 6, edge, top, "limit"))
     parts.append(text(edge, _ROW - 9, limit[1], "end" if edge > 2 * x.start else "start"))
     used = {name for bar in shown for name, size, _ in bar.parts if size}
-    entries = [((f'fill="{colours[name]}"',), name) for name in colours if name in used]
+    entries = [((f'fill="{colors[name]}"',), name) for name in colors if name in used]
     below, height = legend(entries, x.start, top + 12, width)
     return picture(width, height, title, [*parts, *below])
 
 
-def _bar(bar: Bar, top: int, x: Axis, limit: float, colours: dict[str, str]) -> Iterator[str]:
+def _bar(bar: Bar, top: int, x: Axis, limit: float, colors: dict[str, str]) -> Iterator[str]:
     yield text(4, top + 16, bar.name)
     reached = 0.0
     for name, size, hint in bar.parts:
         left, right = x.at(reached), x.at(reached + size)
-        yield box(left, top, right - left, _ROW, f'fill="{colours[name]}"', hint)
+        yield box(left, top, right - left, _ROW, f'fill="{colors[name]}"', hint)
         reached += size
     end, edge = x.at(reached), x.at(limit)
     if end <= edge < end + _TOTAL:  # the total would overlap the limit's mark

@@ -10,7 +10,7 @@ from nanoscale.view.charts import Bar, curves, stacked_bars
 from nanoscale.view.page import render
 from nanoscale.view.rehearsal_text import advice, head, mistakes, verdict
 
-_COLOURS = {
+_COLORS = {
     "weights": "#4c78a8",
     "gathered weights": "#9ecae9",
     "gradients": "#54a24b",
@@ -19,7 +19,7 @@ _COLOURS = {
     "communication": "#f58518",
     "temporary": "#bab0ac",
 }
-"""The colour of each purpose of memory."""
+"""The color of each purpose of memory."""
 
 
 def rehearsal_page(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> str:
@@ -67,7 +67,7 @@ def phases_chart(rank: dict[str, Any], capacity: int | None) -> str:
     ]
     limit = max([1, *(phase["peak"] for phase in rank["phases"].values())])
     mark = (capacity, f"{byte_size(capacity)} of the device") if capacity else (limit, "the peak")
-    return stacked_bars("Peaks of memory by phase and purpose", bars, _COLOURS, mark)
+    return stacked_bars("Peaks of memory by phase and purpose", bars, _COLORS, mark)
 
 
 def timeline_chart(values: list[int]) -> str:

@@ -245,7 +245,7 @@ def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> Non
 
 
 GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
-"""A rate so small that 20 steps do not memorise the 8 samples: rounding would dominate a small loss."""
+"""A rate so small that 20 steps do not memorize the 8 samples: rounding would dominate a small loss."""
 
 
 NARROW = [

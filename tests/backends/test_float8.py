@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from nanoscale.backends import float8
 from nanoscale.config.schema import Model
 from nanoscale.models.head import Head
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 
 torchao = pytest.importorskip("torchao.float8.float8_linear", reason="pip install 'torchao>=0.15'")
@@ -25,7 +25,7 @@ def make(in_8_bits: str | None) -> Transformer:
     if in_8_bits:
         float8.apply(model, in_8_bits, emulate=True)
     model.to_empty(device="cpu")
-    initialise(model, SHAPE, seed=1)
+    initialize(model, SHAPE, seed=1)
     return model.bfloat16()
 
 

@@ -14,7 +14,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.schema import Lora
 from nanoscale.data.batch import Batch
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from tests.support.jobs import SEQ_LEN, SHAPE, make_config
 
@@ -30,7 +30,7 @@ def test_gradients_add_up_in_masters_and_weights_follow_them(tmp_path: Path) -> 
     config = make_config(tmp_path, precision="bf16")
     engine = NativeEngine(config, CPU)
     model = Transformer(SHAPE)
-    initialise(model, SHAPE, config.train.seed)
+    initialize(model, SHAPE, config.train.seed)
     masters = [
         (name, torch.nn.Parameter(p.detach().clone())) for name, p in model.named_parameters()
     ]
@@ -66,7 +66,7 @@ def test_frozen_weights_have_no_master(tmp_path: Path) -> None:
     config = replace(make_config(tmp_path, precision="bf16"), lora=Lora(rank=2))
     engine = NativeEngine(config, CPU)
     model = Transformer(SHAPE)
-    initialise(model, SHAPE, config.train.seed)
+    initialize(model, SHAPE, config.train.seed)
     engine.train_step(micro_batches(), 1e-2)
     frozen = engine.frozen_state()
     assert frozen.keys() == {f"model.{name}" for name, _ in model.named_parameters()}
@@ -79,13 +79,13 @@ def test_frozen_weights_are_never_in_fp32(tmp_path: Path) -> None:
     """A rank that trains adapters alone must have room for its weights in the compute dtype, and no more."""
     config = replace(make_config(tmp_path, precision="bf16"), lora=Lora(rank=2))
     made: list[tuple[torch.device, torch.dtype]] = []
-    materialise = Transformer.materialise
+    materialize = Transformer.materialize
 
     def noted(model: Transformer, device: torch.device) -> None:
-        materialise(model, device)
+        materialize(model, device)
         made.extend((p.device, p.dtype) for p in model.parameters() if not p.requires_grad)
 
-    with patch.object(Transformer, "materialise", noted):
+    with patch.object(Transformer, "materialize", noted):
         NativeEngine(config, CPU)
     assert set(made) == {(CPU, torch.bfloat16)}
 

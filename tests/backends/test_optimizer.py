@@ -18,9 +18,9 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import (
     NamedParameters,
     clip_in_update,
-    dequantise,
+    dequantize,
     fill_state,
-    is_quantised,
+    is_quantized,
     load_state,
     make_optimizer,
     named_state,
@@ -86,7 +86,7 @@ def numbers(value: Tensor) -> Tensor:
 
 
 def in_fp32(moment: Any) -> Tensor:
-    return dequantise(moment.codes, moment.scale, moment.qmap, signed=moment.signed).view(
+    return dequantize(moment.codes, moment.scale, moment.qmap, signed=moment.signed).view(
         moment.shape
     )
 
@@ -133,7 +133,7 @@ def test_8_bit_moments_take_a_quarter() -> None:
     parameters, optimizer = trained("adamw8bit", steps=1)
     weights = dict(parameters)
     states = {name: optimizer.state[weights[name]] for name in SIZES}
-    assert {name: is_quantised(state["exp_avg"]) for name, state in states.items()} == {
+    assert {name: is_quantized(state["exp_avg"]) for name, state in states.items()} == {
         "wide": True,
         "uneven": False,
         "vector": False,
@@ -144,7 +144,7 @@ def test_8_bit_moments_take_a_quarter() -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_quantising_again_gives_the_same_bits(signed: bool) -> None:
+def test_quantizing_again_gives_the_same_bits(signed: bool) -> None:
     """This holds for every code in a block, for magnitudes of all kinds, and for negative largest values."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -165,7 +165,7 @@ def test_quantising_again_gives_the_same_bits(signed: bool) -> None:
     assert torch.equal(once.codes, again.codes) and torch.equal(once.scale, again.scale)
     plain = OptimState8bit.zeros((2000, 256), signed=signed)
     plain.copy_(once.dequantize())
-    assert torch.equal(once.scale, plain.scale) != signed, "dequantise() would not be needed"
+    assert torch.equal(once.scale, plain.scale) != signed, "dequantize() would not be needed"
     error = (in_fp32(once) - values).abs().amax(1) / values.abs().amax(1).clip(1e-12)
     assert error.max() < 0.02
 

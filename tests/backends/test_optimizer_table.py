@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoscale.backends.optimizer import BUILDERS, fill_state, is_quantised, make_optimizer
+from nanoscale.backends.optimizer import BUILDERS, fill_state, is_quantized, make_optimizer
 from nanoscale.config.optimizers import KEYS, OPTIMIZERS, by_other_name, moments_of
 from nanoscale.config.schema import Optimizer
 
@@ -33,7 +33,7 @@ def test_the_moments_are_those_of_the_built_optimizer(name: str, momentum: float
     moments = {key: value for key, value in optimizer.state[parameter].items() if key != "step"}
     assert tuple(moments) == moments_of(config)
     assert all(value.shape == parameter.shape for value in moments.values())
-    assert all(is_quantised(value) == rule.quantized for value in moments.values())
+    assert all(is_quantized(value) == rule.quantized for value in moments.values())
 
 
 def test_names_of_other_software() -> None:

@@ -26,7 +26,7 @@ from nanoscale.data import vocabulary
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import ByteTokenizer
 from nanoscale.data.vocabulary import _write_bytes
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
@@ -61,7 +61,7 @@ def checkpoint_of(
 
 def random_model(shape: Model) -> Transformer:
     model = Transformer(replace(shape, init_std=0.2))
-    initialise(model, model.shape, seed=4)
+    initialize(model, model.shape, seed=4)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

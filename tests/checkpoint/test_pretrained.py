@@ -23,7 +23,7 @@ from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Backend, Model
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import process_group
 from nanoscale.parallel.mesh import make_layout
@@ -117,7 +117,7 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
         vocab=8192, max_seq_len=64,
     )  # fmt: skip
     whole = Transformer(shape)
-    initialise(whole, shape, seed=0)
+    initialize(whole, shape, seed=0)
     save_file(
         {
             place.name: p.detach() if place.expert is None else p.detach()[place.expert].clone()

@@ -77,7 +77,7 @@ def test_what_it_cannot_do_is_refused(folder: Path, capsys: pytest.CaptureFixtur
 def test_what_it_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for keys, text in (
         ({"is_encoder_decoder": True}, "only decoders"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"architectures": ["BertForMaskedLM"]}, "no causal language model"),
     ):
         kept = Path("small/config.json").read_text()

@@ -47,7 +47,7 @@ class Terminal(io.StringIO):
 
 
 def assert_harmless(text):
-    """Check that all of the hostile text is shown, and no control character but our own colours."""
+    """Check that all of the hostile text is shown, and no control character but our own colors."""
     assert "]52;c;" in text, text
     assert not set(OBEYED) & set(text.replace("\r\x1b[2K", ""))  # which the live view writes itself
     assert CLIPBOARD not in text

@@ -121,7 +121,7 @@ def test_a_batch_by_accumulation_needs_the_degree(
         ({"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "fp16": 0}, "fp16"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], path: str) -> None:
+def test_what_cannot_be_honored_is_refused(settings: dict[str, Any], path: str) -> None:
     with pytest.raises(UserError) as raised:
         translate(settings)
     assert path in raised.value.violations[0].key

@@ -58,7 +58,7 @@ def test_validation_has_the_last_documents(tmp_path, lengths, fraction, border, 
     assert train.within_document is within
 
 
-def test_samples_are_neighbours_that_share_a_token(tmp_path):
+def test_samples_are_neighbors_that_share_a_token(tmp_path):
     loader = loader_of(tmp_path, 3 * SEQ + 1, start=5)
     assert len(loader) == 3
     batch = rows(loader.batch([2, 0]))

@@ -104,7 +104,7 @@ def test_it_looks_random():
     assert abs(np.corrcoef(places, order)[0, 1]) < bound
     for lag in (1, 2, 3, 64):
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < bound
-    # steps between neighbours: a permutation has every step about equally often
+    # steps between neighbors: a permutation has every step about equally often
     steps = np.bincount(((np.diff(order) % n) // (n / 100)).astype(int), minlength=100)
     expected = (n - 1) / 100
     assert ((steps - expected) ** 2 / expected).sum() < 99 + 5 * np.sqrt(2 * 99)

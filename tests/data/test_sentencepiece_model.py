@@ -128,7 +128,7 @@ def test_models_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     trained(tmp_path / "words", model_type="word", vocab=200, hard_vocab_limit=False)
     with pytest.raises(UserError, match="neither a unigram model nor a BPE"):
         find("words", "--tokenizer")
-    # its normalisation joins "\r\n" in the tokenizers library
+    # its normalization joins "\r\n" in the tokenizers library
     trained(tmp_path / "spaces", remove_extra_whitespaces=False)
     with pytest.raises(UserError, match="cannot be reproduced; give the tokenizer.json"):
         find("spaces", "--tokenizer")

@@ -24,7 +24,7 @@ from nanoscale.generate.replicas import replicated
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from tests.support import hf_families
 from tests.support.jobs import BYTES, run_of_bytes
@@ -45,7 +45,7 @@ def directly(text: bytes, count: int, first: int = 256) -> tuple[float, bool]:
     """Return the log-probability of the last `count` bytes, token by token, from another model without a
     cache."""
     model = Transformer(BYTES).double()
-    initialise(model, replace(BYTES, init_std=0.3), seed=4)
+    initialize(model, replace(BYTES, init_std=0.3), seed=4)
     ids = [first, *text]
     total, greedy = 0.0, True
     for place in range(len(ids) - count, len(ids)):
@@ -79,7 +79,7 @@ def test_whole_texts_window_by_window(opened: Opened) -> None:
     (found,) = Answers(opened).loglikelihood_rolling(requests((text,)))
     ids = [256, *text.encode()]
     model = Transformer(BYTES).double()
-    initialise(model, replace(BYTES, init_std=0.3), seed=4)
+    initialize(model, replace(BYTES, init_std=0.3), seed=4)
     total = 0.0
     for start in range(1, len(ids), 48):
         end = min(start + 48, len(ids))

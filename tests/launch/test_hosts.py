@@ -158,7 +158,7 @@ def test_everything_that_is_wrong_in_a_file_is_said_at_once():
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_an_error_that_knows_its_neighbours():
+def test_a_missing_file_is_an_error_that_knows_its_neighbors():
     (wrong,) = violations(hostfile="hots")
     assert (wrong.key, wrong.value) == ("launcher.hostfile", "hots")
     assert wrong.source == "command line: --hostfile"

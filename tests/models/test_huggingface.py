@@ -225,7 +225,7 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type=linear"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "quantised"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantized"),
         (LLAMA | {"hidden_size": "wide"}, "model.hidden=wide"),
         ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "no vocab_size"),
         (LLAMA | {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true"),

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Model
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.kv_cache import Cache, without_cudnn_attention
 from nanoscale.models.transformer import Transformer
 from tests.support.hf_families import FAMILIES, save, tokens
@@ -38,7 +38,7 @@ def test_logits_are_those_without_it(
 ) -> None:
     shape = replace(shape_of(family, tmp_path), init_std=0.2)
     model = Transformer(shape).to(dtype)
-    initialise(model, shape, seed=4)
+    initialize(model, shape, seed=4)
     ids = tokens(20)
     with torch.no_grad():
         expected = model(ids)
@@ -58,7 +58,7 @@ def test_sequences_of_different_lengths_do_not_see_each_other(family: str, tmp_p
     """Also after one of them is dropped, and where several tokens are added to each."""
     shape = replace(shape_of(family, tmp_path), init_std=0.2)
     model = Transformer(shape).double()
-    initialise(model, shape, seed=4)
+    initialize(model, shape, seed=4)
     ids = tokens(20)
     ids = torch.cat([ids, ids.flip(0)[:1].roll(3, 1)])
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanoscale.models import moe
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.moe import MixtureOfExperts
 from tests.support.jobs import SHAPE
 
@@ -23,7 +23,7 @@ MOE = replace(SHAPE, experts=4, experts_per_token=2, ffn=24, balance="bias", bal
 def mixture(**changes: object) -> MixtureOfExperts:
     shape = replace(MOE, **changes)
     made = MixtureOfExperts(shape)
-    initialise(made, shape, seed=3)
+    initialize(made, shape, seed=3)
     return made
 
 

@@ -15,7 +15,7 @@ from nanoscale.config.composing.library import Library
 from nanoscale.config.model_math import parameters
 from nanoscale.config.parameters import named
 from nanoscale.config.schema import Model, RopeScaling
-from nanoscale.models.initialization import draw, initialise
+from nanoscale.models.initialization import draw, initialize
 from nanoscale.models.transformer import Transformer, rope_rotation, rotate, scale_rope_frequencies
 from nanoscale.plan.memory.shards import rank_stages
 from tests.support.recipes import complete
@@ -43,7 +43,7 @@ GPT2 = Model(
 
 def make(shape: Model) -> Transformer:
     model = Transformer(shape).double()
-    initialise(model, shape, seed=1)
+    initialize(model, shape, seed=1)
     return model
 
 
@@ -200,7 +200,7 @@ def test_llama31_scaling_keeps_fast_and_stretches_slow_frequencies() -> None:
 
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     first, again, other = make(LLAMA), make(LLAMA), Transformer(LLAMA).double()
-    initialise(other, LLAMA, seed=2)
+    initialize(other, LLAMA, seed=2)
     deeper = make(replace(LLAMA, layers=5))
     assert len(list(deeper.parameters())) > len(list(first.parameters()))
     for name, value in first.named_parameters():

@@ -29,7 +29,7 @@ def test_few_meet_all_others_one_pair_at_a_time(count):
 
 
 @pytest.mark.parametrize("count", [9, 10, 31, 128])
-def test_many_meet_their_neighbours_in_a_ring_and_nobody_twice_in_a_round(count):
+def test_many_meet_their_neighbors_in_a_ring_and_nobody_twice_in_a_round(count):
     played = rounds(range(count))
     assert len(played) == 2 + count % 2
     for pairs in played:

@@ -190,8 +190,8 @@ def test_memory_falls_with_the_square_of_the_degree(degree: int) -> None:
     out and grad_q, m s d each for grad_k and grad_v and for the k and v on their way, and n s each for lse and
     the sums of weight · gradient. A fused kernel holds no block.
     """
-    d, travelling = 8, 2 if degree > 1 else 0
-    a_token = 2 * HEADS * d + (2 + travelling) * KV_HEADS * d + 2 * HEADS
+    d, traveling = 8, 2 if degree > 1 else 0
+    a_token = 2 * HEADS * d + (2 + traveling) * KV_HEADS * d + 2 * HEADS
     for found in run_ranks(memory_rank, degree):
         for (kernel, seq), (most, largest) in zip(MEMORY_CASES, found, strict=True):
             s = seq // degree

@@ -1,4 +1,4 @@
-"""A rank's shards, measured: state, logits, and the memory of initialising."""
+"""A rank's shards, measured: state, logits, and the memory of initializing."""
 
 from __future__ import annotations
 
@@ -221,10 +221,10 @@ def test_the_table_divides_as_tp_and_ep_do(shape: Model, degrees: dict[str, int]
     }
 
 
-# --- initialisation -------------------------------------------------------------------------------
+# --- initialization -------------------------------------------------------------------------------
 
 
-def test_initialising_needs_a_share_and_one_parameter(tmp_path: Path) -> None:
+def test_initializing_needs_a_share_and_one_parameter(tmp_path: Path) -> None:
     """A large model's first rank of 8, without the other 7: the peak is its share and one whole parameter."""
     shape = replace(SHAPE, layers=4, hidden=1024, heads=8, head_dim=128, ffn=3584, vocab=16384)
     config = make_config(3, shape=replace(shape, kv_heads=8), dp=4, tp=2)

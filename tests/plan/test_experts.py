@@ -103,7 +103,7 @@ def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:
     assert moe.exchange(hardware, replace(part, ep=1)) == (0.0, 0.0)
 
 
-def test_utilisation_counts_the_experts_that_a_token_takes() -> None:
+def test_utilization_counts_the_experts_that_a_token_takes() -> None:
     config = job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, global_batch=64, zero=Zero(stage=3))
     step = step_time(config, machine())
     embedding = MIXTRAL.vocab * MIXTRAL.hidden

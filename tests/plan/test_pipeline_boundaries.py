@@ -15,7 +15,7 @@ from tests.plan.schedules import SCHEDULES
 
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_tensors_travel_between_neighbours_on_different_ranks(schedule, virtual, pp):
+def test_tensors_travel_between_neighbors_on_different_ranks(schedule, virtual, pp):
     for rank, kept in enumerate(boundaries(schedule, pp, virtual, 2 * pp)):
         for stage, boundary in zip(stages_of(schedule, pp, virtual, rank), kept, strict=True):
             here = set(stages_of(schedule, pp, virtual, rank))

@@ -40,7 +40,7 @@ def uneven(stages: int, overlap: bool, chance: random.Random) -> Costs:
 
 
 def test_one_micro_batch_uses_an_eighth_of_eight_stages():
-    assert even("gpipe", 8, 1, 1).utilisation == pytest.approx(0.125)
+    assert even("gpipe", 8, 1, 1).utilization == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -48,7 +48,7 @@ def test_four_micro_batches_use_four_sevenths_of_four_stages(schedule):
     """However long a backward pass is against a forward pass."""
     for backward in (0.5, 1.0, 3.0):
         timeline = even(schedule, 4, 1, 4, backward_input=backward)
-        assert timeline.utilisation == pytest.approx(4 / 7)
+        assert timeline.utilization == pytest.approx(4 / 7)
         assert timeline.bubble_fraction == pytest.approx(3 / 7)
 
 
@@ -212,7 +212,7 @@ def test_a_step_is_no_shorter_than_its_longest_path_and_its_busiest_rank(
     ]
     assert sum(timeline.busy) == pytest.approx(micro_batches * sum(each))
     assert min(timeline.idle) >= -1e-9
-    assert 0 <= timeline.utilisation <= 1 + 1e-9
+    assert 0 <= timeline.utilization <= 1 + 1e-9
 
 
 def test_an_order_that_deadlocks_is_refused():

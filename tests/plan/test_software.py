@@ -135,7 +135,7 @@ def test_a_norm_of_single_operations_keeps_its_steps_in_fp32_until_it_is_compile
         ]
         for on in ("off", "on")
     )
-    # the cast input and the normalised one of two norms, in place of two inputs in bf16
+    # the cast input and the normalized one of two norms, in place of two inputs in bf16
     assert eager[1] - eager[0] > 32 * (4 * 4 - 2 * 2) * 8192 * 4096 * 0.9
     assert compiled[0] == compiled[1]
 

@@ -61,7 +61,7 @@ def test_every_column_shows_what_the_rank_does_in_its_middle(schedule, virtual):
         assert shown == [doing(step, rank, (c + 0.5) * column) for c in range(len(shown))]
 
 
-def test_kinds_are_told_apart_without_colour():
+def test_kinds_are_told_apart_without_color():
     """Wide cells end in a sign of their kind; narrow ones are its letter, small in a rank's later stages."""
     text = timeline_plain(timeline("dualpipev", 2, 2, 4), 200)
     cells = re.findall(r"([FBIWfbiw])[0-9]+([-=~+])+", text)
@@ -80,10 +80,10 @@ def test_text_names_the_micro_batches_in_their_order():
     ]  # fmt: skip
 
 
-def test_text_says_the_utilisation():
+def test_text_says_the_utilization():
     step = simulate(order("1f1b", 4, 1, 4), Costs.even(4))
     lines = timeline_plain(step).splitlines()
-    assert "step 21 s, utilisation 57.1 %, idle 42.9 %" in lines[0]
+    assert "step 21 s, utilization 57.1 %, idle 42.9 %" in lines[0]
     assert all(line.endswith("57.1 %") for line in lines[1:5])
 
 
@@ -167,7 +167,7 @@ def test_a_long_step_stands_on_two_scales_of_time():
     assert all(62 <= x <= 960 - 58 for x in first)
 
 
-def test_boxes_are_labelled_where_they_are_wide_enough():
+def test_boxes_are_labeled_where_they_are_wide_enough():
     wide = ElementTree.fromstring(timeline_svg(timeline("1f1b", 4, 1, 4)))
     labels = [
         text.text or ""

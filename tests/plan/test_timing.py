@@ -142,7 +142,7 @@ def test_half_of_the_blocks_recomputed_cost_half():
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "used"), [(8, 1, 0.125), (4, 4, 0.571)])
-def test_utilisation_of_a_pipeline_as_in_the_textbook(stages, micro_batches, used):
+def test_utilization_of_a_pipeline_as_in_the_textbook(stages, micro_batches, used):
     idle = bubble("gpipe", stages, 1, micro_batches, 1.0, 1.0, 1.0, 0.0)
     assert 3 * micro_batches / (3 * micro_batches + idle) == pytest.approx(used, abs=1e-3)
 

@@ -33,7 +33,7 @@ def test_segments(sizes: list[int], reserved: int) -> None:
     assert allocator.reserved == reserved
 
 
-def test_freed_neighbours_are_one_block_again() -> None:
+def test_freed_neighbors_are_one_block_again() -> None:
     allocator = Allocator()
     for key in range(2):
         allocator.take(key, 9 * MIB, 0)

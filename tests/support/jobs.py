@@ -32,7 +32,7 @@ from nanoscale.config.schema import (
     Zero,
 )
 from nanoscale.data.indexed import IndexedWriter
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
@@ -144,7 +144,7 @@ def run_of_bytes(
         complete(run=of_run, model=shape, data=data, train=train, precision=precision), name
     )
     model = Transformer(shape)
-    initialise(model, replace(shape, init_std=0.3), seed=4)
+    initialize(model, replace(shape, init_std=0.3), seed=4)
     fence.begin(run, 1)
     state = {f"model.{n}": value for n, value in model.named_parameters()} | balance
     state |= {"optimizer.norm.weight.exp_avg": torch.ones(shape.hidden)}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Lora, Model
-from nanoscale.models.initialization import draw, initialise
+from nanoscale.models.initialization import draw, initialize
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
@@ -85,7 +85,7 @@ def _train(
 ) -> CURVE:
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     model = Transformer(shape).to(dtype)
-    initialise(model, shape, seed=3)
+    initialize(model, shape, seed=3)
     mixtures = [layer.mlp for layer in model.layers.values()] if shape.experts else []
     mixtures = [EveryExpert(mixture, shape) for mixture in mixtures]
     for layer, mixture in zip(model.layers.values(), mixtures, strict=False):
@@ -177,7 +177,7 @@ class EveryExpert(nn.Module):
             shape.balance == "bias",
             shape.balance_rate,
         )
-        self.penalised = shape.balance == "aux"
+        self.penalized = shape.balance == "aux"
         self.penalty: torch.Tensor | float = 0.0
         self.preference = [0.0] * shape.experts
         self.load = [0] * shape.experts
@@ -188,7 +188,7 @@ class EveryExpert(nn.Module):
         rank = (preferred.unsqueeze(-2) > preferred.unsqueeze(-1)).sum(-1)  # how many are better
         kept = torch.where(rank < self.taken, scores, 0)
         self.load = [a + b for a, b in zip(self.load, (kept > 0).sum((0, 1)).tolist(), strict=True)]
-        if self.penalised:
+        if self.penalized:
             often = (kept > 0).to(scores.dtype).mean(1) * (len(self.load) / self.taken)
             self.penalty = self.rate * (often * scores.mean(1)).sum(-1).mean()
         inner = torch.einsum("bsh,efh->bsef", hidden, self.up)

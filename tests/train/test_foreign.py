@@ -107,7 +107,7 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))  # type: ignore[has-type]
     ours = {n.removeprefix("model."): v for n, v in final_weights(run).items() if "model" in n}
     part = HFModel(shape)
-    part.materialise(torch.device("cpu"))
+    part.materialize(torch.device("cpu"))
     part.load_state_dict({n: v for n, v in ours.items() if n.startswith("hf.")}, strict=False)
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():

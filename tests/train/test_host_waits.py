@@ -35,7 +35,7 @@ Job = dict[str, Any]
 
 
 def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
-    """Count a step's host synchronisations of each job, by operation."""
+    """Count a step's host synchronizations of each job, by operation."""
     device = torch.device("cpu")
     process_group.join(world_size, device, 120.0)
     found = []
@@ -56,7 +56,7 @@ def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
 
 
 class Questions(TorchDispatchMode):
-    """A counter of this rank's host synchronisations while it is entered."""
+    """A counter of this rank's host synchronizations while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +101,6 @@ def test_no_step_waits(world_size: int, jobs: list[Job]) -> None:
 
 
 def test_a_loss_scale_asks_whether_gradients_are_finite() -> None:
-    """The update depends on it. So this also shows that a step's synchronisations are counted."""
+    """The update depends on it. So this also shows that a step's synchronizations are counted."""
     ((found,),) = run_ranks(ask, 1, 1, [{"precision": "fp16"}])
     assert found["aten::_local_scalar_dense"] > 0

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.dataset import open_data
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
@@ -34,7 +34,7 @@ def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[s
     config = make_config(tmp_path, data=packed_data(tmp_path), parallel=degrees)
     found = run_ranks(evaluate, config.world_size, config)
     model = Transformer(SHAPE).double()
-    initialise(model, SHAPE, seed=3)
+    initialize(model, SHAPE, seed=3)
     total, count = 0.0, 0
     for document, marks in zip(documents, answers, strict=True):
         for at in range(0, len(document) - 1, SEQ_LEN):

@@ -66,7 +66,7 @@ class DeepSpeedEngine(Engine):
             config.model.init_from is not None
         )  # then all weights but adapters are loaded
         if not is_pretrained or config.lora.rank:
-            self._initialise(frozen=not is_pretrained)
+            self._initialize(frozen=not is_pretrained)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """List the trained parameters."""
@@ -160,7 +160,7 @@ class DeepSpeedEngine(Engine):
         sequence = context_group(self.config, self.device.type)
         prepare_blocks(model, self.config, sequence, self.coordinates.cp)
         if not shards_on_creation:
-            tensor.materialise(model, self.device)
+            tensor.materialize(model, self.device)
         return model
 
     def _pipeline(self) -> Any:
@@ -173,7 +173,7 @@ class DeepSpeedEngine(Engine):
         )
 
     @torch.no_grad()
-    def _initialise(self, frozen: bool) -> None:
+    def _initialize(self, frozen: bool) -> None:
         """Write the initial weights, which depend on names and shapes alone, to the tensors that are updated.
 
         With `frozen`, also write those that are not updated.

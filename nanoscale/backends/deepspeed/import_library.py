@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """Return the package, ready to be initialised. The rank must have joined the process group, if there are
+    """Return the package, ready to be initialized. The rank must have joined the process group, if there are
     others."""
     deepspeed = load_quietly(device)
     if not dist.is_initialized():  # it needs a process group, even of one rank

@@ -44,11 +44,11 @@ def _replace(modules: dict[str, nn.Module], name: str, layer: Any) -> None:
     setattr(modules[parent], leaf, layer)
 
 
-def materialise(model: Transformer, device: Any) -> None:
+def materialize(model: Transformer, device: Any) -> None:
     """Allocate memory for a model on the meta device, and keep DeepSpeed's attributes of its parameters."""
     deepspeed_attributes = {
         name: dict(parameter.__dict__) for name, parameter in model.named_parameters()
     }
-    model.materialise(device)
+    model.materialize(device)
     for name, parameter in model.named_parameters():
         parameter.__dict__.update(deepspeed_attributes[name])

@@ -29,7 +29,7 @@ def print_json(document: Any) -> None:
 
 
 def print_yaml(text: str) -> None:
-    """Print YAML, in colour on a terminal and unchanged elsewhere."""
+    """Print YAML, in color on a terminal and unchanged elsewhere."""
     if not sys.stdout.isatty():
         display.content(text)
         return

@@ -8,7 +8,7 @@ from nanoscale.cli.common.output import console, print_json
 from nanoscale.common import display
 
 _MOST = 8
-"""The colours of a chart."""
+"""The colors of a chart."""
 
 
 def compare_runs(

@@ -51,7 +51,7 @@ def read_shape(folder: Path) -> Model:
         families = ", ".join(_READ)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
     if "quantization_config" in document:
-        raise UnsupportedError("quantization_config: its weights are quantised")
+        raise UnsupportedError("quantization_config: its weights are quantized")
     values = _READ[family](document) | {"name": folder.name}
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
@@ -83,7 +83,7 @@ def require_causal(document: Json) -> None:
     if document.get("is_encoder_decoder"):
         raise UnsupportedError("is_encoder_decoder=true: only decoders are trained")
     if document.get("quantization_config"):
-        raise UnsupportedError("quantization_config: its weights are quantised")
+        raise UnsupportedError("quantization_config: its weights are quantized")
     if "text_config" in document:
         raise UnsupportedError("text_config: it is a multimodal model")
     classes = document.get("architectures") or []
@@ -256,7 +256,7 @@ def _write_llama(model: Model) -> Json:
         "rope_theta": model.rope_theta,
         "rope_scaling": _write_scaling(model.rope_scaling),
         "tie_word_embeddings": model.tie_embeddings,
-        # larger values are refused, and it initialises nothing here
+        # larger values are refused, and it initializes nothing here
         "initializer_range": min(model.init_std, 1.0),
         "attention_dropout": 0.0,
     }

@@ -322,7 +322,7 @@ DEEPSPEED = [
 ]
 
 
-def honoured(config: Config) -> bool:
+def honored(config: Config) -> bool:
     """Return True if the backend can do all that is asked."""
     return all(limit.holds(config) for limit in limits(config.backend.name))
 

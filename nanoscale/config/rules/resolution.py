@@ -1,4 +1,4 @@
-"""The check of a request, and the arithmetic of legal neighbours."""
+"""The check of a request, and the arithmetic of legal neighbors."""
 
 from __future__ import annotations
 

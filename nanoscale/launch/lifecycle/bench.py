@@ -110,7 +110,7 @@ def document(config: ResolvedConfig, measured: Document, plan: Document | None) 
         "tokens_per_s_per_device": speed_per_device,
         "loss": measured["loss"],
         "memory_gib": measured["memory_gib"],
-        **_utilisation(config, measured, speed_per_device, plan),
+        **_utilization(config, measured, speed_per_device, plan),
         "usual_mfu": usual_mfu(config),
         "parts": measured["parts"],
         "checkpoint": checkpoint,
@@ -119,10 +119,10 @@ def document(config: ResolvedConfig, measured: Document, plan: Document | None) 
     }
 
 
-def _utilisation(
+def _utilization(
     config: ResolvedConfig, measured: Document, speed_per_device: float, plan: Document | None
 ) -> Document:
-    """Return the utilisation of the device: of its peak, and of its measured rate of large products."""
+    """Return the utilization of the device: of its peak, and of its measured rate of large products."""
     name = None if measured["device"] == "cpu" else measured["device"]
     peak, rate = peak_of(config, name), measured["matmul_flops"]
     is_known = not has_experts(config.model.hf_config)

@@ -75,8 +75,8 @@ def _saved_beside_adapters(sizes: Sizes, shape: Shape, run: Execution) -> Sizes:
         "normed middle": ("gate", "up"),
         "product" if shape.gated else "activated": ("down",),
         "dispatched": (),
-        "normalised": (),
-        "normalised heads": (),
+        "normalized": (),
+        "normalized heads": (),
     }
     kept = {}
     for name, size in sizes.items():
@@ -100,7 +100,7 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
         # inputs in the compute dtype are cast, and the results saved
         sizes = {} if run.stream < 4 else sizes
         wide = 2 * part * shape.hidden * max(4, run.stream)
-        sizes |= {"normalised": wide} | ({"widened": wide} if run.stream < 4 else {})
+        sizes |= {"normalized": wide} | ({"widened": wide} if run.stream < 4 else {})
     sizes["statistics"] = 2 * part * STATISTIC * (2 if shape.layernorm else 1)
     if not run.fused or run.tensor_parallel:
         normed = (tokens if run.gathered else part) * shape.hidden * e
@@ -155,7 +155,7 @@ def _head_norms(shape: Shape, run: Execution) -> Sizes:
     sizes = {"wq": queries * run.compute, "wk": keys * run.compute}
     if run.composed_norm:
         wide = (queries + keys) * max(4, run.compute)
-        sizes |= {"normalised heads": wide} | ({"widened heads": wide} if run.compute < 4 else {})
+        sizes |= {"normalized heads": wide} | ({"widened heads": wide} if run.compute < 4 else {})
     heads = shape.heads * (shape.q + shape.kv) // shape.q
     return sizes | {"statistics of heads": shape.tokens * heads * STATISTIC}
 

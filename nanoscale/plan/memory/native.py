@@ -26,7 +26,7 @@ from nanoscale.plan.memory.phases import Phase, RankPhases
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
-_QUANTISING = 53
+_QUANTIZING = 53
 """Bytes of each element at the peak of an update of 8-bit moments by single operations: fp32 copies of the
 weights, of both moments and of the scaled one (16), its codes, the next and the rounded ones in 8 bytes each
 (24), their values and the remainder (12), a comparison (1).
@@ -52,7 +52,7 @@ def native_phases(
 
 
 def _gather_pool(setting: MemorySetting, held: RankParameters) -> int:
-    """Return the elements of two flat buffers of neighbouring units."""
+    """Return the elements of two flat buffers of neighboring units."""
     if setting.shards == 1:
         return 0
     return held.block + max(held.block, held.head, held.embedding)
@@ -375,7 +375,7 @@ def _update(
     rule = rule_of(setting.config.optimizer)
     allocated = rule.copies * setting.states.weights
     if rule.quantized and not setting.gpu:
-        allocated = _QUANTISING
+        allocated = _QUANTIZING
     if allocated:
         optimizer += int(allocated * _largest_shard(setting, held))
     gradients = int(setting.states.gradients * held.trained.shard)

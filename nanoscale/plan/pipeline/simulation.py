@@ -112,14 +112,14 @@ class Timeline:
         return [self.makespan - busy for busy in self.busy]
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """The share of all ranks' time in which they compute; 1 if all costs are 0."""
         return sum(self.busy) / (len(self.ranks) * self.makespan) if self.makespan else 1.0
 
     @property
     def bubble_fraction(self) -> float:
         """The share in which they wait."""
-        return 1.0 - self.utilisation
+        return 1.0 - self.utilization
 
 
 def simulate(ranks: Order, costs: Costs) -> Timeline:

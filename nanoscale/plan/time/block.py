@@ -34,7 +34,7 @@ averages, scales, narrows and weighs, 18 numbers forward and 40 backward."""
 _ROPE = {False: (9, 9), True: (2, 2)}
 """Passes over queries and keys: four products of halves, two sums, one joining."""
 _QK_NORM = {False: (2, 3), True: (1, 2)}
-"""Passes over queries and keys, if they are normalised; compiled code does it together with the rotation."""
+"""Passes over queries and keys, if they are normalized; compiled code does it together with the rotation."""
 _GATED = {False: (5, 9), True: (3, 5)}
 """Passes over each inner number of SwiGLU: silu and product."""
 _GELU = (2, 3)

@@ -121,7 +121,7 @@ def exchange(hardware: Hardware, ranks: AxisRanks, near: float, across: float) -
 
 
 def send(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
-    """Return the seconds for `size` bytes from a rank to its neighbour in the group, the slowest of these."""
+    """Return the seconds for `size` bytes from a rank to its neighbor in the group, the slowest of these."""
     efficiency = hardware.efficiency
     if ranks.inside == ranks.size:
         seconds = size / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)

@@ -1,4 +1,4 @@
-"""The time of a step, by parts, and derived figures: tokens/s, utilisation, the time and cost of a run."""
+"""The time of a step, by parts, and derived figures: tokens/s, utilization, the time and cost of a run."""
 
 from __future__ import annotations
 

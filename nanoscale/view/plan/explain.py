@@ -26,7 +26,7 @@ def how(
         "tp": _tp(hardware, part),
         "cp": _cp(part),
         "ep": _ep(hardware, part),
-        "pp": "waiting for what neighbours send: at the ends of the step, and with 1F1B, which has no micro "
+        "pp": "waiting for what neighbors send: at the ends of the step, and with 1F1B, which has no micro "
         "batch to spare, for every one",
         "dp": _dp(config, hardware, count, software),
         "bubble": _bubble(config),

@@ -30,7 +30,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "mfu_causal": time.mfu_causal,
         "hfu": time.hfu,
         "usual_mfu": usual_mfu(plan.config),
-        "pipeline_utilisation": plan.timeline.utilisation if plan.timeline is not None else None,
+        "pipeline_utilization": plan.timeline.utilization if plan.timeline is not None else None,
         "training": asdict(plan.training),
         "checkpoints": plan_saving(plan.config, time.seconds).document(),
         "parameters": parameters(plan.config.model),

@@ -16,7 +16,7 @@ from nanoscale.view.plan.timeline_svg import timeline_svg
 
 MOST_POINTS = 2000
 """The most layouts in the chart of a search."""
-_COLOURS = {
+_COLORS = {
     "weights": "#4c78a8",
     "compute copies": "#72b7b2",
     "gradients": "#54a24b",
@@ -28,7 +28,7 @@ _COLOURS = {
     "fragmentation": "#bab0ac",
     "context": "#79706e",
 }
-"""The colour of each part of memory."""
+"""The color of each part of memory."""
 
 
 def prediction_page(plan: Prediction) -> str:
@@ -90,7 +90,7 @@ def memory_chart(plan: Prediction) -> str:
         for number in shown(plan.memory, plan.worst)
     ]
     limit = plan.capacity, f"{byte_size(plan.capacity)} of the device"
-    return stacked_bars("Memory of every pipeline rank", bars, _COLOURS, limit)
+    return stacked_bars("Memory of every pipeline rank", bars, _COLORS, limit)
 
 
 def layouts_chart(ranked: Sequence[Prediction], front: Sequence[Prediction]) -> str:

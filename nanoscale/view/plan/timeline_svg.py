@@ -1,6 +1,6 @@
 """A pipeline's timeline as SVG: a row per rank, a box per action, time to the right.
 
-Its colours are in the style of the page. Boxes differ by brightness and hatching, and by a letter if it fits,
+Its colors are in the style of the page. Boxes differ by brightness and hatching, and by a letter if it fits,
 so the picture is readable in grey.
 """
 
@@ -97,8 +97,8 @@ def _hatches() -> str:
 
 def _head(timeline: Timeline, width: int) -> Iterator[str]:
     idle = f"idle {percent(timeline.bubble_fraction)}"
-    utilisation = f"utilisation {percent(timeline.utilisation)}"
-    yield text(_LEFT, 17, f"step {duration(timeline.makespan)} · {utilisation} · {idle}")
+    utilization = f"utilization {percent(timeline.utilization)}"
+    yield text(_LEFT, 17, f"step {duration(timeline.makespan)} · {utilization} · {idle}")
     yield text(width - 4, 17, "busy", "end")
 
 

@@ -1,6 +1,6 @@
 """A pipeline's timeline for the terminal: a line per rank, a letter for its action, time to the right.
 
-Letters carry everything that colours do, so the plain text is the same picture.
+Letters carry everything that colors do, so the plain text is the same picture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Line = list[StyledText]
 
 
 def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
-    """Return the timeline with colours; rich omits them if the output is not a terminal."""
+    """Return the timeline with colors; rich omits them if the output is not a terminal."""
     from rich.text import Text
 
     text = Text(no_wrap=True)
@@ -60,7 +60,7 @@ def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
 
 
 def timeline_lines(timeline: Timeline, width: int = 100) -> list[Line]:
-    """Return a head with the utilisation, a line per rank with its own, a time scale and a legend."""
+    """Return a head with the utilization, a line per rank with its own, a time scale and a legend."""
     label = len(f"rank {len(timeline.ranks) - 1} ")
     columns = max(60, width) - label - len("|| 100.0 %")
     shown = windows(timeline, columns - len(_BREAK))
@@ -91,7 +91,7 @@ def timeline_lines(timeline: Timeline, width: int = 100) -> list[Line]:
 def _head(timeline: Timeline) -> Line:
     return [
         StyledText(
-            f"step {duration(timeline.makespan)}, utilisation {percent(timeline.utilisation)}, "
+            f"step {duration(timeline.makespan)}, utilization {percent(timeline.utilization)}, "
             f"idle {percent(timeline.bubble_fraction)}"
         )
     ]

@@ -105,7 +105,7 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
 
 
 def forecast(predicted: dict[str, Any]) -> dict[str, str]:
-    """Summarise plan.json; `nanoscale plan` shows all of it."""
+    """Summarize plan.json; `nanoscale plan` shows all of it."""
     memory = predicted["memory"]
     word = "fits" if predicted["fits"] else "does not fit"
     rehearsed = predicted.get("rehearsed")

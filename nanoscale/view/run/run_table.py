@@ -24,7 +24,7 @@ def row(run: RunDirectory, job: Job | None, columns: list[Column]) -> dict[str, 
 
 
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
-    """Summarise one run in a few values."""
+    """Summarize one run in a few values."""
     now, last = status.require(run), metrics.last(run)
     keys = read_values(run.config, ("train.steps", "model.name"))
     going_on = lock.owner(run) is not None
