@@ -141,7 +141,7 @@ def _set_kernels(config: ResolvedConfig) -> None:
 
 
 def _prepare_for_gpu(context: RankContext) -> None:
-    """Bind this rank to the cores near its GPU, and let NCCL's flight recorder write beside the rank's logs."""
+    """Bind this rank to the cores near its GPU; NCCL's flight recorder writes next to the rank's logs."""
     bind_to_gpu(context.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     logs = context.run.attempt_logs(context.attempt)
     if logs.is_dir() and not _FLIGHT_RECORDER.intersection(os.environ):

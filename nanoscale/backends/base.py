@@ -115,12 +115,12 @@ class Engine(ABC):
         """Resume from the tensors of `empty_state` after they were loaded."""
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics logged beside the loss: with fp16 the loss scale, with experts their loads."""
+        """Return metrics that are logged with the loss: with fp16 the loss scale, with experts their loads."""
         sources = [source for source in (self.scaling, self.balance) if source is not None]
         return {name: figure for source in sources for name, figure in source.figures().items()}
 
     def _small_state(self) -> dict[str, Tensor]:
-        """Return the state beside parameters and moments."""
+        """Return the state in addition to parameters and moments."""
         state = {"loss_scale": self.scaling, "balance": self.balance}
         return {
             f"{name}.{key}": value

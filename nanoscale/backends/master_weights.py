@@ -1,4 +1,4 @@
-"""fp32 master weights beside the compute copy of the weights, in a single process.
+"""fp32 master weights in addition to the compute copy of the weights, in a single process.
 
 With several processes FSDP2 does the same, so the arithmetic is equal: weights are cast once a step, not at
 every product, the residual stream is in the compute dtype, and the gradients of micro batches accumulate in

@@ -114,7 +114,7 @@ BUILDERS: dict[str, Callable[..., Optimizer]] = {
     "lion": Lion,
     "sgd": SGD,
 }
-"""By the value of `optimizer.name`; `nanoscale.config.optimizers.OPTIMIZERS` describes each."""
+"""Builders by the value of `optimizer.name`; `nanoscale.config.optimizers.OPTIMIZERS` describes each."""
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -127,7 +127,8 @@ class Saver:
 
 
 def _group_of_another_thread() -> dist.ProcessGroup:
-    """Create a group of all ranks for the collectives of a second thread beside those of the default group.
+    """Create a group of all ranks for the collectives of a second thread in parallel with those of the default
+    group.
 
     Before torch 2.13 the flight recorder adds a group to its table at the group's first collective, without a
     lock, while the other thread reads the table. So the first collective runs here, while there is one thread.

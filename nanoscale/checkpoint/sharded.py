@@ -38,7 +38,7 @@ Report = Callable[[str], None]
 """A function that shows a sentence to the user."""
 
 _BYTES_A_SHARD = 2048
-"""Bytes per tensor and rank of torch's archive, its metadata and our manifest, beside the data."""
+"""Bytes per tensor and rank of torch's archive, its metadata and our manifest, in addition to the data."""
 
 
 def _ignore(_: str) -> None: ...

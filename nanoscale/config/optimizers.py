@@ -15,14 +15,14 @@ KEYS = ("beta1", "beta2", "eps", "momentum")
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """What an optimizer reads, keeps and needs."""
+    """A row of the table: what an optimizer reads, keeps and needs."""
 
     keys: tuple[str, ...]
-    """Those of KEYS that it reads."""
+    """The members of KEYS that it reads."""
     moments: tuple[str, ...]
     """The names of its moments in checkpoints; each has the shape and the dtype of its parameter."""
     passes: float
-    """How often an update reads or writes a number of a parameter's size."""
+    """Reads and writes of tensors of the parameter's size in an update."""
     momentum_key: str | None = None
     """A key that is 0 if there are no moments."""
     quantized: bool = False
@@ -74,7 +74,7 @@ OPTIMIZERS = {
         decay_copies_gradients=True,
     ),
 }
-"""By the value of `optimizer.name`."""
+"""The rows by the value of `optimizer.name`."""
 
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:

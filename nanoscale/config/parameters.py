@@ -103,7 +103,7 @@ def block_products(model: Model) -> int:
 
 
 def _norm(name: str, model: Model) -> dict[str, Parameter]:
-    """Return the norm's parameters; a layer norm has a bias beside its weight."""
+    """Return the norm's parameters; a layer norm has a bias in addition to its weight."""
     kinds = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
     return {f"{name}.{kind}": Parameter((model.hidden,)) for kind in kinds}
 

@@ -176,7 +176,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside the blocks' linear layers; they alone are trained (arXiv:2106.09685)."""
+    """Low-rank adapters next to the blocks' linear layers; they alone are trained (arXiv:2106.09685)."""
 
     rank: int = key(
         0,

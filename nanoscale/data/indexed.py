@@ -93,7 +93,7 @@ class IndexedWriter:
             for chunk in index_parts(self._dtype, np.array(self._lengths, dtype="<i4")):
                 stream.write(chunk)
             _flush(stream)
-        self._idx.unlink(missing_ok=True)  # so that an old index never lies beside new tokens
+        self._idx.unlink(missing_ok=True)  # so that an old index never lies next to new tokens
         self._bin_part.rename(self._bin)
         self._idx_part.rename(self._idx)
         sync_folder(self._bin.parent)

@@ -52,7 +52,7 @@ class ConversionError(Exception):
 def as_json(path: Path) -> Path:
     """Return the tokenizer.json of a tokenizer's file: itself, or for a `.model` its conversion in the cache.
 
-    The files beside it that name special tokens and a chat template are copied.
+    The files next to it that name special tokens and a chat template are copied.
 
     Raises:
         ConversionError: the file is not a sentencepiece model, or one that cannot be converted exactly.

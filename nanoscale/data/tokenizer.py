@@ -19,7 +19,7 @@ from nanoscale.data.sentencepiece_model import SUFFIX, ConversionError, as_json
 
 END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"
-"""The file beside a tokenizer.json that may name the end-of-document token."""
+"""The file next to a tokenizer.json that may name the end-of-document token."""
 _FILES = ("tokenizer.json", "tokenizer.model")
 """The names of tokenizers in a model's folder, in the order of preference."""
 # Names of the end-of-document token, in the order of preference.
@@ -83,7 +83,7 @@ class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers` library, or a sentencepiece model converted to one."""
 
     def __init__(self, tokenizer: Any, path: Path, eos: int, bos: int | None = None) -> None:
-        """Wrap a tokenizer; `bos` begins a text, if the files beside the tokenizer.json name one."""
+        """Wrap a tokenizer; `bos` begins a text, if the files next to the tokenizer.json name one."""
         self._tokenizer = tokenizer
         self.path = path
         """Its tokenizer.json."""
@@ -164,7 +164,7 @@ def _converted(path: Path, key: str) -> Path:
 
 
 def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = None) -> FileTokenizer:
-    """Read a tokenizer.json or a sentencepiece model; a tokenizer_config.json beside it may name the end
+    """Read a tokenizer.json or a sentencepiece model; a tokenizer_config.json next to it may name the end
     token, or `eos`.
 
     Raises UserError, naming `key`, if it is missing, unreadable or has no end-of-document token.

@@ -1,4 +1,4 @@
-"""The tokenizer of a run as the files beside the weights of a Hugging Face model."""
+"""The tokenizer of a run as the files next to the weights of a Hugging Face model."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class JsonLines:
         self._file = run.metrics.open("a", encoding="utf-8")
 
     def _keep_lines(self, run: RunDirectory, step: int) -> None:
-        """Keep the lines up to `step`; damaged lines are moved to a file beside it and reported in the run's
+        """Keep the lines up to `step`; damaged lines are moved to a file next to it and reported in the run's
         events."""
         content, damage = b"", ""
         try:
@@ -147,7 +147,7 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
 
 
 def _free_path(path: Path) -> Path:
-    """Return a free name beside `path` for damaged content, named like a damaged checkpoint."""
+    """Return a free name next to `path` for damaged content, named like a damaged checkpoint."""
     names = itertools.chain(
         [f"damaged-{path.name}"], (f"damaged-{path.name}-{number}" for number in itertools.count(2))
     )

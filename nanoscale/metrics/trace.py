@@ -96,7 +96,7 @@ def events_of(profiler: Any) -> list[Event]:
         on_device = event.device_type() != DeviceType.CPU
         if (
             on_device and event.is_user_annotation()
-        ):  # the host's marks, drawn again beside the kernels
+        ):  # the host's marks, drawn again next to the kernels
             continue
         events.append(
             Event(

@@ -260,7 +260,7 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow: a tracking server, or an SQLite file beside the runs."""
+    """MLflow: a tracking server, or an SQLite file next to the runs."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -336,7 +336,7 @@ class MLflow:
 
 
 def mlflow_uri(config: Config, run: RunDirectory) -> str:
-    """Return where MLflow records: `logger.mlflow_uri`, MLFLOW_TRACKING_URI, or a file beside the runs."""
+    """Return where MLflow records: `logger.mlflow_uri`, MLFLOW_TRACKING_URI, or a file next to the runs."""
     configured = config.logger.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return configured or f"sqlite:///{run.path.parent / 'mlflow.db'}"
 

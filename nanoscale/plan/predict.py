@@ -50,8 +50,8 @@ SPREAD = {"dp": 0.04, "divided": 0.06, "experts": 0.10}
 """Standard deviation of the memory in use around the prediction, as a share of it, by kind of layout.
 
 The root mean square errors of published runs are 3.3 % with FSDP alone (16 rows of torchtitan and torchao) and
-5.0 % with tp, pp or cp beside it (8 rows of torchtitan), rounded up; no run of experts was found that states
-its memory.
+5.0 % with tp, pp or cp in addition to it (8 rows of torchtitan), rounded up; no run of experts was found that
+states its memory.
 """
 REHEARSED_SPREAD = 0.02
 """The same around a rehearsal. Tests hold it within 1 % of real ranks on CPUs; on GPUs, not measured yet, twice

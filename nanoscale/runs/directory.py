@@ -110,7 +110,7 @@ class RunDirectory:
 
     @property
     def task(self) -> Path:
-        """The task of such a job beside the configuration."""
+        """The task of such a job in addition to the configuration."""
         return self.path / "task.json"
 
     @property
@@ -385,7 +385,7 @@ def removed_on_error(root: Path) -> Iterator[list[Path]]:
 def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) -> None:
     """Write a file so that readers and a crash see either the whole old one or the whole new one.
 
-    It is written beside `path` first, or in `folder`, and renamed.
+    It is written next to `path` first, or in `folder`, and renamed.
     """
     data = text.encode() if isinstance(text, str) else text
     temporary = (folder or path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}"

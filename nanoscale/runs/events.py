@@ -18,7 +18,7 @@ STOP = "stop"
 
 
 def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
-    """Record an event now; `fields` are stored beside `time`, `kind` and `message`."""
+    """Record an event now; `fields` are stored in addition to `time`, `kind` and `message`."""
     jsonlines.append(run.events, {"time": time.time(), "kind": kind, "message": message, **fields})
 
 

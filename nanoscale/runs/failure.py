@@ -189,7 +189,7 @@ def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
         silent[0],
         diagnosis=f"rank{'s' if is_plural else ''} {ranks} did not arrive at a collective operation; the "
         f"others waited for {limit_s:g} s (launcher.collective_timeout_s)",
-        remedy="the end of its log shows where it was; on GPUs, flight-recorder.rank-N beside the "
+        remedy="the end of its log shows where it was; on GPUs, flight-recorder.rank-N next to the "
         "log shows the last calls of each rank; if it only needed more time, set a larger "
         "launcher.collective_timeout_s",
     )

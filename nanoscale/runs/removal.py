@@ -27,7 +27,7 @@ def size_of(folder: Path) -> int:
 
 
 def remove(run: RunDirectory) -> None:
-    """Delete a run that this process has locked, and what an interrupted removal left beside it.
+    """Delete a run that this process has locked, and what an interrupted removal left next to it.
 
     Raises:
         OSError: something cannot be deleted; the folder has lost its name, unless the rename failed.

@@ -78,7 +78,7 @@ def _print_verdicts(
 
 
 def _without_label(group: EqualVerdicts) -> str:
-    """Return the finding without its check's name, which is printed beside it."""
+    """Return the finding without its check's name, which is printed next to it."""
     label, finding = f"{group.check} ", group.finding
     return finding[len(label) :] if finding.lower().startswith(label) else finding
 

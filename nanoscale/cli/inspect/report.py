@@ -27,7 +27,7 @@ def report_run(
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Report a run's course and its figures beside the plan, also as a page."""
+    """Report a run's course and its figures compared with the plan, also as a page."""
     from nanoscale.runs.directory import RunDirectory, write_atomically
     from nanoscale.view.run.run_page import report_page
     from nanoscale.view.run.run_report import document

@@ -67,8 +67,9 @@ def bench(
     """Measure a job's step time, its parts, MFU and memory.
 
     The job's ranks train for some steps; no run is created, and nothing is kept. With checkpoint.every, a
-    checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out. With
-    --devices 1,2,4 or --num-nodes 1,2, it measures each and shows speed-up and efficiency beside the plan's.
+    checkpoint is written next to the runs, measured and removed; checkpoint.every=0 leaves that out. With
+    --devices 1,2,4 or --num-nodes 1,2, it measures each and shows speed-up and efficiency compared with the
+    plan's.
     """
     from nanoscale.launch.lifecycle.bench import compare_figures, read_other
 

@@ -43,7 +43,7 @@ def missing_path(asked: str) -> str | None:
 
 
 def similar_paths(asked: str) -> list[str]:
-    """List folders beside a missing path whose names are similar to its own."""
+    """List folders next to a missing path whose names are similar to its own."""
     path = Path(asked)
     try:
         names = [entry.name for entry in path.expanduser().parent.iterdir() if entry.is_dir()]

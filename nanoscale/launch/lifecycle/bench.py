@@ -42,7 +42,7 @@ _MEASURE = "nanoscale bench"
 
 @contextmanager
 def checkpoint_folder(config: ResolvedConfig) -> Iterator[Path | None]:
-    """Provide a folder beside the runs for the checkpoint to measure; None if none is requested.
+    """Provide a folder next to the runs for the checkpoint to measure; None if none is requested.
 
     The folder of runs is where checkpoints are written, and all hosts share it.
     """

@@ -40,8 +40,8 @@ _LEAST_GPU_SHARE = 0.9
 def require_ready(fleet: Fleet, config: Config) -> None:
     """Raise a UserError that lists every reason why the hosts cannot run the job.
 
-    Lost hosts are listed beside the others. Lost hosts alone are not error of the request: the attempt fails by
-    them, or continues without them.
+    Lost hosts are listed next to the others. Lost hosts alone are not an error of the request: the attempt
+    fails by them, or continues without them.
     """
     failed = [
         verdict for verdict in judge(fleet.members, config) if not verdict.good and verdict.needed

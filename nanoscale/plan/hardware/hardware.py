@@ -45,7 +45,8 @@ class Efficiency:
     overlap: float = 0.61
     """The share of the time in which a device both computes and copies that computing loses: both use
     multiprocessors and memory. Lee et al. 2025 (arXiv:2507.03114) measure that computing takes 18.9 % longer
-    beside collectives, and that one after the other takes 10.2 % longer still: 0.189 of 1.189 · 1.102 - 1."""
+    in parallel with collectives, and that one after the other takes 10.2 % longer still: 0.189 of 1.189 · 1.102
+    - 1."""
     jitter: float = 0.012
     """The standard deviation of a host's step time, as a share of it; a step waits for the slowest host."""
     eager_s: float = 6e-6
@@ -150,7 +151,7 @@ def hardware_of(config: Config) -> Hardware:
 
 
 _NEEDED = ("memory_gib", "memory_gbs")
-"""Keys that a device without a file needs beside a peak. The others are assumed: 8 devices in a host
+"""Keys that a device without a file needs in addition to a peak. The others are assumed: 8 devices in a host
 (`described`) and, in `_in_si`, 128 multiprocessors, links of PCIe 4.0 x16 and a network of 50 Gb/s for each."""
 
 

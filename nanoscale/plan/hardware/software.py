@@ -26,7 +26,7 @@ class Software:
     """True if products add their gradients to fp32 sums themselves (Megatron-LM's
     gradient_accumulation_fusion)."""
     hidden_tp: Literal["none", "backward", "both"] = "none"
-    """The passes in which the collectives of tp run beside products."""
+    """The passes in which the collectives of tp run in parallel with products."""
     dtensor: bool = False
     """True if tp and FSDP compute on DTensors: an operation costs the host `DTENSOR_S`, and what tp gathers or
     reduces along the sequence is copied once more, since it is not the first dimension."""

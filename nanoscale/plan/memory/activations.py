@@ -150,7 +150,7 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
 
 def _head_norms(shape: Shape, run: Execution) -> Sizes:
     """Return the inputs of the norms of queries and keys, which are product results, and what the norms save
-    beside them."""
+    in addition to them."""
     queries, keys = shape.tokens * shape.q, shape.tokens * shape.kv
     sizes = {"wq": queries * run.compute, "wk": keys * run.compute}
     if run.composed_norm:
@@ -303,7 +303,7 @@ def between_passes(shape: Shape, run: Execution) -> int:
 
 
 def norm_working(shape: Shape, run: Execution) -> int:
-    """Return the bytes that a norm's backward pass needs beside the gradients of its result and of the
+    """Return the bytes that a norm's backward pass needs in addition to the gradients of its result and of the
     stream."""
     part = shape.tokens // shape.shares * shape.hidden
     return 4 * part * max(4, run.stream) if run.composed_norm and not shape.layernorm else 0

@@ -17,7 +17,7 @@ class LossMemory:
     """Bytes of one micro batch of the last stage."""
 
     kept: int
-    """Bytes from the forward pass to the head's backward pass, beside the gradient of its input."""
+    """Bytes from the forward pass to the head's backward pass, in addition to the gradient of its input."""
     more: int
     """The addition at the peak."""
     fragmented: int = 0

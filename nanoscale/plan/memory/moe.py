@@ -38,10 +38,10 @@ def saved_by_mixture(shape: Shape, run: Execution) -> Sizes:
 def working_of_mixture(shape: Shape, run: Execution) -> int:
     """Return `activations.working_memory` of an MoE block.
 
-    First come the gradients of the experts' outputs, beside a product of the same size, or their reordered
-    copy. Then, with one kernel for all experts, the order is that of a dense block; with separate experts, all
-    gradients of weights are computed before the first matrix of them is assembled, and by then the experts'
-    saved tensors are freed.
+    First come the gradients of the experts' outputs, in addition to a product of the same size, or their
+    reordered copy. Then, with one kernel for all experts, the order is that of a dense block; with separate
+    experts, all gradients of weights are computed before the first matrix of them is assembled, and by then the
+    experts' saved tensors are freed.
     """
     choices, e = shape.tokens * shape.experts_per_token, run.compute
     found, inner = choices * shape.hidden * e, choices * shape.ffn * e

@@ -153,7 +153,8 @@ def _sharded(
     # The first block is the last unit but the embedding to get its gradients; the block before is being
     # reduced.
     done = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
-    # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered beside the blocks.
+    # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered in addition to the
+    # blocks.
     first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
     later = Phase(
         "forward of a later micro batch",

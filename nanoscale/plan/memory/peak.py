@@ -141,7 +141,7 @@ def _highest(
 
 
 def _staged(setting: MemorySetting, held: RankParameters) -> int:
-    """Return the bytes of the copy from which checkpoints are written beside the training."""
+    """Return the bytes of the copy from which checkpoints are written in parallel with the training."""
     saving = setting.config.checkpoint
     if not (saving.asynchronous and (saving.every or saving.every_minutes)):
         return 0

@@ -1,4 +1,5 @@
-"""Tensors between stages that torch keeps beside the in-flight activations, however few of those there are.
+"""Tensors between stages that torch keeps in addition to the in-flight activations, however few of those there
+are.
 
 `PipelineStage` makes a buffer for the input of every micro batch of a step, and one for the gradient of its
 result, when the first step begins, and keeps them (torch 2.11 to 2.13, `_setup_forward_recv_info` and
@@ -22,7 +23,7 @@ class KeptBoundary:
     """Tensors that a stage keeps at the end of a step, by kind."""
 
     inputs: int
-    """Activations; an in-flight activation has its stage's input here, not beside it."""
+    """Activations; an in-flight activation has its stage's input here, not in addition to it."""
     output_gradients: int
     outputs: int
     """At any time, one per micro batch that has gone forward."""
@@ -32,8 +33,8 @@ class KeptBoundary:
     """True if the output of an in-flight micro batch is the next stage's input, on the same rank."""
 
     def tensors(self, flying: int, forward: int, backward: int) -> int:
-        """Return the tensors beside the inputs of in-flight micro batches, after so many have gone forward and
-        backward."""
+        """Return the tensors in addition to the inputs of in-flight micro batches, after so many have gone
+        forward and backward."""
         outputs = 0 if self.hands_over else max(min(self.outputs, forward), flying)
         gradients = min(self.input_gradients, backward)
         return self.inputs - min(self.inputs, flying) + self.output_gradients + outputs + gradients

@@ -2,7 +2,7 @@
 
 A micro batch is held from its forward pass to the end of its full backward pass. If the backward pass is
 split, torch keeps the whole graph of the stage until the gradients of weights are done (`stage_backward_input`
-asks autograd to retain it), and beside it the gradients that have reached the products with weights.
+asks autograd to retain it), and in addition to it the gradients that have reached the products with weights.
 """
 
 from __future__ import annotations

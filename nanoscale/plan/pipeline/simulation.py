@@ -53,7 +53,7 @@ class Costs:
 
 
 def transfers_overlap(schedule: str) -> bool:
-    """True if torch runs this schedule's transfers beside the computation.
+    """True if torch runs this schedule's transfers in parallel with the computation.
 
     Its schedules of several stages a rank post receives as soon as the sender has sent; gpipe and 1f1b request
     an input right before they need it, and wait.

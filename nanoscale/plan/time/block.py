@@ -42,7 +42,7 @@ _SUMS = 9
 """Passes over the stream, backward: the sums of the gradients of the common inputs of q, k, v and of gate,
 up."""
 _LOSS = 32
-"""Bytes per logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once."""
+"""Bytes per logit in fp32 for cast, log-softmax, its gradient and cast back, without one read and one write."""
 _SUMMING = 0.4
 """The exposed share of the traffic of fp32 sums that a product adds to: such products reach 0.71 of an A100's
 peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json and
@@ -51,8 +51,8 @@ _ROWWISE = 1.33
 """The time of an 8-bit product with a scale for every row over that of one with a scale for a tensor
 (torchao's tables for Llama-3 8B on 8 H100, docs/source/workflows/training.md)."""
 _OTHER_WAY = 4
-"""Bytes per number that row-wise scales cost beside `Software.cast_bytes`: the largest of each row and of each
-column are found apart, and the number is read once more for each."""
+"""Bytes per number that row-wise scales cost in addition to `Software.cast_bytes`: the largest of each row and
+of each column are found apart, and the number is read once more for each."""
 _MERGE = (26, 10)
 """Bytes per number to merge the result of a hop of the ring with the results so far, in fp32: the average and
 its weight; the gradients (`parallel.ring`)."""
@@ -138,7 +138,7 @@ def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
 
 
 def adapters(part: MicroBatchShape) -> tuple[_Linear, ...]:
-    """Return the products A and B of a block's adapters, which tp divides like the layers beside them."""
+    """Return the products A and B of a block's adapters, which tp divides like the layers next to them."""
     table = parameters.block(part.model)
     products = []
     for name in part.adapted:
@@ -369,10 +369,10 @@ def _tp_pair(hardware: Hardware, part: MicroBatchShape) -> tuple[float, float]:
 
 
 def _tp_forward(hardware: Hardware, part: MicroBatchShape, products: float) -> float:
-    """Return the exposed seconds of tp forward: all pairs, or less if they run beside products.
+    """Return the exposed seconds of tp forward: all pairs, or less if they run in parallel with products.
 
-    Each is cut into as many chunks as there are ranks, which copy engines move beside the products of the
-    other chunks; one chunk has no product beside it.
+    Each is cut into as many chunks as there are ranks, which copy engines move in parallel with the products of
+    the other chunks; one chunk has no product in parallel with it.
     """
     gather, scatter = _tp_pair(hardware, part)
     whole = 2 * (gather + scatter)
@@ -385,8 +385,8 @@ def _tp_forward(hardware: Hardware, part: MicroBatchShape, products: float) -> f
 def _tp_backward(hardware: Hardware, part: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp backward: all pairs, or less if collectives overlap with products.
 
-    Then only the gathers before the row-split products are exposed: scatters run beside the products for
-    weights, and the second gathers of the inputs beside those for inputs.
+    Then only the gathers before the row-split products are exposed: scatters run in parallel with the products
+    for weights, and the second gathers of the inputs in parallel with those for inputs.
     """
     gather, scatter = _tp_pair(hardware, part)
     if part.software.hidden_tp == "none":

@@ -15,9 +15,10 @@ from nanoscale.plan.hardware.hardware import Hardware
 START = 20e-6
 """Seconds until the kernels of a collective run on every rank and have met."""
 SLICE = 6e-6
-"""Seconds that a rank of a ring, beside the link's latency, waits for a full slice of data before it passes it
-on. With it the times of all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND A100 v4)
-and gathers on 8 B200s (SimuMax's 9.2 and 8.0 µs a hop, beside 23 to 26 µs once) match the measurements."""
+"""Seconds that a rank of a ring, in addition to the link's latency, waits for a full slice of data before it
+passes it on. With it the times of all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND
+A100 v4) and gathers on 8 B200s (SimuMax's 9.2 and 8.0 µs a hop, in addition to 23 to 26 µs once) match the
+measurements."""
 
 _MESSAGES = 0.87
 """The share of a ring's bandwidth that messages between pairs reach inside a host: on A100s 195 GB/s

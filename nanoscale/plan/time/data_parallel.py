@@ -1,9 +1,9 @@
 """The time of data parallelism on a rank in a step: gathers of parameters, reductions of gradients, copies.
 
-A collective that runs beside a block's computation costs the time by which it is longer, and a share of the
-time in which the device both computes and copies (`Efficiency.overlap`). `parallel.fsdp` describes the times
-of each for the native backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5
-and 7.
+A collective that runs in parallel with a block's computation costs the time by which it is longer, and a share
+of the time in which the device both computes and copies (`Efficiency.overlap`). `parallel.fsdp` describes the
+times of each for the native backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections
+5 and 7.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Plan:
     """Backward passes of a step that gather."""
     reduces: int
     hidden: bool
-    """True if gradients are communicated beside the backward pass."""
+    """True if gradients are communicated in parallel with the backward pass."""
     at_end: float
     """Seconds a block after the update, to gather the updated parameters."""
     device_share: float
@@ -180,8 +180,8 @@ def _deepspeed(
     wide: int,
     narrow: int,
 ) -> Plan:
-    """Return DeepSpeed's plan: parameters stay in the compute dtype; gradients leave in buckets, beside the
-    backward pass if configured.
+    """Return DeepSpeed's plan: parameters stay in the compute dtype; gradients leave in buckets, in parallel
+    with the backward pass if configured.
 
     Stages 1 and 2 gather the updated parameters after the update. Stage 3 gathers around each use, within
     `zero.hpz` ranks in the backward pass; ZeRO++ (Wang et al. 2023, arXiv:2306.10209) can gather in 8 bits and
@@ -270,7 +270,7 @@ def cost(
     exposed += plan.at_end * units
     summed = plan.all_reduce * units
     if plan.hidden and summed:
-        # FSDP2 sums over replicas on a stream of its own, beside the reductions within a replica.
+        # FSDP2 sums over replicas on a stream of its own, in parallel with the reductions within a replica.
         spare = max(0.0, backward - plan.reduce)
         shown = plan.all_reduce * (table if holding.first else 1)
         shown = min(summed, shown + max(0.0, plan.all_reduce - spare) * (blocks - 1))

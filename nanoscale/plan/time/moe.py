@@ -1,4 +1,4 @@
-"""The time of routing and exchanging tokens in an MoE block, beside the experts' own products.
+"""The time of routing and exchanging tokens in an MoE block, in addition to the experts' own products.
 
 The operations are those of `models.moe` and `parallel.expert`. As for memory, all experts are assumed to be
 chosen equally often.
@@ -25,7 +25,7 @@ moe_permute_fusion): read and written once in each order, forward and backward."
 _SCORES = (14, 8)
 """fp32 numbers of the scores: softmax, bias, choice; and its gradient."""
 KERNELS = {False: (27, 17), True: (41, 29)}
-"""Kernels of a forward and of a backward pass beside those of a dense block, by whether ep is used."""
+"""Kernels of a forward and of a backward pass in addition to those of a dense block, by whether ep is used."""
 _HOST = 20e-6
 """Seconds, assumed: the host learns how many tokens arrive, and the device waits until the next kernels are
 started."""

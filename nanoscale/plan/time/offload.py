@@ -26,8 +26,8 @@ def waiting(
 ) -> float:
     """Return the seconds for which computing waits for the link to host memory.
 
-    Offloaded parameters come up for each pass; activations go down beside the forward pass and come up beside
-    the backward pass.
+    Offloaded parameters come up for each pass; activations go down in parallel with the forward pass and come
+    up in parallel with the backward pass.
     """
     zero, layout = config.zero, config.parallel
     seconds = 0.0

@@ -15,7 +15,7 @@ WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes of a number."""
 
 FILL = 4e-6
-"""Seconds that a kernel takes beside its work."""
+"""Seconds that a kernel takes in addition to its work."""
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85))
 """Rows and columns of the result that a multiprocessor computes at once, and the rate of such a tile relative
 to the largest one: smaller ones read their operands more often."""

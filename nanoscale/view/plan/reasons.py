@@ -114,7 +114,7 @@ def advice(best: Prediction) -> list[str]:
             and config.zero.stage == 3
             and layout.tp == 1
         ),
-        "from 1,000 devices and 50 B parameters on, tp and pp are usual beside sharding": (
+        "from 1,000 devices and 50 B parameters on, tp and pp are usual in addition to sharding": (
             world >= 1000 and size >= 50e9 and layout.tp == 1 and layout.pp == 1
         ),
         "sequences above 10,000 tokens are usually divided by cp": long and layout.cp == 1,
