@@ -99,7 +99,7 @@ def test_a_launcher_that_was_killed_is_seen(runs, capsys):
     with RunLock(run):
         assert nanoscale(["runs", "show", "b", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
-        assert (shown["state"], shown["going_on"]) == ("running", True)
+        assert (shown["state"], shown["in_progress"]) == ("running", True)
 
 
 def test_a_damaged_configuration_does_not_hide_the_run(runs, capsys):
@@ -267,7 +267,7 @@ def job(state, problem="", **fields):
 
 
 @pytest.mark.parametrize(
-    ("state", "going_on", "known", "words"),
+    ("state", "in_progress", "known", "words"),
     [
         ("running", True, job("RUNNING"), "running"),
         ("prepared", False, job("PENDING"), "queued (job 12)"),
@@ -285,8 +285,8 @@ def job(state, problem="", **fields):
         ("preempted", False, job("FAILED"), "preempted"),
     ],
 )
-def test_where_a_run_of_slurm_stands(state, going_on, known, words):
-    assert in_words(state, going_on, known) == words
+def test_where_a_run_of_slurm_stands(state, in_progress, known, words):
+    assert in_words(state, in_progress, known) == words
 
 
 def test_all_of_a_job_in_one_line():
@@ -356,7 +356,7 @@ def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
 
 
 @pytest.fixture(scope="module")
-def going_on(tmp_path_factory):
+def in_progress(tmp_path_factory):
     """A real run that continues until it is stopped, and its folder."""
     folder = tmp_path_factory.mktemp("watched")
     words = ["recipe=debug", "model.layers=1", "train.steps=100000", "run.name=w"]
@@ -388,8 +388,8 @@ def watch(run, screen, *words):
 
 
 @pytest.mark.slow
-def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_path):
-    train, run = going_on
+def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(in_progress, tmp_path):
+    train, run = in_progress
     screen = tmp_path / "watched"
     watcher = watch(run, screen)
     wait_for(lambda: screen.read_text().count("\nstep ") > 1)
@@ -404,8 +404,8 @@ def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_pa
 
 
 @pytest.mark.slow
-def test_watching_ends_with_the_run_and_its_exit_code(going_on, tmp_path, capsys):
-    train, run = going_on
+def test_watching_ends_with_the_run_and_its_exit_code(in_progress, tmp_path, capsys):
+    train, run = in_progress
     screen = tmp_path / "watched"
     watcher = watch(run, screen)
     wait_for(lambda: "\nstep " in screen.read_text())

@@ -309,7 +309,7 @@ def test_the_launcher_is_killed(
     row = measure(launch, name, began, -signal.SIGKILL)
     words = [sys.executable, "-m", "nanoscale", "runs", "ls", "--json"]
     listed = nodes.call(LOGIN, words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)})
-    (said,) = [entry["said"] for entry in json.loads(listed.stdout)]
+    (said,) = [entry["message"] for entry in json.loads(listed.stdout)]
     assert said == "running, then lost"
     rows.append(replace(row, shown=f"`runs ls`: {said}"))
 

@@ -62,7 +62,7 @@ class User:
     def says_of(self, name: str) -> str:
         """Return the state of a run in `runs ls`."""
         rows = json.loads(self.types("runs", "ls", "--json"))
-        (said,) = [row["said"] for row in rows if row["name"] == name]
+        (said,) = [row["message"] for row in rows if row["name"] == name]
         return str(said)
 
 

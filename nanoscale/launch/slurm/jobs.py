@@ -169,11 +169,11 @@ def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
     return {str(one): Job(one, states.get(str(one)), problem) for one in handed}
 
 
-def in_words(state: str, going_on: bool, job: Job | None) -> str:
+def in_words(state: str, in_progress: bool, job: Job | None) -> str:
     """Return the state of a run in words: a launcher that was killed, or never began, could not record it."""
     if job is not None and job.waits:  # more certain than a launcher on a lost host
         return f"queued ({job})"
-    if going_on:
+    if in_progress:
         return state
     if state in ("starting", "running"):
         if job is not None and job.has_ended:

@@ -21,7 +21,7 @@ STATES = (
     "name", "state", "step", "steps", "loss", "model", "attempt", "exit_code", "created", "started", "ended",
 )  # fmt: skip
 """The names of a row that are neither metrics nor keys; they come first."""
-SUMMARY = (*STATES, "path", "going_on", "said", "job")
+SUMMARY = (*STATES, "path", "in_progress", "message", "job")
 """The names of a run's summary."""
 _TIMES = ("created", "started", "ended", "time")
 _CONDITION = re.compile(r"([\w./-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.S)

@@ -81,7 +81,7 @@ class LiveView:
         past = self._events.poll()
         start = {"kind": "attempt", "attempt": plan.attempt}
         starts = [n for n, event in enumerate(past) if start.items() <= event.items()]
-        for event in self._heed(past[starts[-1] :] if starts else []):
+        for event in self._handle(past[starts[-1] :] if starts else []):
             self._event(event)
         for record in self._new_records()[-1:]:
             self._step(record)
@@ -98,7 +98,7 @@ class LiveView:
         """Show everything new since the last poll."""
         self._show_outputs()
         news: list[tuple[Object, Callable[[Object], None]]]
-        news = [(event, self._event) for event in self._heed(self._events.poll())]
+        news = [(event, self._event) for event in self._handle(self._events.poll())]
         news += [(record, self._step) for record in self._new_records()]
         for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
             show(item)
@@ -129,7 +129,7 @@ class LiveView:
             text = f"[{left_out:,} bytes of its output here are only in {tail.path}]"
             self._output(name, [*_unfinished(tail), text.encode()])
 
-    def _heed(self, new: list[Object]) -> list[Object]:
+    def _handle(self, new: list[Object]) -> list[Object]:
         """Update the state of the attempt from events, and return them."""
         for event in new:
             if event.get("kind") == "resumed":

@@ -20,20 +20,20 @@ def row(run: RunDirectory, job: Job | None, columns: list[Column]) -> dict[str, 
         return values(run, columns) | summary(run, job)
     except UserError as error:
         unknown = dict.fromkeys((*(it.name for it in columns), *SUMMARY))
-        return unknown | {"name": run.name, "path": str(run.path), "said": f"damaged: {error}"}
+        return unknown | {"name": run.name, "path": str(run.path), "message": f"damaged: {error}"}
 
 
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     """Summarize one run in a few values."""
     now, last = status.require(run), metrics.last(run)
     keys = read_values(run.config, ("train.steps", "model.name"))
-    going_on = lock.owner(run) is not None
+    in_progress = lock.owner(run) is not None
     return {
         "name": run.name,
         "path": str(run.path),
         "state": now.state,
-        "going_on": going_on,
-        "said": in_words(now.state, going_on, job),
+        "in_progress": in_progress,
+        "message": in_words(now.state, in_progress, job),
         "job": job.document() if job else None,
         "attempt": now.attempt,
         "exit_code": now.exit_code,
@@ -74,7 +74,7 @@ def print_runs(rows: list[dict[str, Any]], columns: list[Column]) -> None:
         attempt = "?" if row["attempt"] is None else str(row["attempt"])
         cells = (f"{count}/{steps}", loss, row["model"] or "?", attempt, clock(row["created"]))
         chosen = [column.text(row) for column in columns] or cells
-        table.add_row(row["name"], row["said"], *chosen)
+        table.add_row(row["name"], row["message"], *chosen)
     display.print_table(display.console(), table)
 
 
