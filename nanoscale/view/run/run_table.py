@@ -85,7 +85,7 @@ def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> N
     steps = "?" if document["steps"] is None else document["steps"]
     rows = {
         "run": str(run.path),
-        "state": f"{document['said']} (attempt {document['attempt']})",
+        "state": f"{document['message']} (attempt {document['attempt']})",
         "model": document["model"] or "?",
         "created": clock(document["created"]),
         "step": f"{document['step']}/{steps}",
