@@ -53,13 +53,17 @@ def _shaping(config: Config) -> dict[str, Any]:
     """Return the values that decide what ranks do; others decide numbers, places or times."""
     train, data, checkpoint = config.train, config.data, config.checkpoint
     saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
+    optimizer = config.optimizer
+    zeros = optimizer.momentum, optimizer.weight_decay  # what an update leaves out if they are 0
     sections = ("model", "parallel", "precision", "zero", "backend", "lora")
     return {
         **{name: asdict(getattr(config, name)) for name in sections},
-        "optimizer": asdict(config.optimizer),
+        "optimizer": [optimizer.name, optimizer.clip_norm, *map(bool, zeros)],
         "train": [train.global_batch, train.micro_batch, train.seq_len, train.eval_every > 0],
         "data": [data.document_mask, data.packing, data.loss_on],
-        "checkpoint": [saves, checkpoint.asynchronous, checkpoint.at_end],
+        "checkpoint": [
+            *(saves, checkpoint.asynchronous, checkpoint.at_end, bool(checkpoint.keep_best)),
+        ],
         "device": config.launcher.device,
     }
 

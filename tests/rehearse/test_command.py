@@ -26,6 +26,7 @@ from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
 from nanoscale.view.plan.prediction_text import verdict
 from nanoscale.view.run.launch_text import rehearsal_lines
+from tests.support.recipes import changed
 from tests.support.rows import exhaustive
 from tests.support.waiting import wait_until
 
@@ -222,3 +223,18 @@ def test_the_program_is_in_the_run_directory() -> None:
     assert nanoscale([*words, "--rehearse"]) == 0
     program = read_json(Path("runs/a/program.json"))["program"]["0"]
     assert "_reduce_scatter_base_" in program["kind"]
+
+
+@pytest.mark.parametrize(
+    ("override", "is_the_same"),
+    [
+        ("optimizer.lr=1", True),
+        ("optimizer.weight_decay=0", False),
+        ("checkpoint.keep_best=2", False),
+    ],
+)
+def test_a_kept_rehearsal_is_that_of_what_ranks_do(override: str, is_the_same: bool) -> None:
+    usual, other = (
+        rehearsals.digest(changed(*words).config, None, [0], 2) for words in ([], [override])
+    )
+    assert (usual == other) == is_the_same
