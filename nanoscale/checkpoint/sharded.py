@@ -30,6 +30,7 @@ from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
+from nanoscale.runs.directory import checkpoint_path
 from nanoscale.runs.fence import FencedError
 
 Description = dict[str, dict[str, Any]]
@@ -60,7 +61,7 @@ def save(
     """
     rank = process_group.rank()
     staging = store.staging_path(workspace, about["step"])
-    final = store.checkpoint_path(workspace.parent, about["step"])
+    final = checkpoint_path(workspace.parent, about["step"])
     if process_group.broadcast(final.exists, group):
         return final
     tensors = describe_all(state, group)

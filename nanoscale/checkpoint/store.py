@@ -26,7 +26,7 @@ from nanoscale.checkpoint.metadata import MetadataError
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
-from nanoscale.runs.directory import sync_folder
+from nanoscale.runs.directory import checkpoint_folders, checkpoint_path, sync_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -36,7 +36,6 @@ BEST = "best"
 """A key of a manifest: the lowest evaluation losses until its step, each with its step, the lowest first."""
 BY_TIME = "by_time"
 """A key of a manifest; true in a checkpoint that was saved only because of checkpoint.every_minutes."""
-_NAME = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"damaged-(step-(\d{8,}))(?:-\d+)?")
 _READ_BYTES = 1 << 20
 _TRANSIENT_ERRORS = frozenset(
@@ -69,10 +68,6 @@ class StoredCheckpoint:
         return read_manifest(self.path)
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
 def staging_path(workspace: Path, step: int) -> Path:
     """Return the folder in which the ranks write a checkpoint before it is published."""
     return workspace / f"writing-step-{step:08d}"
@@ -80,13 +75,7 @@ def staging_path(workspace: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     """List the published checkpoints of a run's `checkpoints/`, by step."""
-    if not folder.is_dir():
-        return []
-    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir())
-    return sorted(
-        (StoredCheckpoint(path, int(match[1])) for path, match in matches if match),
-        key=lambda stored: stored.step,
-    )
+    return [StoredCheckpoint(path, step) for step, path in checkpoint_folders(folder)]
 
 
 def list_set_aside(folder: Path) -> list[StoredCheckpoint]:

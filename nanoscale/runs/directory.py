@@ -33,6 +33,16 @@ _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
+    """List the published checkpoints of a folder with their steps, in order, without checking them."""
+    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """One run's folder; `path` is absolute."""
@@ -165,12 +175,11 @@ class RunDirectory:
         )
 
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:08d}"
+        return checkpoint_path(self.checkpoints, step)
 
     def checkpoint_steps(self) -> list[int]:
         """List the steps of published checkpoints, in order, without checking them."""
-        matches = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
-        return sorted(int(match[1]) for match in matches if match)
+        return [step for step, _ in checkpoint_folders(self.checkpoints)]
 
     def last_attempt(self) -> int:
         """Return the number of the newest attempt that has logs; 0 before the first."""

@@ -23,6 +23,7 @@ from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import process_group
+from nanoscale.runs.directory import checkpoint_path
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.profile import Recorder
@@ -251,7 +252,7 @@ class Training:
             "checkpoint", message, step=saved.step, seconds=saved.seconds, stall_s=saved.stall_s
         )
         for step, reason in saved.undeleted.items():
-            path = store.checkpoint_path(saved.path.parent, step)
+            path = checkpoint_path(saved.path.parent, step)
             self.note(
                 "undeleted",
                 f"{path.name} is no longer needed and could not be deleted ({reason}); the training "

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.parallel import process_group
+from nanoscale.runs.directory import checkpoint_path
 from tests.checkpoint.test_sharded import WHOLE, state_of
 from tests.support.ranks import run_ranks
 
@@ -44,7 +45,7 @@ def test_a_failing_write_is_an_error_of_its_rank_on_all(tmp_path: Path) -> None:
         assert "rank 1" in text and "step-00000002" in text
     assert ["a peer was lost" in text for _, text in said] == [True, False]
     assert [stored.step for stored in store.list_checkpoints(tmp_path)] == [1]
-    assert store.find_damage(store.checkpoint_path(tmp_path, 1)) == []
+    assert store.find_damage(checkpoint_path(tmp_path, 1)) == []
 
 
 class Failing(FileIO):

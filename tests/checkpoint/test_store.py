@@ -16,7 +16,7 @@ import torch
 from nanoscale.checkpoint import sharded, store
 from nanoscale.common.errors import UserError
 from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.directory import RunDirectory, checkpoint_path
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_shares_of_several_readers_cover_every_file(folder: Path) -> None:
 
 def test_a_renamed_checkpoint_is_found(folder: Path) -> None:
     path = publish(folder, 1)
-    renamed = path.rename(store.checkpoint_path(folder, 2))
+    renamed = path.rename(checkpoint_path(folder, 2))
     assert store.find_damage(renamed) == ["manifest.json: belongs to step 1"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from nanoscale.checkpoint import store
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.directory import RunDirectory, checkpoint_path
 
 ABOUT = {
     "consumed_samples": 40,
@@ -61,7 +61,7 @@ def test_verify_names_the_damaged_file(
 ) -> None:
     assert nanoscale(["checkpoints", "verify", str(run.path)]) == 0
     assert capsys.readouterr().out.count("whole") == 2
-    victim = store.checkpoint_path(run.checkpoints, 5) / "__0_0.distcp"
+    victim = checkpoint_path(run.checkpoints, 5) / "__0_0.distcp"
     victim.write_bytes(b"y" + victim.read_bytes()[1:])
     assert nanoscale(["checkpoints", "verify", str(run.path)]) == 1
     assert "step-00000005  damaged\n  __0_0.distcp: its checksum" in capsys.readouterr().out
