@@ -16,7 +16,7 @@ import pytest
 gc.disable()  # until the tests are collected: what is imported is not garbage
 pytest.register_assert_rewrite("tests.support")
 TESTS = Path(__file__).parent
-LONGEST_FIRST = ("cluster", "train", "backends", "parallel", "checkpoint", "cli", "launch")
+LONGEST_FIRST = ("cluster", "train", "project", "backends", "rehearse", "parallel", "cli", "launch")
 """Rooms; the others are light and fill the workers' time at the end."""
 _DEVIATION = "deviation"
 Deviations = Callable[[str, str, tuple[float, float]], None]

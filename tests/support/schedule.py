@@ -16,6 +16,7 @@ QUEUES = {
 APART = (
     "tests/train/test_equivalence.py",
     "tests/backends/test_deepspeed.py",
+    "tests/project/test_cpu_benchmark.py",
 )
 """Files of many long rows that share nothing: any worker takes the next one."""
 
