@@ -22,6 +22,7 @@ from nanoscale.metrics.trackers import Subject
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from tests.support.recipes import changed
+from tests.support.waiting import wait_until
 
 ONE_CPU = Devices("cpu", 1)
 SECRET = "hf_do-not-send-me"
@@ -108,6 +109,8 @@ def test_wandb_has_one_run_for_all_attempts(run: RunDirectory) -> None:
     write(run, config, 5, 8, "completed")
     files = sorted(run.path.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
+    for file in files:  # wandb's own process may still write when the run was finished
+        wait_until(lambda file=file: any(it.HasField("exit") for it in wandb_records(file)))
     records = [record for file in files for record in wandb_records(file)]
     names = {record.run.run_id for record in records if record.HasField("run")}
     assert len(names) == 1
@@ -139,6 +142,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             position += left
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + length > len(data):
+            return  # it is still being written
         pending += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
