@@ -16,6 +16,7 @@ from nanoscale.parallel import activation
 from nanoscale.plan.memory.activations import shape_of, stage_activations
 from nanoscale.plan.memory.block_shape import Execution
 from nanoscale.rehearse.played.live_memory import LiveMemory
+from tests.support.rows import exhaustive
 
 LLAMA = Model(
     layers=6,
@@ -75,8 +76,12 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
 @pytest.mark.parametrize(
     ("shape", "precision"),
-    [(LLAMA, "bf16"), (GROUPED, "fp32"), (GPT, "fp32"), (QWEN3, "fp32")],
-    ids=["llama bf16", "grouped fp32", "gpt fp32", "qwen3 fp32"],
+    [
+        exhaustive(LLAMA, "bf16", name="llama bf16"),
+        pytest.param(GROUPED, "fp32", id="grouped fp32"),
+        pytest.param(GPT, "fp32", id="gpt fp32"),
+        exhaustive(QWEN3, "fp32", name="qwen3 fp32"),
+    ],
 )
 def test_what_blocks_keep(shape: Model, mode: dict[str, Any], precision: str) -> None:
     dtype, size = {"fp32": (torch.float32, 4), "bf16": (torch.bfloat16, 2)}[precision]

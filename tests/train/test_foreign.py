@@ -48,7 +48,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_neox", "falcon"])
+@pytest.mark.parametrize("family", ["gpt_neox", exhaustive("falcon")])
 def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: str) -> None:
     write_tokens(tmp_path)
     hf_models.save(family, tmp_path / family)
