@@ -78,6 +78,7 @@ def test_the_plan_is_within_five_percent(row: Row) -> None:
     assert max(map(abs, errors(row))) < 0.05
 
 
+@pytest.mark.timeout(1800)  # all rows, one after another
 @pytest.mark.exhaustive
 def test_all_layouts_are_within_two_percent_on_average_and_five_at_most() -> None:
     by_row = {row.name: errors(row) for row in ROWS}

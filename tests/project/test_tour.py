@@ -79,7 +79,8 @@ def test_the_other_lines_that_launch_train(
     runs: list[Path] = []
 
     def launch(line: str, arguments: list[str]) -> bool:
-        if any(part in line for part in DRY) or (page.name == "README.md" and LAUNCHES.match(line)):
+        is_in_the_tour = page.name == "README.md" and LAUNCHES.match(line)
+        if is_in_the_tour or not TRAINS.match(line) or any(part in line for part in DRY):
             return False
         if arguments[0] == "resume":  # the run of the line before
             words = ["resume", str(runs[-1]), *arguments[2:]]
