@@ -161,6 +161,8 @@ def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
+    if not hasattr(optimizer, "_new_buffer"):
+        raise TypeError(f"no state is known for {type(optimizer).__name__}")
     adamw8bit: Any = optimizer
     return {
         "step": torch.tensor(0.0),

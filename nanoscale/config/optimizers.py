@@ -1,6 +1,6 @@
-"""The optimizers: a row for each, which rules, plans, rehearsals, backends and checkpoints read. No torch.
+"""The optimizers: a row for each, which rules, plans, rehearsals, backends and checkpoints read.
 
-`nanoscale/backends/optimizer.py` builds them; the schema has their names and keys.
+`nanoscale/backends/optimizer.py` builds them; the schema has their names and keys. This file imports no torch.
 """
 
 from __future__ import annotations
