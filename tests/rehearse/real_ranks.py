@@ -15,7 +15,6 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
 from nanoscale.rehearse.life import play, resume
 from nanoscale.rehearse.played import collectives
-from nanoscale.rehearse.played.kernels import show_ring
 from nanoscale.rehearse.played.live_memory import LiveMemory
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.rehearsed_job import Disk, ignore, shortened, training_of
@@ -62,7 +61,6 @@ def measured(rank: int, configs: list[ResolvedConfig], steps: int = 2) -> list[M
     """Train and resume each configuration for some steps, as a rehearsal does."""
     process_group.join(configs[0].world_size, torch.device("cpu"), 60.0)
     with even_loads() as patches:
-        show_ring(patches)
         disk = Disk()
         disk.patch(patches)
         return [_measured(shortened(config, steps), rank, disk) for config in configs]

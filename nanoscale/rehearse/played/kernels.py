@@ -28,13 +28,6 @@ def update_in_place(patches: Patches) -> None:
     patches.replace(import_module("torchao.optim.adam"), "single_param_adam", lambda *_: None)
 
 
-def show_ring(patches: Patches) -> None:
-    """Let ring attention run its operations one by one, so that its messages are seen."""
-    ring: Any = import_module("nanoscale.parallel.ring")
-    patches.replace(ring, "_forward", ring._forward._init_fn)
-    patches.replace(ring, "_backward", ring._backward._init_fn)
-
-
 class _RmsNorm(torch.autograd.Function):
     """A norm with the inputs and saved tensors of CUDA's fused kernel."""
 

@@ -14,9 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from nanoscale.parallel import ring
+
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 """Types of tensors on which operations run as they are; other types call operations on these."""
 _resize = torch.UntypedStorage.resize_
+OPENED: dict[Any, Any] = {
+    operation._opoverload: operation._init_fn for operation in (ring._forward, ring._backward)
+}
+"""The Python code of operations that communicate within themselves, by operation. Their own operations are seen
+too; checkpointing of activations, which stands outside, still sees one."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -44,9 +51,20 @@ class LiveMemory(TorchDispatchMode):
         for kind in types:
             if kind not in PLAIN:
                 return NotImplemented  # it calls operations on plain tensors, which come back here
+        if func in OPENED:
+            return self.open(func, args)
         result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, result)
+        if not func.is_view:  # else its storage is known, or it is gloo's own
+            tree_map_only(Tensor, self._see, result)
         return result
+
+    def open(self, operation: Any, args: Any) -> Any:
+        """Run the operations of one of OPENED one by one, which come back here."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            return OPENED[operation](*args)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def reset_peak(self) -> None:
         self.peak = self.live

@@ -33,7 +33,7 @@ from torch.utils._device import _device_constructors
 from nanoscale.parallel import activation
 from nanoscale.rehearse.played import collectives, cuda, kernels
 from nanoscale.rehearse.played.allocator import Allocator, MemoryHistory, rounded
-from nanoscale.rehearse.played.live_memory import PLAIN, LiveMemory
+from nanoscale.rehearse.played.live_memory import OPENED, PLAIN, LiveMemory
 from nanoscale.rehearse.played.loads import EvenLoads
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import Call, PhaseMemory, Wait
@@ -139,6 +139,8 @@ class World(LiveMemory):
         for kind in types:
             if kind not in PLAIN:
                 return NotImplemented  # it calls operations on plain tensors, which come back here
+        if func in OPENED:
+            return self.open(func, args)
         if func.namespace in collectives.NAMESPACES:
             return self._communicate(func, args)
         if kwargs:
@@ -458,7 +460,6 @@ def played(
     with Patches() as patches:
         _patch_tensors(patches)
         patches.replace(torch, "compile", lambda function=None, **_: function or (lambda f: f))
-        kernels.show_ring(patches)
         collectives.hold_tensors(patches, on_gpu=gpu is not None)
         EvenLoads(*experts, world.wait if gpu is not None else lambda _: None).patch(patches)
         if gpu is not None:
