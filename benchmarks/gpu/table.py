@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanoscale.runs.step_parts import PARTS
+from nanoscale.metrics.step_parts import PARTS
 
 _KERNELS, _NAME = 4, 40
 _COLUMNS = {

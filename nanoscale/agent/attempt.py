@@ -6,26 +6,24 @@ import os
 import signal
 import time
 import traceback
-from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.logs import RankLogs
 from nanoscale.agent.network import interface_towards, is_loopback
-from nanoscale.agent.rank import HostRanks, start_rank, start_store
+from nanoscale.agent.rank import start_rank, start_store
 from nanoscale.agent.rank_watch import Watch, send
-from nanoscale.processes.messages import Message
 from nanoscale.processes.proc import available_gib, oom_kills
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
+from nanoscale.runs.job_messages import Ended, HostRanks, LaunchOrder, message_of
 from nanoscale.worker import Job
 
-_RENDEZVOUS_S = 600.0
 _POLL_S = 0.05
 
 
-def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
+def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | None:
     """Run the ranks that the launcher orders, and report how they ended.
 
     Args:
@@ -34,7 +32,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
     Returns:
         on the first host, the process of the store, which the ranks of other hosts may still need.
     """
-    host, run = HostRanks.from_order(order), _run_directory(link, order)
+    host, run = order.host, _run_directory(link, order)
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
@@ -45,36 +43,32 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
         else:
             if host.node_rank == 0:
                 store = start_store(host)
-            logs = RankLogs(link, host, run if order.get("writes_logs") else None)
-            watch = Watch(link, host, logs, order["lost_after_s"])
-            _run_ranks(host, watch, logs, run, job, order.get("meet_s", _RENDEZVOUS_S))
+            logs = RankLogs(link, host, run if order.writes_logs else None)
+            watch = Watch(link, host, logs, order.lost_after_s)
+            _run_ranks(host, watch, logs, run, job, order.meet_s)
             outcome = watch.outcome()
             failures += watch.failures.values()
     except Exception as error:
         traceback.print_exc()
-        failures.append(RankFailure.of(error, rank=None, local_rank=None, host=host.name))
+        failures.append(
+            RankFailure.of(error, rank=None, local_rank=None, host=host.name, kind="agent")
+        )
         outcome = "failed"
     link.is_starting = False
     evidence = Evidence(oom_kills() - killed_before, available_gib())
-    link.send(
-        "ended",
-        attempt=host.attempt,
-        outcome=outcome,
-        failures=[asdict(failure) for failure in failures],
-        evidence=asdict(evidence),
-        result=_result(run),
-    )
+    ended = Ended(host.attempt, outcome, tuple(failures), evidence, _result(run))
+    link.send(**message_of(ended))
     return store
 
 
-def _run_directory(link: Link, order: Message) -> RunDirectory:
+def _run_directory(link: Link, order: LaunchOrder) -> RunDirectory:
     """Return the run's directory; a job without a run has one that only this host sees."""
-    if order["run"] is not None:
-        return RunDirectory(Path(order["run"]))
-    run = RunDirectory(link.scratch / f"run-{order['attempt']}")
+    if order.run is not None:
+        return RunDirectory(Path(order.run))
+    run = RunDirectory(link.scratch / f"run-{order.host.attempt}")
     run.path.mkdir()
-    run.config.write_text(order["config"], encoding="utf-8")
-    write_json(run.task, order["task"])
+    run.config.write_text(order.config, encoding="utf-8")
+    write_json(run.task, order.task)
     return run
 
 

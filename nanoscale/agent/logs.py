@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 
 from nanoscale.agent.link import Link
-from nanoscale.agent.rank import HostRanks, RankFiles
+from nanoscale.agent.rank import RankFiles
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
+from nanoscale.runs.job_messages import HostRanks
 from nanoscale.runs.tail import FileTail
 
 _END_BYTES = 1 << 20

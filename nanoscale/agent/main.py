@@ -21,9 +21,10 @@ from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import cgroup, scratch
 from nanoscale.processes.lifeline import CGROUP, SCRATCH, clean_up, end_group
-from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
+from nanoscale.processes.messages import BANDWIDTH, MARK, Message
 from nanoscale.processes.ports import ReservedPort
 from nanoscale.processes.process_settings import allow_open_files
+from nanoscale.runs.job_messages import LaunchOrder
 from nanoscale.worker import JOBS, Job
 
 _PRELOADED = ["nanoscale.agent.fork_server", "nanoscale.agent.rank", "torch"]
@@ -64,7 +65,8 @@ def _serve(link: Link, job: Job | None) -> None:
             port = _reserve(port, order["master_port"])
             _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
-            store = attempt(link, order, job or order.get("job", TRAINING))
+            launch = LaunchOrder.read(order)
+            store = attempt(link, launch, job or launch.job)
     clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -18,34 +18,14 @@ from pathlib import Path
 from nanoscale import worker
 from nanoscale.agent.network import is_loopback
 from nanoscale.processes.lifeline import die_with
-from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import RankFailure, write_rank_failure
+from nanoscale.runs.job_messages import HostRanks
 from nanoscale.runs.rank_context import STOP_SIGNALS
 from nanoscale.worker import Job
 
 _BACKLOG = 2048
 """Connections that wait for the store to accept them: all ranks connect at the same time."""
 _forkserver = get_context("forkserver")
-
-
-@dataclass(frozen=True)
-class HostRanks:
-    """One host's ranks in an attempt, as the launcher orders them."""
-
-    name: str
-    node_rank: int
-    nodes: int
-    ranks: tuple[int, ...]
-    """Global ranks, by local rank."""
-    world_size: int
-    master_addr: str
-    master_port: int
-    attempt: int
-
-    @classmethod
-    def from_order(cls, order: Message) -> HostRanks:
-        values = {field.name: order[field.name] for field in fields(cls)}
-        return cls(**{**values, "ranks": tuple(order["ranks"])})
 
 
 @dataclass(frozen=True)
@@ -176,6 +156,8 @@ def _meet(files: RankFiles, limit_s: float) -> None:
             store.set(f"host/{env['GROUP_RANK']}", "")
         store.wait([f"host/{host}" for host in range(int(env["GROUP_WORLD_SIZE"]))], limit)
     except Exception as error:
-        failure = RankFailure.of(error, rank=None, local_rank=None, host=worker.host_name())
+        failure = RankFailure.of(
+            error, rank=None, local_rank=None, host=worker.host_name(), kind="rendezvous"
+        )
         write_rank_failure(files.failure, failure)
         raise

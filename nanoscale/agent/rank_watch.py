@@ -7,14 +7,15 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.logs import RankLogs
-from nanoscale.agent.rank import HostRanks, RankFiles
+from nanoscale.agent.rank import RankFiles
 from nanoscale.processes.proc import is_stopped
 from nanoscale.runs.failure import RankFailure, read_rank_failure, stopped_rank
+from nanoscale.runs.job_messages import Failing, HostRanks, message_of
 
 _STACKS_S = 0.5
 """Seconds for the ranks to write their stacks."""
@@ -92,13 +93,13 @@ class Watch:
                 continue
             elif exit_code is not None and rank not in self.failures:
                 self.failures[rank] = RankFailure(
-                    rank, local_rank, self._host.name, time.time(), exit_code=exit_code
+                    "ended", rank, local_rank, self._host.name, time.time(), exit_code=exit_code
                 )
             elif self._stays_stopped(rank, process):
                 self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))
         if self.failures != known:
-            failures = [asdict(failure) for failure in self.failures.values()]
-            self._link.send("failing", attempt=self._host.attempt, failures=failures)
+            failing = Failing(self._host.attempt, tuple(self.failures.values()))
+            self._link.send(**message_of(failing))
 
     def _stays_stopped(self, rank: int, process: BaseProcess) -> bool:
         if process.pid is None or not is_stopped(process.pid):

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, byte_size
@@ -25,10 +25,17 @@ _MESSAGE_LENGTH, _TRACEBACK_LENGTH = 1 << 12, 1 << 14
 """Characters; all ranks of a host may fail, and the agent reports them in one message."""
 
 
+Kind = Literal["raised", "rendezvous", "ended", "stopped", "absent", "forced", "agent"]
+"""The event, as the place that noticed it knows it: the rank raised an exception, or missed another host in
+the rendezvous; its process ended without a report, or was stopped by a signal; others waited for it; the
+launcher ended it by force; the agent failed."""
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """The failure of one rank: its own report, and its agent's observation."""
 
+    kind: Kind
     rank: int | None
     """None: the agent of the host failed, not a rank."""
     local_rank: int | None
@@ -49,10 +56,17 @@ class RankFailure:
 
     @classmethod
     def of(
-        cls, error: BaseException, *, rank: int | None, local_rank: int | None, host: str
+        cls,
+        error: BaseException,
+        *,
+        rank: int | None,
+        local_rank: int | None,
+        host: str,
+        kind: Kind = "raised",
     ) -> RankFailure:
         """Return the failure of a rank that raised `error` now."""
         return cls(
+            kind=kind,
             rank=rank,
             local_rank=local_rank,
             host=host,
@@ -155,6 +169,7 @@ def agent_failure(
 ) -> RankFailure:
     """Return the failure of a host, or of its agent, noticed now."""
     return RankFailure(
+        kind="agent",
         rank=None,
         local_rank=None,
         host=host,
@@ -168,6 +183,7 @@ def agent_failure(
 def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
     """Return the failure of a rank that was stopped by a signal and not continued."""
     return RankFailure(
+        kind="stopped",
         rank=rank,
         local_rank=local_rank,
         host=host,
@@ -229,7 +245,7 @@ def _distance_from_cause(failure: RankFailure) -> int:
     """Return 0 for a cause of its own, 1 for an abort, which may follow from a lost peer, 2 for a lost peer."""
     if failure.diagnosis:
         return 0
-    if failure.exit_code == -signal.SIGABRT and not failure.type:
+    if failure.exit_code == -signal.SIGABRT and failure.kind == "ended":
         return 1
     text = f"{failure.type} {failure.message}"
     return 2 if _LOST_PEER.search(text) and failure.user_error is None else 0
@@ -361,7 +377,7 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
             "this rank needs no action; `nanoscale runs show` shows how the run continues",
         )
     name = signal_name(failure.exit_code)
-    if name and not failure.type:
+    if name and failure.kind == "ended":
         return _diagnose_signal(name, evidence)
     if is_consequence(failure):
         return (
@@ -372,7 +388,7 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
     for rule in _BY_TEXT:
         if re.search(rule.pattern, text, re.IGNORECASE):
             return rule.diagnosis, rule.remedy
-    if not failure.type:
+    if failure.kind == "ended":
         return f"it ended with code {failure.exit_code} without a message", "its log may show more"
     return "the program raised an exception", "the traceback shows where"
 

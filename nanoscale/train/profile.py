@@ -16,9 +16,9 @@ from nanoscale.config import profile_steps
 from nanoscale.config.profile_steps import Steps
 from nanoscale.config.schema import Profile
 from nanoscale.metrics.meter import wait_for
+from nanoscale.metrics.step_parts import table_lines
 from nanoscale.metrics.trace import events_of, parts_of
 from nanoscale.parallel import process_group
-from nanoscale.runs.step_parts import table_lines
 
 _MOST_ALLOCATIONS = 1_000_000
 """The most allocations in a memory snapshot; the last ones are kept."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.config.hardware.usual_mfu import usual_mfu_text
-from nanoscale.runs.step_parts import table_lines
+from nanoscale.metrics.step_parts import table_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from nanoscale.agent.logs import RankLogs
-from nanoscale.agent.rank import HostRanks
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.job_messages import HostRanks
 
 HOST = HostRanks("h", 0, 1, (4, 5), 6, "127.0.0.1", 1, attempt=2)
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.link import Link
 from nanoscale.config.schema import Launcher, Run
-from nanoscale.processes.messages import Message, Unpacker
+from nanoscale.processes.messages import Unpacker
 from nanoscale.processes.ports import ReservedPort
+from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder
 from tests.support import ranks  # noqa: F401 - whose fork server starts these ranks as well
 from tests.support.jobs import make_run
 from tests.support.recipes import complete
@@ -50,10 +51,10 @@ class Hosts:
     """Agents in threads of this process, each the agent of a host with two ranks."""
 
     def __init__(self, run, nodes, meet_s=LIMIT_S):
-        self.order = {
-            "run": str(run.path), "attempt": 1, "nodes": nodes, "world_size": 2 * nodes,
-            "master_addr": "127.0.0.1", "lost_after_s": LIMIT_S, "meet_s": meet_s,
-        }  # fmt: skip
+        self.nodes = nodes
+        self.order_for = partial(
+            LaunchOrder, run=str(run.path), lost_after_s=LIMIT_S, meet_s=meet_s
+        )
         self.port = ReservedPort()
         self.stores = []
         self.links = []
@@ -64,9 +65,18 @@ class Hosts:
         orders = os.open(os.devnull, os.O_RDONLY)
         link = Link(orders, writer)
         self.links.append(link)
-        place = {"name": f"n{node}", "node_rank": node, "ranks": [2 * node, 2 * node + 1]}
-        order = self.order | place | {"master_port": self.port.number}
-        ended: list[Message] = []
+        host = HostRanks(
+            name=f"n{node}",
+            node_rank=node,
+            nodes=self.nodes,
+            ranks=(2 * node, 2 * node + 1),
+            world_size=2 * self.nodes,
+            master_addr="127.0.0.1",
+            master_port=self.port.number,
+            attempt=1,
+        )
+        order = self.order_for(host)
+        ended: list[Ended] = []
         killer = threading.Thread(target=_kill_after_failure, args=(link, reader, ended))
         killer.start()
         self.stores.append(attempt(link, order, job))
@@ -87,10 +97,10 @@ def _kill_after_failure(link, reader, ended):
     unpacker = Unpacker()
     while not ended:
         for message in unpacker.feed(os.read(reader, 1 << 16)):
-            if message["kind"] == "failing":
+            if message["kind"] == Failing.kind:
                 link.killed_attempt = 1
-            if message["kind"] == "ended":
-                ended.append(message)
+            if message["kind"] == Ended.kind:
+                ended.append(Ended.read(message))
 
 
 @pytest.fixture
@@ -114,14 +124,14 @@ def test_the_agent_needs_no_torch():
 @pytest.mark.parametrize("outcome", ["completed", "stopped"])
 def test_ranks_meet_and_return(hosts, run, outcome):
     ended = hosts.attempt(0, partial(sum_ranks, outcome=outcome))
-    assert (ended["outcome"], ended["failures"]) == (outcome, [])
+    assert (ended.outcome, ended.failures) == (outcome, ())
     assert [(run.path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
 
 
 def test_a_rank_that_exits_with_0_before_its_job_returns_has_failed(hosts):
     ended = hosts.attempt(0, vanish)
-    assert ended["outcome"] == "killed"
-    ((rank, code),) = [(failure["rank"], failure["exit_code"]) for failure in ended["failures"]]
+    assert ended.outcome == "killed"
+    ((rank, code),) = [(failure.rank, failure.exit_code) for failure in ended.failures]
     assert (rank, code) == (1, 0)
 
 
@@ -132,13 +142,13 @@ def test_ranks_of_two_hosts_meet(hosts, run):
     first.start()
     results[1] = hosts.attempt(1, sum_ranks)
     first.join(LIMIT_S)
-    assert [results[node]["outcome"] for node in (0, 1)] == ["completed"] * 2
+    assert [results[node].outcome for node in (0, 1)] == ["completed"] * 2
     assert {(run.path / f"sum-{rank}").read_text() for rank in range(4)} == {"10"}
 
 
 @pytest.mark.parametrize("hosts", [(2, 0.2)], indirect=True)
 def test_a_host_that_never_comes_is_missed_by_the_agent_and_not_by_a_rank(hosts):
     ended = hosts.attempt(0, sum_ranks)
-    assert ended["outcome"] == "killed"
-    assert {(failure["rank"], failure["host"]) for failure in ended["failures"]} == {(None, "n0")}
-    assert "timeout" in ended["failures"][0]["message"].lower()
+    assert ended.outcome == "killed"
+    assert {(failure.rank, failure.host) for failure in ended.failures} == {(None, "n0")}
+    assert "timeout" in ended.failures[0].message.lower()

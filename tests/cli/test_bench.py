@@ -18,8 +18,8 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Train
 from nanoscale.launch.lifecycle.bench import compare_figures, document
+from nanoscale.metrics.step_parts import PARTS
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.step_parts import PARTS
 from nanoscale.view.bench_text import _parts
 from tests.support.jobs import make_config
 from tests.support.recipes import complete

@@ -87,7 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         line = {"step": step, "tokens": 512 * step, "mfu": None, "memory_gib": 0.5, **record}
         with run.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
-    error = failure.RankFailure(rank=0, local_rank=0, host="h", time=1.0, exit_code=1)
+    error = failure.RankFailure("ended", rank=0, local_rank=0, host="h", time=1.0, exit_code=1)
     failure.write(run, failure.digest(run, 1, [error], {}))
     write_json(run.launch, plan_launch(config, run, 1).document())
     write_json(run.submission, {"job": "7", "task": None, "script": None})

@@ -110,7 +110,9 @@ def test_the_page_needs_nothing_else_and_has_the_curves(capsys):
 def test_a_failure_is_told(capsys):
     run = make(state="failed")
     log(run, [1, 2])
-    failure.write(run, failure.digest(run, 1, [RankFailure(1, 1, "h", 1.0, exit_code=-9)], {}))
+    failure.write(
+        run, failure.digest(run, 1, [RankFailure("ended", 1, 1, "h", 1.0, exit_code=-9)], {})
+    )
     text = shown(capsys, "r")
     assert "failed after step 2 of 40" in text and "rank 1 on h: " in text
     assert "rank 1 on h: " in run.report.read_text()

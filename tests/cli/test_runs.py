@@ -113,7 +113,7 @@ def test_show_tells_what_happened(runs, capsys):
     run = runs[1]
     events.append(run, "checkpoint", "step-00000007 saved")
     (run.checkpoint(7)).mkdir()
-    killed = RankFailure(1, 1, "h", 1.0, exit_code=-9)
+    killed = RankFailure("ended", 1, 1, "h", 1.0, exit_code=-9)
     failure.write(run, failure.digest(run, 1, [killed], {killed.host: Evidence(oom_kills=1)}))
     assert nanoscale(["runs", "show", "a"]) == 0
     text = capsys.readouterr().out

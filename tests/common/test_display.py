@@ -67,7 +67,9 @@ def run(tmp_path, monkeypatch):
     run.config.write_text(dump(config), encoding="utf-8")
     run.attempt_logs(1).mkdir()
     run.log(1, "h", 0, "out").write_bytes(HOSTILE.encode() + b"\n")
-    cause = RankFailure(rank=1, local_rank=1, host=HOSTILE, time=1.0, type="E", message=HOSTILE)
+    cause = RankFailure(
+        "raised", rank=1, local_rank=1, host=HOSTILE, time=1.0, type="E", message=HOSTILE
+    )
     cause = failure.digest(run, 1, [cause], {})
     cause = failure.Failure(
         **{**failure.document(cause), "diagnosis": HOSTILE, "traceback": HOSTILE}

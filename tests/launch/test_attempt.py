@@ -18,7 +18,8 @@ from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs import events, failure
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import Evidence, RankFailure, agent_failure
+from nanoscale.runs.failure import RankFailure, agent_failure
+from nanoscale.runs.job_messages import Ended, Failing, message_of
 
 HOSTS = (HostPlan("a", 2, (0, 1), ("x",)), HostPlan("b", 2, (2, 3), ("x",)))
 PLAN = LaunchPlan(1, 4, HOSTS, "a", 1, {}, ())
@@ -51,21 +52,12 @@ def attempt(tmp_path):
 
 def ended(attempt, host, outcome, *failures):
     member = next(member for member in attempt.members if member.name == host)
-    message = {
-        "kind": "ended",
-        "attempt": 1,
-        "outcome": outcome,
-        "failures": [asdict(failure) for failure in failures],
-        "evidence": asdict(Evidence()),
-        "result": None,
-    }
-    attempt.execution._receive(member, message)
+    attempt.execution._receive(member, message_of(Ended(1, outcome, failures)))
 
 
 def failing(attempt, host, *failures):
     member = next(member for member in attempt.members if member.name == host)
-    found = [asdict(failure) for failure in failures]
-    attempt.execution._receive(member, {"kind": "failing", "attempt": 1, "failures": found})
+    attempt.execution._receive(member, message_of(Failing(1, failures)))
     attempt.execution._end_after_failure()
 
 
@@ -183,7 +175,7 @@ def test_a_lost_host_is_a_cause(attempt):
 
 def test_what_dies_by_our_own_hand_is_no_failure(attempt):
     failing(attempt, "a", raised(ValueError("x"), 0, "a"))
-    killed = RankFailure(3, 1, "b", 1.0, exit_code=-9)
+    killed = RankFailure("ended", 3, 1, "b", 1.0, exit_code=-9)
     ended(attempt, "b", "killed", killed)
     assert [found.rank for found in attempt.execution.failures.values()] == [0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.lifecycle.one_shot_job import execute
 from nanoscale.runs.failure import RankFailure, agent_failure
+from nanoscale.runs.job_messages import Ended, Failing, LaunchOrder, message_of
 
 PLAN = LaunchPlan(
     1, 2, (HostPlan("a", 1, (0,), ("x",)), HostPlan("b", 1, (1,), ("x",))), "a", 1, {}, ()
 )
-ENDED = {"kind": "ended", "attempt": 1, "outcome": "killed", "evidence": {}, "failures": []}
+ENDED = message_of(Ended(1, "killed"))
 
 
 class Fleet:
@@ -32,7 +34,7 @@ class Fleet:
     def send(self, members: list[Member], kind: str, **content: Any) -> None:
         self.told.append(kind)
         if kind == "kill":
-            self.messages += [(member.name, {**ENDED, "result": None}) for member in members]
+            self.messages += [(member.name, ENDED) for member in members]
 
     def poll(self, _timeout: float) -> list[tuple[Member, dict[str, Any]]]:
         if not self.messages:
@@ -47,7 +49,9 @@ class Fleet:
 
 
 def execution(fleet: Any, **options: Any) -> JobExecution:
-    return JobExecution(fleet, PLAN, fleet.members, {"run": None}, **options)
+    return JobExecution(
+        fleet, PLAN, fleet.members, partial(LaunchOrder, run=None, lost_after_s=1.0), **options
+    )
 
 
 def test_a_host_that_is_lost_before_the_start_prevents_it() -> None:
@@ -81,7 +85,7 @@ def test_messages_of_an_earlier_attempt_are_ignored() -> None:
 def test_a_one_shot_job_returns_lines_of_the_first_rank_and_ends_once_the_cause_is_known() -> None:
     error = RankFailure.of(ValueError("x"), rank=1, local_rank=0, host="b")
     output = {"kind": "output", "rank": 0, "stream": "out"}
-    failing = {"kind": "failing", "attempt": 1, "failures": [vars(error)]}
+    failing = message_of(Failing(1, (error,)))
     fleet: Any = Fleet(
         ("a", {**output, "carried": b"one\ntw"}),
         ("a", {**output, "stream": "err", "carried": b"noise\n"}),

@@ -25,7 +25,7 @@ from benchmarks.gpu.peers import trained, write_tokens
 from benchmarks.gpu.session import Failed, NotMeasured, TooSlow
 from benchmarks.gpu.table import lines_of, ratios
 from nanoscale.config.composing.compose import compose
-from nanoscale.runs.step_parts import PARTS as PARTS_OF_A_STEP
+from nanoscale.metrics.step_parts import PARTS as PARTS_OF_A_STEP
 
 ROOT = Path(__file__).parents[2]
 OUT_OF_MEMORY = "error: rank 0 on node1 failed: the GPU ran out of memory\n  remedy: …\n"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +11,14 @@ from nanoscale.processes.messages import LONGEST_LINE, pack
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Document, Evidence, RankFailure, diagnose, digest, first_cause
+from nanoscale.runs.job_messages import Ended, message_of
 
 
 def failed(rank, at, type="", message="", exit_code=1, **more):
-    return RankFailure(rank, rank, "h", at, type=type, message=message, exit_code=exit_code, **more)
+    kind = "raised" if type else "ended"
+    return RankFailure(
+        kind, rank, rank, "h", at, type=type, message=message, exit_code=exit_code, **more
+    )
 
 
 CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
@@ -162,5 +166,5 @@ def test_what_a_rank_says_is_bounded_so_that_all_ranks_of_a_host_can_say_it():
     assert "characters are omitted" in one.message
     assert one.message.startswith("begin") and one.message.endswith("end")
     assert "in fail" in one.traceback
-    many = [asdict(replace(one, rank=rank)) for rank in range(64)]
-    assert len(pack({"kind": "ended", "failures": many})) < LONGEST_LINE
+    many = tuple(replace(one, rank=rank) for rank in range(64))
+    assert len(pack(message_of(Ended(1, "failed", many)))) < LONGEST_LINE

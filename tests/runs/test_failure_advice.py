@@ -12,7 +12,7 @@ from nanoscale.runs import failure
 from nanoscale.runs.failure import Evidence, RankFailure
 from tests.support.recipes import changed, debug_recipe
 
-HERE = {"rank": 0, "local_rank": 0, "host": "h", "time": 1.0}
+HERE = {"kind": "ended", "rank": 0, "local_rank": 0, "host": "h", "time": 1.0}
 RANK = RankFailure(**HERE)  # type: ignore[arg-type]
 VALUES = {
     "train.micro_batch": "train.micro_batch=1",

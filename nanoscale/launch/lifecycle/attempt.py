@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from nanoscale.config.schema import Launcher
@@ -25,6 +26,7 @@ from nanoscale.runs.failure import (
     agent_failure,
     all_timed_out,
 )
+from nanoscale.runs.job_messages import LaunchOrder
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.status import State
 
@@ -80,13 +82,14 @@ class Attempt:
     next_poll: float = 0.0
 
     def __post_init__(self) -> None:
-        order = {
-            "run": str(self.run.path),
-            "lost_after_s": self.launcher.lost_after_s,
-            "writes_logs": self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
-        }
+        order_for = partial(
+            LaunchOrder,
+            run=str(self.run.path),
+            lost_after_s=self.launcher.lost_after_s,
+            writes_logs=self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
+        )
         self.execution = JobExecution(
-            self.fleet, self.plan, self.members, order, self._on_poll, self._on_message
+            self.fleet, self.plan, self.members, order_for, self._on_poll, self._on_message
         )
 
     @property
@@ -190,7 +193,7 @@ class Attempt:
         failures = list(self.execution.failures.values())
         if self.forced is not None:
             first = self.plan.hosts[0]
-            late = RankFailure(first.ranks[0], 0, first.host, time.time())
+            late = RankFailure("forced", first.ranks[0], 0, first.host, time.time())
             remedy = "a larger launcher.stop_grace_s"
             failures = [replace(late, diagnosis=self.forced, remedy=remedy)]
         elif all_timed_out(failures) and (silent := self._silent_ranks()):
@@ -209,7 +212,7 @@ class Attempt:
         """List the ranks that did not fail."""
         failed = {failure.rank for failure in self.execution.failures.values()}
         return [
-            RankFailure(rank, local, host.host, time.time())
+            RankFailure("absent", rank, local, host.host, time.time())
             for host in self.plan.hosts
             for local, rank in enumerate(host.ranks)
             if rank not in failed

@@ -12,6 +12,7 @@ from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.preflight.preflight import skew_s
 from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import Evidence, RankFailure, is_consequence
+from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder, message_of
 
 _POLL_S = 0.1
 _CAUSE_GRACE_S = 1.5
@@ -28,8 +29,8 @@ class JobExecution:
     plan: LaunchPlan
     members: Sequence[Member]
     """The members in the order of the plan's hosts."""
-    order: Message
-    """The content of the order to launch besides the layout: the job, its folder and its limits."""
+    order_for: Callable[[HostRanks], LaunchOrder]
+    """A function that returns the order to launch these ranks."""
     on_poll: Callable[[], None] = lambda: None
     """A function that is called after each wait for messages, before they are handled."""
     on_message: Callable[[Member, Message], None] = lambda _member, _message: None
@@ -86,11 +87,7 @@ class JobExecution:
 
     def _launch(self) -> None:
         for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
-            self.fleet.send(
-                [member],
-                "launch",
-                **self.order,
-                attempt=self.plan.attempt,
+            ranks = HostRanks(
                 name=host.host,
                 node_rank=number,
                 nodes=len(self.plan.hosts),
@@ -98,28 +95,31 @@ class JobExecution:
                 world_size=self.plan.world_size,
                 master_addr=self.plan.master_addr,
                 master_port=self.plan.master_port,
+                attempt=self.plan.attempt,
             )
+            self.fleet.send([member], **message_of(self.order_for(ranks)))
 
     def _receive(self, member: Member, message: Message) -> None:
         if message["kind"] in ("output", "signal"):
             self.on_message(member, message)
         elif message.get("attempt") != self.plan.attempt:
             pass  # belongs to an attempt that was given up
-        elif message["kind"] == "failing":
-            self._add(member, message["failures"])
-        elif message["kind"] == "ended":
-            self.outcomes[member.name] = message["outcome"]
-            self.evidence[member.name] = Evidence(**message["evidence"])
-            self.result = self.result or message["result"]
-            self._add(member, message["failures"])
+        elif message["kind"] == Failing.kind:
+            self._add(member, Failing.read(message).failures)
+        elif message["kind"] == Ended.kind:
+            ended = Ended.read(message)
+            self.outcomes[member.name] = ended.outcome
+            self.evidence[member.name] = ended.evidence
+            self.result = self.result or ended.result
+            self._add(member, ended.failures)
 
-    def _add(self, member: Member, documents: Sequence[Message]) -> None:
+    def _add(self, member: Member, failures: Sequence[RankFailure]) -> None:
         skew = skew_s(member.facts) if member.facts is not None else 0.0
-        for document in documents:
-            failure = RankFailure(**document)
+        for failure in failures:
             key = (failure.host, failure.rank)
             recorded = self.failures.get(key)
-            after_kill = self.killing_since is not None and recorded is None and not failure.type
+            died = failure.kind in ("ended", "stopped")
+            after_kill = self.killing_since is not None and recorded is None and died
             if not after_kill:
                 self.failures[key] = replace(failure, time=failure.time - skew)
         if self.failures and self.failing_since is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from nanoscale.launch.preflight.preflight import require_ready
 from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, diagnose, first_cause, user_error
+from nanoscale.runs.job_messages import RENDEZVOUS_S, LaunchOrder
 from nanoscale.runs.tail import LineSplitter
 
 NO_RUN = RunDirectory(Path("/"))
 """A run directory in the place of a run's, which is neither read nor written."""
-_RENDEZVOUS_S = 600.0
 
 
 class OneShotJobError(Exception):
@@ -91,16 +92,19 @@ def execute(
             for line in lines.feed(message["carried"]):
                 on_line(line.decode(errors="replace"))
 
-    meet_s = _RENDEZVOUS_S if limit_s is None else limit_s / 4
-    order = {
-        "job": job,
-        "run": None,
-        "config": dump(config),
-        "task": task,
-        "lost_after_s": limit_s or meet_s,
-        "meet_s": meet_s,
-    }
-    execution = JobExecution(fleet, plan, members, order, on_message=on_message, limit_s=limit_s)
+    meet_s = RENDEZVOUS_S if limit_s is None else limit_s / 4
+    order_for = partial(
+        LaunchOrder,
+        run=None,
+        lost_after_s=limit_s or meet_s,
+        meet_s=meet_s,
+        job=job,
+        config=dump(config),
+        task=task,
+    )
+    execution = JobExecution(
+        fleet, plan, members, order_for, on_message=on_message, limit_s=limit_s
+    )
     try:
         execution.run()
     except BaseException:
