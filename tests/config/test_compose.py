@@ -9,6 +9,8 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import library
 from nanoscale.config.composing.compose import Setting, compose
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.schema import Optimizer
 from nanoscale.config.values.provenance import Composed
 
 
@@ -59,14 +61,20 @@ def test_a_group_chosen_on_the_command_line_wins_over_the_recipes_own_keys():
         assert composed.source("zero.stage") == "nanoscale/conf/zero/stage3.yaml:3"
 
 
+def test_a_group_chosen_on_the_command_line_replaces_the_whole_section():
+    """Keys that the option does not set have the schema's defaults, whatever the recipe or the file set."""
+    write("mine/optimizer/mine.yaml", "lr: 1e-5\n")
+    write("mine/recipes/wide.yaml", "optimizer: {beta1: 0.5, lr: 1}\n")
+    assert compose(["recipe=wide"], config_dir=Path("mine")).config.optimizer.beta1 == 0.5
+    chosen = compose(["recipe=wide", "optimizer=mine"], config_dir=Path("mine"))
+    assert chosen.config.optimizer == Optimizer(lr=1e-5)
+    frozen = write("config.yaml", dump(compose(["recipe=qwen3-30b-a3b"]).config))
+    other = compose(["model=llama-8b"], config_file=frozen).config.model
+    assert other == compose(["model=llama-8b"]).config.model and not other.qk_norm
+
+
 def test_a_key_on_the_command_line_wins_over_a_group_there():
     assert compose(["zero.stage=1", "zero=stage3"]).config.zero.stage == 1
-
-
-def test_choosing_a_model_leaves_nothing_of_the_recipes_model():
-    write("recipes/mine.yaml", "model:\n  layers: 3\n  rope_scaling: {factor: 2}\n")
-    chosen = compose(["recipe=mine", "model=gpt2"]).config.model
-    assert chosen == compose(["model=gpt2"]).config.model
 
 
 def test_a_recipe_chooses_groups_and_is_based_on_others():

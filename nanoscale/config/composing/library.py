@@ -193,16 +193,19 @@ class Library:
         return replace(document, content=content)
 
     def _root(self, document: YamlDocument) -> YamlDocument:
-        """Return our root file, with the command line's choices repeated at the end, after the recipe."""
+        """Return our root file, with the command line's choices repeated at the end, after the recipe.
+
+        Each replaces the whole section: keys that the option does not set return to the schema's defaults.
+        """
         entries = [
             {RECIPE: str(self.config_file)} if _is_recipe(entry) and self.config_file else entry
             for entry in document.content["defaults"]
         ]
-        last = [
-            f"{SCHEMA}/{group}@{group}" if option is None else f"{group}/{option}"
-            for group, option in self.choices.items()
-            if group != RECIPE
-        ]
+        last = []
+        for group, option in self.choices.items():
+            if group != RECIPE:
+                last.append(f"{SCHEMA}/{group}@{group}")
+                last += [f"{group}/{option}"] if option is not None else []
         return replace(document, content={"defaults": [SCHEMA, *entries, *last]})
 
     def _check_header(self, path: Path, document: YamlDocument, group: str) -> None:
