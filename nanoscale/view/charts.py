@@ -1,4 +1,4 @@
-"""Charts as SVG: curves, scatters and stacked bars. Colors are in the style of the page, `style.css`."""
+"""Charts: curves and scatters as SVG, whose colors are in `style.css`, and a curve as a line of text."""
 
 from __future__ import annotations
 
@@ -14,38 +14,27 @@ Point = tuple[float, float, str]
 
 _TICKS = 4
 """The approximate number of ticks on an axis."""
-_ROW, _GAP = 22, 6
-_TOTAL = 64
-"""Pixels for a bar's size behind it."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 # --- elements -------------------------------------------------------------------------------------
 
 
-def picture(width: int, height: int, title: str, parts: Iterable[str], kind: str = "") -> str:
-    """Return one `<svg>` element; `kind` is a further class of its style."""
+def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    """Return one `<svg>` element."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    look = f"picture {kind}".strip()
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="{look}" role="img" {size}>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" role="img" {size}>'
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])
 
 
-def text(x: float, y: float, label: str, anchor: str = "start", kind: str = "") -> str:
+def text(x: float, y: float, label: str, anchor: str = "start") -> str:
     """Return a text at a point; `anchor` is the end of the text that is at the point."""
-    look = f' class="{kind}"' if kind else f' text-anchor="{anchor}"'
-    return f'<text x="{number(x)}" y="{number(y)}"{look}>{escape(label)}</text>'
+    return f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}">{escape(label)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
     return f'<line {ends} class="{kind}"/>'
-
-
-def box(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
-    """Return a rectangle with a hover text; `look` is an attribute, `class` or `fill`."""
-    title = f"<title>{escape(hint)}</title>" if hint else ""
-    extent = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-    return f"<rect {look} {extent}>{title}</rect>"
 
 
 def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
@@ -56,25 +45,6 @@ def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
 def polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
     joined = " ".join(f"{number(x)},{number(y)}" for x, y in points)
     return f'<polyline points="{joined}" class="{kind}"/>'
-
-
-def legend(
-    entries: Iterable[tuple[Sequence[str], str]], left: float, top: float, width: float
-) -> tuple[list[str], int]:
-    """Return the entries of a legend in rows, and its lower end.
-
-    Args:
-        entries: attributes of rectangles that are drawn one over the other, and their meaning.
-    """
-    parts, x = [], left
-    for looks, meaning in entries:
-        wide = 36 + 6 * len(meaning)
-        if x > left and x + wide > width:
-            x, top = left, top + 20
-        parts += [box(x, top, 14, 13, look) for look in looks]
-        parts.append(text(x + 19, top + 11, meaning))
-        x += wide
-    return parts, round(top) + 26
 
 
 def number(value: float) -> str:
@@ -275,59 +245,34 @@ def scatter(
     return picture(width, height, title, parts)
 
 
-# --- stacked bars ---------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar of stacked parts."""
-
-    name: str
-    parts: Sequence[tuple[str, float, str]]
-    """The name of a part, which decides its color; its size; its hover text."""
-    total: str
-    """The text behind the bar."""
-
-
-def stacked_bars(
-    title: str,
-    bars: Sequence[Bar | None],
-    colors: dict[str, str],
-    limit: tuple[float, str],
-    width: int = 960,
+def curve_line(
+    name: str,
+    points: list[tuple[int, float | None]],
+    width: int,
+    scale: tuple[float, float] | None = None,
 ) -> str:
-    """Return the chart of bars compared with a limit; None stands for bars that are left out.
+    """Return one line: first value, the course in blocks, last value; `!` for values that were not finite.
 
     Args:
-        colors: of the parts, in the order of the legend.
-        limit: a size, and the text of its mark.
+        scale: the lowest and the highest block; None: the curve's own lowest and highest value.
     """
-    shown = [bar for bar in bars if bar is not None]
-    longest = max(sum(size for _, size, _ in bar.parts) for bar in shown)
-    names = max(len(bar.name) for bar in shown)
-    x = Axis(0.0, max(limit[0], longest), max(62, 14 + 6.5 * names), width - 76)
-    parts: list[str] = []
-    top = _ROW
-    for bar in bars:
-        parts += [text(4, top + 16, "…")] if bar is None else _bar(bar, top, x, limit[0], colors)
-        top += _ROW + _GAP
-    edge = x.at(limit[0])
-    parts.append(line(edge, _ROW - 6, edge, top, "limit"))
-    parts.append(text(edge, _ROW - 9, limit[1], "end" if edge > 2 * x.start else "start"))
-    used = {name for bar in shown for name, size, _ in bar.parts if size}
-    entries = [((f'fill="{colors[name]}"',), name) for name in colors if name in used]
-    below, height = legend(entries, x.start, top + 12, width)
-    return picture(width, height, title, [*parts, *below])
-
-
-def _bar(bar: Bar, top: int, x: Axis, limit: float, colors: dict[str, str]) -> Iterator[str]:
-    yield text(4, top + 16, bar.name)
-    reached = 0.0
-    for name, size, hint in bar.parts:
-        left, right = x.at(reached), x.at(reached + size)
-        yield box(left, top, right - left, _ROW, f'fill="{colors[name]}"', hint)
-        reached += size
-    end, edge = x.at(reached), x.at(limit)
-    if end <= edge < end + _TOTAL:  # the total would overlap the limit's mark
-        end = edge
-    yield text(end + 6, top + 16, bar.total)
+    values = [value for _, value in points]
+    known = [value for value in values if value is not None]
+    first, last = ("not finite" if v is None else f"{v:.4g}" for v in (values[0], values[-1]))
+    if not known:
+        return f"{name:10} {first}"
+    low, high = scale or (min(known), max(known))
+    count = min(width, len(values))
+    blocks = []
+    for place in range(count):
+        some = values[place * len(values) // count : (place + 1) * len(values) // count]
+        here = [value for value in some if value is not None]
+        if len(here) < len(some):
+            blocks.append("!")
+            continue
+        share = (math.fsum(here) / len(here) - low) / ((high - low) or 1.0)
+        blocks.append(_BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))])
+    return f"{name:10} {first:>10} {''.join(blocks)} {last}"

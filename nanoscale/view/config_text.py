@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.config.reference import declared, value_of
 from nanoscale.config.violations import shown
+from nanoscale.view.blocks import Table, rich_table
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.library import Option
@@ -89,10 +90,6 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 
 def print_backends(rows: Sequence[tuple[str, str, str]], outside: Sequence[str]) -> None:
     """Print what each backend does with each key; the sections `outside` apply to both."""
-    from rich.table import Table
-
-    grid = Table("key", "native", "deepspeed", box=None, pad_edge=False)
-    for row in rows:
-        grid.add_row(*row)
-    display.console().print(grid)
+    header = ("key", "native", "deepspeed")
+    display.console().print(rich_table(Table(header, rows, texts=header)))
     display.console().print(f"\nthe sections {', '.join(outside)} apply to both", style="dim")

@@ -1,4 +1,4 @@
-"""A rehearsal for the terminal."""
+"""The result of a rehearsal, on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -6,25 +6,61 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanoscale.common.units import byte_size, duration, share
+from nanoscale.common.units import GIB, byte_size, duration, share
+from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
+from nanoscale.view.charts import Curve, curves
+
+Document = dict[str, Any]
+_BAR = 30
+"""Characters of the highest phase's bar."""
+_RANKS = (
+    Column("rank", lambda rank: str(rank["rank"])),
+    Column("for", lambda rank: f"{rank['stands_for']:,}"),
+    Column("allocated", lambda rank: byte_size(rank["allocated"])),
+    Column("reserved", lambda rank: byte_size(rank["reserved"])),
+    Column("host", lambda rank: byte_size(rank["host"])),
+    Column("checkpoint", lambda rank: byte_size(rank["checkpoint"].get("bytes", 0))),
+    Column("highest in", lambda rank: rank["peak_phase"], is_text=True),
+)
+_COLLECTIVES = (
+    Column("collectives of a step", lambda row: f"{row['axis']}: {row['kind']}"),
+    Column("ranks", lambda row: f"{row['ranks']:,}"),
+    Column("calls", lambda row: f"{row['count']:,}"),
+    Column("bytes", lambda row: byte_size(row["bytes"])),
+)
 
 
-def lines(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Yield the lines of a rehearsal's result; `changes` would make it fit."""
-    yield head(result)
-    yield ""
-    yield from _memory(result)
-    yield ""
-    yield verdict(result)
-    yield from (f"  {line}" for line in advice(result, changes))
-    yield from _communication(result)
-    yield from _waits(result)
-    for note in result["notes"]:
-        yield f"note: {note}"
-    yield from mistakes(result)
+def rehearsal_report(result: Document, changes: Sequence[dict[str, str]]) -> Report:
+    """Return memory by rank, by phase and in time, the verdict, collectives, waits and mistakes.
+
+    Args:
+        changes: overrides that would make the job fit.
+    """
+    return Report(_head(result), list(_blocks(result, changes)))
 
 
-def head(result: dict[str, Any]) -> str:
+def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Block]:
+    worst = _worst(result)
+    wrong = list(mistakes(result))
+    good = result["fits"] is not False and not wrong
+    yield Lines([verdict(result)], "green" if good else "bold red")
+    yield Lines([f"  {line}" for line in advice(result, changes)])
+    yield table(_RANKS, result["ranks"])
+    yield _phases(worst)
+    yield Chart(
+        pictures=[memory_curve(worst["timeline"])],
+        title=f"memory of rank {worst['rank']} in the last step, operation by operation",
+    )
+    if result["collectives"]:
+        yield table(_COLLECTIVES, result["collectives"])
+        if not result["mismatches"]:
+            yield Lines(["all members of every group agree on kind, size, type and order"])
+    yield Lines([*_waits(result), *(f"note: {note}" for note in result["notes"])])
+    if wrong:
+        yield Lines(wrong, "red")
+
+
+def _head(result: Document) -> str:
     """Return what was rehearsed, in one line."""
     played = len(result["ranks"])
     degrees = " · ".join(f"{axis} {n}" for axis, n in result["degrees"].items() if n > 1)
@@ -34,7 +70,7 @@ def head(result: dict[str, Any]) -> str:
     return f"{result['model']}, {layout}, on {result['device']}: {ranks} in {seconds} of processor time"
 
 
-def verdict(result: dict[str, Any]) -> str:
+def verdict(result: Document) -> str:
     """Return whether the job fits."""
     worst = _worst(result)
     if result["capacity"] is None:
@@ -47,7 +83,7 @@ def verdict(result: dict[str, Any]) -> str:
     return f"{fits}: {used} on rank {worst['rank']} (most in {worst['peak_phase']})"
 
 
-def advice(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> Iterator[str]:
+def advice(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield the overrides that would fit by the plan, if the job does not fit."""
     if result["fits"] is False and not changes:
         yield "no layout of these devices fits, see nanoscale plan --search"
@@ -55,7 +91,7 @@ def advice(result: dict[str, Any], changes: Sequence[dict[str, str]]) -> Iterato
         yield f"{change['overrides']}  ({change['expected']}, as planned)"
 
 
-def mistakes(result: dict[str, Any]) -> Iterator[str]:
+def mistakes(result: Document) -> Iterator[str]:
     """Yield what is wrong: errors, differences between ranks, and mistakes of single ranks."""
     errors: dict[str, list[str]] = defaultdict(list)
     findings: dict[str, list[str]] = defaultdict(list)
@@ -77,43 +113,33 @@ def _ranks(ranks: list[str]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
-def _worst(result: dict[str, Any]) -> dict[str, Any]:
-    ranks: list[dict[str, Any]] = result["ranks"]
+def _worst(result: Document) -> Document:
+    ranks: list[Document] = result["ranks"]
     return next(rank for rank in ranks if rank["rank"] == result["worst_rank"])
 
 
-def _memory(result: dict[str, Any]) -> Iterator[str]:
-    yield f"{'rank':>6} {'for':>6} {'allocated':>10} {'reserved':>10} {'host':>10}  highest in"
-    for rank in result["ranks"]:
-        sizes = " ".join(
-            f"{byte_size(rank[name]):>10}" for name in ("allocated", "reserved", "host")
-        )
-        yield f"{rank['rank']:>6} {rank['stands_for']:>6,} {sizes}  {rank['peak_phase']}"
-    yield ""
-    worst = _worst(result)
-    yield f"rank {worst['rank']} by phase and purpose"
-    for name, phase in worst["phases"].items():
+def _phases(rank: Document) -> Table:
+    """Return the peak of each phase, also as a bar, and what held the memory."""
+    most = max([1, *(phase["peak"] for phase in rank["phases"].values())])
+    rows = []
+    for name, phase in rank["phases"].items():
         kinds = sorted(phase["kinds"].items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{kind} {byte_size(size)}" for kind, size in kinds if size)
-        yield f"  {name:<17} {byte_size(phase['peak']):>10}  {parts}"
-    held = worst["checkpoint"]
-    if held:
-        yield f"  a checkpoint writes {byte_size(held['bytes'])} of this rank in {held['tensors']:,} tensors"
+        purposes = ", ".join(f"{kind} {byte_size(size)}" for kind, size in kinds if size)
+        bar = "█" * round(_BAR * phase["peak"] / most)
+        rows.append((name, byte_size(phase["peak"]), bar, purposes))
+    title = f"memory of rank {rank['rank']} by phase and purpose"
+    return Table(("phase", "peak", "", "purposes"), rows, title, ("",))
 
 
-def _communication(result: dict[str, Any]) -> Iterator[str]:
-    if not result["collectives"]:
-        return
-    yield ""
-    yield f"{'collectives of a step':<34} {'ranks':>6} {'calls':>8} {'bytes':>10}"
-    for row in result["collectives"]:
-        name = f"{row['axis']}: {row['kind']}"
-        yield f"{name:<34} {row['ranks']:>6,} {row['count']:>8,} {byte_size(row['bytes']):>10}"
-    if not result["mismatches"]:
-        yield "all members of every group agree on kind, size, type and order"
+def memory_curve(values: Sequence[int]) -> str:
+    """Return the memory that tensors hold in the course of a step, GiB."""
+    points: Curve = [(at, size / GIB) for at, size in enumerate(values)]
+    return curves(
+        "GiB of tensors", [("", points)], from_zero=True, axis="operation", width=960, height=260
+    )
 
 
-def _waits(result: dict[str, Any]) -> Iterator[str]:
+def _waits(result: Document) -> Iterator[str]:
     last = f"step {result['steps']}"
     found: Counter[tuple[str, str]] = Counter()
     for rank in result["ranks"]:
@@ -121,7 +147,6 @@ def _waits(result: dict[str, Any]) -> Iterator[str]:
             if wait["phase"] == last:
                 place = wait["what"], wait["line"]
                 found[place] = max(found[place], wait["times"])
-    yield ""
     if not found:
         yield "the host waits for the device nowhere in a step"
     for (what, line), count in found.items():

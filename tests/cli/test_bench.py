@@ -20,7 +20,7 @@ from nanoscale.config.schema import Cluster, Train
 from nanoscale.launch.lifecycle.bench import compare_figures, document
 from nanoscale.metrics.step_parts import PARTS
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.bench_text import _parts
+from nanoscale.view.bench import _parts
 from tests.support.jobs import make_config
 from tests.support.recipes import complete
 
@@ -139,7 +139,8 @@ def test_speed_up_and_efficiency_by_hand(capsys: pytest.CaptureFixture[str]) -> 
     """Twice as fast on four times as many ranks; the plan expects three times."""
     from nanoscale.common.display import console
     from nanoscale.launch.lifecycle.speed_up import scaling_document
-    from nanoscale.view.scaling_text import print_scaling
+    from nanoscale.view.bench import scaling_report
+    from nanoscale.view.blocks import show
 
     def bench(ranks: int, speed: float, planned: float) -> dict[str, Any]:
         names = ("model", "precision", "backend", "device")
@@ -157,7 +158,7 @@ def test_speed_up_and_efficiency_by_hand(capsys: pytest.CaptureFixture[str]) -> 
     point = about["points"][1]
     assert (point["speed_up"], point["efficiency"]) == (2, 0.5)
     assert (point["predicted"]["speed_up"], point["predicted"]["efficiency"]) == (3, 0.75)
-    print_scaling(console(), about)
+    show(console(), scaling_report(about))
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row[0] == "4" and row[-6:] == ["2.00", "3.00", "50.0%", "75.0%", "1", "GiB"]
 

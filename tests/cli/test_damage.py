@@ -21,7 +21,7 @@ from nanoscale.launch.lifecycle.command import plan_launch
 from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import RunDirectory, write_json
-from nanoscale.view.plan.prediction_json import document as plan_document
+from nanoscale.view.plan.prediction import document as plan_document
 
 COMMANDS = {
     "runs ls": ("runs", "ls"),

@@ -16,7 +16,7 @@ from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.failure import RankFailure
-from nanoscale.view.plan.prediction_json import document as plan_document
+from nanoscale.view.plan.prediction import document as plan_document
 from nanoscale.view.run.run_report import MOST_POINTS, document, thinned
 
 

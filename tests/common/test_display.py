@@ -139,16 +139,16 @@ def test_json_is_the_same_document_and_harmless(capsys):
 
 
 def test_pages_escape_what_a_run_says(run):
-    from nanoscale.view.run.run_page import report_page
-    from nanoscale.view.run.run_report import document
+    from nanoscale.view.blocks import page
+    from nanoscale.view.run.run_report import document, run_report
 
     cause = failure.read(run)
     script = "<script>alert(1)</script>"
     fields = {**failure.document(cause), "diagnosis": script, "traceback": script, "host": script}
     failure.write(run, failure.Failure(**fields))
-    page = report_page(document(run))
-    assert script not in page
-    assert "&lt;script&gt;" in page
+    text = page(run_report(document(run)))
+    assert script not in text
+    assert "&lt;script&gt;" in text
 
 
 def test_nothing_prints_past_the_boundary():

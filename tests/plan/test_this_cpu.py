@@ -15,7 +15,7 @@ from nanoscale.launch.lifecycle.examination import measure_cpu
 from nanoscale.measure.this_cpu import fastest_step
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import predict
-from nanoscale.view.plan.prediction_text import outcome
+from nanoscale.view.plan.prediction import outcome
 
 
 @pytest.fixture(autouse=True)

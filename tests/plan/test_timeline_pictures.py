@@ -1,29 +1,26 @@
-"""Timelines as text and as SVG, parsed and compared with the simulation that they show."""
+"""Timelines, parsed and compared with the simulation that they show."""
 
 from __future__ import annotations
 
+import html
 import io
 import re
-import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from nanoscale.plan.pipeline import Costs, Timeline, order, simulate, transfers_overlap
-from nanoscale.view import page
-from nanoscale.view.plan.timeline import rows, windows
-from nanoscale.view.plan.timeline_svg import timeline_svg
-from nanoscale.view.plan.timeline_text import timeline_lines, timeline_rich
+from nanoscale.view.blocks import Chart, Report, page
+from nanoscale.view.plan.timeline import rows, timeline_text, windows
 from tests.plan.schedules import SCHEDULES
 
-SVG = "{http://www.w3.org/2000/svg}"
 KINDS = {"bright_blue": "F", "green": "B", "cyan": "I", "yellow": "W"}
 
 
 def timeline_plain(timeline: Timeline, width: int = 100) -> str:
-    lines = ("".join(piece.text for piece in line) for line in timeline_lines(timeline, width))
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return "".join(
+        f"{line.rstrip()}\n" for line in timeline_text(timeline, width).plain.splitlines()
+    )
 
 
 def timeline(schedule: str, pp: int, virtual: int, micro_batches: int) -> Timeline:
@@ -53,10 +50,11 @@ def test_text_has_a_line_for_every_rank_and_fits(schedule, virtual, width):
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 def test_every_column_shows_what_the_rank_does_in_its_middle(schedule, virtual):
     step = timeline(schedule, 3, virtual, 6)
-    lines = [line for line in timeline_lines(step, 200) if line[0].text.startswith("rank ")]
+    lines = [line for line in timeline_text(step, 200).split() if line.plain.startswith("rank ")]
     for rank, line in enumerate(lines):
-        styles = [piece.style.split()[-1] for piece in line[1:-1] for _ in piece.text]
-        shown = [KINDS.get(style, " ") for style in styles]
+        start, end = line.plain.index("|") + 1, line.plain.rindex("|")
+        styles = {at: str(span.style) for span in line.spans for at in range(span.start, span.end)}
+        shown = [KINDS.get(styles[at].split()[-1], " ") for at in range(start, end)]
         column = step.makespan / len(shown)
         assert shown == [doing(step, rank, (c + 0.5) * column) for c in range(len(shown))]
 
@@ -90,9 +88,18 @@ def test_text_says_the_utilization():
 def test_without_a_terminal_rich_prints_the_plain_text():
     step = timeline("zbv", 4, 2, 8)
     written = io.StringIO()
-    Console(file=written, width=120, soft_wrap=True).print(timeline_rich(step, 120), end="")
+    Console(file=written, width=120, soft_wrap=True).print(timeline_text(step, 120), end="")
     plain = "".join(line.rstrip() + "\n" for line in written.getvalue().splitlines())
     assert plain == timeline_plain(step, 120)
+
+
+def test_a_page_has_the_same_text_in_colors():
+    step = timeline("zbv", 4, 2, 8)
+    report = Report("title", [Chart(lambda _: timeline_text(step, 120))])
+    (drawn,) = re.findall("<pre>(.*?)</pre>", page(report), re.DOTALL)
+    assert len(re.findall('<span style="[^"]*background-color: #', drawn)) > 4 * 8
+    plain = html.unescape(re.sub("<[^>]*>", "", drawn))
+    assert "".join(f"{line.rstrip()}\n" for line in plain.splitlines()) == timeline_plain(step, 120)
 
 
 # --- omitted parts --------------------------------------------------------------------------------
@@ -119,83 +126,3 @@ def test_of_many_ranks_the_first_and_the_last_are_shown():
     assert shown == [*range(15), None, *range(49, 64)]
     assert "34 more" in timeline_plain(step)
     assert rows(step, 64) == [*range(64)]
-
-
-# --- SVG ------------------------------------------------------------------------------------------
-
-
-def boxes(picture: str) -> list[ElementTree.Element]:
-    """Return the boxes of actions, which have a hover text."""
-    root = ElementTree.fromstring(picture)
-    return [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
-
-
-@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
-def test_every_action_has_a_box_in_its_place(schedule, virtual):
-    step = timeline(schedule, 3, virtual, 6)
-    spans = [span for spans in step.ranks for span in spans]
-    drawn = boxes(timeline_svg(step, width=1200))
-    scale = (1200 - 62 - 58) / step.makespan
-    assert len(drawn) == len(spans)
-    for box, span in zip(drawn, spans, strict=True):
-        kind, stage, batch, _ = span.action
-        assert box.get("class", "").split()[0] == kind.lower()
-        assert float(box.get("x", 0)) == pytest.approx(62 + span.start * scale, abs=0.01)
-        width = float(box.get("width", 0))
-        assert width == pytest.approx((span.end - span.start) * scale, abs=1.01)
-        assert f"micro batch {batch}, stage {stage}:" in (box.findtext(f"{SVG}title") or "")
-
-
-def test_later_stages_of_a_rank_are_lighter():
-    step = timeline("zbv", 3, 2, 6)
-    spans = [span for spans in step.ranks for span in spans]
-    for box, span in zip(boxes(timeline_svg(step)), spans, strict=True):
-        assert box.get("class", "").endswith(" late") == (span.action.stage >= 3)
-
-
-def test_a_long_step_stands_on_two_scales_of_time():
-    """The same seconds are equally wide in both, and the last action ends where the picture does."""
-    step = timeline("gpipe", 2, 1, 300)
-    drawn = boxes(timeline_svg(step))
-    half = (960 - 62 - 58 - 26) / 2
-    begin, end = windows(step, (960 - 62 - 58 - 26) / 7)
-    first = [float(box.get("x", 0)) for box in drawn if float(box.get("x", 0)) < 62 + half]
-    assert first[1] - first[0] == pytest.approx(0.0101 / begin.seconds * half, abs=0.02)
-    assert begin.seconds == pytest.approx(end.seconds)
-    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in drawn]
-    assert max(ends) == pytest.approx(960 - 58, abs=1.01)
-    assert all(62 <= x <= 960 - 58 for x in first)
-
-
-def test_boxes_are_labeled_where_they_are_wide_enough():
-    wide = ElementTree.fromstring(timeline_svg(timeline("1f1b", 4, 1, 4)))
-    labels = [
-        text.text or ""
-        for text in wide.iter(f"{SVG}text")
-        if "in" in (text.get("class") or "").split()
-    ]
-    assert sorted(labels) == sorted(4 * [f"{kind}{batch}" for kind in "FB" for batch in range(4)])
-    narrow = ElementTree.fromstring(timeline_svg(timeline("1f1b", 4, 1, 60)))
-    for text in narrow.iter(f"{SVG}text"):
-        assert "in" not in (text.get("class") or "").split() or (text.text or "")[:1] != "F"
-
-
-def test_a_picture_loads_nothing_and_the_page_has_its_style():
-    """Every class that it uses is in the style of the pages."""
-    picture = timeline_svg(timeline("zbv", 4, 2, 8))
-    assert re.findall(r"(?:https?:|href|@import)[^\s>\"]*", picture) == [
-        "http://www.w3.org/2000/svg"
-    ]
-    style = (Path(page.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-    classes = {name for names in re.findall(r'class="([^"]*)"', picture) for name in names.split()}
-    assert classes >= {"timeline", "f", "i", "w", "late", "hatch-i", "hatch-w", "idle"}
-    assert classes <= set(re.findall(r"\.([a-z][a-z0-9-]*)", style))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
-def test_large_pipelines_make_pictures_of_some_hundred_kilobytes(schedule, virtual):
-    picture = timeline_svg(timeline(schedule, 32, virtual, 256))
-    root = ElementTree.fromstring(picture)
-    assert len(picture) < 500_000
-    assert sum(1 for text in root.iter(f"{SVG}text") if (text.text or "").startswith("rank ")) == 32

@@ -24,7 +24,7 @@ from nanoscale.launch.request import Request
 from nanoscale.plan.predict import RehearsedMemory, predict
 from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
-from nanoscale.view.plan.prediction_text import verdict
+from nanoscale.view.plan.prediction import verdict
 from nanoscale.view.run.launch_text import rehearsal_lines
 from tests.support.recipes import changed
 from tests.support.rows import exhaustive

@@ -224,7 +224,7 @@ def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
     from nanoscale.cli.common.rehearsal import with_rehearsal
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
-    from nanoscale.view.plan.prediction_json import document
+    from nanoscale.view.plan.prediction import document
     from nanoscale.view.plan.verdict import require_fit
 
     try:

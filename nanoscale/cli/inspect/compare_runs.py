@@ -20,8 +20,8 @@ def compare_runs(
     """Compare runs: keys that differ, losses at equal steps, tokens and time, speed, memory."""
     from nanoscale.common.errors import UserError
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.comparison import document
-    from nanoscale.view.run.comparison_text import comparison_page, print_comparison
+    from nanoscale.view.blocks import page, show
+    from nanoscale.view.run.comparison import comparison_report, document
 
     opened = list(dict.fromkeys(RunDirectory.open(name) for name in runs))
     if not 2 <= len(opened) <= _MOST:
@@ -30,10 +30,10 @@ def compare_runs(
         require_writable("--html", html, overwrite=overwrite)
     about = document(opened)
     if html is not None:
-        write_file("--html", html, comparison_page(about), overwrite=overwrite)
+        write_file("--html", html, page(comparison_report(about)), overwrite=overwrite)
     if as_json:
         print_json(about)
         return
-    print_comparison(console(), about)
+    show(console(), comparison_report(about))
     if html is not None:
         display.show(f"page  {html}")

@@ -12,7 +12,7 @@ from nanoscale.cli.common.output import print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.view.run.columns import Column
+    from nanoscale.view.run.run_table import RunColumn
 
 
 def list_runs(
@@ -55,8 +55,7 @@ def list_runs(
     """List the runs, the oldest first. Several --where must all hold."""
     from nanoscale.launch.slurm.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.columns import column, condition
-    from nanoscale.view.run.run_table import print_runs, row
+    from nanoscale.view.run.run_table import column, condition, print_runs, row
 
     runs = RunDirectory.all(root)
     names = [name.strip() for name in columns.split(",")] if columns is not None else []
@@ -81,7 +80,9 @@ def list_runs(
         display.show(f"no{such} runs in {root.absolute()}")
 
 
-def _ordered(rows: list[dict[str, Any]], order: Column, descending: bool) -> list[dict[str, Any]]:
+def _ordered(
+    rows: list[dict[str, Any]], order: RunColumn, descending: bool
+) -> list[dict[str, Any]]:
     """Return the rows by a column; unknown values are last in both directions."""
     known = [row for row in rows if row[order.name] is not None]
     unknown = [row for row in rows if row[order.name] is None]

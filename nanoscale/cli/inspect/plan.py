@@ -131,23 +131,20 @@ def _one(
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
+    from nanoscale.view.blocks import page, show
+    from nanoscale.view.plan.prediction import document, prediction_report
 
     config = request_job(line, starts=False, devices=planned_devices).config
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_rehearsal(prediction)
     if html is not None:
-        from nanoscale.view.plan.prediction_page import prediction_page
-
-        write_file("--html", html, prediction_page(prediction), overwrite=overwrite)
+        report = prediction_report(prediction, explain=True)
+        write_file("--html", html, page(report), overwrite=overwrite)
     if as_json:
-        from nanoscale.view.plan.prediction_json import document
-
         print_json(document(prediction))
     else:
-        from nanoscale.view.plan.prediction_text import print_prediction
-
-        print_prediction(console(), prediction, explain=explain)
+        show(console(), prediction_report(prediction, explain=explain))
     return DONE
 
 
@@ -163,17 +160,15 @@ def _search(
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.search.search import search
     from nanoscale.plan.search.search_space import recipe_of, search_space
-    from nanoscale.view.plan.search_text import print_found, search_document
+    from nanoscale.view.blocks import page
+    from nanoscale.view.plan.search_text import print_found, search_document, search_report
 
     devices = planned_devices(composed)
     space = search_space(composed, devices, hardware_of(composed.config))
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
     result = search(space, hardware, software)
     if html is not None and result.best is not None:
-        from nanoscale.view.plan.prediction_page import search_page
-        from nanoscale.view.plan.reasons import reasons
-
-        write_file("--html", html, search_page(result, reasons(result)), overwrite=overwrite)
+        write_file("--html", html, page(search_report(result)), overwrite=overwrite)
     if write is not None and result.best is not None:
         recipe = recipe_of(composed, result.best.config)
         write_file("--write", write, recipe, overwrite=overwrite)

@@ -10,10 +10,9 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
-from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, FAILED, print_json
+from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, FAILED, console, print_json
 from nanoscale.cli.common.rehearsal import rehearsed
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
-from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +51,8 @@ def rehearse(
     """
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.rehearse.document import failed
+    from nanoscale.view.blocks import page, show
+    from nanoscale.view.rehearsal_text import rehearsal_report
 
     if steps < 1:
         raise UserError("usage", f"--steps {steps}: must be at least 1")
@@ -62,18 +63,14 @@ def rehearse(
         _require_snapshots(request.config, snapshots)
     result = rehearsed(request.config, ranks, steps, snapshots)
     fits, changes = (True, []) if result["fits"] else _planned(request, result)
+    report = rehearsal_report(result, changes)
     if html is not None:
-        from nanoscale.view.rehearsal_page import rehearsal_page
-
-        write_file("--html", html, rehearsal_page(result, changes), overwrite=overwrite)
+        write_file("--html", html, page(report), overwrite=overwrite)
     if as_json:
         shown = {name: value for name, value in result.items() if name != "program"}
         print_json(shown | {"changes": changes})
     else:
-        from nanoscale.view.rehearsal_text import lines
-
-        for text in lines(result, changes):
-            display.show(text)
+        show(console(), report)
     if failed(result):
         return FAILED
     return DONE if fits else DOES_NOT_FIT

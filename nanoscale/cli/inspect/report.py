@@ -29,27 +29,25 @@ def report_run(
 ) -> None:
     """Report a run's course and its figures compared with the plan, also as a page."""
     from nanoscale.runs.directory import RunDirectory, write_atomically
-    from nanoscale.view.run.run_page import report_page
-    from nanoscale.view.run.run_report import document
+    from nanoscale.view.blocks import page, show
+    from nanoscale.view.run.run_report import document, run_report
 
     directory = RunDirectory.open(run)
     if html is not None:
         require_writable("--html", html, overwrite=overwrite)
     about = document(directory)
-    page = html or directory.report
+    file = html or directory.report
     if html is not None:
-        write_file("--html", html, report_page(about), overwrite=overwrite)
+        write_file("--html", html, page(run_report(about)), overwrite=overwrite)
     else:
         try:
-            write_atomically(page, report_page(about))
+            write_atomically(file, page(run_report(about)))
         except OSError as error:
             display.note(
-                f"{page} cannot be written: {error.strerror}; choose another file with --html FILE"
+                f"{file} cannot be written: {error.strerror}; choose another file with --html FILE"
             )
     if as_json:
         print_json(about)
     else:
-        from nanoscale.view.run.report_text import print_report
-
-        print_report(console(), about)
-        display.show(f"page  {page}")
+        show(console(), run_report(about))
+        display.show(f"page  {file}")

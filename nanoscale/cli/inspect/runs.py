@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,9 +19,13 @@ from nanoscale.cli.inspect.report import report_run
 from nanoscale.cli.inspect.tag import tag_run
 from nanoscale.cli.inspect.watch import watch_run
 from nanoscale.cli.jobs.stop import stop_run
+from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.runs.directory import RunDirectory
+    from nanoscale.runs.tail import LineTail
+
+_LOOK_S = 0.1
 
 app = typer.Typer(
     no_args_is_help=True, help="List, show, follow, tag, report, stop and delete runs."
@@ -74,16 +80,31 @@ def show_logs(
     """Print the output of the ranks, each line with its host and rank."""
     from nanoscale.launch.slurm.jobs import Activity, batch_logs
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.log_text import print_logs
+    from nanoscale.runs.tail import LineTail
 
     directory = RunDirectory.open(run)
-    goes_on = Activity(directory) if follow else lambda: False
-
-    def list_files() -> list[Path]:
-        return batch_logs(directory) if batch else directory.log_files(attempt, rank, stream)
-
-    if not print_logs(list_files, goes_on):
+    goes_on: Callable[[], bool] = Activity(directory) if follow else lambda: False
+    tails: dict[Path, LineTail] = {}
+    more = True
+    while more:
+        more = goes_on()
+        files = batch_logs(directory) if batch else directory.log_files(attempt, rank, stream)
+        for path in files:
+            _print_lines(path, tails.setdefault(path, LineTail(path)), last=not more)
+        if more:
+            time.sleep(_LOOK_S)
+    if not tails:
         _refuse_logs(directory, attempt, rank, batch)
+
+
+def _print_lines(path: Path, tail: LineTail, last: bool) -> None:
+    """Print what is new in a file, each line with its host and rank."""
+    host, ranks, rank = path.stem.rpartition(".rank-")
+    prefix = f"{host}:{rank} │ ".encode() if ranks else b""
+    for lines in tail.batches():
+        display.content(b"".join(prefix + line.rstrip() + b"\n" for line in lines))
+    if last and (rest := tail.take_remainder()):
+        display.content(prefix + rest.rstrip() + b"\n")
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:

@@ -19,11 +19,12 @@ from nanoscale.launch.request import Request
 from nanoscale.runs import submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
+from nanoscale.view.blocks import show
 from nanoscale.view.run import launch_text
 from nanoscale.view.run.launch_text import request_lines
 from nanoscale.view.run.live import LiveView
 from nanoscale.view.run.outcome_text import document, print_outcome
-from nanoscale.view.run.run_page import write_report
+from nanoscale.view.run.run_report import write_report
 
 
 @contextmanager
@@ -92,5 +93,5 @@ def show_plan(
     if as_json:
         print_json({**launch_text.document(request, plan, run), **refusals.document()})
     else:
-        launch_text.print_plan(console(), request, plan, run)
+        show(console(), launch_text.launch_report(request, plan, run))
     return refusals.show()

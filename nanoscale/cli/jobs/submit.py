@@ -49,7 +49,7 @@ def submit(
     """Submit a job to SLURM; lists of values make an array."""
     from nanoscale.config.composing.variants import expand
     from nanoscale.launch.submission.batch_job import batch_job
-    from nanoscale.view.run import submission_text as text
+    from nanoscale.view.run import launch_text as text
 
     variants = expand(line.overrides or [])
     line = replace(line, overrides=variants[0].words, options=through_slurm(line.options))

@@ -72,6 +72,8 @@ def bench(
     plan's.
     """
     from nanoscale.launch.lifecycle.bench import compare_figures, read_other
+    from nanoscale.view.bench import bench_report, scaling_report
+    from nanoscale.view.blocks import page, show
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
         if value < least:
@@ -90,15 +92,11 @@ def bench(
     if scale is not None:
         about = _test_scaling(line, scale, weak, warmup, steps, force)
         if html is not None:
-            from nanoscale.view.scaling_text import scaling_page
-
-            write_file("--html", html, scaling_page(about), overwrite=overwrite)
+            write_file("--html", html, page(scaling_report(about)), overwrite=overwrite)
         if as_json:
             print_json(about)
         else:
-            from nanoscale.view.scaling_text import print_scaling
-
-            print_scaling(console(), about)
+            show(console(), scaling_report(about))
             if html is not None:
                 display.show(f"page  {html}")
         return DONE if len(about["points"]) == len(scale.counts) else FAILED
@@ -110,9 +108,7 @@ def bench(
     if as_json:
         print_json(told)
     else:
-        from nanoscale.view.bench_text import print_bench
-
-        print_bench(console(), told)
+        show(console(), bench_report(told))
     return DONE
 
 

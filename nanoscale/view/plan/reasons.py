@@ -11,7 +11,7 @@ from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.plan.time.step import StepBreakdown
-from nanoscale.view.plan.prediction_text import MEANINGS, recomputation
+from nanoscale.view.plan.prediction import MEANINGS, recomputation
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
     "tp": lambda plan: plan.config.parallel.tp,

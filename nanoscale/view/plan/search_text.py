@@ -6,15 +6,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.common.units import byte_size, duration, share
-from nanoscale.config.schema import Parallel
+from nanoscale.common.units import GIB, byte_size, duration, share
+from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.search.search_space import to_type
 from nanoscale.plan.time.offload import offloaded
-from nanoscale.view.plan.prediction_json import document
+from nanoscale.view.blocks import Chart, Column, Lines, Report, Table, rich_table, table
+from nanoscale.view.charts import Point, scatter
+from nanoscale.view.job_text import layout_line, shape
+from nanoscale.view.plan.prediction import document, plan_blocks, recomputation
 from nanoscale.view.plan.reasons import reasons
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ SHOWN = 12
 _OF_A_KIND = 2
 WIDTH = 120
 """The width if the output is not a terminal."""
+MOST_POINTS = 2000
+"""The most layouts in the chart of a search."""
 _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
 """Columns that a narrow terminal omits, in this order."""
 
@@ -53,8 +58,9 @@ def print_found(
     """Print the fastest layouts, with marks on the Pareto front, and the reasons for the first."""
     some = result.best or result.nearest
     on = f"{space.world} × {some.hardware.device}" if some else f"{space.world} devices"
-    counts = f"{result.considered:,} layouts considered, {len(result.ranked):,} fit"
-    console.print(f"{space.base.model.name} on {on}: {counts}\n", markup=False, soft_wrap=True)
+    console.print(
+        f"{space.base.model.name} on {on}: {_counts(result)}\n", markup=False, soft_wrap=True
+    )
     if result.best is None:
         _print_nearest(console, composed, result)
         return
@@ -66,6 +72,10 @@ def print_found(
         console.print(f"- {line}", markup=False)
     words = " ".join(to_type(composed, result.best.config)) or "nothing: it is the request"
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
+
+
+def _counts(result: SearchResult) -> str:
+    return f"{result.considered:,} layouts considered, {len(result.ranked):,} fit"
 
 
 def _left_out(composed: Composed, result: SearchResult) -> list[str]:
@@ -115,79 +125,106 @@ def _fitting_table(
     """Return the table with all columns for which there is space."""
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    table = _table(plans, front)
+    result = rich_table(_table(plans, front))
+    for column in result.columns:
+        column.no_wrap = True
     for name in _LEAST_NEEDED:
-        if (
-            console.measure(table, options=console.options.update(width=WIDTH)).minimum
-            <= console.width
-        ):
+        options = console.options.update(width=WIDTH)
+        if console.measure(result, options=options).minimum <= console.width:
             break
-        table.columns = [column for column in table.columns if column.header != name]
-    return table
+        result.columns = [column for column in result.columns if column.header != name]
+    return result
 
 
-def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
-    from rich.table import Column, Table
-
-    cost = ("cost",) if plans[0].training.cost is not None else ()
-    names = (
-        "",
-        "dp",
-        "tp",
-        "pp",
-        "cp",
-        *(("ep",) if plans[0].config.model.experts else ()),
-        "schedule",
-        "ZeRO",
-        "micro",
-        "recompute",
-        "memory",
-        "fits",
-        "step",
-        "tokens/s",
-        "MFU",
-        *cost,
-    )
-    table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        if column.header not in ("schedule", "recompute"):
-            column.justify = "right"
-    for plan in plans:
-        table.add_row(*_row(plan, plan in front))
-    return table
+def _table(plans: Sequence[Prediction], front: Sequence[Prediction], title: str = "") -> Table:
+    left_out = {
+        *(("ep",) if not plans[0].config.model.experts else ()),
+        *(("cost",) if plans[0].training.cost is None else ()),
+    }
+    mark = Column("", lambda plan: "*" if plan in front else "")
+    columns = [column for column in _COLUMNS if column.header not in left_out]
+    return table([mark, *columns], plans, title)
 
 
 _KEPT = {"attention": ", attn", "every-2nd-matmul": ", 2nd"}
 
 
-def _recomputation(layout: Parallel) -> str:
+def _recomputation(layout: ResolvedParallel) -> str:
     mode = layout.activation_checkpointing
     return mode + (_KEPT.get(layout.selective_keep, "") if mode == "selective" else "")
 
 
-def _row(plan: Prediction, on_front: bool) -> list[str]:
-    config, time = plan.config, plan.time
-    layout, cost = config.parallel, plan.training.cost
-    dp = str(layout.dp)
-    if layout.dp_replicate > 1:
-        dp = f"{layout.dp_replicate}×{layout.dp // layout.dp_replicate}"
-    cp = str(layout.cp) if layout.cp == 1 else f"{layout.cp} {layout.cp_method}"
+def _dp(layout: ResolvedParallel) -> str:
+    shards = layout.dp // layout.dp_replicate
+    return f"{layout.dp_replicate}×{shards}" if layout.dp_replicate > 1 else str(layout.dp)
+
+
+def _schedule(layout: ResolvedParallel) -> str:
     virtual = f" ×{layout.virtual_stages}" if layout.virtual_stages != 1 else ""
-    return [
-        "*" if on_front else "",
-        dp,
-        str(layout.tp),
-        str(layout.pp),
-        cp,
-        *([str(layout.ep)] if config.model.experts else []),
-        f"{layout.schedule}{virtual}" if layout.pp > 1 else "",
-        str(config.zero.stage) + (" host" if offloaded(config) != "none" else ""),
-        str(config.train.micro_batch),
-        _recomputation(layout),
-        byte_size(plan.worst.total),
-        f"{plan.fits_probability:.0%}",
-        duration(time.seconds),
-        f"{time.tokens_per_s_per_gpu:,.0f}",
-        f"{time.mfu:.1%}",
-        *([f"{cost:,.0f}"] if cost is not None else []),
-    ]
+    return f"{layout.schedule}{virtual}" if layout.pp > 1 else ""
+
+
+def _zero(plan: Prediction) -> str:
+    return str(plan.config.zero.stage) + (" host" if offloaded(plan.config) != "none" else "")
+
+
+def _cp(layout: ResolvedParallel) -> str:
+    return str(layout.cp) if layout.cp == 1 else f"{layout.cp} {layout.cp_method}"
+
+
+_COLUMNS = (
+    Column("dp", lambda plan: _dp(plan.config.parallel)),
+    Column("tp", lambda plan: str(plan.config.parallel.tp)),
+    Column("pp", lambda plan: str(plan.config.parallel.pp)),
+    Column("cp", lambda plan: _cp(plan.config.parallel)),
+    Column("ep", lambda plan: str(plan.config.parallel.ep)),
+    Column("schedule", lambda plan: _schedule(plan.config.parallel), is_text=True),
+    Column("ZeRO", _zero),
+    Column("micro", lambda plan: str(plan.config.train.micro_batch)),
+    Column("recompute", lambda plan: _recomputation(plan.config.parallel), is_text=True),
+    Column("memory", lambda plan: byte_size(plan.worst.total)),
+    Column("fits", lambda plan: f"{plan.fits_probability:.0%}"),
+    Column("step", lambda plan: duration(plan.time.seconds)),
+    Column("tokens/s", lambda plan: f"{plan.time.tokens_per_s_per_gpu:,.0f}"),
+    Column("MFU", lambda plan: f"{plan.time.mfu:.1%}"),
+    Column("cost", lambda plan: f"{plan.training.cost:,.0f}"),
+)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def search_report(result: SearchResult) -> Report:
+    """Return what the page of a search shows: all fitting layouts, and the best in full. One must fit."""
+    best, front = result.best, result.front()
+    assert best is not None
+    some = result.ranked[:: max(1, len(result.ranked) // MOST_POINTS)]
+    picture = scatter(
+        "Layouts by memory and speed",
+        ("GiB on the fullest device", "tokens/s per device"),
+        list(map(_point, some)),
+        list(map(_point, front)),
+    )
+    return Report(
+        f"{best.config.model.name}: {_counts(result)}",
+        [
+            Chart(pictures=[picture]),
+            _table(front[::-1], (), "the Pareto front"),
+            Table(("why the fastest is the fastest",), [(why,) for why in reasons(result)]),
+            Lines([_layout(best)], "bold"),
+            *plan_blocks(best, explain=False),
+        ],
+    )
+
+
+def _point(plan: Prediction) -> Point:
+    """Return a layout's memory and speed, with the layout as hover text."""
+    speed, size = plan.time.tokens_per_s_per_gpu, plan.worst.total
+    hint = f"{_layout(plan)}: {byte_size(size)}, {speed:,.0f} tokens/s per device"
+    return size / GIB, speed, hint
+
+
+def _layout(plan: Prediction) -> str:
+    config = plan.config
+    job = shape(config) | {"recompute": recomputation(config.parallel)}
+    return f"{layout_line(job)} · micro batch {config.train.micro_batch}"

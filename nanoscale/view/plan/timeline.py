@@ -1,11 +1,19 @@
-"""The visible part of a pipeline's timeline, for the terminal and for SVG."""
+"""A pipeline's timeline: a line per rank, a letter for its action, time to the right.
+
+Letters carry everything that colors do, so the plain text is the same picture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from nanoscale.common.units import duration
 from nanoscale.plan.pipeline import Kind, Span, Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 MEANINGS: dict[Kind, str] = {
     "F": "forward",
@@ -13,6 +21,97 @@ MEANINGS: dict[Kind, str] = {
     "I": "gradients of inputs",
     "W": "gradients of weights",
 }
+MOST_RANKS = 32
+"""The most lines of ranks; beyond it, those in the middle are left out."""
+_FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
+_STYLE: dict[Kind, str] = {
+    "F": "black on bright_blue",
+    "B": "black on green",
+    "I": "black on cyan",
+    "W": "black on yellow",
+}
+_IDLE = "·"
+_BREAK = " ⋯ "
+
+
+def timeline_text(timeline: Timeline, width: int = 100) -> Text:
+    """Return a head with the utilization, a line per rank with its own, a time scale and a legend."""
+    from rich.text import Text
+
+    label = len(f"rank {len(timeline.ranks) - 1} ")
+    columns = max(60, width) - label - len("|| 100.0 %")
+    shown = windows(timeline, columns - len(_BREAK))
+    if len(shown) > 1:
+        columns -= len(_BREAK)
+    each = columns // len(shown)
+    first = first_stages(timeline)
+    text = Text(
+        f"step {duration(timeline.makespan)}, utilization {percent(timeline.utilization)}, "
+        f"idle {percent(timeline.bubble_fraction)}\n",
+        no_wrap=True,
+    )
+    for rank in rows(timeline, MOST_RANKS):
+        if rank is None:
+            hidden = len(timeline.ranks) - 2 * (MOST_RANKS // 2 - 1)
+            text.append(f"{'⋮':<{label}} {hidden} more\n")
+            continue
+        text.append(f"{f'rank {rank}':<{label}}|")
+        for place, window in enumerate(shown):
+            text.append(_BREAK if place else "")
+            _append_cells(text, timeline.ranks[rank], window, each, first[rank])
+        busy = timeline.busy[rank] / timeline.makespan if timeline.makespan else 1.0
+        text.append(f"|{percent(busy):>8}\n")
+    times = [(duration(window.start), duration(window.end)) for window in shown]
+    scale = (" " * len(_BREAK)).join(f"{start}{end:>{each - len(start)}}" for start, end in times)
+    text.append(f"{'':{label + 1}}{scale}\n", "dim")
+    return text.append_text(_legend(timeline, max(60, width)))
+
+
+def _append_cells(text: Text, spans: list[Span], window: Window, columns: int, first: int) -> None:
+    """Append a rank's line in a window: every action from the column nearest its start to that nearest its
+    end."""
+    at = 0
+    step = window.seconds / columns
+    for span in within(spans, window):
+        start = max(at, round((span.start - window.start) / step))
+        end = round((span.end - window.start) / step)
+        if end <= start:
+            continue
+        text.append(_IDLE * (start - at), "dim")
+        text.append(_cell(span, end - start, first), _STYLE[span.action.kind])
+        at = end
+    text.append(_IDLE * (columns - at), "dim")
+
+
+def _cell(span: Span, width: int, first: int) -> str:
+    """Return letter and micro batch, or the letter alone if there is no room, filled with the kind's
+    character."""
+    kind, stage, batch, _ = span.action
+    letter = kind if stage == first else kind.lower()
+    name = f"{letter}{batch}"
+    return f"{name if len(name) <= width else letter:{_FILL[kind]}<{width}}"
+
+
+def _legend(timeline: Timeline, width: int) -> Text:
+    from rich.text import Text
+
+    entries = [(f"{kind}0{_FILL[kind]}", _STYLE[kind], MEANINGS[kind]) for kind in kinds(timeline)]
+    entries.append((_IDLE * 3, "dim", "idle"))
+    if several_stages(timeline):
+        entries.append(("f, b", "bold", "in later stages of the rank"))
+    legend = Text(no_wrap=True)
+    used = 0
+    for sign, style, meaning in entries:
+        size = len(f"{sign} {meaning}")
+        gap = "   " if used else ""
+        if used and used + len(gap) + size > width:
+            gap, used = "\n", 0
+        legend.append(gap).append(sign, style).append(f" {meaning}")
+        used += len(gap.strip("\n")) + size
+    return legend.append("\n")
+
+
+# --- the visible part of the step -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

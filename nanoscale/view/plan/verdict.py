@@ -12,7 +12,7 @@ from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import search
 from nanoscale.plan.search.search_space import search_space, to_type
-from nanoscale.view.plan.prediction_text import verdict
+from nanoscale.view.plan.prediction import verdict
 
 PROPOSALS = 3
 

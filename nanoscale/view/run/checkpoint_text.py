@@ -13,6 +13,7 @@ from nanoscale.checkpoint.store import (
 )
 from nanoscale.common import display
 from nanoscale.common.units import byte_size, clock, counted
+from nanoscale.view.blocks import Table, rich_table
 
 
 def summary(stored: StoredCheckpoint) -> dict[str, Any]:
@@ -63,22 +64,20 @@ def print_damage(damage: dict[Path, list[str]], aside: dict[Path, dict[str, Any]
 
 def print_manifest(document: dict[str, Any]) -> None:
     """Print what `checkpoints inspect` shows of one checkpoint."""
-    from rich.table import Table
-
     for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
         display.show(f"{name:<17} {document.get(name, 'not recorded')}")
     saved = document.get("time")
     display.show(f"{'saved':<17} {clock(saved) if saved else 'not recorded'}")
     for sentence in document["damage"]:
         display.show(f"{'damaged':<17} {sentence}")
-    tensors = Table("tensor", "shape", "type", box=None)
-    for name, tensor in document["tensors"].items():
-        tensors.add_row(name, " × ".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"])
-    display.console().print(tensors)
-    files = Table("file", "bytes", "XXH3-128", box=None)
-    for name, file in document["files"].items():
-        files.add_row(name, f"{file['bytes']:,}", file["xxh3_128"])
-    display.console().print(files)
+    tensors = [
+        (name, " × ".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"])
+        for name, tensor in document["tensors"].items()
+    ]
+    files = [(name, f"{it['bytes']:,}", it["xxh3_128"]) for name, it in document["files"].items()]
+    header = ("tensor", "shape", "type")
+    display.console().print(rich_table(Table(header, tensors, texts=header)))
+    display.console().print(rich_table(Table(("file", "bytes", "XXH3-128"), files)))
 
 
 def print_exported(name: str, written: dict[str, Any]) -> None:

@@ -1,22 +1,32 @@
-"""The comparison of several runs, from their directories alone: a JSON document."""
+"""The comparison of several runs, from their directories alone: a document, and tables and curves of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from nanoscale.common.units import duration
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
+from nanoscale.config.violations import shown
 from nanoscale.runs import metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object
 from nanoscale.runs.metrics import steady
-from nanoscale.view.run.run_report import curve, thinned
+from nanoscale.view.blocks import Block, Chart, Report, Table
+from nanoscale.view.charts import Curve, curve_line, curves
+from nanoscale.view.run.run_report import curve, figure, thinned
 
 Document = dict[str, Any]
 CURVES = ("loss", "eval_loss", "tokens_per_s")
 _SHARES = (0.25, 0.5, 1.0)
 """The points of the common range at which losses are compared."""
+_ROWS = {
+    "state": "", "step": "", "tokens": "", "seconds": "s", "loss": "loss", "eval_loss": "loss",
+    "step_time_s": "s", "tokens_per_s": "", "memory_gib": "GiB",
+}  # fmt: skip
+"""The values of each run and their units."""
 
 
 def document(runs: Sequence[RunDirectory]) -> Document:
@@ -89,3 +99,60 @@ def _loss_at(run: list[Document], axis: str, at: float) -> float | None:
     """Return the last loss that was logged up to a point."""
     reached = [it["loss"] for it in run if it[axis] is not None and it[axis] <= at * (1 + 1e-9)]
     return reached[-1] if reached else None
+
+
+# --- the screen and the page ----------------------------------------------------------------------
+
+
+def comparison_report(about: Document) -> Report:
+    """Return tables and curves side by side."""
+    names = [run["name"] for run in about["runs"]]
+    return Report(f"comparison of {', '.join(names)}", list(_blocks(about, names)))
+
+
+def _blocks(about: Document, names: Sequence[str]) -> Iterator[Block]:
+    keys = [(row["key"], *map(shown, row["values"])) for row in about["keys"]]
+    losses = [
+        (f"loss at {_point(row)}", *(_figure(loss, "loss") for loss in row["losses"]))
+        for row in about["losses"]
+    ]
+    tables = {"": _figures(about), "keys that differ": keys, "losses": losses}
+    for title, rows in tables.items():
+        if rows:
+            yield Table(("", *names), rows, title)
+    for metric, series in about["curves"].items():
+        curve = curves(metric, list(zip(names, series, strict=True)), width=960, height=320)
+        yield Chart(partial(_curve_lines, metric, names, series), [curve])
+
+
+def _curve_lines(metric: str, names: Sequence[str], series: Sequence[Curve], width: int) -> str:
+    columns = max(20, min(width, 100) - 40)
+    known = [value for points in series for _, value in points if value is not None]
+    scale = (min(known), max(known)) if known else None
+    longest = max(points[-1][0] for points in series if points)
+    lines = [
+        curve_line(name, points, max(1, round(columns * points[-1][0] / longest)), scale)
+        for name, points in zip(names, series, strict=True)
+        if points
+    ]
+    return "".join(f"{line}\n" for line in [metric, *lines])
+
+
+def _figures(about: Document) -> list[tuple[str, ...]]:
+    """Return the rows that a run has a value for."""
+    rows = [
+        (name, *(_figure(run[name], unit) for run in about["runs"])) for name, unit in _ROWS.items()
+    ]
+    return [row for row in rows if any(row[1:])]
+
+
+def _point(row: Document) -> str:
+    if row["axis"] == "seconds":
+        return duration(row["at"])
+    return f"step {row['at']:,}" if row["axis"] == "step" else f"{row['at']:,} tokens"
+
+
+def _figure(value: Any, unit: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:.4f}" if unit == "loss" else figure(value, unit)

@@ -1,28 +1,29 @@
-"""The description of a launch, for people and as a document."""
+"""The description of a launch and of a job of SLURM, for people and as a document."""
 
 from __future__ import annotations
 
-import json
 import shlex
-from dataclasses import asdict, astuple
-from typing import TYPE_CHECKING, Any, Literal
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, replace
+from typing import Any
 
+from nanoscale.common import display
 from nanoscale.common.units import GIB, counted, duration, share
+from nanoscale.config.composing.variants import Variant
 from nanoscale.config.data.token_sources import times_seen
-from nanoscale.config.hardware.data_sheets import wide_kind
-from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Precision, Zero
-from nanoscale.config.stages import stage_layers
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
+from nanoscale.launch.submission.batch_job import BatchJob
 from nanoscale.rehearse.tasks import why_unplayable
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.plan.prediction_json import bf16_advice
+from nanoscale.runs.submission import Submission
+from nanoscale.view.blocks import Block, Lines, Report, Table, show_table
+from nanoscale.view.job_text import derived_values, describe_precision, seen_text, settings
+from nanoscale.view.plan.prediction import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _MOST_RANKS = 64
 """The most rows; more would push the rest off the screen."""
@@ -57,53 +58,6 @@ def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str,
     }
 
 
-def derived_values(config: ResolvedConfig) -> dict[str, int]:
-    """Return the numbers that follow from the configuration."""
-    return {
-        "dp": config.parallel.dp,
-        "global_batch": config.train.global_batch,
-        "micro_batch": config.train.micro_batch,
-        "accumulation": config.accumulation,
-        "tokens_per_step": config.tokens_per_step,
-        "steps": config.train.steps,
-        "parameters": parameters(config.model),
-    }
-
-
-def settings(config: ResolvedConfig) -> dict[str, str]:
-    """Describe the most important settings in words, by topic."""
-    layout, launcher = config.parallel, config.launcher
-    words = {
-        "backend": config.backend.name,
-        "device": "cuda" if launcher.device == "cuda" else f"cpu, {_threads(launcher.threads)}",
-        "data": _data(config),
-        "precision": describe_precision(config.precision),
-        "zero": _zero(config),
-        "compile": config.backend.compile,
-    }
-    if config.backend.extra:
-        words["DeepSpeed's own"] = json.dumps(config.backend.extra)
-    if layout.pp > 1:
-        stages = layout.pp * layout.virtual_stages
-        blocks = stage_layers(config.model, stages, layout.layers_per_stage)
-        words["pipeline"] = f"{layout.schedule}, {stages} stages of {_several(blocks)} blocks"
-    if layout.dp_replicate > 1:
-        shards = layout.dp // layout.dp_replicate * layout.cp
-        words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
-    if layout.cp > 1:
-        words["context"] = layout.cp_method
-    if config.model.experts:
-        where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
-        words["experts"] = (
-            f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
-        )
-    if config.lora.rank:
-        words["trained"] = describe_adapters(config)
-    if layout.activation_checkpointing != "none":
-        words["recomputed"] = layout.activation_checkpointing
-    return words
-
-
 def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     """Summarize plan.json; `nanoscale plan` shows all of it."""
     memory = predicted["memory"]
@@ -125,74 +79,24 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _threads(threads: int | Literal["auto"]) -> str:
-    if threads == "auto":
-        return "the cores of each host divided among its ranks"
-    return f"{counted(threads, 'thread')} a rank"
-
-
-def _data(config: ResolvedConfig) -> str:
-    data = config.data
-    where = ", ".join(data.mixture) if data.mixture else data.path
-    source = data.source if where is None else f"{data.source} {where}"
-    seen = [seen_text(times)] if (times := times_seen(config)) is not None else []
-    return ", ".join([source, f"tokens by {data.tokenizer}", *seen])
-
-
-def seen_text(times: float) -> str:
-    """Return how often the data is seen, in words."""
-    return f"seen {times:.3g} times"
-
-
-def describe_precision(precision: Precision) -> str:
-    """Describe the dtypes in words."""
-    words = [
-        f"weights {precision.params}",
-        f"products {wide_kind(precision)}",
-        f"gradient sums {precision.reduce}",
+def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Report:
+    """Return what `train --dry-run` shows."""
+    saving = request.saving
+    environment = [f"  {name}={shlex.quote(value)}" for name, value in plan.environment.items()]
+    commands = [f"  {entry.host}: {shlex.join(entry.command)}" for entry in plan.hosts]
+    blocks: list[Block] = [
+        _job_table(request, plan),
+        _rank_table(request.config, plan),
+        Lines(["environment, in addition to the inherited one", *environment]),
+        Lines([f"rendezvous at {plan.master_addr}:{plan.master_port}"]),
+        Lines(["commands", *commands]),
+        Lines([f"warning: {warning}" for warning in saving.warnings()]),
+        Lines(["nothing was written or started", *rehearsal_lines(request)]),
     ]
-    if precision.fp8:
-        words.append(f"linear layers of the blocks fp8, scaled {precision.fp8_recipe}")
-    if precision.compute == "fp16":
-        words.append(f"loss scale {precision.loss_scale:g} at first")
-    return ", ".join(words)
+    return Report(f"run directory {run.path}", blocks)
 
 
-def _zero(config: ResolvedConfig) -> str:
-    """Describe the backend's meaning of the ZeRO stage."""
-    stage, pipeline = config.zero.stage, config.parallel.pp > 1
-    kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
-    if config.backend.name == "deepspeed":
-        return f"stage {stage}: {kept} sharded (DeepSpeed){_offloaded(config.zero)}"
-    how = "" if stage == 0 else " (FSDP2)"
-    if stage == 2 and not pipeline:
-        how = " (FSDP2, not resharded after forward)"
-    if stage == 3 and not pipeline:
-        how = " (FSDP2, resharded after forward)"
-    if stage > 1 and pipeline:
-        how = " (FSDP2; in a pipeline, gathered and reduced once a step)"
-    return f"stage {stage}: {kept} sharded{how}"
-
-
-def _offloaded(zero: Zero) -> str:
-    waiting = {"optimizer states": zero.offload_optimizer, "parameters": zero.offload_param}
-    places = {"cpu": "host memory", "nvme": str(zero.nvme_path)}
-    return "".join(
-        f", {what} wait in {places[where]}" for what, where in waiting.items() if where != "none"
-    )
-
-
-def _several(numbers: list[int]) -> str:
-    """Format equal numbers as one, `2`, others as a list."""
-    return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))
-
-
-def print_plan(console: Console, request: Request, plan: LaunchPlan, run: RunDirectory) -> None:
-    """Print `train --dry-run`."""
-    from rich.table import Table
-
-    config, saving = request.config, request.saving
-    values = Table("", "", title="job", title_justify="left", show_header=False)
+def _job_table(request: Request, plan: LaunchPlan) -> Table:
     units = {
         "parameters": "",
         "global_batch": "samples",
@@ -201,44 +105,29 @@ def print_plan(console: Console, request: Request, plan: LaunchPlan, run: RunDir
         "tokens_per_step": "tokens",
         "steps": "",
     }
-    numbers = derived_values(config)
-    for name, unit in units.items():
-        values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
-    values.add_row("mesh", str(plan.mesh))
-    for name, text in settings(config).items():
-        values.add_row(name, text)
-    for name, text in forecast(request.plan).items() if request.plan else ():
-        values.add_row(name, text)
-    values.add_row("checkpoints", "\n".join(saving.sentences()))
-    console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
-    console.print(values)
+    numbers = derived_values(request.config)
+    rows = [
+        *((name.replace("_", " "), f"{numbers[name]:,} {unit}") for name, unit in units.items()),
+        ("mesh", str(plan.mesh)),
+        *settings(request.config).items(),
+        *(forecast(request.plan).items() if request.plan else ()),
+        *(("checkpoints", sentence) for sentence in request.saving.sentences()),
+    ]
+    return Table(("job", ""), rows, texts=("",))
 
-    on_gpus = config.launcher.device == "cuda"
-    ranks = Table("rank", "host", "local rank", *(["device"] * on_gpus), "pp", "dp", "cp", "tp")
-    ranks.title, ranks.title_justify = "ranks", "left"
-    devices = {host.host: host.used_devices for host in plan.hosts}
-    places = plan.mesh.ranks
-    for place in places[:_MOST_RANKS]:
-        rank, host, local_rank, *coordinates = astuple(place)
-        device = [devices[host][local_rank]] * on_gpus
-        ranks.add_row(*map(str, (rank, host, local_rank, *device, *coordinates)))
-    console.print(ranks)
-    if len(places) > _MOST_RANKS:
-        console.print(f"… and {len(places) - _MOST_RANKS} more ranks; --json lists all of them")
 
-    console.print("\nenvironment, in addition to the inherited one")
-    for name, value in plan.environment.items():
-        console.print(f"  {name}={shlex.quote(value)}", markup=False, soft_wrap=True)
-    console.print(f"\nrendezvous at {plan.master_addr}:{plan.master_port}")
-    console.print("\ncommands")
-    for entry in plan.hosts:
-        line = f"  {entry.host}: {shlex.join(entry.command)}"
-        console.print(line, markup=False, soft_wrap=True)
-    for warning in saving.warnings():
-        console.print(f"\nwarning: {warning}", markup=False, soft_wrap=True)
-    console.print("\nnothing was written or started")
-    for line in rehearsal_lines(request):
-        console.print(line, markup=False, soft_wrap=True)
+def _rank_table(config: ResolvedConfig, plan: LaunchPlan) -> Table:
+    names = ["rank", "host", "local rank", "pp", "dp", "cp", "tp"]
+    rows = [list(map(str, astuple(place))) for place in plan.mesh.ranks[:_MOST_RANKS]]
+    if config.launcher.device == "cuda":
+        devices = {host.host: host.used_devices for host in plan.hosts}
+        names.insert(3, "device")
+        for row in rows:
+            row.insert(3, str(devices[row[1]][int(row[2])]))
+    left_out = len(plan.mesh.ranks) - _MOST_RANKS
+    if left_out > 0:
+        rows.append(["…", f"and {left_out} more; --json lists all"] + [""] * (len(names) - 2))
+    return Table(names, rows, texts=names)
 
 
 def request_lines(request: Request) -> list[str]:
@@ -279,3 +168,85 @@ def saving_lines(request: Request) -> list[str]:
     saving = request.saving
     lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
     return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]
+
+
+# --- jobs of SLURM ---------------------------------------------------------------------------------
+
+
+def script_document(batch: BatchJob, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Return the document of `submit --dry-run --json`."""
+    first = batch.requests[0]
+    return {
+        "world_size": first.config.world_size,
+        "nodes": first.config.launcher.nodes or 1,
+        "devices": first.config.launcher.devices,
+        "settings": settings(first.config),
+        "derived": derived_values(first.config),
+        "text": batch.script,
+        "checkpoints": first.saving.document(),
+        **_runs_document(batch, variants),
+    }
+
+
+def submission_document(
+    batch: BatchJob, variants: Sequence[Variant], job: Submission
+) -> dict[str, Any]:
+    """Return the document of `submit --json`."""
+    return {"job": job.job, "cluster": job.cluster, **_runs_document(batch, variants, job)}
+
+
+def print_script(batch: BatchJob, variants: Sequence[Variant]) -> None:
+    """Print `submit --dry-run`."""
+    display.content(batch.script)
+    worlds = {one.config.world_size for one in batch.requests}
+    ranks = " or ".join(map(str, sorted(worlds)))
+    display.note(f"{ranks} ranks on {counted(len(batch.requests[0].hosts), 'node')}")
+    if batch.is_array:
+        _print_runs(batch, variants)
+    if shutil.which("sbatch") is None:
+        display.note("sbatch is not installed here: submit from a login node")
+    for line in (*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])):
+        display.note(line)
+    display.note(f"this would be written to {batch.path}; nothing was written or submitted")
+
+
+def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submission) -> None:
+    """Print the job that SLURM has accepted, and what to type next."""
+    runs = [request.run for request in batch.requests]
+    what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"
+    display.show(f"{what} queued as job {job}")
+    if batch.is_array:
+        _print_runs(batch, variants)
+    else:
+        display.show(f"  run     {runs[0].path}")
+    display.show(f"  script  {batch.path}")
+    for line in (*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])):
+        display.show(f"  {line}")
+    display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
+    display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")
+
+
+def _runs_document(
+    batch: BatchJob, variants: Sequence[Variant], job: Submission | None = None
+) -> dict[str, Any]:
+    runs: list[dict[str, Any]] = []
+    for number, (request, variant) in enumerate(zip(batch.requests, variants, strict=True)):
+        entry = {
+            "name": request.run.name,
+            "run_dir": str(request.run.path),
+            "values": variant.chosen,
+        }
+        if job is not None:
+            entry["job"] = str(replace(job, task=number) if batch.is_array else job)
+        runs.append(entry)
+    return {"script": str(batch.path), "runs": runs}
+
+
+def _print_runs(batch: BatchJob, variants: Sequence[Variant]) -> None:
+    """Print the values of each run."""
+    rows = [
+        (request.run.name, *variant.chosen.values())
+        for request, variant in zip(batch.requests, variants, strict=True)
+    ]
+    header = ("run", *variants[0].chosen)
+    show_table(display.console(sys.stderr), Table(header, rows, texts=header))

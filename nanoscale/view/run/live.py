@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
@@ -260,23 +260,7 @@ def _unfinished(tail: LineTail) -> list[bytes]:
     return [rest] if (rest := tail.take_remainder()) else []
 
 
-class _Screen(Protocol):
-    """A destination of lines."""
-
-    def line(self, text: str) -> None:
-        """Show a line that stays."""
-
-    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
-        """Show one step in a line, which may be left out."""
-
-    def refresh(self, panel: Panel) -> None:
-        """Redraw as time passes."""
-
-    def close(self) -> None:
-        """Finish the output."""
-
-
-def _screen(stream: TextIO) -> _Screen:
+def _screen(stream: TextIO) -> _Plain | _Terminal:
     if stream.isatty():
         with display.survive_lost_stream(stream):
             return _Terminal(stream)
@@ -292,10 +276,12 @@ class _Plain:
         self._shown = float("-inf")
 
     def line(self, text: str) -> None:
+        """Show a line that stays."""
         self.close()
         self._print(text)
 
     def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        """Show one step in a line, which may be left out."""
         self._waiting = line
         if last or evaluated or self._is_time():
             self.close()

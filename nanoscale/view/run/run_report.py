@@ -1,23 +1,23 @@
-"""The report of a run, from its directory alone: a JSON document, from which the pages are made."""
+"""The report of a run, from its directory alone: a JSON document, and what people see of it, also as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from nanoscale.common.units import GIB, byte_size, clock, counted, duration
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.data.token_sources import times_seen
-from nanoscale.config.hardware.data_sheets import kind
-from nanoscale.config.hardware.usual_mfu import usual_mfu
-from nanoscale.config.model_math import parameters
+from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.lifecycle.command import read_plan
 from nanoscale.runs import events, failure, metrics, status
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.jsonlines import Object
 from nanoscale.runs.metrics import Steady, steady
-from nanoscale.view.charts import Curve
+from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, page, table
+from nanoscale.view.charts import Curve, curve_line, curves
+from nanoscale.view.job_text import job_lines, seen_text, what
 
 CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
 MOST_POINTS = 600
@@ -49,33 +49,6 @@ def document(run: RunDirectory) -> Document:
         "usual_mfu": usual_mfu(config) if config.launcher.device == "cuda" else None,
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name in CURVES},
-    }
-
-
-def what(config: ResolvedConfig) -> Document:
-    """Describe the job in a few values."""
-    layout = config.parallel
-    return {
-        "model": config.model.name,
-        "parameters": parameters(config.model),
-        "precision": kind(config.precision),
-        "backend": config.backend.name,
-        "device": config.launcher.device,
-        "world_size": config.world_size,
-        "layout": {
-            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
-        },
-        "schedule": layout.schedule if layout.pp > 1 else None,
-        "zero_stage": config.zero.stage,
-        "recompute": layout.activation_checkpointing,
-        "global_batch": config.train.global_batch,
-        "micro_batch": config.train.micro_batch,
-        "accumulation": config.accumulation,
-        "seq_len": config.train.seq_len,
-        "tokens_per_step": config.tokens_per_step,
-        "data": config.data.source,
-        "epochs": times_seen(config),
-        "optimizer": config.optimizer.name,
     }
 
 
@@ -203,3 +176,135 @@ def thinned(points: Curve) -> Curve:
 
 def _size(point: tuple[int, float | None]) -> float:
     return float("inf") if point[1] is None else point[1]
+
+
+# --- people ---------------------------------------------------------------------------------------
+
+
+def write_report(run: RunDirectory) -> None:
+    """Write the page into the run directory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_atomically(run.report, page(run_report(document(run))))
+
+
+def run_report(about: Document) -> Report:
+    """Return the configuration, the outcome, the curves, and prediction and measurement."""
+    return Report(about["run"], list(_blocks(about)))
+
+
+def _blocks(about: Document) -> Iterator[Block]:
+    yield Lines(_head(about))
+    style = {"completed": "green", "failed": "bold red"}.get(about["state"], "bold")
+    yield Lines([_outcome(about)], style)
+    cause = about["failure"]
+    if cause is not None and about["state"] != "completed":
+        yield Lines([f"rank {cause['rank']} on {cause['host']}: {cause['diagnosis']}"], "red")
+        details = [f"remedy: {cause['remedy']}"] if cause.get("remedy") else []
+        yield Lines([*details, *(cause.get("traceback") or "").rstrip().splitlines()])
+    if any(about["curves"].values()):
+        yield Chart(lambda width: _curve_lines(about, width), list(_charts(about)))
+    yield table(_COMPARED, about["against_plan"], "prediction and measurement")
+    if not about["against_plan"]:
+        yield Lines(["There is no plan of this layout."])
+    yield Lines([usual] if (usual := usual_mfu_text(about["usual_mfu"])) else [])
+    if about["attempts"]:
+        yield table(_ATTEMPTS, about["attempts"], "attempts")
+    if about["checkpoints"]:
+        yield table(_CHECKPOINTS, about["checkpoints"], "checkpoints")
+    yield Lines([about["path"]])
+
+
+def _head(about: Document) -> list[str]:
+    """Describe the configuration in a few lines."""
+    what = about["what"]
+    if what is None:
+        return ["its config.yaml cannot be read"]
+    names = [host["host"] for host in about["hosts"]]
+    on = f" on {', '.join(names[:4])}" if names else ""
+    on += f" and {len(names) - 4} more hosts" if len(names) > 4 else ""
+    seen = f", {seen_text(what['epochs'])}" if what["epochs"] is not None else ""
+    ranks = f"{counted(what['world_size'], 'rank')} ({what['device']}){on}"
+    return job_lines(what, ranks, f", {what['optimizer']}, data {what['data']}{seen}")
+
+
+def _outcome(about: Document) -> str:
+    """Describe the outcome in one line."""
+    of = f" of {about['steps']:,}" if about["steps"] is not None else ""
+    words = [f"{about['state']} after step {about['step']:,}{of}"]
+    if about["started"] is not None and about["ended"] is not None:
+        words.append(f"the last attempt took {duration(about['ended'] - about['started'])}")
+    last = about["last"]
+    if last is not None:
+        loss = "not finite" if last.get("loss") is None else f"{last['loss']:.4f}"
+        words.append(f"loss {loss}")
+        if last.get("eval_loss") is not None:
+            words.append(f"eval loss {last['eval_loss']:.4f}")
+        words.append(f"{last.get('tokens', 0):,} tokens")
+    return ", ".join(words)
+
+
+def figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    if unit == "s":
+        return duration(value)
+    if unit == "GiB":
+        return byte_size(GIB * value)
+    if unit == "%":
+        return f"{value:.1f} %"
+    return f"{value:,.0f}"
+
+
+def _charts(about: Document) -> Iterator[str]:
+    metrics = about["curves"]
+    if not metrics["loss"]:
+        return
+    starts = [attempt["after_step"] for attempt in about["attempts"] if attempt["after_step"]]
+    planned = next((row for row in about["against_plan"] if row["what"] == "tokens/s"), None)
+    level = ("predicted", planned["predicted"]) if planned else None
+    losses = [("", metrics["loss"])]
+    if metrics["eval_loss"]:
+        losses = [("training", metrics["loss"]), ("evaluation", metrics["eval_loss"])]
+    speed = [("", metrics["tokens_per_s"])]
+    yield curves("loss", losses, starts=starts)
+    yield curves("gradient norm", [("", metrics["grad_norm"])], logarithmic=True, starts=starts)
+    yield curves("learning rate", [("", metrics["lr"])], from_zero=True, starts=starts)
+    yield curves("tokens/s", speed, from_zero=True, level=level, starts=starts)
+
+
+def _curve_lines(about: Document, width: int) -> str:
+    columns = max(20, min(width, 100) - 40)
+    lines = [
+        curve_line(_NAMES.get(name, name), points, columns)
+        for name, points in about["curves"].items()
+        if points
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _measured(row: Document) -> str:
+    return figure(row["measured"], row["unit"]) or "not known"
+
+
+_NAMES = {"eval_loss": "eval loss", "grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
+_COMPARED = (
+    Column("", lambda row: row["what"]),
+    Column("predicted", lambda row: figure(row["predicted"], row["unit"])),
+    Column("measured", _measured),
+    Column("difference", lambda row: "" if row["error"] is None else f"{row['error']:+.1%}"),
+)
+_ATTEMPTS = (
+    Column("began", lambda attempt: clock(attempt["time"])),
+    Column("attempt", lambda attempt: str(attempt["attempt"])),
+    Column("ranks", lambda attempt: str(attempt["world_size"])),
+    Column("from step", lambda attempt: f"{attempt['after_step'] + 1:,}"),
+    Column("end", lambda attempt: attempt["end"] or "", is_text=True),
+)
+_CHECKPOINTS = (
+    Column("saved", lambda saved: clock(saved["time"])),
+    Column("step", lambda saved: f"{saved['step']:,}"),
+    Column("took", lambda it: "" if it["seconds"] is None else duration(it["seconds"])),
+)

@@ -1,20 +1,178 @@
-"""The state of runs: the rows of `runs ls`, and `runs show`."""
+"""The runs of `runs ls` and `runs show`: their values, columns by name, and conditions on them."""
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nanoscale.common import display
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import clock
+from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
+from nanoscale.config.violations import nearest_key, shown
 from nanoscale.launch.slurm.jobs import Job, in_words, output_of
 from nanoscale.runs import events, failure, lock, metrics, status, tags
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.run.columns import SUMMARY, Column, values
+from nanoscale.view.blocks import Column, show_table, table
+
+Row = dict[str, Any]
+STATES = (
+    "name", "state", "step", "steps", "loss", "model", "attempt", "exit_code", "created", "started", "ended",
+)  # fmt: skip
+"""The names of a row that are neither metrics nor keys; they come first."""
+SUMMARY = (*STATES, "path", "in_progress", "message", "job")
+"""The names of a run's summary."""
+_TIMES = ("created", "started", "ended", "time")
+_CONDITION = re.compile(r"([\w./-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.S)
 
 
-def row(run: RunDirectory, job: Job | None, columns: list[Column]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RunColumn:
+    """A value of every run: a column of `runs ls`, or a part of a condition."""
+
+    name: str
+    """The name as it was typed, or the full name of a key whose last word is a name of the summary."""
+    key: str
+    """The full name of a configuration key; otherwise the same."""
+
+    @property
+    def is_key(self) -> bool:
+        return "." in self.key and self.key in reference.declared()
+
+    def text(self, row: Row) -> str:
+        """Return the value of a run as text; a time in the form that a condition compares."""
+        value = row[self.name]
+        if self.key in _TIMES:
+            return clock(value)
+        if value is None:
+            return "null" if self.is_key else ""
+        return f"{value:.5g}" if isinstance(value, float) else shown(value)
+
+    def order(self, row: Row) -> tuple[int, Any]:
+        """Return a key to sort known values by: numbers first, then texts."""
+        value = row[self.name]
+        return (0, value) if isinstance(value, (int, float)) else (1, self.text(row))
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison of a column with a text or a number."""
+
+    column: RunColumn
+    operator: str
+    operand: str
+
+    def holds(self, row: Row) -> bool:
+        value, number = row[self.column.name], _number(self.operand)
+        if isinstance(value, list):
+            return (self.operand in map(shown, value)) == (self.operator == "=")
+        if number is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return _compare(value, self.operator, number)
+        if value is None and self.operator not in ("=", "!="):
+            return False
+        text = "null" if value is None else self.column.text(row)
+        return _compare(text, self.operator, self.operand)
+
+
+def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> RunColumn:
+    """Return the column of a name: a state, a metric, or a configuration key by its full name or last word.
+
+    Args:
+        runs: their metrics are known, too.
+        option, typed: the option that names the column, and its value, for the error.
+
+    Raises:
+        UserError: nothing has this name, or several keys have it.
+    """
+    keys = reference.declared()
+    if name in (*STATES, *metrics.NAMES) or name in keys:
+        return RunColumn(name, name)
+    full = [key for key in keys if key.rpartition(".")[2] == name]
+    if len(full) == 1:
+        return RunColumn(full[0] if name in SUMMARY else name, full[0])
+    if full:
+        raise _ill_named(name, f"is the last word of {len(full)} keys", full, option, typed)
+    logged = {key for run in runs for key in _last(run)}
+    if name in logged:
+        return RunColumn(name, name)
+    words = {key.rpartition(".")[2] for key in keys}
+    known = [*STATES, *metrics.NAMES, *sorted(logged), *keys, *sorted(words)]
+    near = nearest_key(name, list(dict.fromkeys(known)))
+    unambiguous = [it for it in near if it in (*STATES, *logged, *metrics.NAMES) or it in keys]
+    raise _ill_named(
+        name, "is not a metric, a key or a state of runs", unambiguous or near, option, typed
+    )
+
+
+def condition(text: str, runs: Sequence[RunDirectory]) -> Condition:
+    """Return a condition as in `state=failed` or `eval_loss<3`.
+
+    Raises:
+        UserError: it has another form, or its column is unknown.
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        message = "must be a column, one of = != < > <= >= and a value"
+        found = Violation("--where", text, "command line", message, ("--where state=failed",))
+        raise UserError("usage", f"--where {text}: {message}", [found])
+    name, operator, operand = match.groups()
+    return Condition(column(name, runs, "--where", text), operator, operand)
+
+
+def values(run: RunDirectory, columns: Iterable[RunColumn]) -> Row:
+    """Return the values of a run that its summary does not have. Raises UserError if a file is damaged."""
+    wanted = [it for it in columns if it.key not in STATES]
+    keys = read_values(run.config, {it.key for it in wanted if it.is_key})
+    if tags.KEY in keys:
+        keys[tags.KEY] = tags.changed(run, keys[tags.KEY])
+    return {it.name: keys[it.key] if it.is_key else _metric(run, it.key) for it in wanted}
+
+
+def _metric(run: RunDirectory, name: str) -> float | None:
+    record = metrics.last(run, name)
+    return record[name] if record else None
+
+
+def _last(run: RunDirectory) -> Row:
+    try:
+        return metrics.last(run) or {}
+    except UserError:
+        return {}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _compare(value: Any, operator: str, operand: Any) -> bool:
+    if operator in ("=", "!="):
+        return bool(value == operand) == (operator == "=")
+    below = value < operand or (operator == "<=" and value == operand)
+    return (
+        below if operator in ("<", "<=") else not below and (value != operand or operator == ">=")
+    )
+
+
+def _ill_named(name: str, what: str, near: Iterable[str], option: str, typed: str) -> UserError:
+    """Return the error for a name within the value of an option."""
+    word = re.compile(rf"(?<![\w./]){re.escape(name)}(?![\w./])")
+    instead = tuple(f"{option} {shlex.quote(word.sub(it, typed))}" for it in near)
+    message = f"`{name}` {what}"
+    found = Violation(option, typed, "command line", message, instead)
+    return UserError("usage", f"{option} {typed}: {message}", [found])
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def row(run: RunDirectory, job: Job | None, columns: list[RunColumn]) -> dict[str, Any]:
     """Return a run's values, or the problem of a damaged file: the other runs are listed anyway."""
     try:
         return values(run, columns) | summary(run, job)
@@ -60,35 +218,39 @@ def document(run: RunDirectory, job: Job | None) -> dict[str, Any]:
     }
 
 
-def print_runs(rows: list[dict[str, Any]], columns: list[Column]) -> None:
-    """Print the runs with some columns, or the usual ones."""
-    from rich.table import Table
+_FIRST = (
+    Column("run", lambda row: row["name"]),
+    Column("state", lambda row: row["message"], is_text=True),
+)
+_USUAL = (
+    Column("step", lambda row: f"{_known(row['step'])}/{_known(row['steps'])}", is_text=True),
+    Column("loss", lambda row: "" if row["loss"] is None else f"{row['loss']:.4f}"),
+    Column("model", lambda row: row["model"] or "?", is_text=True),
+    Column("attempt", lambda row: _known(row["attempt"])),
+    Column("created", lambda row: clock(row["created"]), is_text=True),
+)
 
-    usual = ("step", "loss", "model", "attempt", "created")
-    names = [column.name for column in columns] or usual
-    table = Table("run", "state", *names, box=None)
-    for row in rows:
-        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-        count = "?" if row["step"] is None else row["step"]
-        steps = "?" if row["steps"] is None else row["steps"]
-        attempt = "?" if row["attempt"] is None else str(row["attempt"])
-        cells = (f"{count}/{steps}", loss, row["model"] or "?", attempt, clock(row["created"]))
-        chosen = [column.text(row) for column in columns] or cells
-        table.add_row(row["name"], row["message"], *chosen)
-    display.print_table(display.console(), table)
+
+def print_runs(rows: list[dict[str, Any]], columns: list[RunColumn]) -> None:
+    """Print the runs with some columns, or the usual ones."""
+    chosen = [Column(column.name, column.text, is_text=True) for column in columns] or _USUAL
+    show_table(display.console(), table([*_FIRST, *chosen], rows))
+
+
+def _known(value: int | None) -> str:
+    return "?" if value is None else str(value)
 
 
 def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
     """Print `runs show`."""
     from nanoscale.view.run.live import figures
 
-    steps = "?" if document["steps"] is None else document["steps"]
     rows = {
         "run": str(run.path),
         "state": f"{document['message']} (attempt {document['attempt']})",
         "model": document["model"] or "?",
         "created": clock(document["created"]),
-        "step": f"{document['step']}/{steps}",
+        "step": f"{document['step']}/{_known(document['steps'])}",
         "checkpoints": ", ".join(map(str, document["checkpoints"])) or "none",
     }
     if document["tags"]:

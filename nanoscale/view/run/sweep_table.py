@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.units import counted, duration
 from nanoscale.runs import failure
 from nanoscale.runs.tail import read_end
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from nanoscale.view.blocks import Column, Table, rich_table, show_table, table
 
 Row = dict[str, Any]
 _FIGURES = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
@@ -52,7 +50,7 @@ class SweepTable:
     def show(self, rows: Sequence[Row], *, stopping: bool = False) -> None:
         """Show the rows as they are now, and whether their trials are being stopped."""
         if self._live is not None:
-            shown = table(most_important(rows))
+            shown = rich_table(_table(most_important(rows)))
             shown.caption, shown.caption_justify = _STOPPING if stopping else None, "left"
             self._live.update(shown, refresh=True)
             return
@@ -82,26 +80,38 @@ def most_important(rows: Sequence[Row]) -> Sequence[Row]:
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print all trials."""
-    display.print_table(display.console(stream), table(rows))
+    show_table(display.console(stream), _table(rows))
 
 
-def table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     """Return the rows as a table, with a column for each key that differs."""
-    from rich.table import Table
-
     known = ("trial", "state", *_FIGURES)
     keys = [name for name in (rows[0] if rows else ()) if name not in known]
-    result = Table("trial", "state", "step", "loss", "eval loss", "tokens/s", *keys, box=None)
-    for row in rows:
-        result.add_row(
-            row["trial"],
-            row["state"],
-            str(row["step"]),
-            *(_figure(row[name]) for name in ("loss", "eval_loss")),
-            "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
-            *(_figure(row[key]) for key in keys),
-        )
-    return result
+    return table([*_COLUMNS, *(_figure(key) for key in keys)], rows)
+
+
+def _figure(name: str, header: str = "") -> Column:
+    """Return the column of a text or a number."""
+
+    def text(row: Row) -> str:
+        value = row[name]
+        return f"{value:.4f}" if isinstance(value, int | float) else value or ""
+
+    return Column(header or name, text, is_text=True)
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+_COLUMNS = (
+    Column("trial", lambda row: row["trial"]),
+    Column("state", lambda row: row["state"], is_text=True),
+    Column("step", lambda row: str(row["step"])),
+    _figure("loss"),
+    _figure("eval_loss", "eval loss"),
+    Column("tokens/s", lambda row: _whole(row["tokens_per_s"])),
+)
 
 
 def show_plan(
@@ -183,9 +193,3 @@ def best_row(rows: Sequence[Row], metric: str) -> tuple[Row, str] | None:
 def _loss(row: Mapping[str, Any]) -> float | None:
     loss: float | None = row["eval_loss"] if row["eval_loss"] is not None else row["loss"]
     return loss
-
-
-def _figure(value: float | str | None) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else f"{value:.4f}"

@@ -1,41 +1,38 @@
-"""The output of `nanoscale bench`."""
+"""The output of `nanoscale bench`: of one measurement, and of a scaling test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.config.hardware.usual_mfu import usual_mfu_text
 from nanoscale.metrics.step_parts import table_lines
+from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
+from nanoscale.view.charts import Curve, curves
+from nanoscale.view.job_text import job_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
+Document = dict[str, Any]
 _KERNELS, _NAME = 8, 66
 
 
-def print_bench(screen: Console, told: dict[str, Any]) -> None:
-    """Print the figures, from the whole to its parts."""
-    for line in [*_head(told), "", *_figures(told), *_parts(told), *_checkpoint(told)]:
-        screen.print(line, markup=False, soft_wrap=True)
+def bench_report(told: Document) -> Report:
+    """Return the figures, from the whole to its parts."""
+    title, *head = job_lines(told, f"{counted(told['world_size'], 'rank')} on {told['device']}")
+    return Report(title, [Lines(head), *_blocks(told)])
+
+
+def _blocks(told: Document) -> Iterator[Block]:
+    yield Lines(list(_figures(told)))
+    yield Lines(list(_parts(told)))
+    yield Lines(list(_checkpoint(told)))
     if "compared" in told:
-        _print_compared(screen, told)
-
-
-def _head(told: dict[str, Any]) -> Iterator[str]:
-    ranks = counted(told["world_size"], "rank")
-    layout = " · ".join(f"{axis} {told['layout'][axis]}" for axis in ("dp", "tp", "pp", "cp"))
-    yield (
-        f"{told['model']}, {told['parameters'] / 1e6:,.1f} M parameters, {told['precision']}, "
-        f"{told['backend']}, {ranks} on {told['device']}"
-    )
-    yield (
-        f"{layout} · ZeRO {told['zero_stage']}; global batch {told['global_batch']} = micro batch "
-        f"{told['micro_batch']} · dp {told['layout']['dp']} · accumulation {told['accumulation']}, "
-        f"{told['seq_len']:,} tokens each"
-    )
+        other = told["compared"]
+        rows = [
+            (name.replace("_", " "), f"{told[name]:,.4g}", f"{other[name]:,.4g}", f"{ratio:.3f}")
+            for name, ratio in other["ratios"].items()
+        ]
+        yield Table(("", "this", other["name"], "ratio"), rows)
 
 
 def _figures(told: dict[str, Any]) -> Iterator[str]:
@@ -100,7 +97,6 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
     parts = told["parts"]
     if parts is None:
         return
-    yield ""
     longer = parts["step_s"] / told["step_time_s"]
     yield (
         f"parts of a step, by the {parts['where']}'s time, of {parts['steps']} further steps that "
@@ -122,7 +118,6 @@ def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
     found = told["checkpoint"]
     if found is None:
         return
-    yield ""
     if "problem" in found:
         yield f"checkpoint: not measured: {found['problem']}"
         return
@@ -135,15 +130,55 @@ def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _print_compared(screen: Console, told: dict[str, Any]) -> None:
-    from rich.table import Table
+# --- scaling --------------------------------------------------------------------------------------
 
-    other = told["compared"]
-    table = Table("", "this", other["name"], "ratio", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, ratio in other["ratios"].items():
-        label = name.replace("_", " ")
-        table.add_row(label, f"{told[name]:,.4g}", f"{other[name]:,.4g}", f"{ratio:.3f}")
-    screen.print()
-    display.print_table(screen, table)
+
+def scaling_report(about: Document) -> Report:
+    """Return the table of a scaling test and its charts."""
+    axis, first = about["axis"], about["points"][0]
+    columns = (Column(axis, lambda point: str(point[axis])), *_SCALING)
+    ideal = [point["world_size"] / first["world_size"] for point in about["points"]]
+    charts = [
+        _chart(about, "speed-up", "speed_up", ideal),
+        _chart(about, "efficiency", "efficiency", [1.0] * len(ideal)),
+    ]
+    blocks: list[Block] = [table(columns, about["points"]), Chart(pictures=charts)]
+    return Report(_scaling_title(about), blocks)
+
+
+def _scaling_title(about: Document) -> str:
+    points = about["points"]
+    batch = "grows with them" if about["weak"] else f"is {points[0]['global_batch']} samples"
+    counts = ", ".join(str(point[about["axis"]]) for point in points)
+    what = f"{about['model']}, {about['precision']}, {about['backend']} on {about['device']}"
+    return f"{what}: {counts} {about['axis']}; the global batch {batch}"
+
+
+def _planned(point: Document, name: str, form: str) -> str:
+    plan = point["predicted"]
+    return "" if plan is None else format(plan[name], form)
+
+
+_SCALING = (
+    Column("step", lambda point: duration(point["step_time_s"])),
+    Column("tokens/s", lambda point: f"{point['tokens_per_s']:,.0f}"),
+    Column("a device", lambda point: f"{point['tokens_per_s_per_device']:,.0f}"),
+    Column("speed-up", lambda point: f"{point['speed_up']:.2f}"),
+    Column("planned", lambda point: _planned(point, "speed_up", ".2f")),
+    Column("efficiency", lambda point: f"{point['efficiency']:.1%}"),
+    Column("planned", lambda point: _planned(point, "efficiency", ".1%")),
+    Column("memory", lambda point: byte_size(GIB * point["memory_gib"])),
+)
+
+
+def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
+    points = about["points"]
+    counts = [point[about["axis"]] for point in points]
+    series: list[tuple[str, Curve]] = [
+        ("measured", [(count, point[key]) for count, point in zip(counts, points, strict=True)])
+    ]
+    planned = [(point["predicted"] or {}).get(key) for point in points]
+    if None not in planned:
+        series.append(("planned", list(zip(counts, planned, strict=True))))
+    series.append(("ideal", list(zip(counts, ideal, strict=True))))
+    return curves(name, series, axis=about["axis"], from_zero=True, width=960, height=320)

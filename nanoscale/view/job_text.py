@@ -1,0 +1,200 @@
+"""The description of a job: three lines that begin every report, and its settings by topic."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from nanoscale.common.units import counted
+from nanoscale.config.data.token_sources import times_seen
+from nanoscale.config.hardware.data_sheets import kind, wide_kind
+from nanoscale.config.model_math import describe_adapters, parameters
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Precision, Zero
+from nanoscale.config.stages import stage_layers
+
+Document = dict[str, Any]
+
+
+def what(config: ResolvedConfig) -> Document:
+    """Describe the job in a few values."""
+    data = {"data": config.data.source, "epochs": times_seen(config)}
+    return {**shape(config), **data, "optimizer": config.optimizer.name}
+
+
+def shape(config: ResolvedConfig) -> Document:
+    """Return the values of `job_lines`, without a look at the data."""
+    layout = config.parallel
+    return {
+        "model": config.model.name,
+        "parameters": parameters(config.model),
+        "precision": kind(config.precision),
+        "backend": config.backend.name,
+        "device": config.launcher.device,
+        "world_size": config.world_size,
+        "layout": {
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+        },
+        "schedule": layout.schedule if layout.pp > 1 else None,
+        "zero_stage": config.zero.stage,
+        "recompute": layout.activation_checkpointing,
+        "global_batch": config.train.global_batch,
+        "micro_batch": config.train.micro_batch,
+        "accumulation": config.accumulation,
+        "seq_len": config.train.seq_len,
+        "tokens_per_step": config.tokens_per_step,
+    }
+
+
+def job_lines(job: Document, on: str, details: str = "") -> list[str]:
+    """Return the model and its devices, the layout, and the batch.
+
+    Args:
+        job: the values of `what`; unknown ones may be missing.
+        on: the devices.
+        details: what else is known of the training.
+    """
+    active = f", {size(job['active'])} active" if "active" in job else ""
+    how = f"{job['precision']}, {job['backend']}{details}"
+    return [
+        f"{job['model']}, {size(job['parameters'])} parameters{active}, {how}, {on}",
+        layout_line(job),
+        f"global batch {job['global_batch']} = micro batch {job['micro_batch']} · dp {job['layout']['dp']} · "
+        f"accumulation {job['accumulation']}, {job['seq_len']:,} tokens each",
+    ]
+
+
+def layout_line(job: Document) -> str:
+    """Return the degrees, the schedule, the ZeRO stage and the recomputation."""
+    layout = job["layout"]
+    degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "cp")]
+    if layout["ep"] > 1:
+        degrees.append(f"ep {layout['ep']}")
+    if layout["dp_replicate"] > 1:
+        degrees.insert(1, f"in {layout['dp_replicate']} replicas")
+    if job.get("schedule"):
+        degrees.append(job["schedule"])
+    degrees.append(f"ZeRO {job['zero_stage']}")
+    if job.get("recompute", "none") != "none":
+        degrees.append(f"recompute {job['recompute']}")
+    return " · ".join(degrees)
+
+
+def size(count: float) -> str:
+    """Format a number of parameters."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.0f}"
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def derived_values(config: ResolvedConfig) -> dict[str, int]:
+    """Return the numbers that follow from the configuration."""
+    return {
+        "dp": config.parallel.dp,
+        "global_batch": config.train.global_batch,
+        "micro_batch": config.train.micro_batch,
+        "accumulation": config.accumulation,
+        "tokens_per_step": config.tokens_per_step,
+        "steps": config.train.steps,
+        "parameters": parameters(config.model),
+    }
+
+
+def settings(config: ResolvedConfig) -> dict[str, str]:
+    """Describe the most important settings in words, by topic."""
+    layout, launcher = config.parallel, config.launcher
+    words = {
+        "backend": config.backend.name,
+        "device": "cuda" if launcher.device == "cuda" else f"cpu, {_threads(launcher.threads)}",
+        "data": _data(config),
+        "precision": describe_precision(config.precision),
+        "zero": _zero(config),
+        "compile": config.backend.compile,
+    }
+    if config.backend.extra:
+        words["DeepSpeed's own"] = json.dumps(config.backend.extra)
+    if layout.pp > 1:
+        stages = layout.pp * layout.virtual_stages
+        blocks = stage_layers(config.model, stages, layout.layers_per_stage)
+        words["pipeline"] = f"{layout.schedule}, {stages} stages of {_several(blocks)} blocks"
+    if layout.dp_replicate > 1:
+        shards = layout.dp // layout.dp_replicate * layout.cp
+        words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
+    if layout.cp > 1:
+        words["context"] = layout.cp_method
+    if config.model.experts:
+        where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
+        words["experts"] = (
+            f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
+        )
+    if config.lora.rank:
+        words["trained"] = describe_adapters(config)
+    if layout.activation_checkpointing != "none":
+        words["recomputed"] = layout.activation_checkpointing
+    return words
+
+
+def _threads(threads: int | Literal["auto"]) -> str:
+    if threads == "auto":
+        return "the cores of each host divided among its ranks"
+    return f"{counted(threads, 'thread')} a rank"
+
+
+def _data(config: ResolvedConfig) -> str:
+    data = config.data
+    where = ", ".join(data.mixture) if data.mixture else data.path
+    source = data.source if where is None else f"{data.source} {where}"
+    seen = [seen_text(times)] if (times := times_seen(config)) is not None else []
+    return ", ".join([source, f"tokens by {data.tokenizer}", *seen])
+
+
+def seen_text(times: float) -> str:
+    """Return how often the data is seen, in words."""
+    return f"seen {times:.3g} times"
+
+
+def describe_precision(precision: Precision) -> str:
+    """Describe the dtypes in words."""
+    words = [
+        f"weights {precision.params}",
+        f"products {wide_kind(precision)}",
+        f"gradient sums {precision.reduce}",
+    ]
+    if precision.fp8:
+        words.append(f"linear layers of the blocks fp8, scaled {precision.fp8_recipe}")
+    if precision.compute == "fp16":
+        words.append(f"loss scale {precision.loss_scale:g} at first")
+    return ", ".join(words)
+
+
+def _zero(config: ResolvedConfig) -> str:
+    """Describe the backend's meaning of the ZeRO stage."""
+    stage, pipeline = config.zero.stage, config.parallel.pp > 1
+    kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
+    if config.backend.name == "deepspeed":
+        return f"stage {stage}: {kept} sharded (DeepSpeed){_offloaded(config.zero)}"
+    how = "" if stage == 0 else " (FSDP2)"
+    if stage == 2 and not pipeline:
+        how = " (FSDP2, not resharded after forward)"
+    if stage == 3 and not pipeline:
+        how = " (FSDP2, resharded after forward)"
+    if stage > 1 and pipeline:
+        how = " (FSDP2; in a pipeline, gathered and reduced once a step)"
+    return f"stage {stage}: {kept} sharded{how}"
+
+
+def _offloaded(zero: Zero) -> str:
+    waiting = {"optimizer states": zero.offload_optimizer, "parameters": zero.offload_param}
+    places = {"cpu": "host memory", "nvme": str(zero.nvme_path)}
+    return "".join(
+        f", {what} wait in {places[where]}" for what, where in waiting.items() if where != "none"
+    )
+
+
+def _several(numbers: list[int]) -> str:
+    """Format equal numbers as one, `2`, others as a list."""
+    return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))

@@ -1,0 +1,245 @@
+"""A prediction: the JSON document of `plan --json` and of a run's plan.json, and what people see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from nanoscale.common.units import GIB, byte_size, duration, share, three_digits
+from nanoscale.config.hardware.cpu_speed import known_speed
+from nanoscale.config.hardware.data_sheets import CPU
+from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
+from nanoscale.config.model_math import active_parameters, parameters
+from nanoscale.config.schema import Parallel
+from nanoscale.plan.hardware.software import NANOSCALE
+from nanoscale.plan.memory.peak import RankMemory
+from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
+from nanoscale.plan.saving import plan_saving
+from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
+from nanoscale.view.job_text import job_lines, shape
+from nanoscale.view.plan.explain import how
+from nanoscale.view.plan.memory_text import bars
+from nanoscale.view.plan.timeline import timeline_text
+
+MEANINGS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "norms, activations, residuals, loss",
+    "recomputed": "recomputed",
+    "launch": "starting kernels",
+    "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "ep": "tokens to their experts",
+    "pp": "between stages, exposed",
+    "dp": "gathers and reductions, exposed",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "offload": "to and from host memory",
+    "data": "data",
+    "jitter": "the slowest host",
+}
+"""The names of the parts of a step."""
+
+
+def document(plan: Prediction) -> dict[str, Any]:
+    """Return the document; sizes are in GiB, times in s."""
+    time, layout = plan.time, plan.config.parallel
+    return {
+        "fits": plan.fits,
+        "fits_probability": round(plan.fits_probability, 4),
+        "memory": _memory(plan),
+        "rehearsed": _rehearsed(plan),
+        "step_time_s": time.seconds,
+        "step_parts_s": asdict(time.parts),
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "bf16_tokens_per_s_per_gpu": tokens_per_s_in_bf16(plan),
+        "mfu": time.mfu,
+        "mfu_causal": time.mfu_causal,
+        "hfu": time.hfu,
+        "usual_mfu": usual_mfu(plan.config),
+        "pipeline_utilization": plan.timeline.utilization if plan.timeline is not None else None,
+        "training": asdict(plan.training),
+        "checkpoints": plan_saving(plan.config, time.seconds).document(),
+        "parameters": parameters(plan.config.model),
+        "active_parameters": active_parameters(plan.config.model),
+        "layout": {
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+        },
+        "software": {"name": plan.software.name, "about": plan.software.about},
+        "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
+    }
+
+
+def bf16_advice(fp32: float, bf16: float | None) -> str | None:
+    """Return the line about the speed in bf16; None if bf16 is not an option.
+
+    Args:
+        fp32: planned tokens/s of a device.
+        bf16: the same in bf16, from `tokens_per_s_in_bf16`.
+    """
+    if bf16 is None:
+        return None
+    times = f"{bf16 / fp32:.1f} times as many"
+    return (
+        f"precision=bf16 would give {bf16:,.0f} tokens/s per device instead of {fp32:,.0f}, {times}"
+    )
+
+
+def _memory(plan: Prediction) -> dict[str, Any]:
+    worst = plan.worst
+    return {
+        "worst_rank": worst.rank,
+        "capacity_gib": plan.hardware.memory_gib,
+        **_sizes(worst),
+        "ranks": [{"rank": rank.rank, **_sizes(rank)} for rank in plan.memory],
+    }
+
+
+def _rehearsed(plan: Prediction) -> dict[str, Any] | None:
+    rehearsed = plan.rehearsed
+    if rehearsed is None:
+        return None
+    return {
+        "fits": rehearsed.total <= plan.capacity,
+        "decides": plan.decisive is not None,
+        "rank": rehearsed.rank,
+        "allocated_gib": rehearsed.allocated / GIB,
+        "reserved_gib": rehearsed.reserved / GIB,
+        "total_gib": rehearsed.total / GIB,
+        "upper_bound": rehearsed.upper_bound,
+    }
+
+
+def _sizes(rank: RankMemory) -> dict[str, Any]:
+    return {
+        "allocated_gib": rank.allocated / GIB,
+        "reserved_gib": rank.reserved / GIB,
+        "in_use_gib": rank.total / GIB,
+        "peak": rank.peak,
+        "parts": {part.name: part.bytes / GIB for part in rank.parts},
+        "host": {part.name: part.bytes / GIB for part in rank.host},
+    }
+
+
+# --- people ---------------------------------------------------------------------------------------
+
+
+def prediction_report(plan: Prediction, *, explain: bool) -> Report:
+    """Return the verdict, memory, the step and the pipeline's timeline.
+
+    Args:
+        explain: True: with the arithmetic behind every number.
+    """
+    title, *head = _head(plan)
+    return Report(title, [Lines(head), *plan_blocks(plan, explain=explain)])
+
+
+def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
+    """Yield everything but the head of a prediction."""
+    yield Lines([verdict(plan)], "green" if plan.fits else "bold red")
+    yield Chart(lambda width: bars(plan.memory, plan.capacity, min(width, 120)))
+    worst = plan.worst
+    pipeline = len(plan.memory) > 1
+    title = f"memory of pipeline rank {worst.rank} at its peak" if pipeline else "memory"
+    sizes = [
+        *((part.name, part.bytes, part.how) for part in worst.parts if part.bytes),
+        ("allocated", worst.allocated, ""),
+        ("reserved", worst.reserved, ""),
+        ("in use", worst.total, ""),
+        *((f"{part.name}, in host memory", part.bytes, "") for part in worst.host),
+    ]
+    size = Column("size", lambda row: byte_size(row[1]))
+    yield table([_PART, size, *([_HOW] if explain else [])], sizes, title)
+    time = plan.time
+    reasons = how(plan.config, plan.hardware, time, plan.software) if explain else {}
+    parts = {name: getattr(time.parts, name) for name in MEANINGS}
+    times = [
+        *(
+            (MEANINGS[name], seconds, reasons.get(name, ""), f"{seconds / time.seconds:.1%}")
+            for name, seconds in parts.items()
+            if seconds >= 0.0005 * time.seconds
+        ),
+        ("step", time.seconds, "", ""),
+    ]
+    yield table([_PART, *_TIMES, *([_HOW] if explain else [])], times, "a step")
+    timeline = plan.timeline
+    if timeline is not None:
+        yield Chart(lambda width: timeline_text(timeline, min(width, 160)), title="the pipeline")
+    yield Lines(outcome(plan))
+
+
+_PART = Column("part", lambda row: row[0])
+_TIMES = (
+    Column("time", lambda row: duration(row[1])),
+    Column("share", lambda row: row[3]),
+)
+_HOW = Column("how", lambda row: row[2])
+
+
+def _head(plan: Prediction) -> list[str]:
+    """Describe the planned job in three lines."""
+    config, hardware = plan.config, plan.hardware
+    layout = config.parallel
+    hosts = -(-config.world_size // hardware.devices_per_host)
+    on = f"on {hosts} hosts" if hosts > 1 else "on one host"
+    job = shape(config) | {"recompute": recomputation(layout)}
+    if plan.software is not NANOSCALE:
+        job["backend"] = f"as {plan.software.name}"
+    if config.model.experts:
+        job["active"] = active_parameters(config.model)
+    if layout.pp > 1 and layout.virtual_stages != 1:
+        job["schedule"] += f", {layout.virtual_stages} stages a rank"
+    return job_lines(job, f"{config.world_size} × {hardware.device} {on}")
+
+
+def recomputation(layout: Parallel) -> str:
+    """Return the mode of recomputation, with the products that it keeps if they are not the usual ones."""
+    mode, keep = layout.activation_checkpointing, layout.selective_keep
+    usual = mode != "selective" or keep == Parallel().selective_keep
+    return mode if usual else f"{mode} ({keep})"
+
+
+def verdict(plan: Prediction) -> str:
+    """Return the verdict in one line."""
+    worst, rehearsed = plan.worst, plan.decisive
+    if rehearsed is not None:
+        needs = share(rehearsed.total, plan.capacity)
+        where = f"rehearsed: rank {rehearsed.rank}, {rehearsed.phase}"
+    else:
+        needs = share(worst.total, plan.capacity)
+        where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
+        where += worst.peak
+        if plan.rehearsed is not None:
+            most = byte_size(plan.rehearsed.total)
+            where += f"; a rehearsal with eager blocks, an upper bound, counted {most}"
+    word = "fits" if plan.fits else "does not fit"
+    return f"{word}: {needs} ({where}); probability that it fits {plan.fits_probability:.0%}"
+
+
+def outcome(plan: Prediction) -> list[str]:
+    """Return the speed, the duration and cost of the training, and the times of checkpoints."""
+    time, run = plan.time, plan.training
+    advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
+    speed = (
+        f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {time.tokens_per_s:,.0f} in total"
+    )
+    shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
+    cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
+    device_hours = f"{three_digits(run.device_hours)} device hours"
+    length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
+    saving = plan_saving(plan.config, time.seconds)
+    on_cpu = plan.hardware.device == CPU
+    rough = on_cpu and known_speed() is None
+    usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config))
+    return [
+        speed,
+        *(["rough: this CPU's speed is assumed; `nanoscale doctor` measures it"] if rough else []),
+        shares,
+        *([usual] if usual else []),
+        *([advice] if advice else []),
+        length,
+        *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
+        *(f"warning: {warning}" for warning in saving.warnings()),
+    ]
