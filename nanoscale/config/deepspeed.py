@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoscale.config.reference import merged, value_of
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Zero
 
 _NO_LIMIT = 1e38
 """A limit of the gradient norm that never clips: DeepSpeed computes the norm only if there is a limit."""
@@ -28,7 +28,17 @@ SAME = {
     "zero_optimization.zero_quantized_weights": "zero.quantized_weights",
     "zero_optimization.zero_quantized_gradients": "zero.quantized_gradients",
 }
-"""Settings with a key of the same meaning and unit, by their path in DeepSpeed's configuration."""
+"""Settings with a key of the same meaning and unit, by their path in DeepSpeed's configuration. A JSON of
+DeepSpeed is read and written by this table."""
+_STAGES = {
+    "reduce_bucket_size": (1, 2, 3),
+    "allgather_bucket_size": (1, 2),
+    "stage3_prefetch_bucket_size": (3,),
+    "zero_hpz_partition_size": (3,),
+    "zero_quantized_weights": (3,),
+    "zero_quantized_gradients": (3,),
+}
+"""Settings of `zero_optimization`, and the ZeRO stages with which they are written."""
 
 OWNED = SAME | {
     "gradient_accumulation_steps": "train.global_batch",
@@ -60,27 +70,20 @@ def deepspeed_settings(config: ResolvedConfig) -> dict[str, Any]:
         # The optimizer is passed ready-made: PyTorch's, the same as the native backend's.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero(config.zero, config.backend),
+        "zero_optimization": _zero(config),
         **_precision(config),
     }
-    merge(settings, config.backend.extra)
-    return settings
+    return merged(settings, config.backend.extra)
 
 
-def _zero(zero: Zero, backend: Backend) -> dict[str, Any]:
+def _zero(config: ResolvedConfig) -> dict[str, Any]:
+    zero, overlap = config.zero, config.backend.overlap_comm
     settings: dict[str, Any] = {"stage": zero.stage}
     if zero.stage > 0:
-        settings["overlap_comm"] = (
-            zero.stage == 3 if backend.overlap_comm == "auto" else backend.overlap_comm == "on"
-        )
-        settings["reduce_bucket_size"] = backend.reduce_bucket
-    if zero.stage in (1, 2):
-        settings["allgather_bucket_size"] = backend.allgather_bucket
-    if zero.stage == 3:
-        settings["stage3_prefetch_bucket_size"] = backend.prefetch_bucket
-        settings["zero_hpz_partition_size"] = zero.hpz
-        settings["zero_quantized_weights"] = zero.quantized_weights
-        settings["zero_quantized_gradients"] = zero.quantized_gradients
+        settings["overlap_comm"] = overlap == "on" or (overlap == "auto" and zero.stage == 3)
+    for name, stages in _STAGES.items():
+        if zero.stage in stages:
+            settings[name] = value_of(config, SAME[f"zero_optimization.{name}"])
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(zero, name)
         if device != "none":
@@ -108,16 +111,6 @@ def _precision(config: ResolvedConfig) -> dict[str, Any]:
         # scale.
         settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
     return settings
-
-
-def merge(settings: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Merge `extra` into `settings`, in place, mapping by mapping."""
-    for name, value in extra.items():
-        inner = settings.get(name)
-        if isinstance(value, Mapping) and isinstance(inner, dict):
-            merge(inner, value)
-        else:
-            settings[name] = value
 
 
 def owner(extra: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -7,23 +7,86 @@ for transformers' Trainer, leaves the key to nanoscale.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import listed
-from nanoscale.config.deepspeed import SAME, unowned
+from nanoscale.config.deepspeed import OWNED, SAME
 from nanoscale.config.optimizers import OPTIMIZERS, by_other_name
 from nanoscale.config.reference import flat
 from nanoscale.config.violations import refuse
 
-_SAME = SAME | {
+_Row = TypeVar("_Row")
+_KEYS = SAME | {
     "steps_per_print": "train.log_every",
     "tensor_parallel.autotp_size": "parallel.tp",
+    "communication_data_type": "precision.reduce",
+    "data_types.grad_accum_dtype": "precision.reduce",
+    "fp16.initial_scale_power": "precision.loss_scale",
+    "fp16.loss_scale_window": "precision.loss_scale_window",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.momentum": "optimizer.momentum",
+    "scheduler.params.warmup_num_steps": "scheduler.warmup_steps",
+    "scheduler.params.warmup_max_lr": "optimizer.lr",
+    "scheduler.params.total_num_steps": "train.steps",
+    "scheduler.params.cos_min_ratio": "scheduler.min_ratio",
+    "zero_optimization.overlap_comm": "backend.overlap_comm",
+    "zero_optimization.cpu_offload": "zero.offload_optimizer",
+    "activation_checkpointing.cpu_checkpointing": "parallel.offload_activations",
 }
-"""Settings with a key of the same meaning and unit."""
+"""Settings and their keys, in the order in which later ones replace the values of earlier ones."""
+_DTYPES = {f'"{name}"': name for name in ("fp32", "fp16", "bf16")}
+_VALUES: dict[str, dict[str, Any]] = {
+    "communication_data_type": _DTYPES,
+    "data_types.grad_accum_dtype": _DTYPES,
+    "fp16.initial_scale_power": {str(power): 2.0**power for power in range(128)},
+    "zero_optimization.overlap_comm": {"true": "on", "false": "off"},
+    "zero_optimization.cpu_offload": {"true": "cpu"},
+}
+"""Settings whose values, here as JSON, have other names or units as keys."""
+_NO_KEY = "has no key of nanoscale"
+_PYTORCH, _DEFAULT = "the optimizer is PyTorch's", "it is DeepSpeed's default"
+_IDLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    "zero_allow_untested_optimizer": (None, _PYTORCH),
+    "zero_force_ds_cpu_optimizer": (None, _PYTORCH),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        None, "see `nanoscale checkpoints export`"),
+    "zero_optimization.cpu_offload": ((False,), "it is off"),
+    "fp16.loss_scale": ((0, "auto"), "the loss scale adapts"),
+    "fp16.hysteresis": ((2, "auto"), _DEFAULT),
+    "fp16.min_loss_scale": ((1, "auto"), _DEFAULT),
+    "optimizer.params.betas": (None, _PYTORCH),
+    "optimizer.params.adam_w_mode": (None, _PYTORCH),
+    "optimizer.params.torch_adam": (None, _PYTORCH),
+    "optimizer.params.bias_correction": (None, _PYTORCH),
+    "scheduler.params.warmup_min_lr": ((0, "auto"), "the warm-up begins at 0"),
+    "scheduler.params.warmup_min_ratio": ((0, "auto"), "the warm-up begins at 0"),
+    "scheduler.params.warmup_type": (("linear",), "the warm-up is linear"),
+    "activation_checkpointing": ((False, None, 0), "it is off"),
+}  # fmt: skip
+"""Values (None: all) that need no key, with the reason, by setting or by the object that contains it."""
+_FROM_0 = ("is above 0, where the warm-up begins here", "set it to 0")
+_REFUSED = {
+    "fp16.initial_scale_power": ("must be an integer from 0 to 127", ""),
+    "fp16.loss_scale": (
+        "is a constant loss scale; here it adapts from precision.loss_scale on",
+        "remove it, or set it to 0"),
+    "fp16.hysteresis": ("has no key", "set it to 2"),
+    "fp16.min_loss_scale": ("has no key", "set it to 1"),
+    "optimizer.params": ("has no key", ""),
+    "scheduler.params": ("has no key", ""),
+    "scheduler.params.warmup_min_lr": _FROM_0,
+    "scheduler.params.warmup_min_ratio": _FROM_0,
+    "scheduler.params.warmup_type": ("is not a warm-up here, which is linear", "set it to linear"),
+    "activation_checkpointing": (
+        "has no key; recomputation is parallel.activation_checkpointing", "remove it"),
+}  # fmt: skip
+"""The fault of all other values, and the remedy, by setting or by the object that contains it."""
 _OBJECTS = (
     *("bf16", "fp16", "data_types", "optimizer", "optimizer.params", "scheduler"),
     *("scheduler.params", "zero_optimization", "activation_checkpointing"),
@@ -31,18 +94,13 @@ _OBJECTS = (
 """Settings whose value is an object."""
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _ACCUMULATION = "gradient_accumulation_steps"
-_INTEGERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
-_ADAM = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "eps": "optimizer.eps"}
-_WARM_UP = {"warmup_num_steps": "scheduler.warmup_steps", "warmup_max_lr": "optimizer.lr"}
-_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_COUNTED = {
-    "zero_allow_untested_optimizer": "the optimizer is PyTorch's",
-    "zero_force_ds_cpu_optimizer": "the optimizer is PyTorch's",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "see `nanoscale checkpoints export`",
-}
-"""Settings that need no key, with the reason."""
-
 _FOLLOWS = "it follows from train.global_batch and train.micro_batch"
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_MONITORS = {
+    "tensorboard": ("logger.tensorboard", "on"),
+    "csv_monitor": ("logger.csv", True),
+    "wandb": ("logger.wandb", "online"),
+}
 
 
 @dataclass
@@ -54,11 +112,14 @@ class Translation:
     became: list[tuple[str, str]] = field(default_factory=list)
     """Each setting, by its path, and what it became."""
     violations: list[Violation] = field(default_factory=list)
-    _taken: set[str] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)
+    """The paths of the settings that are dealt with."""
 
     def set(self, path: str, key: str, value: Any, note: str = "") -> None:
         """Take a setting as a key; "auto" leaves the key alone."""
-        self._taken.add(path)
+        if path.endswith("bucket_size") and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        self.taken.add(path)
         if value == "auto":
             self.became.append((path, f"left to nanoscale ({key})"))
             return
@@ -68,15 +129,12 @@ class Translation:
 
     def leave(self, path: str, reason: str) -> None:
         """Note that a setting needs no key."""
-        self._taken.add(path)
+        self.taken.add(path)
         self.became.append((path, f"not needed: {reason}"))
 
     def refuse(self, path: str, value: Any, message: str, remedy: str = "") -> None:
-        self._taken.add(path)
+        self.taken.add(path)
         self.violations.append(Violation(path, value, "the JSON", message, remedy=remedy))
-
-    def is_taken(self, path: str) -> bool:
-        return path in self._taken
 
 
 def read_deepspeed(path: Path) -> dict[str, Any]:
@@ -108,26 +166,20 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
     """
     result = Translation({"backend.name": "deepspeed"})
     _check_types(settings, result)
-    for path, value in flat(settings).items():
-        if path in _SAME:
-            key = _SAME[path]
-            name = path.rpartition(".")[2]
-            whole = name in _INTEGERS and isinstance(value, float) and value.is_integer()
-            result.set(path, key, int(value) if whole else value)
     _batches(settings, dp, result)
     _precision(settings, result)
-    _optimizer(settings.get("optimizer", {}), result)
-    _scheduler(settings.get("scheduler", {}), result)
-    _zero(settings.get("zero_optimization", {}), result)
+    _types(settings, result)
+    _optimizer(settings.get("optimizer", {}).get("params", {}), result)
+    _scheduler(settings.get("scheduler", {}).get("params", {}), result)
     _loggers(settings, result)
-    _recomputation(settings.get("activation_checkpointing", {}), result)
+    _keys(flat(settings), result)
     if settings.get("sequence_parallel_size", 1) not in (1, "auto"):
-        result.set("sequence_parallel_size", "parallel.cp_method", "ulysses")
+        result.values["parallel.cp_method"] = "ulysses"
+        result.became.append(("sequence_parallel_size", "parallel.cp_method=ulysses"))
     extra = _rest(settings, result)
     if extra:
         result.values["backend.extra"] = extra
-        named = ", ".join(path for path in flat(extra))
-        result.became.append((named, "backend.extra, as it is"))
+        result.became.append((", ".join(flat(extra)), "backend.extra, as it is"))
     if result.violations:
         refuse(result.violations)
     return result
@@ -219,182 +271,125 @@ def _precision(settings: Mapping[str, Any], result: Translation) -> None:
         result.values["precision.compute"] = "fp32"
         result.became.append(("neither bf16 nor fp16", "precision.compute=fp32"))
     compute = result.values["precision.compute"]
-    if compute == "fp16":
-        _loss_scale(settings["fp16"], result)
-    else:
+    if compute != "fp16":
         for path in flat(settings.get("fp16", {}), "fp16."):
             result.leave(path, f"it belongs to fp16, and precision.compute is {compute}")
-    for path, value in (
-        ("communication_data_type", settings.get("communication_data_type")),
-        ("data_types.grad_accum_dtype", settings.get("data_types", {}).get("grad_accum_dtype")),
+    if not enabled["bf16"]:
+        for path in flat(settings.get("bf16", {}), "bf16."):
+            result.leave(path, "bf16 is off")
+
+
+def _types(settings: Mapping[str, Any], result: Translation) -> None:
+    """Take the types of the optimizer and the scheduler. Of an unknown type, refuse the parameters too."""
+    for section, own_name, message in (
+        (
+            "optimizer",
+            by_other_name,
+            f"is not an optimizer here; there are {listed([*OPTIMIZERS])}",
+        ),
+        (
+            "scheduler",
+            _SCHEDULERS.get,
+            f"is not a schedule here; there are {', '.join(_SCHEDULERS)}",
+        ),
     ):
-        if value in ("fp32", "fp16", "bf16"):
-            result.set(path, "precision.reduce", value)
+        if not (values := settings.get(section)):
+            continue
+        kind = str(values.get("type", ""))
+        if (name := own_name(kind)) is not None:
+            result.set(f"{section}.type", f"{section}.name", name)
+            continue
+        result.refuse(f"{section}.type", kind, message)
+        for path, value in flat(values.get("params", {}), f"{section}.params.").items():
+            result.taken.add(path)
+            if value != "auto":
+                result.refuse(path, value, _NO_KEY)
 
 
-def _loss_scale(fp16: Mapping[str, Any], result: Translation) -> None:
-    power = fp16.get("initial_scale_power", "auto")
-    if type(power) is int and 0 <= power < 128:
-        result.set("fp16.initial_scale_power", "precision.loss_scale", 2.0**power)
-    elif power != "auto":
-        result.refuse("fp16.initial_scale_power", power, "must be an integer from 0 to 127")
-    if "loss_scale_window" in fp16:
-        window = fp16["loss_scale_window"]
-        result.set("fp16.loss_scale_window", "precision.loss_scale_window", window)
-    if fp16.get("loss_scale") in (0, 0.0, "auto"):
-        result.leave("fp16.loss_scale", "the loss scale adapts")
-    elif "loss_scale" in fp16:
-        message = "is a constant loss scale; here it adapts from precision.loss_scale on"
-        result.refuse("fp16.loss_scale", fp16["loss_scale"], message, "remove it, or set it to 0")
-    for name, default in (("hysteresis", 2), ("min_loss_scale", 1)):
-        if name in fp16 and fp16[name] in (default, "auto"):
-            result.leave(f"fp16.{name}", "it is DeepSpeed's default")
-        elif name in fp16:
-            result.refuse(f"fp16.{name}", fp16[name], "has no key", f"set it to {default}")
-
-
-def _optimizer(optimizer: Mapping[str, Any], result: Translation) -> None:
-    if not optimizer:
-        return
-    kind, params = str(optimizer.get("type", "")), optimizer.get("params", {})
-    name = by_other_name(kind)
-    if name is None:
-        message = f"is not an optimizer here; there are {listed([*OPTIMIZERS])}"
-        result.refuse("optimizer.type", kind, message)
-        return
-    result.set("optimizer.type", "optimizer.name", name)
-    if name == "adamw" and params.get("adam_w_mode", True) is not True:
+def _optimizer(params: Mapping[str, Any], result: Translation) -> None:
+    if (
+        result.values.get("optimizer.name") == "adamw"
+        and params.get("adam_w_mode", True) is not True
+    ):
         message = "asks for Adam with L2 regularization; adamw here decouples the weight decay"
         result.refuse("optimizer.params.adam_w_mode", params["adam_w_mode"], message)
-    for param, value in params.items():
-        path = f"optimizer.params.{param}"
-        if param in _ADAM:
-            result.set(path, _ADAM[param], value)
-        elif param == "betas" and value != "auto":
-            result.set(path, "optimizer.beta1", value[0])
-            result.set(path, "optimizer.beta2", value[1])
-        elif param == "momentum":
-            result.set(path, "optimizer.momentum", value)
-        elif param in ("adam_w_mode", "torch_adam", "bias_correction", "betas"):
-            result.leave(path, "the optimizer is PyTorch's")
-        else:
-            result.refuse(path, value, "has no key")
+    betas = params.get("betas", "auto")
+    if betas != "auto" and "optimizer.params.betas" not in result.taken:
+        for key, beta in zip(("optimizer.beta1", "optimizer.beta2"), betas, strict=True):
+            result.set("optimizer.params.betas", key, beta)
 
 
-def _scheduler(scheduler: Mapping[str, Any], result: Translation) -> None:
-    if not scheduler:
-        return
-    kind, params = str(scheduler.get("type", "")), scheduler.get("params", {})
-    if kind not in _SCHEDULERS:
-        message = "is not a schedule here; there are " + ", ".join(_SCHEDULERS)
-        result.refuse("scheduler.type", kind, message)
-        return
-    result.set("scheduler.type", "scheduler.name", _SCHEDULERS[kind])
-    if kind != "WarmupCosineLR":
+def _scheduler(params: Mapping[str, Any], result: Translation) -> None:
+    if result.values.get("scheduler.name", "cosine") != "cosine":
         result.values["scheduler.min_ratio"] = 0.0
-    for param, value in params.items():
-        path = f"scheduler.params.{param}"
-        if param in _WARM_UP:
-            result.set(path, _WARM_UP[param], value)
-        elif param == "total_num_steps":
-            result.set(path, "train.steps", value)
-        elif param == "cos_min_ratio":
-            result.set(path, "scheduler.min_ratio", value)
-        elif param in ("warmup_min_lr", "warmup_min_ratio"):
-            if value not in (0, 0.0, "auto"):
-                result.refuse(
-                    path, value, "is above 0, where the warm-up begins here", "set it to 0"
-                )
-            else:
-                result.leave(path, "the warm-up begins at 0")
-        elif param == "warmup_type" and value == "linear":
-            result.leave(path, "the warm-up is linear")
-        elif param == "warmup_type":
-            result.refuse(path, value, "is not a warm-up here, which is linear", "set it to linear")
-        else:
-            result.refuse(path, value, "has no key")
-    if kind != "WarmupCosineLR" and "warmup_type" not in params:
-        result.became.append(("scheduler", "a linear warm-up; DeepSpeed's default is logarithmic"))
+        if "warmup_type" not in params:
+            note = "a linear warm-up; DeepSpeed's default is logarithmic"
+            result.became.append(("scheduler", note))
 
 
-def _zero(zero: Mapping[str, Any], result: Translation) -> None:
-    if isinstance(overlap := zero.get("overlap_comm"), bool):
-        path = "zero_optimization.overlap_comm"
-        result.set(path, "backend.overlap_comm", "on" if overlap else "off")
-    if zero.get("cpu_offload") is True:
-        result.set("zero_optimization.cpu_offload", "zero.offload_optimizer", "cpu")
-    elif zero.get("cpu_offload") is False:
-        result.leave("zero_optimization.cpu_offload", "it is off")
+def _keys(leaves: Mapping[str, Any], result: Translation) -> None:
+    """Take the settings that have a key."""
+    for path, key in _KEYS.items():
+        if path not in leaves or path in result.taken or _why_idle(path, leaves[path]):
+            continue
+        value = leaves[path]
+        if path not in _VALUES:
+            result.set(path, key, value)
+        elif (text := json.dumps(value)) in _VALUES[path]:
+            result.set(path, key, _VALUES[path][text])
 
 
 def _loggers(settings: Mapping[str, Any], result: Translation) -> None:
-    monitors: dict[str, tuple[str, Any, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
-        "tensorboard": ("logger.tensorboard", "on", lambda _: {}),
-        "csv_monitor": ("logger.csv", True, lambda _: {}),
-        "wandb": (
-            "logger.wandb",
-            "online",
-            lambda it: {
-                key: it[name]
-                for name, key in (("project", "logger.project"), ("team", "logger.wandb_entity"))
-                if it.get(name)
-            },
-        ),
-    }
-    for name, (key, value, more) in monitors.items():
+    for name, (key, value) in _MONITORS.items():
         monitor = settings.get(name)
         if not isinstance(monitor, Mapping):
             continue
-        for path in flat(monitor, f"{name}."):
-            result._taken.add(path)
-        if monitor.get("enabled"):
-            result.set(f"{name}.enabled", key, value)
-            result.values |= more(monitor)
-        else:
+        result.taken.update(flat(monitor, f"{name}."))
+        if not monitor.get("enabled"):
             result.leave(f"{name}.enabled", "it is off")
+            continue
+        result.set(f"{name}.enabled", key, value)
+        for inner, own in (("project", "logger.project"), ("team", "logger.wandb_entity")):
+            if name == "wandb" and monitor.get(inner):
+                result.values[own] = monitor[inner]
 
 
-def _recomputation(settings: Mapping[str, Any], result: Translation) -> None:
-    for name, value in settings.items():
-        path = f"activation_checkpointing.{name}"
-        if value in (False, None, 0):
-            result.leave(path, "it is off")
-        elif name == "cpu_checkpointing":
-            result.set(path, "parallel.offload_activations", True)
-        else:
-            message = "has no key; recomputation is parallel.activation_checkpointing"
-            result.refuse(path, value, message, "remove it")
-
-
-def _rest(settings: Mapping[str, Any], result: Translation) -> dict[str, Any]:
-    """Return the settings that no key of ours decides: DeepSpeed receives them as they are."""
-    for path, value in flat(settings).items():
-        if path in _COUNTED and not result.is_taken(path):
-            result.leave(path, _COUNTED[path])
-        elif value == "auto" and not result.is_taken(path):
-            result.leave(path, 'it is "auto"')
-    left = _without(settings, result)
-    kept = flat(unowned(left))
-    for path in [path for path in flat(left) if path not in kept]:
-        root = path.partition(".")[0]
-        if root == "bf16" and not settings[root].get("enabled"):
-            result.leave(path, "bf16 is off")
-        else:
-            result.refuse(path, flat(settings)[path], "has no key of nanoscale")
-    return unowned(left)
-
-
-def _without(settings: Mapping[str, Any], result: Translation, prefix: str = "") -> dict[str, Any]:
-    """Return the settings that were neither taken nor left out."""
+def _rest(settings: Mapping[str, Any], result: Translation, prefix: str = "") -> dict[str, Any]:
+    """Read all other settings by the tables. Return those that DeepSpeed receives as they are."""
     rest: dict[str, Any] = {}
     for name, value in settings.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            if inner := _without(value, result, f"{path}."):
+            if inner := _rest(value, result, f"{path}."):
                 rest[name] = inner
-        elif not result.is_taken(path):
+            continue
+        if path in result.taken:
+            continue
+        refusal = None if value == "auto" and path in _VALUES else _nearest(path, _REFUSED)
+        if (reason := _why_idle(path, value)) is not None:
+            result.leave(path, reason)
+        elif refusal is not None:
+            result.refuse(path, value, *refusal)
+        elif value == "auto":
+            result.leave(path, 'it is "auto"')
+        elif _nearest(path, OWNED) is not None:
+            result.refuse(path, value, _NO_KEY)
+        else:
             rest[name] = value
     return rest
+
+
+def _why_idle(path: str, value: Any) -> str | None:
+    """Return why a value needs no key; None if it may need one."""
+    values, reason = _nearest(path, _IDLE) or ((), "")
+    return reason if values is None or value in values else None
+
+
+def _nearest(path: str, table: Mapping[str, _Row]) -> _Row | None:
+    """Return the row of a setting, or of the nearest object that contains it."""
+    while path and path not in table:
+        path = path.rpartition(".")[0]
+    return table.get(path)
 
 
 def recipe(result: Translation) -> dict[str, Any]:

@@ -115,6 +115,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested mappings with the leaves of others in addition, or in place of those of the same name."""
+    result = dict(values)
+    for name, value in others.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = merged(result[name], value) if both else value
+    return result
+
+
 def defaults(section: type) -> dict[str, Any]:
     """Return a section's defaults as plain data."""
     return {

@@ -55,7 +55,10 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
         source, document = composed.source("model.hf_config"), model.hf_config
         if not frozen:
             folder = _folder(composed)
-            source, document = str(folder / "config.json"), _merged(read_config(folder), document)
+            source, document = (
+                str(folder / "config.json"),
+                reference.merged(read_config(folder), document),
+            )
         require_causal(document)
     except (NoSuchModelError, UnsupportedError) as error:
         refuse_model(composed, KEY, model.name, error)
@@ -93,14 +96,6 @@ def _folder(composed: Composed) -> Path:
     return locate(name, weights=False)
 
 
-def _merged(document: Json, said: Json) -> Json:
-    result = dict(document)
-    for name, value in said.items():
-        both = isinstance(result.get(name), dict) and isinstance(value, dict)
-        result[name] = _merged(result[name], value) if both else value
-    return result
-
-
 def _shape_keys() -> list[str]:
     return [field.name for field in fields(Model) if field.name not in _OWN_WORDS]
 
@@ -136,12 +131,8 @@ def _conflicts(
         else:
             message = "shapes nanoscale's own transformer, and model=hf would ignore it"
         shown_value = mine if key in reference.declared() else "…"
-        yield Violation(key, shown_value, _writer(composed, key), message, instead)
-
-
-def _writer(composed: Composed, key: str) -> str:
-    keys = [k for k in composed.history if f"{k}.".startswith(f"{key}.")]
-    return next((composed.source(k) for k in reversed(keys)), "")
+        source_of_key = composed.source(composed.within(key)[-1])
+        yield Violation(key, shown_value, source_of_key, message, instead)
 
 
 def _said(composed: Composed, name: str) -> bool:
@@ -151,5 +142,4 @@ def _said(composed: Composed, name: str) -> bool:
     """
     chosen_by_hand = composed.by_hand(KEY) or "model=hf" in composed.words
     said = composed.by_hand if chosen_by_hand else composed.asked_for
-    keys = [key for key in composed.history if f"{key}.".startswith(f"model.{name}.")]
-    return any(map(said, keys))
+    return any(map(said, composed.within(f"model.{name}")))

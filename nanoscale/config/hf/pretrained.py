@@ -154,8 +154,7 @@ def _said(composed: Composed, name: str) -> bool:
     said = composed.asked_for
     if composed.by_hand(KEY) and not any(map(_MODEL_BY_HAND.match, composed.words)):
         said = composed.by_hand
-    keys = [key for key in composed.history if f"{key}.".startswith(f"model.{name}.")]
-    return any(map(said, keys))
+    return any(map(said, composed.within(f"model.{name}")))
 
 
 def _is_free(name: str, mine: Any, theirs: Model) -> bool:
@@ -169,9 +168,7 @@ def _is_free(name: str, mine: Any, theirs: Model) -> bool:
 
 def _conflict(composed: Composed, folder: Path, name: str, mine: Any, given: Any) -> Violation:
     key = f"model.{name}"
-    source = next(
-        composed.source(k) for k in reversed(composed.history) if f"{k}.".startswith(f"{key}.")
-    )
+    source = composed.source(composed.within(key)[-1])
     is_section = hasattr(given or mine, "__dataclass_fields__")
     value, other = ("…", "otherwise") if is_section else (mine, shown(given))
     message = f"is {other} in {folder}/config.json, from which {KEY} takes the shape"

@@ -6,13 +6,12 @@ Settings that our shape cannot express are refused by name: nothing is dropped s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal, read_folder
-from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.config.schema import Model
 from nanoscale.config.values.convert import convert
 from nanoscale.config.violations import shown
 
@@ -22,7 +21,6 @@ _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_ex
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """The endings of the class names of causal language models."""
 
-
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """The endings of the names of their embeddings."""
@@ -30,6 +28,147 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 
 class UnsupportedError(Exception):
     """A model that the other side cannot express; the text names the setting."""
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A setting that is a key of the model."""
+
+    name: str
+    usual: Any = ...
+    """transformers' default; an ellipsis if the setting must be present."""
+
+
+@dataclass(frozen=True)
+class _Only:
+    """A setting with one supported value, and other spellings of it."""
+
+    value: Any
+    others: tuple[Any, ...] = ()
+    is_read: bool = True
+    is_written: bool = True
+
+
+Settings = dict[str, _Key | _Only]
+_LLAMA: Settings = {
+    "num_hidden_layers": _Key("layers"),
+    "hidden_size": _Key("hidden"),
+    "num_attention_heads": _Key("heads"),
+    "num_key_value_heads": _Key("kv_heads", None),
+    "head_dim": _Key("head_dim", None),
+    "intermediate_size": _Key("ffn"),
+    "vocab_size": _Key("vocab"),
+    "max_position_embeddings": _Key("max_seq_len"),
+    "rms_norm_eps": _Key("norm_eps", 1e-6),
+    "hidden_act": _Only("silu", ("swish",)),
+    "rope_theta": _Key("rope_theta", 10000.0),
+    "rope_scaling": _Key("rope_scaling", None),
+    "tie_word_embeddings": _Key("tie_embeddings", False),
+    "initializer_range": _Key("init_std", 0.02),
+    "attention_dropout": _Only(0.0, is_read=False),
+}
+_GPT2: Settings = {
+    "scale_attn_weights": _Only(True, is_written=False),
+    "scale_attn_by_inverse_layer_idx": _Only(False, is_written=False),
+    "add_cross_attention": _Only(False, is_written=False),
+    "n_layer": _Key("layers"),
+    "n_embd": _Key("hidden"),
+    "n_head": _Key("heads"),
+    "n_inner": _Key("ffn", None),
+    "vocab_size": _Key("vocab"),
+    "n_positions": _Key("max_seq_len", 1024),
+    "layer_norm_epsilon": _Key("norm_eps", 1e-5),
+    "activation_function": _Only("gelu_new", ("gelu_pytorch_tanh",)),  # the same function
+    "tie_word_embeddings": _Key("tie_embeddings", True),
+    "initializer_range": _Key("init_std", 0.02),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), _Only(0.0, is_read=False)),
+}
+_NO_WINDOW: Settings = {"use_sliding_window": _Only(False)}
+_NO_WINDOW_OR_BIAS = _NO_WINDOW | {"attention_bias": _Only(False)}
+_EXPERTS: Settings = {
+    "num_experts_per_tok": _Key("experts_per_token"),
+    "output_router_logits": _Only(False),  # with it their loss has another part
+}
+_ROPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope"}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One `model_type`: its config.json, which is read and written by the same table."""
+
+    architecture: str
+    settings: Settings
+    """The settings, in the order in which they are written."""
+    implied: Json
+    """The keys of the model that have the same value in the whole family."""
+
+
+def _like_llama(architecture: str, own: Settings, usual: Json, **implied: Any) -> _Family:
+    """Return a family with settings of its own, and other defaults by the keys of the model."""
+    settings = {
+        name: replace(it, usual=usual.get(it.name, it.usual)) if isinstance(it, _Key) else it
+        for name, it in (own | _LLAMA).items()
+    }
+    return _Family(architecture, settings, _ROPE | implied)
+
+
+_BIAS = _Key("bias", False)
+_WINDOW: Settings = {"sliding_window": _Key("sliding_window", None)}
+_FAMILIES = {
+    "llama": _like_llama("LlamaForCausalLM", {"attention_bias": _BIAS, "mlp_bias": _BIAS}, {}),
+    "mistral": _like_llama(
+        "MistralForCausalLM",
+        _WINDOW,
+        {"kv_heads": 8, "max_seq_len": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": _like_llama("Qwen2ForCausalLM", _NO_WINDOW, {"kv_heads": 32}, qkv_bias=True),
+    "qwen3": _like_llama(
+        "Qwen3ForCausalLM", _NO_WINDOW_OR_BIAS, {"kv_heads": 32, "head_dim": 128}, qk_norm=True
+    ),
+    "mixtral": _like_llama(
+        "MixtralForCausalLM",
+        _EXPERTS
+        | {"num_local_experts": _Key("experts", 8)}
+        | _WINDOW
+        | {"router_jitter_noise": _Only(0.0)},
+        {
+            "kv_heads": 8,
+            "max_seq_len": 131072,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "experts_per_token": 2,
+        },
+    ),
+    "qwen3_moe": _like_llama(
+        "Qwen3MoeForCausalLM",
+        _EXPERTS
+        | {
+            "num_experts": _Key("experts", 128),
+            "moe_intermediate_size": _Key("ffn", 768),
+            "norm_topk_prob": _Only(True),
+            "decoder_sparse_step": _Only(1),
+            "mlp_only_layers": _Only([], (None,)),
+            "router_jitter_noise": _Only(0.0, is_written=False),
+        }
+        | _NO_WINDOW_OR_BIAS,
+        {"kv_heads": 4, "experts_per_token": 8},
+        qk_norm=True,
+    ),
+    "gpt2": _Family(
+        "GPT2LMHeadModel",
+        _GPT2,
+        {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True},
+    ),
+}
+FAMILIES = frozenset(_FAMILIES)
+"""The values of `model_type` that our own transformer supports."""
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
+"""The keys of `model.rope_scaling`, and their names in config.json."""
 
 
 def read_shape(folder: Path) -> Model:
@@ -47,12 +186,12 @@ def read_shape(folder: Path) -> Model:
         if document.get(key):
             shared = f"{key}={document[key]}: shared experts are not supported"
             raise UnsupportedError(f"model_type={shown(family)}, {shared}")
-    if family not in _READ:
-        families = ", ".join(_READ)
+    if family not in _FAMILIES:
+        families = ", ".join(_FAMILIES)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
     if "quantization_config" in document:
         raise UnsupportedError("quantization_config: its weights are quantized")
-    values = _READ[family](document) | {"name": folder.name}
+    values = _read(_FAMILIES[family], document) | {"name": folder.name}
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
         wrong = "; ".join(f"{it.key}={shown(it.value)} {it.message}" for it in violations)
@@ -107,272 +246,136 @@ def read_config(folder: Path) -> Json:
     return document
 
 
-def write_shape(model: Model) -> Json:
-    """Return the config.json of a resolved shape, without the numbers of special tokens.
-
-    Raises:
-        UnsupportedError: no family of transformers has this shape.
-    """
-    if model.position == "learned":
-        return _write_gpt2(model)
-    return _write_llama(model)
-
-
 def _need(document: Json, key: str) -> Any:
     if key not in document:
         raise UnsupportedError(f"config.json has no {key}")
     return document[key]
 
 
-def _require(document: Json, key: str, usual: Any, *others: Any) -> None:
+def _require(document: Json, key: str, value: Any, others: tuple[Any, ...] = ()) -> None:
     """Refuse a value that changes the computation."""
-    value = document.get(key, usual)
-    if value not in (usual, *others):
-        raise UnsupportedError(f"{key}={shown(value)}: only {shown(usual)} is supported")
+    given = document.get(key, value)
+    if given not in (value, *others):
+        raise UnsupportedError(f"{key}={shown(given)}: only {shown(value)} is supported")
 
 
-# --- Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE ---------------------------------------------------
-
-
-def _read_llama(document: Json) -> Json:
-    bias = document.get("attention_bias", False)
-    if document.get("mlp_bias", False) != bias:
-        raise UnsupportedError(f"attention_bias={shown(bias)} and mlp_bias differ")
-    return _read_common(document, kv_heads=None) | {"bias": bias}
-
-
-def _read_mistral(document: Json) -> Json:
-    window = document.get("sliding_window", 4096)
-    longest = document.get("max_position_embeddings", 131072)
-    idle = window is None or window >= longest
-    values = _read_common(document | {"max_position_embeddings": longest}, kv_heads=8)
-    return values | {"sliding_window": None if idle else window}
-
-
-def _read_qwen2(document: Json) -> Json:
-    _require(document, "use_sliding_window", False)
-    return _read_common(document, kv_heads=32) | {"qkv_bias": True}
-
-
-def _read_qwen3(document: Json) -> Json:
-    _require(document, "use_sliding_window", False)
-    _require(document, "attention_bias", False)
-    values = _read_common(document, kv_heads=32) | {"qk_norm": True}
-    return values | {"head_dim": document.get("head_dim", 128)}
-
-
-def _read_mixtral(document: Json) -> Json:
-    usual = {"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
-    values = _read_mistral(usual | document)
-    return values | _read_experts(document, "num_local_experts", experts=8, taken=2)
-
-
-def _read_qwen3_moe(document: Json) -> Json:
-    """Read a Qwen3-MoE; its `intermediate_size` is that of blocks without experts, of which there must be
-    none."""
-    _require(document, "use_sliding_window", False)
-    _require(document, "attention_bias", False)
-    _require(document, "decoder_sparse_step", 1)
-    _require(document, "mlp_only_layers", [], None)
-    if document.get("norm_topk_prob", False) is not True:
+def _read(family: _Family, document: Json) -> Json:
+    """Return the keys of the model that config.json sets, or that its family has by default."""
+    if "norm_topk_prob" in family.settings and document.get("norm_topk_prob") is not True:
         raise UnsupportedError(
             "norm_topk_prob=false: only true is supported: the weights of a token add up to 1"
         )
-    key = "num_experts" if "num_experts" in document else "num_local_experts"
-    ffn = document.get("moe_intermediate_size", 768)
-    values = _read_common(document | {"intermediate_size": ffn}, kv_heads=4) | {"qk_norm": True}
-    return values | _read_experts(document, key, experts=128, taken=8)
+    for name, setting in family.settings.items():
+        if isinstance(setting, _Only) and setting.is_read:
+            _require(document, name, setting.value, setting.others)
+    if "n_inner" in family.settings:
+        document = document | {"n_inner": document.get("n_inner") or 4 * _need(document, "n_embd")}
+    if "moe_intermediate_size" in family.settings:
+        # Its `intermediate_size` is that of blocks without experts, and there are none.
+        document = {"num_experts": document.get("num_local_experts", 128)} | document
+        document["intermediate_size"] = document.get("moe_intermediate_size", 768)
+    values: Json = dict(family.implied)
+    for name, setting in family.settings.items():
+        if isinstance(setting, _Key):
+            needed = setting.usual is ...
+            given = _need(document, name) if needed else document.get(name, setting.usual)
+            if name == "mlp_bias" and given != values["bias"]:
+                raise UnsupportedError(
+                    f"attention_bias={shown(values['bias'])} and mlp_bias differ"
+                )
+            values.setdefault(setting.name, given)
+    values.setdefault("kv_heads", values["heads"])
+    if values["position"] == "rope":
+        values |= _read_rope(document, values["rope_theta"])
+    window = values.get("sliding_window")
+    if window is not None and window >= values["max_seq_len"]:
+        values["sliding_window"] = None
+    return values
 
 
-def _read_experts(document: Json, key: str, experts: int, taken: int) -> Json:
-    """Read the experts' keys; `experts` and `taken` are transformers' defaults."""
-    _require(document, "router_jitter_noise", 0.0)
-    _require(document, "output_router_logits", False)  # with it their loss has another part
-    return {
-        "experts": document.get(key, experts),
-        "experts_per_token": document.get("num_experts_per_tok", taken),
-    }
-
-
-def _read_common(document: Json, kv_heads: int | None) -> Json:
-    """Read the shared keys; `kv_heads` is transformers' default."""
-    _require(document, "hidden_act", "silu", "swish")
-    return {
-        "layers": _need(document, "num_hidden_layers"),
-        "hidden": _need(document, "hidden_size"),
-        "heads": _need(document, "num_attention_heads"),
-        "kv_heads": document.get("num_key_value_heads", kv_heads),
-        "head_dim": document.get("head_dim"),
-        "ffn": _need(document, "intermediate_size"),
-        "vocab": _need(document, "vocab_size"),
-        "max_seq_len": _need(document, "max_position_embeddings"),
-        "norm": "rmsnorm",
-        "norm_eps": document.get("rms_norm_eps", 1e-6),
-        "mlp": "swiglu",
-        "position": "rope",
-        "tie_embeddings": document.get("tie_word_embeddings", False),
-        "init_std": document.get("initializer_range", 0.02),
-        **_read_rope(document),
-    }
-
-
-def _read_rope(document: Json) -> Json:
+def _read_rope(document: Json, theta: Any) -> Json:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UnsupportedError("rope_scaling is not an object")
-    _require(document | rope, "partial_rotary_factor", 1.0, None)
-    theta = rope.get("rope_theta", document.get("rope_theta", 10000.0))
+    _require(document | rope, "partial_rotary_factor", 1.0, (None,))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UnsupportedError(f"rope_type={shown(kind)}: only default and llama3 are supported")
     scaling = None
     if kind == "llama3":
-        scaling = {
-            "factor": _need(rope, "factor"),
-            "low_freq_factor": _need(rope, "low_freq_factor"),
-            "high_freq_factor": _need(rope, "high_freq_factor"),
-            "original_seq_len": _need(rope, "original_max_position_embeddings"),
-        }
-    return {"rope_theta": theta, "rope_scaling": scaling}
+        scaling = {key: _need(rope, name) for key, name in _LLAMA3.items()}
+    return {"rope_theta": rope.get("rope_theta", theta), "rope_scaling": scaling}
 
 
-def _write_llama(model: Model) -> Json:
+def write_shape(model: Model) -> Json:
+    """Return the config.json of a resolved shape, without the numbers of special tokens.
+
+    Raises:
+        UnsupportedError: no family of transformers has this shape.
+    """
+    name = _family_of(model)
+    family, values = _FAMILIES[name], asdict(model)
+    values |= {"kv_heads": model.kv_head_count, "head_dim": model.head_width}
+    if model.rope_scaling is not None:
+        scaling = {hf: values["rope_scaling"][key] for key, hf in _LLAMA3.items()}
+        values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    if model.position == "rope":  # larger values are refused, and it initializes nothing here
+        values["init_std"] = min(model.init_std, 1.0)
+    return {"model_type": name, "architectures": [family.architecture]} | {
+        hf: values[setting.name] if isinstance(setting, _Key) else setting.value
+        for hf, setting in family.settings.items()
+        if isinstance(setting, _Key) or setting.is_written
+    }
+
+
+def _family_of(model: Model) -> str:
+    """Return the family with this shape; no family has several of the options together.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    if model.position == "learned":
+        _require_gpt2(model)
+        return "gpt2"
     if (model.norm, model.mlp) != ("rmsnorm", "swiglu"):
         raise UnsupportedError(
             f"no family has rotary positions with model.norm={model.norm} and model.mlp={model.mlp}"
         )
-    document = {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_head_count,
-        "head_dim": model.head_width,
-        "intermediate_size": model.ffn,
-        "vocab_size": model.vocab,
-        "max_position_embeddings": model.max_seq_len,
-        "rms_norm_eps": model.norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _write_scaling(model.rope_scaling),
-        "tie_word_embeddings": model.tie_embeddings,
-        # larger values are refused, and it initializes nothing here
-        "initializer_range": min(model.init_std, 1.0),
-        "attention_dropout": 0.0,
-    }
-    return _family(model) | document
-
-
-def _family(model: Model) -> Json:
-    """Return the keys by which families differ; no family has several of these options together."""
+    names = ("bias", "qkv_bias", "qk_norm", "sliding_window")
+    options = [f"model.{name}" for name in names if getattr(model, name)]
     if model.experts:
-        return _family_of_experts(model)
-    options = {
-        "model.bias": model.bias,
-        "model.qkv_bias": model.qkv_bias,
-        "model.qk_norm": model.qk_norm,
-        "model.sliding_window": model.sliding_window is not None,
-    }
-    taken = [key for key, is_set in options.items() if is_set]
-    if len(taken) > 1:
-        raise UnsupportedError(f"no family has both {' and '.join(taken)}")
+        return _family_of_experts(options)
+    if len(options) > 1:
+        raise UnsupportedError(f"no family has both {' and '.join(options)}")
     if model.qkv_bias:
-        return _named("qwen2", "Qwen2ForCausalLM") | {"use_sliding_window": False}
+        return "qwen2"
     if model.qk_norm:
-        return _named("qwen3", "Qwen3ForCausalLM") | {
-            "use_sliding_window": False,
-            "attention_bias": False,
-        }
+        return "qwen3"
     # Llama's configuration refuses heads that do not divide the hidden size. A Mistral without a window
     # computes the same, and accepts any head_dim.
-    uneven = model.hidden % model.heads != 0
-    if model.sliding_window is not None or (uneven and not model.bias):
-        return _named("mistral", "MistralForCausalLM") | {"sliding_window": model.sliding_window}
-    if uneven:
+    is_uneven = model.hidden % model.heads != 0
+    if model.sliding_window is not None or (is_uneven and not model.bias):
+        return "mistral"
+    if is_uneven:
         raise UnsupportedError(
             f"Llama is the family with model.bias, and its model.hidden={model.hidden} must be a multiple "
             f"of model.heads={model.heads}"
         )
-    bias = {"attention_bias": model.bias, "mlp_bias": model.bias}
-    return _named("llama", "LlamaForCausalLM") | bias
+    return "llama"
 
 
-def _family_of_experts(model: Model) -> Json:
-    for key, idle in (("bias", False), ("qkv_bias", False)):
-        if getattr(model, key) != idle:
-            raise UnsupportedError(f"no family has both model.experts and model.{key}")
-    taken = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
-    if not model.qk_norm:
-        return (
-            _named("mixtral", "MixtralForCausalLM")
-            | taken
-            | {
-                "num_local_experts": model.experts,
-                "sliding_window": model.sliding_window,
-                "router_jitter_noise": 0.0,
-            }
-        )
-    if model.sliding_window is not None:
-        raise UnsupportedError(
-            "no family has model.experts, model.qk_norm and model.sliding_window"
-        )
-    return (
-        _named("qwen3_moe", "Qwen3MoeForCausalLM")
-        | taken
-        | {
-            "num_experts": model.experts,
-            "moe_intermediate_size": model.ffn,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "use_sliding_window": False,
-            "attention_bias": False,
-        }
-    )
+def _family_of_experts(options: list[str]) -> str:
+    for key in ("model.bias", "model.qkv_bias"):
+        if key in options:
+            raise UnsupportedError(f"no family has both model.experts and {key}")
+    if options == ["model.qk_norm", "model.sliding_window"]:
+        raise UnsupportedError(f"no family has model.experts, {' and '.join(options)}")
+    return "qwen3_moe" if "model.qk_norm" in options else "mixtral"
 
 
-def _named(family: str, architecture: str) -> Json:
-    return {"model_type": family, "architectures": [architecture]}
-
-
-def _write_scaling(scaling: RopeScaling | None) -> Json | None:
-    if scaling is None:
-        return None
-    values = asdict(scaling)
-    original = values.pop("original_seq_len")
-    return {"rope_type": "llama3", **values, "original_max_position_embeddings": original}
-
-
-# --- GPT-2 ----------------------------------------------------------------------------------------
-
-
-def _read_gpt2(document: Json) -> Json:
-    # `gelu_pytorch_tanh` is the same function.
-    _require(document, "activation_function", "gelu_new", "gelu_pytorch_tanh")
-    _require(document, "scale_attn_weights", True)
-    _require(document, "scale_attn_by_inverse_layer_idx", False)
-    _require(document, "add_cross_attention", False)
-    hidden = _need(document, "n_embd")
-    return {
-        "layers": _need(document, "n_layer"),
-        "hidden": hidden,
-        "heads": _need(document, "n_head"),
-        "kv_heads": document["n_head"],
-        "ffn": document.get("n_inner") or 4 * hidden,
-        "vocab": _need(document, "vocab_size"),
-        "max_seq_len": document.get("n_positions", 1024),
-        "norm": "layernorm",
-        "norm_eps": document.get("layer_norm_epsilon", 1e-5),
-        "mlp": "gelu",
-        "position": "learned",
-        "bias": True,
-        "tie_embeddings": document.get("tie_word_embeddings", True),
-        "init_std": document.get("initializer_range", 0.02),
-    }
-
-
-def _write_gpt2(model: Model) -> Json:
-    theirs = {
+def _require_gpt2(model: Model) -> None:
+    pairs = {
         "model.norm": (model.norm, "layernorm"),
         "model.mlp": (model.mlp, "gelu"),
         "model.bias": (model.bias, True),
@@ -381,36 +384,8 @@ def _write_gpt2(model: Model) -> Json:
         "model.kv_heads": (model.kv_head_count, model.heads),
         "model.head_dim": (model.head_width * model.heads, model.hidden),
     }  # fmt: skip
-    unlike = [key for key, (ours, usual) in theirs.items() if ours != usual]
+    unlike = [key for key, (ours, usual) in pairs.items() if ours != usual]
     if unlike:
         raise UnsupportedError(
             f"GPT-2 is the family with learned positions, and {', '.join(unlike)} differs from it"
         )
-    return _named("gpt2", "GPT2LMHeadModel") | {
-        "n_layer": model.layers,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
-        "n_inner": model.ffn,
-        "vocab_size": model.vocab,
-        "n_positions": model.max_seq_len,
-        "layer_norm_epsilon": model.norm_eps,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": model.tie_embeddings,
-        "initializer_range": model.init_std,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    }
-
-
-_READ: dict[str, Callable[[Json], Json]] = {
-    "llama": _read_llama,
-    "mistral": _read_mistral,
-    "qwen2": _read_qwen2,
-    "qwen3": _read_qwen3,
-    "mixtral": _read_mixtral,
-    "qwen3_moe": _read_qwen3_moe,
-    "gpt2": _read_gpt2,
-}
-FAMILIES = frozenset(_READ)
-"""The values of `model_type` that our own transformer supports."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoscale.config import reference
 from nanoscale.config.schema import Config
@@ -82,10 +82,6 @@ def record(history: History, key: str, setting: Setting) -> None:
         settings.append(setting)
 
 
-if TYPE_CHECKING:
-    pass
-
-
 @dataclass(frozen=True)
 class Composed:
     """A configuration as requested; `auto` and null values are not resolved yet."""
@@ -106,6 +102,10 @@ class Composed:
         settings = self.history.get(key)
         return settings[-1].source if settings else DEFAULT
 
+    def within(self, key: str) -> list[str]:
+        """List the key, if something set it, and the keys in it, in the order of the history."""
+        return [name for name in self.history if f"{name}.".startswith(f"{key}.")]
+
     def by_hand(self, key: str) -> bool:
         """True if the command line set a key."""
         return self.source(key).startswith(COMMAND_LINE)
@@ -119,8 +119,7 @@ class Composed:
         """True if the command line set a key, anything in it, or a section or mapping that contains it."""
         around = key.split(".")
         names = [".".join(around[:end]) for end in range(2, len(around) + 1)]
-        names += [name for name in self.history if name.startswith(f"{key}.")]
-        return any(map(self.by_hand, names))
+        return any(map(self.by_hand, names + self.within(key)))
 
     def asked_for(self, key: str) -> bool:
         """True if the command line or a recipe set a key, or chose the option that did."""
