@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 Curve = list[tuple[int, float | None]]
 """Steps and values; None is a value that was not finite."""
@@ -192,16 +193,13 @@ def _curve(points: Curve, x: Axis, y: Axis, place: int, axis: str) -> Iterator[s
 
 def _segments(points: Curve, positive: bool) -> Iterator[list[tuple[int, float]]]:
     """Yield the segments between values that cannot be drawn."""
-    segment: list[tuple[int, float]] = []
-    for step, value in points:
-        if value is None or (positive and value <= 0):
-            if segment:
-                yield segment
-            segment = []
-        else:
-            segment.append((step, value))
-    if segment:
-        yield segment
+
+    def is_drawn(point: tuple[int, float | None]) -> bool:
+        return point[1] is not None and (point[1] > 0 or not positive)
+
+    for drawn, segment in groupby(points, is_drawn):
+        if drawn:
+            yield [(step, value) for step, value in segment if value is not None]
 
 
 def _curve_names(entries: Sequence[tuple[str, str]], right: float) -> Iterator[str]:

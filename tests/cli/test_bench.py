@@ -20,7 +20,7 @@ from nanoscale.config.schema import Cluster, Train
 from nanoscale.launch.lifecycle.bench import compare_figures, document
 from nanoscale.metrics.step_parts import PARTS
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.bench import _parts
+from nanoscale.view.measured_text import _parts
 from tests.support.jobs import make_config
 from tests.support.recipes import complete
 
@@ -139,8 +139,8 @@ def test_speed_up_and_efficiency_by_hand(capsys: pytest.CaptureFixture[str]) -> 
     """Twice as fast on four times as many ranks; the plan expects three times."""
     from nanoscale.common.display import console
     from nanoscale.launch.lifecycle.speed_up import scaling_document
-    from nanoscale.view.bench import scaling_report
     from nanoscale.view.blocks import show
+    from nanoscale.view.measured_text import scaling_report
 
     def bench(ranks: int, speed: float, planned: float) -> dict[str, Any]:
         names = ("model", "precision", "backend", "device")

@@ -72,8 +72,8 @@ def bench(
     plan's.
     """
     from nanoscale.launch.lifecycle.bench import compare_figures, read_other
-    from nanoscale.view.bench import bench_report, scaling_report
     from nanoscale.view.blocks import page, show
+    from nanoscale.view.measured_text import bench_report, scaling_report
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
         if value < least:

@@ -123,7 +123,7 @@ def _loss(
 ) -> int:
     from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import EVALUATION
-    from nanoscale.view.evaluation_text import document, print_loss
+    from nanoscale.view.measured_text import evaluation_document, print_loss
 
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -144,7 +144,7 @@ def _loss(
         except OneShotJobError as error:
             display.note(f"error: {error}")
             return FAILED
-    about = document(config, task, figures)
+    about = evaluation_document(config, task, figures)
     if as_json:
         print_json(about)
     else:
@@ -209,7 +209,7 @@ def _run_tasks(
     from nanoscale.generate.harness import Answers, evaluate_tasks, require_library
     from nanoscale.generate.replicas import replicated
     from nanoscale.generate.weights import find_devices, open_model
-    from nanoscale.view.evaluation_text import plain_numbers
+    from nanoscale.view.measured_text import plain_numbers
 
     require_library()
     devices = find_devices(device, num_gpus, several=True)

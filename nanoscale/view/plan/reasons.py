@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.model_math import parameters
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
-from nanoscale.plan.time.step import StepBreakdown
 from nanoscale.view.plan.prediction import MEANINGS, recomputation
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
@@ -54,16 +52,13 @@ def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
 
 
 def _sentence(name: str, before: object, after: object, other: Prediction, best: Prediction) -> str:
-    parts = {field.name: _difference(field.name, other, best) for field in fields(StepBreakdown)}
-    told = {
-        part: saved for part, saved in parts.items() if abs(saved) > _LEAST_S * best.time.seconds
+    parts = {
+        part: getattr(other.time.parts, part) - getattr(best.time.parts, part) for part in MEANINGS
     }
-    saves = [
-        f"{duration(s)} of {MEANINGS[p]}" for p, s in sorted(told.items(), key=_by_size) if s > 0
-    ]
-    costs = [
-        f"{duration(-s)} of {MEANINGS[p]}" for p, s in sorted(told.items(), key=_by_size) if s < 0
-    ]
+    large = [item for item in parts.items() if abs(item[1]) > _LEAST_S * best.time.seconds]
+    large.sort(key=lambda item: -abs(item[1]))
+    saves = [f"{duration(saved)} of {MEANINGS[part]}" for part, saved in large if saved > 0]
+    costs = [f"{duration(-saved)} of {MEANINGS[part]}" for part, saved in large if saved < 0]
     memory = best.worst.total - other.worst.total
     if abs(memory) >= 0.1 * GIB:
         (costs if memory > 0 else saves).append(byte_size(abs(memory)))
@@ -76,14 +71,6 @@ def _sentence(name: str, before: object, after: object, other: Prediction, best:
     change = " and ".join(words) or "changes little"
     gain = f"{total:.1%} faster" if total >= 5e-4 else "as fast"
     return f"{name} {before} → {after} {change}; the step is {gain}"
-
-
-def _difference(part: str, other: Prediction, best: Prediction) -> float:
-    return float(getattr(other.time.parts, part) - getattr(best.time.parts, part))
-
-
-def _by_size(item: tuple[str, float]) -> float:
-    return -abs(item[1])
 
 
 def advice(best: Prediction) -> list[str]:
