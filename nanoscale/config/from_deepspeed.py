@@ -281,22 +281,18 @@ def _precision(settings: Mapping[str, Any], result: Translation) -> None:
 
 def _types(settings: Mapping[str, Any], result: Translation) -> None:
     """Take the types of the optimizer and the scheduler. Of an unknown type, refuse the parameters too."""
+    unknown_optimizer = f"is not an optimizer here; there are {listed([*OPTIMIZERS])}"
+    unknown_schedule = f"is not a schedule here; there are {', '.join(_SCHEDULERS)}"
     for section, own_name, message in (
-        (
-            "optimizer",
-            by_other_name,
-            f"is not an optimizer here; there are {listed([*OPTIMIZERS])}",
-        ),
-        (
-            "scheduler",
-            _SCHEDULERS.get,
-            f"is not a schedule here; there are {', '.join(_SCHEDULERS)}",
-        ),
+        ("optimizer", by_other_name, unknown_optimizer),
+        ("scheduler", _SCHEDULERS.get, unknown_schedule),
     ):
-        if not (values := settings.get(section)):
+        values = settings.get(section)
+        if not values:
             continue
         kind = str(values.get("type", ""))
-        if (name := own_name(kind)) is not None:
+        name = own_name(kind)
+        if name is not None:
             result.set(f"{section}.type", f"{section}.name", name)
             continue
         result.refuse(f"{section}.type", kind, message)
@@ -307,10 +303,8 @@ def _types(settings: Mapping[str, Any], result: Translation) -> None:
 
 
 def _optimizer(params: Mapping[str, Any], result: Translation) -> None:
-    if (
-        result.values.get("optimizer.name") == "adamw"
-        and params.get("adam_w_mode", True) is not True
-    ):
+    is_adamw = result.values.get("optimizer.name") == "adamw"
+    if is_adamw and params.get("adam_w_mode", True) is not True:
         message = "asks for Adam with L2 regularization; adamw here decouples the weight decay"
         result.refuse("optimizer.params.adam_w_mode", params["adam_w_mode"], message)
     betas = params.get("betas", "auto")

@@ -75,89 +75,100 @@ def test_what_it_became_makes_the_same_json_again(
     assert config["logger"]["csv"] is True and config["train"]["log_every"] == 10
 
 
+MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH = {"train_batch_size": 16, STEPS: 4}
+FP16 = {"enabled": True}
+
+
 @pytest.mark.parametrize(
     ("settings", "dp", "values"),
     [
-        (
-            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
-            8,
-            ("global", 64),
-        ),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 8, ("micro", 2)),
+        ({MICRO: 2, STEPS: 4}, 8, {"train.global_batch": 64, "train.micro_batch": 2}),
+        ({"train_batch_size": 64, STEPS: 4}, 8, {"train.global_batch": 64, "train.micro_batch": 2}),
+        (BATCH | {MICRO: 2}, 2, {"train.global_batch": 16, "train.micro_batch": 2}),
+        (BATCH, 4, {"train.global_batch": 16, "train.micro_batch": 1}),
+        ({"fp16": FP16 | {"loss_scale_window": 500}}, None, {"precision.loss_scale_window": 500}),
+        ({"fp16": FP16 | {"initial_scale_power": 8}}, None, {"precision.loss_scale": 256.0}),
+        ({"fp16": FP16 | {"loss_scale": 0.0, "hysteresis": 2}}, None, {"precision.compute": "fp16"}),
+        ({"zero_optimization": {"cpu_offload": True}}, None, {"zero.offload_optimizer": "cpu"}),
+        ({"zero_optimization": {"overlap_comm": False}}, None, {"backend.overlap_comm": "off"}),
+        ({"activation_checkpointing": {"cpu_checkpointing": True, "profile": False}}, None,
+         {"parallel.offload_activations": True}),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, None, {"precision.reduce": "bf16"}),
+        ({"sequence_parallel_size": 2}, None,
+         {"parallel.cp": 2, "parallel.cp_method": "ulysses"}),
+        ({"wandb": {"enabled": True, "project": "p", "team": ""}}, None,
+         {"logger.wandb": "online", "logger.project": "p"}),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.2}}}, None,
+         {"scheduler.name": "cosine", "scheduler.min_ratio": 0.2}),
     ],
-)
-def test_a_batch_by_accumulation_needs_the_degree(
-    settings: dict[str, Any], dp: int, values: tuple[str, int]
+)  # fmt: skip
+def test_a_setting_becomes_a_key(
+    settings: dict[str, Any], dp: int | None, values: dict[str, Any]
 ) -> None:
-    with pytest.raises(UserError) as raised:
-        translate(settings)
-    assert raised.value.violations[0].remedy == "give it with --dp N"
-    assert translate(settings, dp).values[f"train.{values[0]}_batch"] == values[1]
+    rest = {"backend.name": "deepspeed", "precision.compute": "fp32"}
+    if "fp16" in settings:
+        rest["precision.compute"] = "fp16"
+    assert translate(settings, dp).values == rest | values
 
 
 @pytest.mark.parametrize(
-    ("settings", "path"),
+    ("settings", "dp", "path", "message"),
     [
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "adam_w_mode"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, "warmup_type"),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
-        ({"activation_checkpointing": {"number_checkpoints": 4}}, "number_checkpoints"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master"),
-        ({"bf16": True}, "bf16"),
-        ({"bf16": {"enabled": "yes"}}, "bf16.enabled"),
-        ({"fp16": None}, "fp16"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power"),
-        ({"optimizer": None}, "optimizer"),
-        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "optimizer.params.betas"),
-        (
-            {"train_batch_size": 8, "gradient_accumulation_steps": "4"},
-            "gradient_accumulation_steps",
-        ),
-        ({"data_types": 1}, "data_types"),
-        ({"communication_data_type": [1]}, "communication_data_type"),
-        ({"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "fp16": 0}, "fp16"),
+        ({MICRO: 2, STEPS: 4}, None, STEPS, "give it with --dp N"),
+        ({"train_batch_size": 64, STEPS: 4}, None, STEPS, "give it with --dp N"),
+        (BATCH, 3, STEPS, "do not divide train_batch_size=16"),
+        (BATCH | {MICRO: 2}, 4, STEPS, "2·4·4 = 32, 16"),
+        (BATCH | {MICRO: 3}, None, STEPS, "does not divide"),
+        ({"train_batch_size": 8, STEPS: "4"}, None, STEPS, "must be an integer, at least 1"),
+        ({"optimizer": {"type": "OneBitAdam"}}, None, "optimizer.type", "is not an optimizer"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, None,
+         "optimizer.params.adam_w_mode", "L2 regularization"),
+        ({"optimizer": {"type": "AdamW", "params": {"amsgrad": "auto"}}}, None,
+         "optimizer.params.amsgrad", "has no key"),
+        ({"optimizer": None}, None, "optimizer", "must be an object"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, None, "optimizer.params", "an object"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, None,
+         "optimizer.params.betas", "a list of two numbers"),
+        ({"scheduler": {"type": "OneCycle"}}, None, "scheduler.type", "is not a schedule"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, None,
+         "scheduler.params.warmup_type", "set it to linear"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.1}}}, None,
+         "scheduler.params.warmup_min_lr", "set it to 0"),
+        ({"fp16": FP16 | {"loss_scale": 128}}, None, "fp16.loss_scale", "a constant loss scale"),
+        ({"fp16": FP16 | {"hysteresis": 4}}, None, "fp16.hysteresis", "set it to 2"),
+        ({"fp16": FP16 | {"min_loss_scale": 2}}, None, "fp16.min_loss_scale", "set it to 1"),
+        ({"fp16": FP16 | {"initial_scale_power": 5000}}, None, "fp16.initial_scale_power",
+         "from 0 to 127"),
+        ({"fp16": None}, None, "fp16", "must be an object"),
+        ({"bf16": True}, None, "bf16", "must be an object"),
+        ({"bf16": {"enabled": "yes"}}, None, "bf16.enabled", "true, false or"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, None,
+         "bf16.bf16_master_weights_and_grads", "has no key of nanoscale"),
+        ({"activation_checkpointing": {"number_checkpoints": 4}}, None,
+         "activation_checkpointing.number_checkpoints", "remove it"),
+        ({"data_types": 1}, None, "data_types", "must be an object"),
+        ({"communication_data_type": [1]}, None, "communication_data_type", "has no key"),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": 1}}, None,
+         "zero_optimization.overlap_comm", "has no key of nanoscale"),
     ],
-)
-def test_what_cannot_be_honored_is_refused(settings: dict[str, Any], path: str) -> None:
-    with pytest.raises(UserError) as raised:
-        translate(settings)
-    assert path in raised.value.violations[0].key
-
-
-BATCH = {"train_batch_size": 16, "gradient_accumulation_steps": 4}
-
-
-@pytest.mark.parametrize(
-    ("settings", "dp", "message"),
-    [
-        (BATCH, 3, "do not divide train_batch_size=16"),
-        (BATCH | {"train_micro_batch_size_per_gpu": 2}, 4, "2·4·4 = 32, 16"),
-        (BATCH | {"train_micro_batch_size_per_gpu": 3}, None, "does not divide"),
-    ],
-)
-def test_an_accumulation_that_contradicts_the_batches_is_refused(
-    settings: dict[str, Any], dp: int | None, message: str
+)  # fmt: skip
+def test_what_cannot_be_honored_is_refused(
+    settings: dict[str, Any], dp: int | None, path: str, message: str
 ) -> None:
     with pytest.raises(UserError) as raised:
         translate(settings, dp)
     (violation,) = raised.value.violations
-    assert violation.key == "gradient_accumulation_steps" and message in violation.message
-    degree = 2 if "train_micro_batch_size_per_gpu" in settings else 4
-    assert translate(BATCH | {"train_micro_batch_size_per_gpu": 2}, 2) and translate(BATCH, degree)
+    assert violation.key == path and message in violation.message + violation.remedy
 
 
 @pytest.mark.parametrize("enabled", [False, "auto", None])
-def test_a_loss_scale_concerns_fp16_alone(enabled: bool | str | None, tmp_path: Path) -> None:
+def test_a_loss_scale_concerns_fp16_alone(enabled: bool | str | None) -> None:
     scale = {"loss_scale": 128, "loss_scale_window": 500, "initial_scale_power": 16}
     fp16 = scale | {"hysteresis": 4} | ({} if enabled is None else {"enabled": enabled})
     found = translate({"train_batch_size": 8, "fp16": fp16})
     assert not any("loss_scale" in key for key in found.values)
     assert {f"fp16.{name}" for name in fp16} <= {path for path, _ in found.became}
-    on = translate({"fp16": {"enabled": True, "loss_scale_window": 500}})
-    assert on.values["precision.loss_scale_window"] == 500
 
 
 def test_auto_is_left_to_nanoscale() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.hf.safetensors_headers import BadFileError, read_folder
+from nanoscale.config.hf.shape import FAMILIES as SUPPORTED
 from nanoscale.config.hf.shape import HEAD, UnsupportedError, read_shape, write_shape
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Model
@@ -209,6 +210,19 @@ def test_a_window_is_kept(tmp_path: Path) -> None:
     assert read_shape(tmp_path).sliding_window == 24
     save("mistral", tmp_path / "all")
     assert read_shape(tmp_path / "all").sliding_window is None
+
+
+@pytest.mark.parametrize("family", sorted(SUPPORTED))
+def test_missing_settings_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    whole = CONFIG_MAPPING[family]().to_dict() | {"norm_topk_prob": True}
+    needed = {"model_type", "norm_topk_prob", "vocab_size", "rope_parameters", "hidden_size"}
+    needed |= {"num_hidden_layers", "num_attention_heads", "max_position_embeddings"}
+    needed |= {"intermediate_size", "n_embd", "n_layer", "n_head"}
+    shapes = []
+    for document in (whole, {key: value for key, value in whole.items() if key in needed}):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        shapes.append(read_shape(tmp_path))
+    assert shapes[0] == shapes[1]
 
 
 LLAMA = COMMON | {"model_type": "llama"}
