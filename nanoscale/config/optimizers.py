@@ -81,6 +81,11 @@ def rule_of(optimizer: Optimizer) -> UpdateRule:
     return OPTIMIZERS[optimizer.name]
 
 
+def optimizers_with(key: str) -> tuple[str, ...]:
+    """Return the optimizers that read a key of KEYS."""
+    return tuple(name for name, rule in OPTIMIZERS.items() if key in rule.keys)
+
+
 def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the names of the moments that a job's optimizer keeps."""
     rule = rule_of(optimizer)

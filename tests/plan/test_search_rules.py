@@ -14,7 +14,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config import rules
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
-from nanoscale.config.rules.resolution import Rule
+from nanoscale.config.rules.rule import Rule
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of

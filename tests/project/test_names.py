@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[2] / "nanoscale"
 SAME_THING = {
     "__init__",
     "__main__",
-    "any_model",
     "attempt",
     "bandwidth",
     "bench",

@@ -13,33 +13,19 @@ from nanoscale.common.devices import Devices
 from nanoscale.config.machines import Host
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.rules import (
-    any_model,
     backends,
-    execution,
+    data,
     layout,
-    lora,
+    model,
     numbers,
+    only_with,
     pipeline,
     training,
 )
-from nanoscale.config.rules.any_model import check_foreign
-from nanoscale.config.rules.backends import check_backend, check_zero
-from nanoscale.config.rules.data import absolute, resolve_data
 from nanoscale.config.rules.devices import resolve_device, resolve_layout
-from nanoscale.config.rules.execution import check_attention
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
-from nanoscale.config.rules.lora import check_lora
-from nanoscale.config.rules.model import check_experts, resolve_model
-from nanoscale.config.rules.numbers import (
-    check_mask,
-    check_optimizer,
-    check_precision,
-    resolve_precision,
-)
-from nanoscale.config.rules.pipeline import virtual_stages
-from nanoscale.config.rules.resolution import Resolution, Rule
-from nanoscale.config.rules.run import check_loggers, check_profile, check_saving, resolve_run
-from nanoscale.config.rules.training import resolve_scheduler, resolve_train
+from nanoscale.config.rules.resolution import Resolution
+from nanoscale.config.rules.rule import Rule
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
@@ -48,16 +34,29 @@ __all__ = ["Devices", "Host", "check", "check_machines"]
 
 
 RULES: tuple[Rule, ...] = (
-    *any_model.RULES,
+    *model.TRANSFORMERS,
+    *only_with.OF_LAYOUT,
     *layout.RULES,
     *pipeline.RULES,
-    *execution.RULES,
+    *layout.EXECUTION,
     *training.RULES,
     *numbers.RULES,
     *backends.RULES,
-    *lora.RULES,
+    *model.EXPERTS,
+    *model.ADAPTERS,
 )
 """The rules of the layout, which `check` refuses with and the search of layouts enumerates with."""
+JOB: tuple[Rule, ...] = (
+    *training.JOB,
+    *only_with.OF_JOB,
+    *numbers.PRECISION,
+    *numbers.MASK,
+    *numbers.ATTENTION,
+    *numbers.OPTIMIZER,
+    *backends.JOB,
+    *training.SAVING,
+)
+"""The rules of the other keys, with the length of the training resolved."""
 
 
 def check(
@@ -86,43 +85,48 @@ def check(
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
     """
-    resolution, config = Resolution(composed, devices, hosts), composed.config
+    every = (*model.SHAPE, *RULES, *only_with.OF_TEXT, *JOB)
+    resolution, config = Resolution(composed, devices, hosts, every), composed.config
     launcher = resolve_launcher(resolution)
-    check_foreign(resolution)
+    _check_source(resolution)
     if resolution.violations:  # the other rules depend on degrees that must change
         _refuse(resolution)
-    resolution.decide(model=resolve_model(resolution))
+    resolution.decide(model=model.resolve_model(resolution))
     degrees = resolve_layout(resolution)
     resolution.decide(parallel=replace(config.parallel, dp=degrees.dp))
-    resolution.decide(precision=resolve_precision(resolution, degrees.device))
+    resolution.decide(launcher=replace(config.launcher, device=degrees.device))
+    resolution.decide(precision=numbers.resolve_precision(resolution, degrees.device))
     resolution.apply(rule for rule in RULES if searched.isdisjoint(rule.reads))
-    check_experts(resolution)
-    check_lora(resolution)
-    resolution.decide(data=resolve_data(resolution))
-    resolution.decide(train=resolve_train(resolution))
-    scheduler = resolve_scheduler(resolution)
-    check_profile(resolution, degrees.ranks)
-    check_precision(resolution, degrees.device)
-    check_mask(resolution, degrees.device)
-    check_attention(resolution, degrees.device)
-    check_backend(resolution)
-    check_zero(resolution, degrees.device)
-    check_optimizer(resolution)
-    check_loggers(resolution)
-    check_saving(resolution)
-    run = resolve_run(resolution)
+    resolution.decide(data=data.resolve_data(resolution))
+    resolution.decide(train=training.resolve_train(resolution))
+    resolution.apply(JOB)
+    training.check_profile(resolution, degrees.ranks)
+    numbers.check_fp8(resolution)
+    numbers.check_kernel(resolution)
+    backends.check_backend(resolution)
+    numbers.check_optimizer(resolution)
+    training.check_loggers(resolution)
+    run = training.resolve_run(resolution)
     if resolution.violations:
         _refuse(resolution)
     parallel = resolution.config.parallel
     final = replace(
         resolution.config,
         run=run,
-        parallel=replace(parallel, virtual_stages=virtual_stages(parallel)),
+        parallel=replace(parallel, virtual_stages=pipeline.virtual_stages(parallel)),
         backend=replace(config.backend, compile=_compile(resolution.config, degrees.device)),
         launcher=resolve_ranks(resolution, launcher, degrees.device, degrees.ranks),
-        scheduler=scheduler,
+        scheduler=training.resolve_scheduler(resolution.config),
     )
     return resolved(final)
+
+
+def _check_source(resolution: Resolution) -> None:
+    """Check what a model with transformers' code supports, and its keys without one."""
+    resolution.apply(only_with.OF_MODEL)
+    if resolution.config.model.source == "hf":
+        resolution.require("model.source", "transformers", "transformers")
+        resolution.apply(model.TRANSFORMERS)
 
 
 def _compile(config: Config, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:
@@ -149,11 +153,13 @@ def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...]
     launcher = replace(resolve_launcher(resolution), device=resolve_device(resolution))
     if launcher.devices == "auto" and not hosts:
         launcher = replace(launcher, devices=devices.count if launcher.device == "cuda" else 1)
-    run = resolve_run(resolution)
+    run = training.resolve_run(resolution)
     if resolution.violations:
         _refuse(resolution)
-    data = replace(config.data, cache_dir=absolute(config.data.cache_dir))
-    return replace(config, run=run, data=data, launcher=launcher)
+    cache_dir = data.absolute(config.data.cache_dir)
+    return replace(
+        config, run=run, data=replace(config.data, cache_dir=cache_dir), launcher=launcher
+    )
 
 
 def _refuse(resolution: Resolution) -> NoReturn:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanoscale.common.units import listed
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner, unowned
 from nanoscale.config.optimizers import OPTIMIZERS
 from nanoscale.config.reference import value_of
-from nanoscale.config.rules.resolution import Resolution, Rule, data_parallel, idle, near_divisors
+from nanoscale.config.rules.resolution import Resolution
+from nanoscale.config.rules.rule import (
+    Rule,
+    Where,
+    data_parallel,
+    of_kind,
+    other_than,
+    refused,
+    reset,
+    several,
+)
 from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override
@@ -25,49 +34,14 @@ OUTSIDE = (
 )  # fmt: skip
 """Sections of the launcher or the training loop: they apply to every backend."""
 
-
-@dataclass(frozen=True, eq=False)
-class Limit(Rule):
-    """The values of one key that a backend supports."""
-
-    supported: str = ""
-    """These values, for the table of backends."""
+_ON = {"backend.name": "deepspeed"}
+_TENSOR = {"parallel.tp": several}
+_PIPELINE = {"parallel.pp": several}
+_NATIVE = "backend=native"
 
 
-def _limit(
-    backend: str,
-    key: str,
-    beside: tuple[str, ...],
-    takes: Callable[[Config], bool],
-    supported: str,
-    why: str,
-    instead: tuple[str, ...],
-) -> Limit:
-    """Return the limit of a key.
-
-    Args:
-        beside: the other keys that `takes` reads.
-        takes: True if the backend supports the value.
-        why: the problem of all other values, to follow the key and its value.
-        instead: overrides to paste.
-    """
-
-    def holds(config: Config) -> bool:
-        return config.backend.name != backend or takes(config)
-
-    reads = ("backend.name", key, *beside)
-    return Limit(key, reads, holds, lambda _: why, lambda _: instead, supported=supported)
-
-
-def limits(backend: str) -> list[Limit]:
+def limits(backend: str) -> tuple[Rule, ...]:
     return {"native": NATIVE, "deepspeed": DEEPSPEED}[backend]
-
-
-def check_backend(resolution: Resolution) -> None:
-    """Check what DeepSpeed needs; the rules of the layout refuse what a backend does not support."""
-    if resolution.config.backend.name == "deepspeed":
-        resolution.require("backend.name", "deepspeed", "DeepSpeed", "backend=native")
-        _check_extra(resolution)
 
 
 def table() -> list[tuple[str, str, str]]:
@@ -83,32 +57,9 @@ def _supported(backend: str, key: str) -> str:
     return " · ".join(limit.supported for limit in limits(backend) if limit.key == key) or "yes"
 
 
-def _only(backend: str, key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
-    """Return the limit of a key of which a backend supports some values."""
-    named = [each for each in values if isinstance(each, str) and each not in ("none", "auto")]
-    supported = " or ".join(named) or "no"
-    return _limit(
-        backend, key, (), lambda config: value_of(config, key) in values, supported, why, instead
-    )
-
-
-def _check_extra(resolution: Resolution) -> None:
-    extra = resolution.config.backend.extra
-    owned = owner(extra)
-    if owned:
-        named = [f"{path} (set {key} instead)" for path, key in owned.items()]
-        message = f"sets what a key of nanoscale sets: {listed(named)}"
-        resolution.refuse("config", "backend.extra", message, _by_our_keys(extra, owned))
-
-
-def _by_our_keys(extra: Mapping[str, Any], owned: Mapping[str, str]) -> str | None:
-    """Return equivalent overrides of our keys that keep the rest; None if a value has no equivalent."""
-    values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
-    if not all(fits(key, it) for key, it in values):
-        return None
-    rest = unowned(extra)
-    overrides = ["~backend.extra", *(override(key, it) for key, it in values)]
-    return " ".join(overrides + ([override("backend.extra", rest)] if rest else []))
+def honored(config: Config) -> bool:
+    """Return True if the backend can do all that is asked."""
+    return all(limit.holds(config) for limit in limits(config.backend.name))
 
 
 # --- native ---------------------------------------------------------------------------------------
@@ -122,281 +73,184 @@ _DEEPSPEEDS = [
     ),
 ]
 
-NATIVE = [
-    *(
-        _only(
-            "native",
-            name,
-            usual,
-            why="is a setting of DeepSpeed, and backend=native would ignore it",
-            instead=(override(name, usual), "backend=deepspeed"),
-        )
-        for name in _DEEPSPEEDS
-        for usual in (reference.declared()[name].default,)
-    ),
-]
+NATIVE = tuple(
+    refused(
+        name,
+        {"backend.name": "native", name: other_than(reference.declared()[name].default)},
+        "is a setting of DeepSpeed, and backend=native would ignore it",
+        override(name, reference.declared()[name].default),
+        "backend=deepspeed",
+        supported="no",
+    )
+    for name in _DEEPSPEEDS
+)
 
 # --- deepspeed ------------------------------------------------------------------------------------
 
 
-def _of_stages(key: str, stages: tuple[int, ...], supported: str) -> Limit:
+def _limit(key: str, supported: str, where: Where, why: str, *instead: str) -> Rule:
+    """Return the limit of a key: `where` are the values that DeepSpeed does not support."""
+    return refused(key, {**_ON, **where}, why, *instead, supported=supported)
+
+
+def _of_stages(key: str, stages: tuple[int, ...], supported: str) -> Rule:
     """Return the limit of a key that has a meaning with some stages only."""
-    usual = reference.declared()[key].default
-    return _limit(
-        "deepspeed",
-        key,
-        ("zero.stage",),
-        lambda config: config.zero.stage in stages or value_of(config, key) == usual,
-        supported,
-        f"belongs to {supported.removeprefix('with ')} and would be ignored",
-        (override(key, usual), f"zero.stage={stages[-1]}"),
-    )
+    where = {"zero.stage": other_than(*stages), key: other_than(reference.declared()[key].default)}
+    why = f"belongs to {supported.removeprefix('with ')} and would be ignored"
+    return _limit(key, supported, where, why, reset(key), f"zero.stage={stages[-1]}")
 
 
-def _is_narrow(config: Config) -> bool:
-    return config.precision.compute in ("bf16", "fp16")
-
-
-DEEPSPEED = [
-    _limit(
-        "deepspeed",
-        "parallel.sequence_parallel",
-        ("parallel.tp",),
-        lambda config: config.parallel.tp == 1 or not config.parallel.sequence_parallel,
-        "false with tp > 1",
+DEEPSPEED = (
+    _limit("parallel.sequence_parallel", "false with tp > 1",
+        {**_TENSOR, "parallel.sequence_parallel": True},
         "divides the sequence between tensor-parallel layers, which DeepSpeed's do not",
-        ("parallel.sequence_parallel=false", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "model.qk_norm",
-        ("parallel.tp",),
-        lambda config: config.parallel.tp == 1 or not config.model.qk_norm,
-        "with tp = 1",
-        "has weights that the heads of all ranks share, and DeepSpeed's layers would not sum their gradients",
-        ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "parallel.schedule",
-        ("parallel.pp",),
-        lambda config: config.parallel.pp == 1 or config.parallel.schedule == "1f1b",
-        "1f1b",
+        "parallel.sequence_parallel=false", _NATIVE),
+    _limit("model.qk_norm", "with tp = 1", {**_TENSOR, "model.qk_norm": True},
+        "has weights that the heads of all ranks share, and DeepSpeed's layers would not sum their "
+        "gradients",
+        "parallel.tp=1", _NATIVE),
+    _limit("parallel.schedule", "1f1b", {**_PIPELINE, "parallel.schedule": other_than("1f1b")},
         "is not among DeepSpeed's pipeline schedules",
-        ("parallel.schedule=1f1b parallel.virtual_stages=auto", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "zero.stage",
-        ("parallel.pp",),
-        lambda config: config.parallel.pp == 1 or config.zero.stage <= 1,
-        "0 and 1 with pp > 1",
+        "parallel.schedule=1f1b", _NATIVE),
+    _limit("zero.stage", "0 and 1 with pp > 1", {**_PIPELINE, "zero.stage": (2, 3)},
         "shards gradients, which DeepSpeed's pipeline does not",
-        ("zero.stage=1", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "precision.compute",
-        ("zero.stage", "parallel.pp", "parallel.tp"),
+        "zero.stage=1", _NATIVE),
+    Rule("precision.compute",
+        ("backend.name", "precision.compute", "zero.stage", "parallel.pp", "parallel.tp"),
         lambda config: (
-            config.zero.stage > 0
-            or not _is_narrow(config)
+            config.backend.name != "deepspeed"
+            or config.zero.stage > 0
+            or config.precision.compute not in ("bf16", "fp16")
             or config.parallel.pp * config.parallel.tp == 1
         ),
-        "fp32 with stage 0 and tp or pp > 1",
         "is done by autocast in DeepSpeed's stage 0, which takes data and context parallel only",
-        ("zero.stage=1", "precision=fp32", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "backend.compile",
-        ("zero.stage", "parallel.pp", "parallel.tp"),
+        ("zero.stage=1", "precision=fp32", _NATIVE),
+        supported="fp32 with stage 0 and tp or pp > 1"),
+    Rule("backend.compile",
+        ("backend.name", "backend.compile", "zero.stage", "parallel.pp", "parallel.tp"),
         lambda config: (
-            config.backend.compile != "on"
+            config.backend.name != "deepspeed"
+            or config.backend.compile != "on"
             or (config.zero.stage < 3 and config.parallel.tp * config.parallel.pp == 1)
         ),
-        "with stages 0 to 2, tp = pp = 1",
-        "would compile around layers that DeepSpeed gathers, or that communicate behind the compiler's back",
-        ("backend.compile=off", "backend=native"),
-    ),
-    _only(
-        "deepspeed",
-        "precision.params",
-        "fp32",
-        why="is not supported by DeepSpeed, whose master weights are fp32",
-        instead=("precision=fp32", "backend=native"),
-    ),
-    _only(
-        "deepspeed",
-        "precision.fp8",
-        False,
-        why="is done by torchao, whose layers DeepSpeed's engine does not know",
-        instead=("precision=bf16", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "precision.reduce",
-        ("zero.stage",),
-        lambda config: config.zero.stage > 0 or config.precision.reduce in ("fp32", "fp64"),
-        "fp32 with stage 0",
+        "would compile around layers that DeepSpeed gathers, or that communicate behind the "
+        "compiler's back",
+        ("backend.compile=off", _NATIVE), supported="with stages 0 to 2, tp = pp = 1"),
+    _limit("precision.params", "fp32", {"precision.params": other_than("fp32")},
+        "is not supported by DeepSpeed, whose master weights are fp32",
+        "precision=fp32", _NATIVE),
+    _limit("precision.fp8", "no", {"precision.fp8": True},
+        "is done by torchao, whose layers DeepSpeed's engine does not know",
+        "precision=bf16", _NATIVE),
+    _limit("precision.reduce", "fp32 with stage 0",
+        {"zero.stage": 0, "precision.reduce": ("bf16", "fp16")},
         "rounds gradients that DeepSpeed's stage 0 sums in fp32",
-        ("precision.reduce=fp32", "zero.stage=1", "backend=native"),
-    ),
-    _only(
-        "deepspeed",
-        "optimizer.name",
-        *(name for name, rule in OPTIMIZERS.items() if rule.deepspeed),
-        why="keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would split",
-        instead=("optimizer=adamw", "backend=native"),
-    ),
-    _only(
-        "deepspeed",
-        "parallel.dp_replicate",
-        1,
-        why="is for FSDP2; DeepSpeed shards over all ranks of dp, and ZeRO++ within a subset of them",
-        instead=("parallel.dp_replicate=1", "backend=native"),
-    ),
-    _only(
-        "deepspeed",
-        "parallel.ep",
-        1,
-        why="distributes experts, which DeepSpeed's engine would treat as copies of each other",
-        instead=("parallel.ep=1", "backend=native"),
-    ),
-    _only(
-        "deepspeed",
-        "model.balance",
-        "none",
-        "bias",
-        why="adds a loss inside the blocks, and DeepSpeed sets its scale",
-        instead=("model.balance=bias", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "model.experts",
-        ("parallel.tp",),
-        lambda config: config.parallel.tp == 1 or config.model.experts == 0,
-        "with tp = 1",
+        "precision.reduce=fp32", "zero.stage=1", _NATIVE),
+    _limit("optimizer.name",
+        " or ".join(name for name, rule in OPTIMIZERS.items() if rule.deepspeed),
+        {"optimizer.name": tuple(name for name, rule in OPTIMIZERS.items() if not rule.deepspeed)},
+        "keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would split",
+        "optimizer=adamw", _NATIVE),
+    _limit("parallel.dp_replicate", "no", {"parallel.dp_replicate": several},
+        "is for FSDP2; DeepSpeed shards over all ranks of dp, and ZeRO++ within a subset of them",
+        "parallel.dp_replicate=1", _NATIVE),
+    _limit("parallel.ep", "no", {"parallel.ep": several},
+        "distributes experts, which DeepSpeed's engine would treat as copies of each other",
+        "parallel.ep=1", _NATIVE),
+    _limit("model.balance", "bias", {"model.balance": "aux"},
+        "adds a loss inside the blocks, and DeepSpeed sets its scale",
+        "model.balance=bias", _NATIVE),
+    _limit("model.experts", "with tp = 1", {**_TENSOR, "model.experts": bool},
         "cannot be divided by DeepSpeed's tensor-parallel layers",
-        ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
-    ),
-    _limit(
-        "deepspeed",
-        "lora.rank",
-        ("parallel.tp",),
-        lambda config: config.parallel.tp == 1 or not config.lora.rank,
-        "with tp = 1",
+        "parallel.tp=1", _NATIVE),
+    _limit("lora.rank", "with tp = 1", {**_TENSOR, "lora.rank": bool},
         "has no adapters for DeepSpeed's tensor-parallel layers",
-        ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native", "lora.rank=0"),
-    ),
-    _limit(
-        "deepspeed",
-        "zero.offload_optimizer",
-        ("zero.stage",),
-        lambda config: config.zero.offload_optimizer == "none" or config.zero.stage > 0,
-        "with stages 1 to 3",
+        "parallel.tp=1", _NATIVE, "lora.rank=0"),
+    _limit("zero.offload_optimizer", "with stages 1 to 3",
+        {"zero.stage": 0, "zero.offload_optimizer": other_than("none")},
         "needs sharded optimizer states, and zero.stage=0 shards nothing",
-        ("zero.stage=1", "zero.offload_optimizer=none"),
-    ),
-    _limit(
-        "deepspeed",
-        "zero.offload_param",
-        ("zero.stage",),
-        lambda config: config.zero.offload_param == "none" or config.zero.stage == 3,
-        "with stage 3",
+        "zero.stage=1", "zero.offload_optimizer=none"),
+    _limit("zero.offload_param", "with stage 3",
+        {"zero.stage": other_than(3), "zero.offload_param": other_than("none")},
         "needs sharded parameters, which only zero.stage=3 has",
-        ("zero.stage=3", "zero.offload_param=none"),
-    ),
-    *(
-        _of_stages(name, stages, supported)
-        for name, stages, supported in (
-            ("backend.overlap_comm", (1, 2, 3), "with stages 1 to 3"),
-            ("backend.reduce_bucket", (1, 2, 3), "with stages 1 to 3"),
-            ("backend.allgather_bucket", (1, 2), "with stages 1 and 2"),
-            ("backend.prefetch_bucket", (3,), "with stage 3"),
-            ("zero.hpz", (3,), "with stage 3"),
-            ("zero.quantized_weights", (3,), "with stage 3"),
-            ("zero.quantized_gradients", (3,), "with stage 3"),
-        )
-    ),
-]
-
-
-def honored(config: Config) -> bool:
-    """Return True if the backend can do all that is asked."""
-    return all(limit.holds(config) for limit in limits(config.backend.name))
-
-
-# --- DeepSpeed's offload and ZeRO++ ---------------------------------------------------------------
-
-_OFFLOADS = ("zero.offload_optimizer", "zero.offload_param")
-
-
-def _offloads_to_nvme(config: Config) -> bool:
-    return any(value_of(config, key) == "nvme" for key in _OFFLOADS)
-
-
-def _is_deepspeed(config: Config) -> bool:
-    return config.backend.name == "deepspeed"
-
+        "zero.stage=3", "zero.offload_param=none"),
+    _of_stages("backend.overlap_comm", (1, 2, 3), "with stages 1 to 3"),
+    _of_stages("backend.reduce_bucket", (1, 2, 3), "with stages 1 to 3"),
+    _of_stages("backend.allgather_bucket", (1, 2), "with stages 1 and 2"),
+    _of_stages("backend.prefetch_bucket", (3,), "with stage 3"),
+    _of_stages("zero.hpz", (3,), "with stage 3"),
+    _of_stages("zero.quantized_weights", (3,), "with stage 3"),
+    _of_stages("zero.quantized_gradients", (3,), "with stage 3"),
+)  # fmt: skip
 
 RULES = (
     *NATIVE,
     *DEEPSPEED,
-    idle(
-        "zero.nvme_path",
-        (*_OFFLOADS, "backend.name"),
-        lambda config: not _is_deepspeed(config) or _offloads_to_nvme(config),
-        "zero.offload_optimizer={c.zero.offload_optimizer} and zero.offload_param={c.zero.offload_param}",
-        "config",
-    ),
-    Rule(
-        "zero.offload_optimizer",
-        ("zero.offload_optimizer", "zero.stage", "backend.name"),
+    refused("zero.offload_optimizer",
+        {**_ON, "zero.offload_optimizer": "nvme", "zero.stage": other_than(3)},
+        "is for zero.stage=3; the lower stages offload to host memory",
+        "zero.offload_optimizer=cpu", "zero.stage=3"),
+    Rule("zero.hpz", ("zero.hpz", "parallel.dp", "backend.name"),
         lambda config: (
-            not _is_deepspeed(config)
-            or config.zero.offload_optimizer != "nvme"
-            or config.zero.stage == 3
+            config.backend.name != "deepspeed" or data_parallel(config) % config.zero.hpz == 0
         ),
-        lambda _: "is for zero.stage=3; the lower stages offload to host memory",
-        lambda _: ["zero.offload_optimizer=cpu zero.nvme_path=null", "zero.stage=3"],
+        "must divide parallel.dp, which is {c.parallel.dp}",
+        ("zero.hpz",)),
+    refused("zero.offload_param", {**_ON, "lora.rank": bool, "zero.offload_param": "nvme"},
+        "keeps frozen weights on a disk, and a model cannot be loaded there",
+        "zero.offload_param=cpu", "lora.rank=0"),
+)  # fmt: skip
+JOB = of_kind("config",
+    *(
+        refused(
+            f"zero.{name}",
+            {**_ON, f"zero.{name}": True, "launcher.device": "cpu"},
+            "needs GPU kernels, and launcher.device is cpu",
+            f"zero.{name}=false",
+        )
+        for name in ("quantized_weights", "quantized_gradients")
     ),
-    Rule(
-        "zero.hpz",
-        ("zero.hpz", "parallel.dp", "backend.name"),
-        lambda config: not _is_deepspeed(config) or data_parallel(config) % config.zero.hpz == 0,
-        lambda config: f"must divide parallel.dp, which is {config.parallel.dp}",
-        lambda config: (
-            f"zero.hpz={n}" for n in near_divisors(data_parallel(config), config.zero.hpz)
-        ),
-    ),
-)
+)  # fmt: skip
 
 
-def check_zero(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
-    if resolution.config.backend.name != "deepspeed":
-        return
-    _check_nvme(resolution)
-    _check_zero_plus(resolution, device)
+# --- what DeepSpeed needs --------------------------------------------------------------------------
+
+
+def check_backend(resolution: Resolution) -> None:
+    """Check what DeepSpeed needs; the rules of the layout refuse what a backend does not support."""
+    if resolution.config.backend.name == "deepspeed":
+        resolution.require("backend.name", "deepspeed", "DeepSpeed", _NATIVE)
+        _check_extra(resolution)
+        _check_nvme(resolution)
+
+
+def _check_extra(resolution: Resolution) -> None:
+    extra = resolution.config.backend.extra
+    owned = owner(extra)
+    if owned:
+        named = [f"{path} (set {key} instead)" for path, key in owned.items()]
+        message = f"sets what a key of nanoscale sets: {listed(named)}"
+        resolution.refuse("backend.extra", message, _by_our_keys(extra, owned))
+
+
+def _by_our_keys(extra: Mapping[str, Any], owned: Mapping[str, str]) -> str | None:
+    """Return equivalent overrides of our keys that keep the rest; None if a value has no equivalent."""
+    values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
+    if not all(fits(key, it) for key, it in values):
+        return None
+    rest = unowned(extra)
+    overrides = ["~backend.extra", *(override(key, it) for key, it in values)]
+    return " ".join(overrides + ([override("backend.extra", rest)] if rest else []))
 
 
 def _check_nvme(resolution: Resolution) -> None:
-    zero = resolution.config.zero
-    offloaded = [key for key in _OFFLOADS if value_of(resolution.config, key) == "nvme"]
+    keys, path = ("zero.offload_optimizer", "zero.offload_param"), resolution.config.zero.nvme_path
+    offloaded = [key for key in keys if value_of(resolution.config, key) == "nvme"]
     if not offloaded:
         return
-    if zero.nvme_path is None:
+    if path is None:
         message = f"is needed by {' and '.join(offloaded)}: a folder on a fast disk"
-        resolution.refuse("config", "zero.nvme_path", message, "zero.nvme_path=/local_nvme")
-    elif resolution.remote:
-        return  # a folder of each host, which only the host can check
-    elif not Path(zero.nvme_path).is_dir() or not os.access(zero.nvme_path, os.W_OK):
-        resolution.refuse("config", "zero.nvme_path", "is not a writable folder")
-
-
-def _check_zero_plus(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
-    zero = resolution.config.zero
-    for name in ("quantized_weights", "quantized_gradients"):
-        if getattr(zero, name) and device == "cpu":
-            message = "needs GPU kernels, and launcher.device is cpu"
-            resolution.refuse("config", f"zero.{name}", message, f"zero.{name}=false")
+        resolution.refuse("zero.nvme_path", message, "zero.nvme_path=/local_nvme")
+    elif not resolution.remote and not (Path(path).is_dir() and os.access(path, os.W_OK)):
+        # a folder of another host is one that only the host can check
+        resolution.refuse("zero.nvme_path", "is not a writable folder")

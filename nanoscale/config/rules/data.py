@@ -1,22 +1,43 @@
-"""Rules of the data: its source, its mixture, its tokenizer."""
+"""Rules of the data: its source, its mixture, its token files, its tokenizer."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoscale.common.errors import Violation
 from nanoscale.common.units import listed
+from nanoscale.config.data import token_sources
+from nanoscale.config.data.token_headers import (
+    DamagedError,
+    glance_at_datatrove,
+    glance_at_megatron,
+)
 from nanoscale.config.data.token_sources import MEMBERS, MixtureSource, answers_of, sources_of
+from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.token_files import TokenFiles, look, refuse
+from nanoscale.config.rules.rule import of_kind, refused
 from nanoscale.config.schema import Data
 from nanoscale.config.violations import nearest, override
 
 BYTE_VOCAB = 257
 """256 bytes and the end of a document."""
+
+
+RANDOM = of_kind(
+    "data",
+    *OF_TEXT,
+    refused(
+        "train.sample_tokens",
+        {"data.source": "random", "train.sample_tokens": bool},
+        "needs a tokenizer to write a text, and data.source=random has none",
+        "train.sample_tokens=0",
+    ),
+)
 
 
 def resolve_data(resolution: Resolution) -> Data:
@@ -26,11 +47,11 @@ def resolve_data(resolution: Resolution) -> Data:
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
                 message = "is read with data.source=megatron or datatrove only"
-                resolution.refuse("data", f"data.{key}", message, "data=megatron")
+                resolution.refuse(f"data.{key}", message, "data=megatron", kind="data")
     if data.source == "stdlib":
         _tokenizer(resolution, data)
     elif data.source == "random":
-        _random(resolution)
+        resolution.apply(RANDOM)
     elif data.mixture:
         data = resolve_mixture(resolution)
         if all(source.valid_path for source in sources_of(data)):
@@ -51,15 +72,6 @@ def resolve_data(resolution: Resolution) -> Data:
     )
 
 
-def _random(resolution: Resolution) -> None:
-    """Refuse what needs text or documents, which random tokens do not have."""
-    for key in ("tokenizer", "packing", "document_mask"):
-        resolution.refuse_idle("data", f"data.{key}", "data.source=random", "data=megatron")
-    if resolution.config.train.sample_tokens:
-        message = "needs a tokenizer to write a text, and data.source=random has none"
-        resolution.refuse("data", "train.sample_tokens", message, "train.sample_tokens=0")
-
-
 def _one_source(resolution: Resolution, data: Data) -> Data:
     files = look(resolution, *sources_of(data))
     if files.tokenizer is not None and data.tokenizer == "byte":
@@ -75,7 +87,7 @@ def _one_source(resolution: Resolution, data: Data) -> Data:
 def _nothing_held_out(resolution: Resolution, data: Data, instead: str) -> Data:
     if resolution.composed.by_hand("data.valid_fraction") and data.valid_fraction > 0:
         message = f"and {instead} both say what to validate on"
-        resolution.refuse("data", "data.valid_fraction", message, "data.valid_fraction=0")
+        resolution.refuse("data.valid_fraction", message, "data.valid_fraction=0", kind="data")
     return replace(data, valid_fraction=0.0)
 
 
@@ -84,7 +96,11 @@ def _document_mask(resolution: Resolution, data: Data) -> bool:
     if whole and not data.document_mask and resolution.composed.by_hand("data.document_mask"):
         message = "lets attention cross documents, and data.packing=whole packs unrelated documents together"
         resolution.refuse(
-            "data", "data.document_mask", message, "data.document_mask=true", "data.packing=stream"
+            "data.document_mask",
+            message,
+            "data.document_mask=true",
+            "data.packing=stream",
+            kind="data",
         )
     return data.document_mask or whole
 
@@ -97,7 +113,7 @@ def _loss_on(resolution: Resolution, data: Data) -> Literal["all", "answers"]:
     if data.loss_on == "answers" and not marked:
         where = " nor ".join(map(str, marks)) or f"data.source={data.source}"
         message = f"needs marked answers, and {where} has none: prepare the chats with --chat"
-        resolution.refuse("data", "data.loss_on", message, "data.loss_on=all")
+        resolution.refuse("data.loss_on", message, "data.loss_on=all", kind="data")
     return "answers" if marked and data.loss_on != "all" else "all"
 
 
@@ -110,10 +126,11 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
         if data.source != "stdlib":
             message = f"is trained on text, and data.source={data.source} has tokens already"
             example = "data.tokenizer=/path/to/tokenizer.json"
-            resolution.refuse("data", "data.tokenizer", message, example, "data.tokenizer=byte")
+            resolution.refuse(
+                "data.tokenizer", message, example, "data.tokenizer=byte", kind="data"
+            )
         if vocab < data.bpe_vocab:
             resolution.refuse(
-                "config",
                 "data.bpe_vocab",
                 f"is more than the rows of the embedding (model.vocab={vocab})",
                 f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None,
@@ -124,7 +141,7 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
         message = "is neither byte nor bpe nor a file that exists"
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
         bpe = "data.tokenizer=bpe" if fits else None
-        resolution.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
+        resolution.refuse("data.tokenizer", message, "data.tokenizer=byte", bpe, kind="data")
     elif data.tokenizer.endswith(".model"):
         resolution.require_for_ranks("data.tokenizer", "sentencepiece", "sentencepiece")
 
@@ -134,11 +151,11 @@ def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
     message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
     rows = resolution.more_rows(BYTE_VOCAB)
     if data.source == "stdlib" or resolution.composed.by_hand("data.tokenizer"):
-        resolution.refuse("config", "model.vocab", message, rows)
+        resolution.refuse("model.vocab", message, rows)
     elif resolution.config.train.sample_tokens > 0:
         named = f"{message}, which train.sample_tokens needs to write a text"
         instead = ("train.sample_tokens=0", "data.tokenizer=/path/to/tokenizer.json")
-        resolution.refuse("config", "model.vocab", named, rows, *instead)
+        resolution.refuse("model.vocab", named, rows, *instead)
 
 
 def absolute(path: str | None) -> Any:
@@ -164,18 +181,18 @@ def resolve_mixture(resolution: Resolution) -> Data:
     # otherwise a mistyped weight would be reported as missing, too
     if len(resolution.violations) == before:
         _weights(resolution, sources)
-    prepared: dict[str, TokenFiles] = {}
+    folders: dict[str, TokenFiles] = {}
     resolved: dict[str, dict[str, Any]] = {}
     for source in sources:
         files = look(resolution, source)
         if files.prepared and source.weight != 0:
-            prepared[source.name] = files
+            folders[source.name] = files
         found = replace(source, path=files.path, valid_path=files.valid_path)
         resolved[source.name] = {key: asdict(found)[key] for key in MEMBERS}
-    _require_one_tokenizer(resolution, prepared)
+    _require_one_tokenizer(resolution, folders)
     tokenizer = data.tokenizer
     if tokenizer == "byte":
-        named = [str(files.tokenizer) for files in prepared.values() if files.tokenizer]
+        named = [str(files.tokenizer) for files in folders.values() if files.tokenizer]
         tokenizer = named[0] if named else "byte"
     return replace(data, mixture=resolved, tokenizer=tokenizer)
 
@@ -227,11 +244,11 @@ def _weights(resolution: Resolution, sources: list[MixtureSource]) -> None:
         refuse(resolution, KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1")
 
 
-def _require_one_tokenizer(resolution: Resolution, prepared: dict[str, TokenFiles]) -> None:
+def _require_one_tokenizer(resolution: Resolution, folders: dict[str, TokenFiles]) -> None:
     """Refuse sources whose ids come from different tokenizers, bytes included: they mean different texts."""
-    if not prepared:
+    if not folders:
         return
-    (first, files), *others = prepared.items()
+    (first, files), *others = folders.items()
     for name, other in others:
         if _vocabulary(other) != _vocabulary(files):
             message = (
@@ -249,3 +266,95 @@ def _vocabulary(files: TokenFiles) -> bytes | None:
 
 def _tokens_of(files: TokenFiles) -> str:
     return f"tokens of {files.tokenizer}" if files.tokenizer else "bytes (no tokenizer.json)"
+
+
+# --- token files ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """The files of a source."""
+
+    path: str | None
+    valid_path: str | None
+    tokenizer: Path | None = None
+    """The tokenizer of the prepared folder."""
+    prepared: bool = False
+
+
+def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
+    """Return the files of a source, all of which must exist."""
+    found = TokenFiles(source.path, source.valid_path)
+    if source.path and resolution.config.data.source == "megatron":
+        folder = token_sources.folder_of(source.path)
+        if folder is not None:
+            found = _taken_apart(resolution, source, folder)
+    _present(resolution, source, "path", found.path)
+    if found.valid_path is not None:
+        _present(resolution, source, "valid_path", found.valid_path)
+    return found
+
+
+def refuse(
+    resolution: Resolution, key: str, value: Any, message: str, *suggestions: str | None
+) -> None:
+    """Record a violation like `Resolution.refuse`, also of a key within `data.mixture`."""
+    where = "data.mixture" if key.startswith("data.mixture") else key
+    proposals = tuple(text for text in suggestions if text)
+    resolution.add(
+        "data", Violation(key, value, resolution.composed.source(where), message, proposals)
+    )
+
+
+def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) -> TokenFiles:
+    """Return a prepared folder's own files in place of the folder, unless others are requested."""
+    manifest = token_sources.manifest(folder) or {}
+    vocab, needed = resolution.config.model.vocab, manifest.get("vocabulary", 0)
+    if needed > vocab:
+        enough = resolution.more_rows(-(-needed // 64) * 64)
+        message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
+        resolution.refuse("model.vocab", message, enough, kind="data")
+    path, valid_path = source.path, source.valid_path
+    if Path(path or "").expanduser().absolute() == folder.absolute():
+        path = str(folder / token_sources.TOKENS)
+        if valid_path is None and (folder / f"{token_sources.VALID}.idx").is_file():
+            valid_path = str(folder / token_sources.VALID)
+    tokenizer = folder / token_sources.TOKENIZER
+    return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
+
+
+def _present(resolution: Resolution, source: MixtureSource, name: str, path: str | None) -> None:
+    kind, key = resolution.config.data.source, f"{source.key}.{name}"
+    if path is None:
+        what = {
+            "megatron": "a prepared folder, or the common path of the files, without .bin and .idx",
+            "datatrove": "the .ds file",
+        }[kind]
+        message = f"is needed by data.source={kind}: {what}"
+        refuse(resolution, key, None, message, f"{key}=/path/to/corpus")
+        return
+    ends = {"megatron": (".bin", ".idx"), "datatrove": ("", ".index")}[kind]
+    missing = [end for end in ends if not Path(f"{path}{end}").expanduser().is_file()]
+    if missing:
+        files = " and ".join(f"{path}{end}" for end in missing)
+        stem = path.removesuffix(".bin").removesuffix(".idx")
+        plain = stem != path and Path(f"{stem}.bin").is_file()
+        refuse(resolution, key, path, f"has no {files}", override(key, stem) if plain else None)
+        return
+    _glance(resolution, key, str(Path(path).expanduser()))
+
+
+def _glance(resolution: Resolution, key: str, path: str) -> None:
+    """Check early for mismatched or truncated files and larger vocabularies, which fail a launch later."""
+    look = {"megatron": glance_at_megatron, "datatrove": glance_at_datatrove}
+    try:
+        largest = look[resolution.config.data.source](path)
+    except (DamagedError, OSError) as error:
+        refuse(resolution, key, path, str(error))
+        return
+    vocab = resolution.config.model.vocab
+    if largest >= vocab and not any(it.key == "model.vocab" for it in resolution.violations):
+        held = f"token {largest}" if largest < sys.maxsize else "a negative token"
+        enough = resolution.more_rows(largest + 1) if largest < sys.maxsize else None
+        message = f"has too few tokens for {path}, which holds {held}: ids are in [0, {vocab})"
+        resolution.refuse("model.vocab", message, enough, kind="data")

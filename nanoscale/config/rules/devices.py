@@ -11,7 +11,6 @@ from typing import Literal
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import counted
 from nanoscale.config.composing import nodes
-from nanoscale.config.rules.layout import with_degree
 from nanoscale.config.rules.resolution import Resolution, divisors
 from nanoscale.config.schema import Parallel
 
@@ -56,7 +55,10 @@ def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
         return "cuda" if resolution.remote else resolution.devices.kind
     if asked == "cuda" and resolution.devices.kind != "cuda" and not resolution.remote:
         resolution.refuse(
-            "layout", "launcher.device", "is set, and this host has no GPU", "launcher.device=cpu"
+            "launcher.device",
+            "is set, and this host has no GPU",
+            "launcher.device=cpu",
+            kind="layout",
         )
     return asked
 
@@ -73,7 +75,7 @@ def _degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[in
     if limit is not None and asked != "auto" and asked > limit:
         message = f"is more than the {counted(limit, 'GPU')} of this host"
         fewer, cpu = f"launcher.devices={limit}", "launcher.device=cpu"
-        resolution.refuse("layout", "launcher.devices", message, fewer, cpu)
+        resolution.refuse("launcher.devices", message, fewer, cpu, kind="layout")
     copy = ranks_of_copy(layout)
     if layout.dp != "auto":
         _fixed_degrees(resolution, layout.dp, copy, limit)
@@ -127,12 +129,12 @@ def _too_large(
         if n * rest <= available and (not exact or available % (n * rest) == 0)
     ]
     resolution.refuse(
-        "layout",
         f"parallel.{axis}",
         f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {available} is not a "
         f"multiple of that",
-        with_degree(resolution.config, axis, fits[-1]) if fits else "parallel=dp",
+        resolution.completed(f"parallel.{axis}={fits[-1]}") if fits else "parallel=dp",
         instead,
+        kind="layout",
     )
 
 
@@ -142,20 +144,20 @@ def _fixed_degrees(resolution: Resolution, dp: int, copy: int, limit: int | None
     product = f"dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks"
     if asked != "auto" and asked != world:
         resolution.refuse(
-            "layout",
             "parallel.dp",
             f"makes {product}, and launcher.devices={asked} ({resolution.composed.source('launcher.devices')})"
             " must be the same number",
             f"launcher.devices={world}",
             f"parallel.dp={asked // copy}" if asked % copy == 0 else None,
+            kind="layout",
         )
     if asked == "auto" and limit is not None and world > limit:
         resolution.refuse(
-            "layout",
             "parallel.dp",
             f"makes {product}, and this host has {counted(limit, 'GPU')}",
             f"parallel.dp={limit // copy}" if limit >= copy else None,
             "launcher.device=cpu",
+            kind="layout",
         )
 
 
@@ -179,12 +181,12 @@ def _refuse_degree(resolution: Resolution, dp: int, copy: int) -> None:
     """Refuse a fixed data-parallel degree that makes more or fewer ranks than there are slots."""
     layout, world = resolution.config.parallel, dp * copy
     resolution.refuse(
-        "layout",
         "parallel.dp",
         f"makes dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks, and "
         f"{_slots_of(resolution)} = {resolution.slots} must be the same number",
         f"parallel.dp={resolution.slots // copy}",
         _first_hosts(resolution, lambda slots: slots == world) or _part_of_hosts(resolution, world),
+        kind="layout",
     )
 
 

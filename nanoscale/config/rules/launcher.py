@@ -86,7 +86,7 @@ def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm"]:
         message = (
             f"names this machine {len(resolution.hosts)} times, as {names}: one line is enough"
         )
-        resolution.refuse("config", "launcher.hostfile", message, one, "launcher.name=ssh")
+        resolution.refuse("launcher.hostfile", message, one, "launcher.name=ssh")
     return "local"
 
 
@@ -96,15 +96,13 @@ def _check_concerns(resolution: Resolution) -> None:
         message = (
             f"is needed by launcher.name={way}: a file with a line `HOST slots=N` for each host"
         )
-        resolution.refuse(
-            "config", "launcher.hostfile", message, "--hostfile hosts", "launcher.name=local"
-        )
+        resolution.refuse("launcher.hostfile", message, "--hostfile hosts", "launcher.name=local")
     for key, ways in _CONCERNS.items():
         if way not in ways:
             others = "--hostfile hosts" if launcher.hostfile is None else "launcher.name=ssh"
             instead = others if "ssh" in ways and way == "local" else None
             for_slurm = "launcher.name=slurm" if ways == ("slurm",) else None
-            resolution.refuse_idle("config", key, f"launcher.name={way}", instead, for_slurm)
+            resolution.refuse_idle(key, f"launcher.name={way}", instead, for_slurm)
 
 
 def _check_ssh_args(resolution: Resolution) -> None:
@@ -114,7 +112,7 @@ def _check_ssh_args(resolution: Resolution) -> None:
         len(word.split()) != 1 for word in words
     ):
         message = "cannot hold an argument with a space, at which pdsh would split it"
-        resolution.refuse("config", key, message, "launcher.name=ssh")
+        resolution.refuse(key, message, "launcher.name=ssh")
 
 
 def _check_nodes(resolution: Resolution) -> None:
@@ -126,7 +124,7 @@ def _check_nodes(resolution: Resolution) -> None:
         message = f"must be auto with launcher.nodes={count}: it follows from the number of remaining hosts"
         most = str(count).partition(":")[2]
         resolution.refuse(
-            "layout", "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}"
+            "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}", kind="layout"
         )
 
 
@@ -138,7 +136,7 @@ def _check_master(resolution: Resolution) -> None:
         if problem:
             address = hostnames.address(given)
             fits = address != given and not hostnames.problem(address)
-            resolution.refuse("config", key, problem, f"{key}={address}" if fits else f"{key}=null")
+            resolution.refuse(key, problem, f"{key}={address}" if fits else f"{key}=null")
         return
     if (
         len(resolution.hosts) > 1
@@ -150,7 +148,7 @@ def _check_master(resolution: Resolution) -> None:
             f"is needed: {first.name} ({first.source}), where the ranks meet, means another "
             f"machine on every other host"
         )
-        resolution.refuse("config", key, message, f"{key}={socket.gethostname()}")
+        resolution.refuse(key, message, f"{key}={socket.gethostname()}")
 
 
 def _check_cluster(resolution: Resolution) -> None:
@@ -160,10 +158,10 @@ def _check_cluster(resolution: Resolution) -> None:
         if not above:
             continue
         if reference.value_of(resolution.config, name) == 0:
-            resolution.refuse("config", name, "must be above 0", f"{name}=null")
+            resolution.refuse(name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is not the path of an interpreter"
-        resolution.refuse("config", "cluster.python", message, "cluster.python=null")
+        resolution.refuse("cluster.python", message, "cluster.python=null")
     for name, python in cluster.pythons.items():
         if not _is_path(python):
             source, message = (
@@ -202,9 +200,7 @@ def check_environment(resolution: Resolution) -> None:
             message = (
                 f"holds {entry!r}, which is neither a variable's name nor its beginning with `*`"
             )
-            resolution.refuse(
-                "config", "launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'"
-            )
+            resolution.refuse("launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'")
 
 
 def _wrong_variable(name: str, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:

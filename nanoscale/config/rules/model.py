@@ -1,121 +1,209 @@
-"""Rules of the model's shape, and of MoE."""
+"""Rules of the model: its shape, experts, adapters, and models with transformers' code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from nanoscale.common.units import listed
 from nanoscale.config.hf.pretrained import absolute_name
-from nanoscale.config.rules.resolution import Resolution, near_divisors
-from nanoscale.config.schema import Model
+from nanoscale.config.hf.shape import FAMILIES
+from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
+from nanoscale.config.rules.resolution import Resolution
+from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
+from nanoscale.config.schema import Config, Model
+from nanoscale.config.violations import nearest, override
+
+_SIZES = ("model.source", "model.heads")
+
+
+def _is_own(config: Config) -> bool:
+    return config.model.source == "own"
+
+
+def _turns_pairs(config: Config) -> bool:
+    """True if rotary positions find an even width, or if the heads do not divide the width anyway."""
+    model = config.model
+    is_odd = model.position == "rope" and model.head_width % 2 == 1
+    return not is_odd or not _is_own(config) or not _divide_width(config)
+
+
+def _divide_width(config: Config) -> bool:
+    model = config.model
+    return model.head_dim is not None or model.hidden % model.heads == 0 or not _is_own(config)
+
+
+def _even_widths(config: Config) -> list[str]:
+    width = config.model.head_width
+    return [f"model.head_dim={even}" for even in (width + 1, width - 1) if even]
+
+
+def _longer(config: Config) -> list[str]:
+    """Return the override for more positions, which a model of transformers does not have."""
+    return [f"model.max_seq_len={config.train.seq_len}"] if _is_own(config) else []
+
+
+SHAPE = of_kind("config",
+    Rule("model.kv_heads", (*_SIZES, "model.kv_heads"),
+        lambda config: not _is_own(config) or config.model.heads % config.model.kv_head_count == 0,
+        "must divide model.heads={c.model.heads}",
+        ("model.kv_heads",)),
+    Rule("model.heads", (*_SIZES, "model.head_dim", "model.hidden"), _divide_width,
+        "must divide model.hidden={c.model.hidden} unless model.head_dim is set",
+        ("model.heads",)),
+    Rule("model.head_dim", (*_SIZES, "model.head_dim", "model.hidden", "model.position"), _turns_pairs,
+        "makes heads {c.model.head_width} wide, and rotary positions turn pairs: an even width is needed",
+        _even_widths),
+    Rule("train.seq_len", ("train.seq_len", "model.max_seq_len", "model.source"),
+        lambda config: config.train.seq_len <= config.model.max_seq_len,
+        "is longer than the model allows (model.max_seq_len={c.model.max_seq_len})",
+        ("train.seq_len={c.model.max_seq_len}", _longer)),
+    Rule("train.seq_len", ("train.seq_len", "model.sliding_window"),
+        lambda config: (
+            config.train.seq_len <= (config.model.sliding_window or config.train.seq_len)
+        ),
+        "is longer than model.sliding_window={c.model.sliding_window}, and attention here covers "
+        "the whole sequence",
+        ("train.seq_len={c.model.sliding_window}",)),
+    refused("model.position",
+        {"model.rope_scaling": other_than(None), "model.position": other_than("rope")},
+        "has no rotary frequencies for model.rope_scaling to stretch",
+        "model.rope_scaling=null"),
+)  # fmt: skip
 
 
 def resolve_model(resolution: Resolution) -> Model:
     """Return the model with its heads resolved; transformers resolves those of its own models."""
+    resolution.apply(SHAPE)
     model = resolution.config.model
-    if model.source == "hf":
-        _positions(resolution, model)
-        name, begin = absolute_name(model.name), model.init_from
-        begin = absolute_name(begin) if begin is not None else None
-        return replace(model, name=name, init_from=begin)
-    kv_heads = model.kv_head_count
-    if model.heads % kv_heads:
-        resolution.refuse(
-            "config",
-            "model.kv_heads",
-            f"must divide model.heads={model.heads}",
-            *(f"model.kv_heads={n}" for n in near_divisors(model.heads, kv_heads)),
-        )
-    head_dim = model.head_width
-    if model.head_dim is None and model.hidden % model.heads:
-        resolution.refuse(
-            "config",
-            "model.heads",
-            f"must divide model.hidden={model.hidden} unless model.head_dim is set",
-            *(f"model.heads={n}" for n in near_divisors(model.hidden, model.heads)),
-        )
-    elif model.position == "rope" and head_dim % 2:
-        resolution.refuse(
-            "config",
-            "model.head_dim" if model.head_dim else "model.heads",
-            f"makes heads {head_dim} wide, and rotary positions turn pairs: an even width is needed",
-            f"model.head_dim={head_dim + 1}",
-            f"model.head_dim={head_dim - 1}" if head_dim > 1 else None,
-        )
-    _positions(resolution, model)
-    if model.bias:
-        resolution.refuse_idle("config", "model.qkv_bias", "model.bias=true")
-    init_from = model.init_from
-    if init_from is not None:
-        init_from = absolute_name(init_from)
-    return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim), init_from=init_from)
-
-
-def _positions(resolution: Resolution, model: Model) -> None:
-    length = resolution.config.train.seq_len
-    if length > model.max_seq_len:
-        resolution.refuse(
-            "config",
-            "train.seq_len",
-            f"is longer than the model allows (model.max_seq_len={model.max_seq_len})",
-            f"train.seq_len={model.max_seq_len}",
-            f"model.max_seq_len={length}" if model.source == "own" else None,
-        )
-    window = model.sliding_window
-    if window is not None and length > window:
-        resolution.refuse(
-            "config",
-            "train.seq_len",
-            f"is longer than model.sliding_window={window}, and attention here covers the whole sequence",
-            f"train.seq_len={window}",
-        )
-    scaling = model.rope_scaling
-    if scaling is None:
-        return
-    if model.position != "rope":
-        resolution.refuse(
-            "config",
-            "model.position",
-            "has no rotary frequencies for model.rope_scaling to stretch",
-            "model.rope_scaling=null",
-        )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        key = "model.rope_scaling.high_freq_factor"
+    scaling, key = model.rope_scaling, "model.rope_scaling.high_freq_factor"
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         message = f"must be above low_freq_factor={scaling.low_freq_factor:g}"
-        resolution.refuse("config", key, message, f"{key}={scaling.low_freq_factor * 4:g}")
+        resolution.refuse(key, message, f"{key}={scaling.low_freq_factor * 4:g}")
+    if model.init_from is not None:
+        model = replace(model, init_from=absolute_name(model.init_from))
+    if model.source == "hf":
+        return replace(model, name=absolute_name(model.name))
+    return replace(model, kv_heads=model.kv_head_count, head_dim=max(1, model.head_width))
 
 
-# --- MoE ------------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 
-_MOE_KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
+_ROUTED = {"model.experts": bool}
+
+EXPERTS = of_kind("config",
+    Rule("model.experts_per_token", ("model.experts_per_token", "model.experts"),
+        lambda config: (
+            not config.model.experts or config.model.experts_per_token <= config.model.experts
+        ),
+        "is more than model.experts={c.model.experts}",
+        ("model.experts_per_token<", "model.experts={c.model.experts_per_token}")),
+    refused("model.mlp", {**_ROUTED, "model.mlp": other_than("swiglu")},
+        "is the block of a dense model; experts are gated",
+        "model.mlp=swiglu"),
+    refused("model.bias", {**_ROUTED, "model.bias": True},
+        "gives every linear layer a bias, and experts have none",
+        "model.bias=false"),
+    refused("precision.fp8", {**_ROUTED, "precision.fp8": True},
+        "would leave the products of the experts, which are most of them, in 16 bits",
+        "precision.fp8=false"),
+)  # fmt: skip
+
+# --- adapters -------------------------------------------------------------------------------------
+
+_ADAPTED = {"lora.rank": bool}
+_HF_NAMES = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=True)) | {
+    f"{name}_proj": name for name in FEED_FORWARD
+}
+"""The layers' names at Hugging Face."""
 
 
-def check_experts(resolution: Resolution) -> None:
-    model = resolution.config.model
-    if model.experts == 0:
-        for key in _MOE_KEYS:
-            resolution.refuse_idle("config", key, "model.experts=0")
-        return
-    if model.balance == "none":
-        resolution.refuse_idle("config", "model.balance_rate", "model.balance=none")
-    _check_expert_shape(resolution)
+def _absent(config: Config) -> list[str]:
+    layers = available(config.model)
+    return [name for name in config.lora.targets or [] if name not in layers]
 
 
-def _check_expert_shape(resolution: Resolution) -> None:
-    model = resolution.config.model
-    if model.experts_per_token > model.experts:
-        resolution.refuse(
-            "config",
-            "model.experts_per_token",
-            f"is more than model.experts={model.experts}",
-            f"model.experts_per_token={min(2, model.experts)}",
-            f"model.experts={model.experts_per_token}",
-        )
-    if model.mlp != "swiglu":
-        message = "is the block of a dense model; experts are gated"
-        resolution.refuse("config", "model.mlp", message, "model.mlp=swiglu")
-    if model.bias:
-        message = "gives every linear layer a bias, and experts have none"
-        resolution.refuse("config", "model.bias", message, "model.bias=false")
-    if resolution.config.precision.fp8:
-        message = "would leave the products of the experts, which are most of them, in 16 bits"
-        resolution.refuse("config", "precision.fp8", message, "precision.fp8=false")
+def _absent_layers(config: Config) -> str:
+    absent = _absent(config)
+    why = f"a block here has {listed(list(available(config.model)))}"
+    if config.model.experts and any(name in FEED_FORWARD for name in absent):
+        why += ", and experts have no adapters"
+    return f"names {listed(absent)}, and {why}"
+
+
+def _near_targets(config: Config) -> list[str]:
+    """Return the layers that were meant, each once."""
+    layers, targets = available(config.model), config.lora.targets or []
+    named = [_HF_NAMES.get(name, name) for name in targets]
+    meant = [name if name in layers else "".join(nearest(name, layers)[:1]) for name in named]
+    kept = list(dict.fromkeys(name for name in meant if name))
+    return [override("lora.targets", kept)] if kept else []
+
+
+def _repeats(targets: list[str] | None) -> bool:
+    return targets is not None and len({*targets}) < len(targets)
+
+
+_TARGETS = ("lora.rank", "lora.targets", "model.mlp", "model.experts")
+
+ADAPTERS = of_kind("config",
+    refused("lora.rank", {**_ADAPTED, "model.init_from": None},
+        "trains only adapters, and model.init_from names no base model",
+        "model.init_from=/path/to/model", "lora.rank=0"),
+    refused("lora.alpha", {**_ADAPTED, "lora.alpha": 0},
+        "scales the adapters: with 0 nothing is trained",
+        lambda config: [f"lora.alpha={2 * config.lora.rank}"]),
+    refused("precision.fp8", {**_ADAPTED, "precision.fp8": True},
+        "multiplies in torchao's layers, which do not support adapters",
+        "precision=bf16", "lora.rank=0"),
+    refused("lora.targets", {**_ADAPTED, "lora.targets": []},
+        "names no layer: nothing would be trained",
+        "lora.targets=null"),
+    Rule("lora.targets", _TARGETS, lambda config: not (config.lora.rank and _absent(config)),
+        _absent_layers, (_near_targets, "lora.targets=null")),
+    refused("lora.targets", {**_ADAPTED, "lora.targets": _repeats}, "names a layer twice", _near_targets),
+)  # fmt: skip
+
+# --- models with transformers' code ---------------------------------------------------------------
+
+_HF = {"model.source": "hf"}
+_BLOCKS = "parallel.activation_checkpointing"
+_WITHIN = "keeps attention within documents, and the attention of model=hf belongs to transformers"
+
+
+def _of_transformers(why: str) -> Callable[[Config], str]:
+    """Return the sentence that layers belong to transformers, and how nanoscale's own model is chosen."""
+
+    def message(config: Config) -> str:
+        family = config.model.hf_config["model_type"]
+        own = f"; nanoscale's own transformer supports it for {family}: use model.init_from instead of model=hf"
+        return f"{why}, and those of model=hf belong to transformers{own if family in FAMILIES else ''}"
+
+    return message
+
+
+def _axis(key: str, why: str) -> Rule:
+    return refused(key, {**_HF, key: several}, _of_transformers(why), f"{key}=1")
+
+
+TRANSFORMERS = (
+    _axis("parallel.tp", "divides matrices that it finds by their names"),
+    _axis("parallel.pp", "splits a model between blocks that it can call one by one"),
+    _axis("parallel.cp",
+        "replaces the attention with one that exchanges keys and values between ranks"),
+    _axis("parallel.ep", "distributes experts that it finds by their names"),
+    refused(_BLOCKS, {**_HF, _BLOCKS: "sqrt"},
+        "runs groups of blocks, and transformers runs the blocks of model=hf itself",
+        f"{_BLOCKS}=full"),
+    *of_kind("config",
+        refused("precision.fp8", {**_HF, "precision.fp8": True},
+            "replaces linear layers, and those of model=hf belong to transformers",
+            "precision=bf16"),
+        refused("lora.rank", {**_HF, **_ADAPTED},
+            _of_transformers("adds adapters to layers that it finds by their names"),
+            "lora.rank=0")),
+    *of_kind("data",
+        refused("data.packing", {**_HF, "data.packing": "whole"}, _WITHIN, "data.packing=stream"),
+        refused("data.document_mask", {**_HF, "data.document_mask": True, "data.packing": "stream"},
+            _WITHIN, "data.document_mask=false")),
+)  # fmt: skip

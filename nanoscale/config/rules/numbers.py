@@ -1,4 +1,4 @@
-"""Rules of precision and of the optimizer."""
+"""Rules of precision, of attention kernels and of the optimizer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from nanoscale.common.units import listed
-from nanoscale.config.optimizers import KEYS, rule_of
-from nanoscale.config.rules.resolution import Resolution, Rule
+from nanoscale.config.optimizers import OPTIMIZERS, optimizers_with, rule_of
+from nanoscale.config.rules.resolution import Resolution
+from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
 from nanoscale.config.schema import Config, Precision
 
 _HAS_FP8 = re.compile(
@@ -45,7 +46,7 @@ def resolve_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
     if tf32 is True and not possible:
         other = "launcher.device=cpu" if device == "cpu" else f"precision.compute={compute}"
         message = f"is for fp32 on a GPU, and would be ignored with {other}"
-        resolution.refuse("config", "precision.tf32", message, "precision.tf32=auto")
+        resolution.refuse("precision.tf32", message, "precision.tf32=auto")
     if tf32 == "auto":
         tf32 = possible and not any(lacks_bf16(name) or _AMD.search(name) for name in names)
     return replace(precision, compute=compute, tf32=tf32)
@@ -70,76 +71,12 @@ def device_names(resolution: Resolution) -> tuple[str, ...]:
     return () if resolution.remote else resolution.devices.names
 
 
-def check_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
-    """Check that the dtypes are compatible."""
-    precision = resolution.config.precision
-    if (precision.params == "fp64") != (precision.compute == "fp64"):
-        narrow = "params" if precision.compute == "fp64" else "compute"
-        wide = "compute" if narrow == "params" else "params"
-        resolution.refuse(
-            "config",
-            "precision.compute",
-            f"and precision.params={precision.params} do not fit together: use fp64 for both",
-            f"precision.{narrow}=fp64 precision.reduce=fp64",
-            f"precision.{wide}=fp32 precision.reduce=fp32",
-        )
-    elif (precision.params == "fp64") != (precision.reduce == "fp64"):
-        resolution.refuse(
-            "config",
-            "precision.reduce",
-            f"would sum gradients of {precision.compute} in another type than the weights ({precision.params})",
-            f"precision.reduce={precision.params}",
-        )
-    elif precision.reduce in ("bf16", "fp16") and precision.reduce != precision.compute:
-        resolution.refuse(
-            "config",
-            "precision.reduce",
-            f"would round gradients that were computed in {precision.compute}",
-            "precision.reduce=fp32",
-        )
-    if precision.compute != "fp16":
-        for key in ("precision.loss_scale", "precision.loss_scale_window"):
-            resolution.refuse_idle("config", key, f"precision.compute={precision.compute}")
-    if precision.fp8:
-        _fp8(resolution, device)
-    else:
-        resolution.refuse_idle("config", "precision.fp8_recipe", "precision.fp8=false")
+# --- dtypes ---------------------------------------------------------------------------------------
 
-
-def check_mask(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
-    """Check masked attention: on an H100 PyTorch hands it to cuDNN, whose gradients may be NaN at such
-    lengths.
-
-    Source: pytorch issue 196678.
-    """
-    data, length = resolution.config.data, resolution.config.train.seq_len
-    by_cudnn = resolution.config.backend.attention in ("auto", "cudnn")
-    narrow = resolution.config.precision.compute in ("bf16", "fp16")
-    if device == "cuda" and data.document_mask and by_cudnn and narrow and length % 128 == 64:
-        resolution.refuse(
-            "data",
-            "train.seq_len",
-            "may give NaN gradients with document masks: cuDNN's kernels fail "
-            "at 64 above a multiple of 128",
-            *(f"train.seq_len={near}" for near in (length - 64, length + 64) if near),
-            "backend.attention=math",
-        )
-
-
-def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
-    key, off = "precision.fp8", "precision.fp8=false"
-    compute = resolution.config.precision.compute
-    needed = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
-    weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})
-    if device == "cpu":
-        resolution.refuse("config", key, f"{needed}, and launcher.device is cpu", off)
-    elif weak and not resolution.remote:
-        resolution.refuse("config", key, f"{needed}, and this machine has {listed(weak)}", off)
-    if compute != "bf16":
-        message = f"needs precision.compute=bf16 around its products, which is {compute}"
-        bf16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
-        resolution.refuse("config", key, message, bf16, off)
-    resolution.require_for_ranks(key, "torchao", "torchao", off)
+_FP8 = {"precision.fp8": True}
+_NO_FP8 = "precision.fp8=false"
+_NEEDS_FP8 = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
+_BF16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
 
 
 def _odd_sizes(config: Config) -> list[str]:
@@ -155,49 +92,170 @@ def _odd_sizes(config: Config) -> list[str]:
     return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
 
 
-RULES = (
-    Rule(
-        "precision.fp8",
-        ("precision.fp8", "parallel.tp"),
-        lambda config: not config.precision.fp8 or config.parallel.tp == 1,
-        lambda config: (
-            f"cannot hold with parallel.tp={config.parallel.tp}: products of tensor-parallel layers stay in "
-            "bf16"
-        ),
-        lambda _: ["precision.fp8=false"],
-        "config",
-    ),
-    Rule(
-        "precision.fp8",
+RULES = of_kind("config",
+    refused("precision.fp8", {**_FP8, "parallel.tp": several},
+        "cannot hold with parallel.tp={c.parallel.tp}: products of tensor-parallel layers stay in bf16",
+        _NO_FP8),
+    Rule("precision.fp8",
         (
             *("precision.fp8", "parallel.cp", "train.seq_len", "model.hidden", "model.ffn"),
             *("model.heads", "model.kv_heads", "model.head_dim"),
-        ),
-        lambda config: not (config.precision.fp8 and _odd_sizes(config)),
+        ), lambda config: not (config.precision.fp8 and _odd_sizes(config)),
         lambda config: (
             f"multiplies in tiles of 16, and {listed(_odd_sizes(config))} are not multiples of 16"
-        ),
-        lambda _: ["precision.fp8=false"],
-        "config",
-    ),
-)
+        ), (_NO_FP8,)),
+)  # fmt: skip
+_TYPES = ("precision.params", "precision.compute", "precision.reduce")
+
+
+def _fit_together(config: Config) -> bool:
+    return (config.precision.params == "fp64") == (config.precision.compute == "fp64")
+
+
+def _sums_in_fp64(config: Config) -> bool:
+    precision = config.precision
+    wide = (precision.params == "fp64") == (precision.reduce == "fp64")
+    return wide or not _fit_together(config)
+
+
+def _keeps_width(config: Config) -> bool:
+    precision = config.precision
+    wide = "fp64" in (precision.params, precision.compute)
+    return wide or precision.reduce in ("fp32", "fp64", precision.compute)
+
+
+def _one_width(config: Config) -> list[str]:
+    is_wide = config.precision.params == "fp64"
+    wide, narrow = ("params", "compute") if is_wide else ("compute", "params")
+    return [
+        f"precision.{narrow}=fp64 precision.reduce=fp64",
+        f"precision.{wide}=fp32 precision.reduce=fp32",
+    ]
+
+
+PRECISION = of_kind("config",
+    Rule("precision.compute", _TYPES[:2], _fit_together,
+        "and precision.params={c.precision.params} do not fit together: use fp64 for both",
+        _one_width),
+    Rule("precision.reduce", _TYPES, _sums_in_fp64,
+        "would sum gradients of {c.precision.compute} in another type than the weights "
+        "({c.precision.params})",
+        ("precision.reduce={c.precision.params}",)),
+    Rule("precision.reduce", _TYPES, _keeps_width,
+        "would round gradients that were computed in {c.precision.compute}",
+        ("precision.reduce=fp32",)),
+    refused("precision.fp8", {**_FP8, "launcher.device": "cpu"},
+        f"{_NEEDS_FP8}, and launcher.device is cpu",
+        _NO_FP8),
+    refused("precision.fp8", {**_FP8, "precision.compute": other_than("bf16")},
+        "needs precision.compute=bf16 around its products, which is {c.precision.compute}",
+        _BF16, _NO_FP8),
+)  # fmt: skip
+
+
+def check_fp8(resolution: Resolution) -> None:
+    """Check the GPUs and the package that products in 8 bits need."""
+    if not resolution.config.precision.fp8:
+        return
+    weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})
+    if weak and resolution.config.launcher.device == "cuda" and not resolution.remote:
+        message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
+        resolution.refuse("precision.fp8", message, _NO_FP8)
+    resolution.require_for_ranks("precision.fp8", "torchao", "torchao", _NO_FP8)
+
+
+# --- attention kernels ----------------------------------------------------------------------------
+
+_KERNEL = "backend.attention"
+_FREE = f"{_KERNEL}=auto"
+_ON_GPU = {"launcher.device": "cuda"}
+_NARROW = ("bf16", "fp16")
+
+
+_CHOICES = (_FREE, f"{_KERNEL}=math")
+_FLASH = {_KERNEL: "flash", **_ON_GPU}
+
+
+def _unfused(kernel: str, widest: int, multiple: int, heads: str) -> tuple[Rule, ...]:
+    """Return the rules of a fused kernel on GPUs; its widest heads, backward too, are PyTorch's
+    (sdp_utils.cpp)."""
+
+    def is_odd(width: int | None) -> bool:
+        return width is not None and (width > widest or width % multiple > 0)
+
+    on_gpu = {_KERNEL: kernel, **_ON_GPU}
+    return (
+        refused(_KERNEL, {**on_gpu, "precision.compute": other_than(*_NARROW)},
+            "cannot hold with precision.compute={c.precision.compute}: it takes bf16 and fp16",
+            *_CHOICES),
+        refused(_KERNEL, {**on_gpu, "model.head_dim": is_odd},
+            f"cannot hold with model.head_dim={{c.model.head_dim}}: it takes {heads} up to {widest}",
+            *_CHOICES),
+    )  # fmt: skip
+
+
+def _tiles(config: Config) -> list[str]:
+    length = config.train.seq_len
+    return [f"train.seq_len={near}" for near in (length - 64, length + 64) if near]
+
+
+MASK = of_kind("data",  # on an H100 PyTorch hands masks to cuDNN: pytorch issue 196678
+    refused("train.seq_len",
+        {**_ON_GPU, "data.document_mask": True, _KERNEL: ("auto", "cudnn"),
+         "precision.compute": _NARROW, "train.seq_len": lambda length: length % 128 == 64},
+        "may give NaN gradients with document masks: cuDNN's kernels fail at 64 above a multiple of 128",
+        _tiles, f"{_KERNEL}=math"),
+)  # fmt: skip
+ATTENTION = of_kind("config",
+    refused(_KERNEL, {_KERNEL: other_than("auto"), "model.source": "hf"},
+        "would be ignored by model=hf, whose code chooses its kernels itself",
+        _FREE),
+    refused(_KERNEL, {_KERNEL: "cudnn", "launcher.device": "cpu"},
+        "needs a GPU, and launcher.device is cpu",
+        _FREE),
+    *_unfused("flash", 256, 1, "heads"),
+    *_unfused("cudnn", 128, 8, "multiples of 8"),
+    refused(_KERNEL, {**_FLASH, "data.packing": "whole"},
+        "cannot hold with data.packing=whole: it takes no mask",
+        *_CHOICES),
+    refused(_KERNEL, {**_FLASH, "data.packing": "stream", "data.document_mask": True},
+        "cannot hold with data.document_mask=true: it takes no mask",
+        *_CHOICES),
+)  # fmt: skip
+
+
+def check_kernel(resolution: Resolution) -> None:
+    """Check that the GPUs support a fused attention kernel."""
+    on_gpu = resolution.config.launcher.device == "cuda"
+    weak = sorted(set(filter(lacks_bf16, device_names(resolution))))
+    if weak and on_gpu and resolution.config.backend.attention in ("cudnn", "flash"):
+        message = f"cannot hold on {listed(weak)}: it needs an A100 or newer"
+        resolution.refuse(_KERNEL, message, _FREE, f"{_KERNEL}=math")
+
+
+# --- optimizer ------------------------------------------------------------------------------------
+
+
+def _stays(name: str) -> Rule:
+    """Return the rule that a moment changes."""
+    key = f"optimizer.{name}"
+    where = {key: 1, "optimizer.name": optimizers_with(name)}
+    return refused(key, where, "must be below 1: at 1 the moment never changes", f"{key}=0.95")
+
+
+_QUANTIZED = tuple(name for name, rule in OPTIMIZERS.items() if rule.quantized)
+OPTIMIZER = of_kind("config",
+    _stays("beta1"),
+    _stays("beta2"),
+    refused("optimizer.name",
+        {"optimizer.name": _QUANTIZED, "precision.params": other_than("fp32")},
+        "has moments of fp32 weights in 8 bits, and precision.params={c.precision.params}",
+        "optimizer.name=adamw"),
+)  # fmt: skip
 
 
 def check_optimizer(resolution: Resolution) -> None:
-    """Check the keys of the chosen update rule."""
-    optimizer = resolution.config.optimizer
-    rule = rule_of(optimizer)
-    for name in (key for key in KEYS if key not in rule.keys):
-        resolution.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")
-    for name in ("beta1", "beta2"):
-        if getattr(optimizer, name) >= 1:
-            message = "must be below 1: at 1 the moment never changes"
-            resolution.refuse("config", f"optimizer.{name}", message, f"optimizer.{name}=0.95")
-    if rule.package:
-        chosen = ("optimizer.name", rule.package, rule.package, "optimizer.name=adamw")
-        resolution.require_for_ranks(*chosen)
-    if not rule.quantized:
-        return
-    if (params := resolution.config.precision.params) != "fp32":
-        message = f"has moments of fp32 weights in 8 bits, and precision.params={params}"
-        resolution.refuse("config", "optimizer.name", message, "optimizer.name=adamw")
+    """Check that the package of the chosen update is installed."""
+    package = rule_of(resolution.config.optimizer).package
+    if package:
+        resolution.require_for_ranks("optimizer.name", package, package, "optimizer.name=adamw")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
-
-from nanoscale.config.rules.resolution import Rule, data_parallel, divisors, idle
+from nanoscale.config.rules.resolution import divisors
+from nanoscale.config.rules.rule import Rule, data_parallel, refused, several
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import (
     IN_ROUNDS,
     ONE_STAGE,
-    SPLIT_BACKWARD,
     V_SHAPED,
     keeps_busy,
     stage_layers,
@@ -20,15 +17,6 @@ from nanoscale.config.stages import (
 from nanoscale.config.violations import override
 
 
-def has_pipeline(config: Config) -> bool:
-    return config.parallel.pp > 1
-
-
-def splits_backward(config: Config) -> bool:
-    """True if a block's backward pass is run in two parts, for inputs and for weights."""
-    return has_pipeline(config) and config.parallel.schedule in SPLIT_BACKWARD
-
-
 def virtual_stages(layout: Parallel) -> int:
     """Return the stages a rank."""
     if layout.pp == 1:
@@ -36,19 +24,6 @@ def virtual_stages(layout: Parallel) -> int:
     if layout.virtual_stages == "auto" or _has_fixed_stages(layout):
         return usual_virtual_stages(layout.schedule)
     return layout.virtual_stages
-
-
-def without_pipeline(config: Config) -> str:
-    """Return the overrides that lead to pp=1, and reset keys that would then be ignored."""
-    layout = config.parallel
-    overrides = ["parallel.pp=1"]
-    if layout.schedule != "1f1b":
-        overrides.append("parallel.schedule=1f1b")
-    if layout.virtual_stages not in ("auto", 1):
-        overrides.append("parallel.virtual_stages=auto")
-    if layout.layers_per_stage is not None:
-        overrides.append("parallel.layers_per_stage=null")
-    return " ".join(overrides)
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -64,27 +39,13 @@ def _stages(config: Config) -> int:
 
 def _has_usual_stages(config: Config) -> bool:
     layout = config.parallel
-    usual = usual_virtual_stages(layout.schedule)
-    return (
-        layout.pp == 1
-        or not _has_fixed_stages(layout)
-        or layout.virtual_stages
-        in (
-            "auto",
-            usual,
-        )
-    )
-
-
-def _near_virtual_stages(config: Config) -> list[str]:
-    schedule = config.parallel.schedule
-    other = "interleaved-1f1b" if schedule in ONE_STAGE else "zero-bubble"
-    usual = usual_virtual_stages(schedule)
-    return [f"parallel.virtual_stages={usual}", f"parallel.schedule={other}"]
+    if layout.pp == 1 or layout.virtual_stages == "auto" or not _has_fixed_stages(layout):
+        return True
+    return layout.virtual_stages == usual_virtual_stages(layout.schedule)
 
 
 def _has_blocks(config: Config) -> bool:
-    return not has_pipeline(config) or _stages(config) <= config.model.layers
+    return config.parallel.pp == 1 or _stages(config) <= config.model.layers
 
 
 def _too_many_stages(config: Config) -> str:
@@ -95,19 +56,9 @@ def _too_many_stages(config: Config) -> str:
     )
 
 
-def _near_stages(config: Config) -> list[str | None]:
-    layout, layers, virtual = config.parallel, config.model.layers, virtual_stages(config.parallel)
-    fewer, shorter = layers // layout.pp, layers // virtual
-    return [
-        f"parallel.virtual_stages={fewer}" if fewer and not _has_fixed_stages(layout) else None,
-        "parallel.schedule=1f1b parallel.virtual_stages=1" if fewer and virtual > 1 else None,
-        f"parallel.pp={shorter}" if shorter > 1 else without_pipeline(config),
-    ]
-
-
 def _lists_blocks(config: Config) -> bool:
     listed = config.parallel.layers_per_stage
-    if listed is None or not has_pipeline(config) or not _has_blocks(config):
+    if listed is None or config.parallel.pp == 1 or not _has_blocks(config):
         return True
     return len(listed) == _stages(config) and sum(listed) == config.model.layers
 
@@ -166,63 +117,30 @@ def _feeds_schedule(config: Config) -> bool:
 
 
 def _misfed_schedule(config: Config) -> str:
-    schedule, number = config.parallel.schedule, _micro_batches(config)
+    layout, number = config.parallel, _micro_batches(config)
     makes = f"makes global_batch/(dp·micro_batch) = {number}"
     if config.train.micro_batch == "auto":
         makes = f"makes at most {number}"
-    need = _need(schedule, config.parallel.pp, number)
-    return f"{makes} micro batches a step; parallel.schedule={schedule} needs {need}"
+    need = f"at least {keeps_busy(layout.schedule, layout.pp)}, as many as there are stages"
+    if layout.schedule in IN_ROUNDS:
+        rounds = f"{number // layout.pp} rounds of pp={layout.pp}"
+        need = f"rounds of equal length: {number} is not a multiple of its {rounds}"
+    return f"{makes} micro batches a step; parallel.schedule={layout.schedule} needs {need}"
 
 
-def _near_micro_batches(config: Config) -> Iterator[str]:
-    layout, samples, number = config.parallel, _samples(config), _micro_batches(config)
-    for n in _around(divisors(samples), number, layout.schedule, layout.pp):
-        yield f"train.micro_batch={samples // n}"
-    per_micro_batch = config.train.global_batch // number
-    counts = range(1, number + 2 * layout.pp + 1)
-    for n in _around(counts, number, layout.schedule, layout.pp):
-        yield f"train.global_batch={n * per_micro_batch}"
-    yield "parallel.schedule=" + ("gpipe" if layout.schedule in ONE_STAGE else "looped-bfs")
-
-
-def near_batches(config: Config, step: int, dp: int) -> Iterator[int]:
-    """Yield the nearest global batches that are multiples of `step` and that the schedule supports."""
-    layout, train = config.parallel, config.train
-    micro = train.micro_batch
-
-    def fits(batch: int) -> bool:
-        if micro == "auto":
-            return largest_micro_batch(config, batch // dp) is not None
-        return takes(layout.schedule, layout.pp, batch // (dp * micro))
-
-    start = train.global_batch // step * step
-    yield from (n for n in [next(filter(fits, range(start, 0, -step)), None)] if n)
-    yield next(filter(fits, count(start + step, step)))
-
-
-def _need(schedule: str, pp: int, number: int) -> str:
-    if schedule in IN_ROUNDS:
-        return f"rounds of equal length: {number} is not a multiple of its {number // pp} rounds of pp={pp}"
-    least = keeps_busy(schedule, pp)
-    return f"at least {least}, as many as there are stages"
-
-
-def _around(numbers: Iterator[int] | range, value: int, schedule: str, pp: int) -> list[int]:
-    """Return the legal numbers next to `value`: the last below it and the first above."""
-    legal = [n for n in numbers if takes(schedule, pp, n)]
-    below, above = [n for n in legal if n < value], [n for n in legal if n > value]
-    return [*below[-1:], *above[:1]]
+def _near_micro_batches(config: Config) -> tuple[str, ...]:
+    schedule = "gpipe" if config.parallel.schedule in ONE_STAGE else "looped-bfs"
+    return ("train.micro_batch", "train.global_batch", f"parallel.schedule={schedule}")
 
 
 _AXIS = ("parallel.pp", "parallel.schedule")
-_BATCH = ("train.global_batch", "train.micro_batch", "parallel.dp")
 
 
 def _needs_micro_batches(key: str, is_open: bool) -> Rule:
     """Return the rule that a schedule has enough micro batches, for the key that is to be changed."""
     return Rule(
         key,
-        (*_AXIS, *_BATCH),
+        (*_AXIS, "train.global_batch", "train.micro_batch", "parallel.dp"),
         lambda config: (config.train.micro_batch == "auto") != is_open or _feeds_schedule(config),
         _misfed_schedule,
         _near_micro_batches,
@@ -230,48 +148,28 @@ def _needs_micro_batches(key: str, is_open: bool) -> Rule:
 
 
 RULES = (
-    idle("parallel.schedule", ("parallel.pp",), has_pipeline, "parallel.pp=1"),
-    idle("parallel.layers_per_stage", ("parallel.pp",), has_pipeline, "parallel.pp=1"),
-    idle(
-        "parallel.virtual_stages",
-        ("parallel.pp",),
-        lambda config: has_pipeline(config) or config.parallel.virtual_stages == 1,
-        "parallel.pp=1",
-    ),
-    Rule(
-        "parallel.virtual_stages",
-        ("parallel.virtual_stages", *_AXIS),
-        _has_usual_stages,
+    Rule("parallel.virtual_stages", ("parallel.virtual_stages", "parallel.pp"),
+        lambda config: config.parallel.pp > 1 or config.parallel.virtual_stages in ("auto", 1),
+        "does not concern parallel.pp=1 and would be ignored",
+        ("parallel.virtual_stages=auto",)),
+    Rule("parallel.virtual_stages", ("parallel.virtual_stages", *_AXIS), _has_usual_stages,
         lambda config: (
             f"must be {usual_virtual_stages(config.parallel.schedule)} where "
             f"parallel.schedule={config.parallel.schedule}"
         ),
-        _near_virtual_stages,
-    ),
-    Rule(
-        "parallel.pp",
-        ("parallel.virtual_stages", *_AXIS, "model.layers"),
-        _has_blocks,
-        _too_many_stages,
-        _near_stages,
-    ),
-    Rule(
-        "parallel.layers_per_stage",
-        ("parallel.layers_per_stage", "parallel.virtual_stages", *_AXIS, "model.layers"),
-        _lists_blocks,
-        _wrong_list,
-        _near_lists,
-    ),
-    Rule(
-        "model.tie_embeddings",
-        ("model.tie_embeddings", "parallel.pp"),
-        lambda config: not (has_pipeline(config) and config.model.tie_embeddings),
         lambda config: (
-            f"cannot hold with parallel.pp={config.parallel.pp}: the embedding belongs to the first stage and "
-            "the head to the last"
-        ),
-        lambda config: ["model.tie_embeddings=false", without_pipeline(config)],
-    ),
+            f"parallel.virtual_stages={usual_virtual_stages(config.parallel.schedule)}",
+            "parallel.schedule=interleaved-1f1b",
+        )),
+    Rule("parallel.pp", ("parallel.virtual_stages", *_AXIS, "model.layers"), _has_blocks,
+        _too_many_stages, ("parallel.virtual_stages<", "parallel.schedule=1f1b", "parallel.pp<")),
+    Rule("parallel.layers_per_stage",
+        ("parallel.layers_per_stage", "parallel.virtual_stages", *_AXIS, "model.layers"),
+        _lists_blocks, _wrong_list, _near_lists),
+    refused("model.tie_embeddings", {"model.tie_embeddings": True, "parallel.pp": several},
+        "cannot hold with parallel.pp={c.parallel.pp}: the embedding belongs to the first stage "
+        "and the head to the last",
+        "model.tie_embeddings=false", "parallel.pp=1"),
     _needs_micro_batches("train.global_batch", is_open=True),
     _needs_micro_batches("train.micro_batch", is_open=False),
-)
+)  # fmt: skip

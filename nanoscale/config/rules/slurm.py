@@ -63,21 +63,17 @@ def check_slurm(resolution: Resolution) -> None:
         value = getattr(slurm, name)
         if value is not None and not _is_line(value):
             key = f"launcher.slurm.{name}"
-            resolution.refuse(
-                "config", key, "must be one line of printable characters", f"{key}=null"
-            )
+            resolution.refuse(key, "must be one line of printable characters", f"{key}=null")
     _check_directives(resolution)
     _check_time(resolution)
     if resolution.config.launcher.name == "slurm" and slurm.container is None:
         for name in ("container_runtime", "container_mounts"):
-            resolution.refuse_idle(
-                "config", f"launcher.slurm.{name}", "launcher.slurm.container=null"
-            )
+            resolution.refuse_idle(f"launcher.slurm.{name}", "launcher.slurm.container=null")
     for mount in slurm.container_mounts:
         if not _is_line(mount) or not all(mount.partition(":")) or "," in mount:
             message = f"holds {mount!r}; a mount is HOST:INSIDE, without commas"
             key = "launcher.slurm.container_mounts"
-            resolution.refuse("config", key, message, override(key, ["/data:/data"]))
+            resolution.refuse(key, message, override(key, ["/data:/data"]))
 
 
 def _check_directives(resolution: Resolution) -> None:
@@ -86,15 +82,15 @@ def _check_directives(resolution: Resolution) -> None:
     if wrong:
         corrected = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
         message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
-        resolution.refuse("config", key, message, f"'{key}=[{corrected}]'" if corrected else None)
+        resolution.refuse(key, message, f"'{key}=[{corrected}]'" if corrected else None)
     for text in given:
         option = _OPTION.match(text)
         name, value = option[1] if option else "", text.partition("=")[2]
         if name in _KEYS:
             message = f"holds --{name}, for which nanoscale has a key"
-            resolution.refuse("config", key, message, f"{_KEYS[name]}={value or '…'}")
+            resolution.refuse(key, message, f"{_KEYS[name]}={value or '…'}")
         elif name in _OURS:
-            resolution.refuse("config", key, f"holds --{name}, which nanoscale sets itself", None)
+            resolution.refuse(key, f"holds --{name}, which nanoscale sets itself", None)
 
 
 def _check_time(resolution: Resolution) -> None:
@@ -104,13 +100,13 @@ def _check_time(resolution: Resolution) -> None:
     limit, before = time_limit_s(text), resolution.config.launcher.slurm.signal_before_s
     if limit is None:
         message = "must be minutes, H:MM:SS or D-HH:MM:SS"
-        resolution.refuse("config", key, message, *(f"{key}={time}" for time in _meant(text)))
+        resolution.refuse(key, message, *(f"{key}={time}" for time in _meant(text)))
     elif limit == 0:
-        resolution.refuse("config", key, "must be above 0", f"{key}=null")
+        resolution.refuse(key, "must be above 0", f"{key}=null")
     elif before >= limit:
         message = f"is not shorter than the time limit, {limit} s ({key}={text})"
         shorter = f"launcher.slurm.signal_before_s={limit // 2}"
-        resolution.refuse("config", "launcher.slurm.signal_before_s", message, shorter)
+        resolution.refuse("launcher.slurm.signal_before_s", message, shorter)
 
 
 def _meant(text: str) -> Iterator[str]:

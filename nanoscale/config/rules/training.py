@@ -1,33 +1,51 @@
-"""Rules of the batch, of the training's length and of its schedule."""
+"""Rules of the batch, of the training's length and schedule, and of a run: its folder, its loggers, its
+checkpoints, its profile."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import netrc
+import os
+import re
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nanoscale.common.units import counted
 from nanoscale.config.data.token_sources import training_samples
-from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch, near_batches
-from nanoscale.config.rules.resolution import Resolution, Rule, data_parallel, near_divisors
-from nanoscale.config.schema import Config, Scheduler, Train
-from nanoscale.config.violations import shown
+from nanoscale.config.profile_steps import series_of
+from nanoscale.config.reference import declared
+from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
+from nanoscale.config.rules.resolution import Resolution
+from nanoscale.config.rules.rule import Rule, data_parallel, of_kind, other_than, refused, reset
+from nanoscale.config.run_name import RULE, legal_name
+from nanoscale.config.schema import Config, Run, Scheduler, Train
+from nanoscale.config.violations import override, shown
+
+# --- batch ----------------------------------------------------------------------------------------
 
 
-def resolve_train(resolution: Resolution) -> Train:
-    """Return the batch and the steps; the data is resolved before."""
-    train, data = _length(resolution, _batch(resolution.config)), resolution.config.data
-    has_split = data.valid_path is not None or data.mixture
-    if train.eval_every and not data.valid_fraction and not has_split:
-        resolution.refuse(
-            "config",
-            "train.eval_every",
-            "needs a validation split, and data.valid_fraction=0 leaves none",
-            "data.valid_fraction=0.02",
-            "train.eval_every=0",
-        )
-    return train
+def _undivided_batch(config: Config) -> str:
+    dp, micro = data_parallel(config), config.train.micro_batch
+    step = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {micro * dp}"
+    return f"must be a multiple of {step}"
+
+
+def _divides_among_dp(config: Config) -> bool:
+    return config.train.global_batch % data_parallel(config) == 0
+
+
+_BATCH = ("train.global_batch", "parallel.dp")
+
+RULES = (
+    Rule("train.global_batch", _BATCH, _divides_among_dp, _undivided_batch,
+        ("train.global_batch", "parallel.dp<")),
+    Rule("train.global_batch", (*_BATCH, "train.micro_batch"),
+        lambda config: not _divides_among_dp(config) or divides_batch(config), _undivided_batch,
+        ("train.global_batch", "train.micro_batch<")),
+)  # fmt: skip
 
 
 def _batch(config: Config) -> Train:
@@ -41,52 +59,18 @@ def _batch(config: Config) -> Train:
     return replace(train, micro_batch=micro or 1)
 
 
-def _undivided_batch(config: Config) -> str:
-    dp, micro = data_parallel(config), config.train.micro_batch
-    step = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {micro * dp}"
-    return f"must be a multiple of {step}"
-
-
-def _near_global_batches(config: Config) -> Iterator[str]:
-    batch, micro, dp = config.train.global_batch, config.train.micro_batch, data_parallel(config)
-    step = dp if micro == "auto" else dp * micro
-    yield from (f"train.global_batch={n}" for n in near_batches(config, step, dp))
-    if micro != "auto" and batch % dp == 0:
-        yield f"train.micro_batch={near_divisors(batch // dp, micro)[0]}"
-    if batch % dp:
-        yield f"parallel.dp={near_divisors(batch, dp)[0]}"
-
-
-def _divides_among_dp(config: Config) -> bool:
-    return config.train.global_batch % data_parallel(config) == 0
-
-
-_BATCH = ("train.global_batch", "parallel.dp")
-
-RULES = (
-    Rule(
-        "train.global_batch",
-        _BATCH,
-        _divides_among_dp,
-        _undivided_batch,
-        _near_global_batches,
-    ),
-    Rule(
-        "train.global_batch",
-        (*_BATCH, "train.micro_batch"),
-        lambda config: not _divides_among_dp(config) or divides_batch(config),
-        _undivided_batch,
-        _near_global_batches,
-    ),
-)
-
+# --- length ---------------------------------------------------------------------------------------
 
 _LENGTHS = ("steps", "tokens", "epochs")
 """The keys that set the length of a training."""
 
 
-def _length(resolution: Resolution, train: Train) -> Train:
-    """Return the steps, computed from the tokens or the epochs if those are given instead."""
+def resolve_train(resolution: Resolution) -> Train:
+    """Return the batch, and the steps, computed from the tokens or the epochs if those are given instead.
+
+    The data is resolved before.
+    """
+    train = _batch(resolution.config)
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
     if given and "epochs" not in given:
         train = replace(train, epochs=None)  # also where the recipe's epochs would have no meaning
@@ -94,7 +78,6 @@ def _length(resolution: Resolution, train: Train) -> Train:
     if not lengths:
         if train.epochs is None:  # otherwise its own error says enough
             resolution.refuse(
-                "config",
                 "train.steps",
                 "is not set, nor are train.tokens and train.epochs: set one of them",
                 "train.steps=100",
@@ -111,7 +94,6 @@ def _length(resolution: Resolution, train: Train) -> Train:
         return replace(train, **others, steps=lengths[key])
     first, *_, last = by_hand or lengths
     resolution.refuse(
-        "config",
         f"train.{last}",
         f"and train.{first}={shown(getattr(train, first))} are both set, and train.{last} means "
         f"{counted(lengths[last], 'step')} of {train.global_batch * train.seq_len} tokens",
@@ -148,39 +130,183 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
         else:
             why = f"needs a training sample, and {data.path} is too small for one"
         instead = "train.epochs=null" + ("" if given else " train.steps=100")
-        resolution.refuse("config", "train.epochs", why, instead)
+        resolution.refuse("train.epochs", why, instead)
     return samples
 
 
-def resolve_scheduler(resolution: Resolution) -> Scheduler:
+# --- schedule, evaluations and checkpoints --------------------------------------------------------
+
+_KEEP = "checkpoint.keep_every"
+
+
+def _fits_decay(config: Config) -> bool:
+    """True if the warm-up and the final decay fit the training, or if the warm-up alone does not."""
+    scheduler, steps = config.scheduler, config.train.steps or 1
+    warmup, decay = scheduler.warmup_steps, scheduler.decay_steps or 0
+    return scheduler.name != "wsd" or warmup > steps or warmup + decay <= steps
+
+
+def _keeps_saved(config: Config) -> bool:
+    saving = config.checkpoint
+    return not saving.every or (saving.keep_every or 0) % saving.every == 0
+
+
+def _has_split(config: Config) -> bool:
+    data = config.data
+    held_out = data.valid_fraction or data.valid_path is not None or data.mixture
+    return not config.train.eval_every or bool(held_out)
+
+
+def _evaluations(config: Config) -> list[str]:
+    return [f"train.eval_every={min(100, config.train.steps or 100)}"]
+
+
+def _needs_evaluations(key: str) -> Rule:
+    needed = {"train.eval_every": 0, key: other_than(declared()[key].default)}
+    message = "needs evaluations, and train.eval_every=0 has none"
+    return refused(key, needed, message, _evaluations, reset(key))
+
+
+JOB = of_kind("config",
+    Rule("train.eval_every",
+        ("train.eval_every", "data.valid_fraction", "data.valid_path", "data.mixture"), _has_split,
+        "needs a validation split, and data.valid_fraction=0 leaves none",
+        ("data.valid_fraction=0.02", "train.eval_every=0")),
+    Rule("scheduler.warmup_steps", ("scheduler.warmup_steps", "train.steps"),
+        lambda config: config.scheduler.warmup_steps <= (config.train.steps or 1),
+        lambda config: (
+            f"is more than the {counted(config.train.steps or 1, 'step')} of the training"
+        ), lambda config: [f"scheduler.warmup_steps={(config.train.steps or 1) // 10}"]),
+    refused("scheduler.decay_steps",
+        {"scheduler.name": other_than("wsd"), "scheduler.decay_steps": other_than(None)},
+        "is a setting of wsd; {c.scheduler.name} has no decay of its own",
+        "scheduler.decay_steps=null", "scheduler.name=wsd"),
+    Rule("scheduler.decay_steps",
+        ("scheduler.name", "scheduler.decay_steps", "scheduler.warmup_steps", "train.steps"),
+        _fits_decay,
+        lambda config: (
+            f"and warmup_steps={config.scheduler.warmup_steps} are more than the "
+            f"{counted(config.train.steps or 1, 'step')} of the training"
+        ), ("scheduler.decay_steps<",)),
+)  # fmt: skip
+SAVING = of_kind("config",
+    _needs_evaluations("checkpoint.keep_best"),
+    _needs_evaluations("train.stop_when.patience"),
+    _needs_evaluations("train.stop_when.eval_loss"),
+    refused(_KEEP, {_KEEP: other_than(None), "checkpoint.every": 0},
+        "needs checkpoint.every: checkpoints by time or at the end have no fixed step",
+        "checkpoint.every={c.checkpoint.keep_every}", f"{_KEEP}=null"),
+    Rule(_KEEP, (_KEEP, "checkpoint.every"), _keeps_saved,
+        "must be a multiple of checkpoint.every={c.checkpoint.every}: only its multiples are saved",
+        (_KEEP,)),
+)  # fmt: skip
+
+
+def resolve_scheduler(config: Config) -> Scheduler:
     """Return the schedule of the learning rate; the steps are resolved before."""
-    scheduler, steps = resolution.config.scheduler, resolution.config.train.steps or 1
-    if scheduler.warmup_steps > steps:
-        resolution.refuse(
-            "config",
-            "scheduler.warmup_steps",
-            f"is more than the {counted(steps, 'step')} of the training",
-            f"scheduler.warmup_steps={steps // 10}",
-        )
-    if scheduler.name != "wsd":
-        if scheduler.decay_steps is not None:
-            resolution.refuse(
-                "config",
-                "scheduler.decay_steps",
-                f"is a setting of wsd; {scheduler.name} has no decay of its own",
-                "scheduler.decay_steps=null",
-                "scheduler.name=wsd",
-            )
+    scheduler, steps = config.scheduler, config.train.steps or 1
+    if scheduler.name != "wsd" or scheduler.decay_steps is not None:
         return scheduler
-    if scheduler.decay_steps is None:
-        left = max(0, steps - scheduler.warmup_steps)
-        return replace(scheduler, decay_steps=min(left, max(1, steps // 10)))
-    if scheduler.warmup_steps + scheduler.decay_steps > steps >= scheduler.warmup_steps:
+    left = max(0, steps - scheduler.warmup_steps)
+    return replace(scheduler, decay_steps=min(left, max(1, steps // 10)))
+
+
+# --- the run and its loggers ----------------------------------------------------------------------
+
+
+_LOGGERS = (
+    ("tensorboard", ("on",), "TensorBoard", "logger=none"),
+    ("mlflow", ("on",), "MLflow", "logger.mlflow=off"),
+    ("wandb", ("online", "offline"), "Weights & Biases", "logger.wandb=off"),
+)
+"""The key of `logger`, which is also the package, the values that need it, its name, and advice."""
+
+
+def check_loggers(resolution: Resolution) -> None:
+    """Check that the programs that receive metrics are installed, and that wandb can log in."""
+    logger = resolution.config.logger
+    for package, values, name, instead in _LOGGERS:
+        if getattr(logger, package) in values:
+            resolution.require_for_ranks(f"logger.{package}", package, name, instead)
+    if logger.wandb == "online" and resolution.same_python and not _wandb_key_exists():
+        message = "needs an API key: type `wandb login`, or set WANDB_API_KEY"
+        resolution.refuse("logger.wandb", message, "logger.wandb=offline", "logger.wandb=off")
+
+
+def _wandb_key_exists() -> bool:
+    """True if the environment or the user's netrc file has credentials for Weights & Biases."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(path).authenticators(str(server)):
+                return True
+    return False
+
+
+def resolve_run(resolution: Resolution) -> Run:
+    """Return the run with its folder."""
+    run = resolution.config.run
+    name = run.name
+    legal = legal_name(name or "")
+    if name is not None and (legal != name or not name):
         resolution.refuse(
-            "config",
-            "scheduler.decay_steps",
-            f"and warmup_steps={scheduler.warmup_steps} are more than the "
-            f"{counted(steps, 'step')} of the training",
-            f"scheduler.decay_steps={steps - scheduler.warmup_steps}",
+            "run.name", RULE, override("run.name", legal) if legal else None, kind="run"
         )
-    return scheduler
+    if not run.root:
+        resolution.refuse("run.root", "is empty", "run.root=runs", kind="run")
+    # `~` is expanded as the shell would: a folder of that name is a trap.
+    root = str(Path(run.root).expanduser()) if run.root.startswith("~") else run.root
+    return replace(run, root=root)
+
+
+# --- profile --------------------------------------------------------------------------------------
+
+_OFF = "profile.steps=null"
+
+
+def check_profile(resolution: Resolution, ranks: int) -> None:
+    """Check that the steps and ranks exist; the training's steps are resolved, `ranks` is the world size."""
+    profile, train = resolution.config.profile, resolution.config.train
+    if profile.steps is None:
+        resolution.refuse_idle("profile.ranks", _OFF, _example(train))
+        return
+    try:
+        series = series_of(profile.steps)
+    except ValueError:
+        meant = _meant_steps(str(profile.steps), train)
+        message = "must be a step, a series of steps as in 10-12, or a list as in [10,20]"
+        resolution.refuse("profile.steps", message, meant or _example(train), _OFF)
+        return
+    last, steps = series[-1][1], train.steps or 1
+    if last > steps:
+        longer = f"train.steps={last}" if train.tokens is None else None
+        resolution.refuse(
+            "profile.steps",
+            f"is beyond the {counted(steps, 'step')} of the training",
+            _example(train),
+            longer,
+        )
+    present = [rank for rank in profile.ranks if rank < ranks]
+    if len(present) < len(profile.ranks) or not present:
+        resolution.refuse(
+            "profile.ranks",
+            f"must be some of the {counted(ranks, 'rank')}, which are numbered from 0",
+            override("profile.ranks", present or [0]),
+        )
+
+
+def _example(train: Train) -> str:
+    """Return valid steps: after the warm-up, if the training is long enough."""
+    steps = train.steps or 1
+    return "profile.steps=10-12" if steps >= 12 else f"profile.steps={steps}"
+
+
+def _meant_steps(text: str, train: Train) -> str | None:
+    """Return the likely meaning of `10:12`, `10..12`, `12-10`: two numbers are the ends."""
+    ends = sorted(int(number) for number in re.findall(r"\d+", text))
+    if len(ends) != 2 or ends[0] < 1 or ends[1] > (train.steps or 1):
+        return None
+    return f"profile.steps={ends[0]}-{ends[1]}"

@@ -1,0 +1,66 @@
+"""Keys that only have a meaning with certain values of other keys."""
+
+from __future__ import annotations
+
+from nanoscale.config.optimizers import KEYS, optimizers_with
+from nanoscale.config.rules.rule import Rule, matches, of_kind, only_with, other_than, several
+
+_MODE = "parallel.activation_checkpointing"
+_STAGED = {"parallel.pp": several}
+_ROUTED = {"model.experts": bool}
+_ADAPTED = {"lora.rank": bool}
+_OFFLOADS = ("zero.offload_optimizer", "zero.offload_param")
+_SCALED = {"precision.compute": "fp16"}
+_NVME = "zero.offload_optimizer={c.zero.offload_optimizer} and zero.offload_param={c.zero.offload_param}"
+_PURPOSELESS = matches(
+    {
+        "backend.name": "deepspeed",
+        "zero.nvme_path": other_than(None),
+        **dict.fromkeys(_OFFLOADS, other_than("nvme")),
+    }
+)
+
+OF_LAYOUT = (
+    only_with("parallel.sequence_parallel", {"parallel.tp": several}),
+    only_with("parallel.cp_method", {"parallel.cp": several}),
+    *of_kind("config", only_with("parallel.ep", _ROUTED)),
+    only_with("parallel.schedule", _STAGED),
+    only_with("parallel.layers_per_stage", _STAGED),
+    only_with("parallel.checkpoint_every", {_MODE: "full"}),
+    only_with("parallel.selective_keep", {_MODE: "selective"}),
+    *of_kind(
+        "config",
+        Rule(
+            "zero.nvme_path",
+            ("zero.nvme_path", *_OFFLOADS, "backend.name"),
+            lambda config: not _PURPOSELESS(config),
+            f"does not concern {_NVME} and would be ignored",
+            ("zero.nvme_path=null",),
+        ),
+    ),
+)
+OF_JOB = of_kind(
+    "config",
+    *(only_with(f"model.{name}", _ROUTED) for name in ("experts_per_token", "balance")),
+    only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
+    only_with("model.qkv_bias", {"model.bias": False}),
+    *(only_with(key, _ADAPTED, "lora.rank=16") for key in ("lora.alpha", "lora.targets")),
+    only_with("precision.loss_scale", _SCALED),
+    only_with("precision.loss_scale_window", _SCALED),
+    only_with("precision.fp8_recipe", {"precision.fp8": True}),
+    *(only_with(f"optimizer.{name}", {"optimizer.name": optimizers_with(name)}) for name in KEYS),
+)
+OF_TEXT = of_kind(
+    "data",
+    *(
+        only_with(f"data.{name}", {"data.source": other_than("random")}, "data=megatron")
+        for name in ("tokenizer", "packing", "document_mask")
+    ),
+)
+OF_MODEL = of_kind(
+    "config",
+    *(
+        only_with(f"model.{name}", {"model.source": "hf"}, "model=hf")
+        for name in ("trust_remote_code", "hf_config", "parameters")
+    ),
+)
