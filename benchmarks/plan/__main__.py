@@ -62,7 +62,7 @@ class Learned:
     errors: Errors
     rows: int
     """The number of rows used for calibration."""
-    factors: dict[str, float]
+    factor: float
     """Factors on the assumed efficiencies."""
 
 
@@ -131,7 +131,7 @@ def learned(mine: list[Observation], rows: list[Observation]) -> Learned | None:
     if not rows:
         return None
     found = calibrate(rows)
-    return Learned(Errors.of(off(mine, found)), len(rows), found.factors)
+    return Learned(Errors.of(off(mine, found)), len(rows), found.factor)
 
 
 def software(source: str) -> str:

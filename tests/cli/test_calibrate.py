@@ -106,7 +106,7 @@ def test_the_file_is_what_was_told(trained, capsys):
     assert Path("mine.json").read_text() == "[1]"
     shown = capsys.readouterr().out
     assert f"type  cluster.efficiency={Path('efficiency-cpu.json').absolute()}" in shown
-    assert "share one factor" in shown
+    assert "of the assumed speed" in shown
 
 
 def test_an_earlier_calibration_is_not_the_ground_of_another(trained, capsys, tmp_path):

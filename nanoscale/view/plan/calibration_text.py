@@ -11,7 +11,7 @@ from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.hardware.data_sheets import CPU
 from nanoscale.config.violations import override
-from nanoscale.plan.calibration import KNOBS, Calibration, ObservedRun, predicted
+from nanoscale.plan.calibration import SLOWER, Calibration, ObservedRun, predicted
 from nanoscale.plan.predict import predict
 
 if TYPE_CHECKING:
@@ -57,20 +57,15 @@ def _memory(run: dict[str, Any]) -> str:
 
 
 def _learned(document: dict[str, Any]) -> list[str]:
-    """List the values, and how many of them were identified separately."""
+    """List the values, and the factor that they share."""
     lines = [
         f"{name:10} {document['assumed'][name]:.3g} → {value:.3g}"
         for name, value in document["efficiency"].items()
     ]
-    first, *apart = document["learned"] or [None]
-    if first is None:
+    if not lines:
         return ["the steps of these runs depend on nothing that can be learned"]
-    shared = [name for name in first["efficiencies"] if len(first["efficiencies"]) > 1]
-    if shared:
-        lines.append(f"{', '.join(shared)} share one factor, {first['factor']:.3f}")
-    if apart:
-        lines.append(f"the runs determine separately: {', '.join(knob['name'] for knob in apart)}")
-    return lines
+    (learned,) = document["learned"]
+    return [*lines, f"computing has {learned['factor']:.3f} of the assumed speed"]
 
 
 def _advice(document: dict[str, Any]) -> list[str]:
@@ -82,9 +77,7 @@ def _advice(document: dict[str, Any]) -> list[str]:
             f"the runs agree only to {off:.0%}: something else decides their speed",
         )
     too_much = [
-        name
-        for name, value in document["efficiency"].items()
-        if value > 1 and name not in ("overlap", "cudnn")
+        name for name, value in document["efficiency"].items() if value > 1 and name not in SLOWER
     ]
     if too_much:
         lines.insert(
@@ -101,14 +94,7 @@ def document(runs: Sequence[ObservedRun], found: Calibration, file: Path) -> dic
         "efficiency": learned,
         "device": runs[0].device,
         "override": override("cluster.efficiency", str(file)),
-        "learned": [
-            {
-                "name": name,
-                "factor": factor,
-                "efficiencies": [key for key in KNOBS[name] if key in learned],
-            }
-            for name, factor in found.factors.items()
-        ],
+        "learned": [{"name": "computing", "factor": found.factor, "efficiencies": [*learned]}],
         "assumed": {name: getattr(assumed, name) for name in learned},
         "runs": [_outcome(run, found) for run in runs],
         "time": time.time(),
