@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
@@ -96,6 +97,8 @@ class World(LiveMemory):
         self.phases: dict[str, PhaseMemory] = {}
         self.timeline: list[int] = []
         self.keeps_timeline = False
+        self.counts = True
+        """False while DTensor derives the whole shape of a result, for which it makes tensors that no rank has."""
         self._group_numbers: dict[str, int] = {}
         self._kinds = [0] * len(KINDS)
         self._kind: dict[int, int] = {}
@@ -214,6 +217,8 @@ class World(LiveMemory):
     # Memory
 
     def _see_all(self, result: Any) -> None:
+        if not self.counts:
+            return
         if isinstance(result, Tensor):
             self._see(result)
         elif isinstance(result, (list, tuple)):
@@ -468,6 +473,7 @@ def played(
             world.streams.patch(patches, device.index)
             kernels.use_fused_kernels(patches)
         world.watch_weak_references(patches)
+        patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", _uncounted(world))
         usual: Any = torch.UntypedStorage.device
         world._host_device = usual.__get__
         device_of = property(lambda it: world.device_of(it, usual.__get__(it)))
@@ -476,6 +482,22 @@ def played(
         world.patches = patches
         with mode, world:
             yield world
+
+
+def _uncounted(world: World) -> Callable[..., Any]:
+    """Return a wrapper of functions whose tensors are not counted."""
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def uncounted(*args: Any, **options: Any) -> Any:
+            before, world.counts = world.counts, False
+            try:
+                return plain(*args, **options)
+            finally:
+                world.counts = before
+
+        return uncounted
+
+    return wrap
 
 
 def _make_host_tensors_real(patches: Patches, world: World) -> None:
