@@ -98,7 +98,7 @@ class World(LiveMemory):
         self.timeline: list[int] = []
         self.keeps_timeline = False
         self.counts = True
-        """False while DTensor derives the whole shape of a result, for which it makes tensors that no rank has."""
+        """False while DTensor derives the shape of a whole result: it makes tensors for it that no rank has."""
         self._group_numbers: dict[str, int] = {}
         self._kinds = [0] * len(KINDS)
         self._kind: dict[int, int] = {}
