@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,34 @@ from nanoscale.cli.common import completion
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
+
+
+def option(
+    help: str,
+    *names: str,
+    default: Any = None,
+    metavar: str | None = None,
+    shown: str | None = None,
+    min: float | None = None,
+    max: float | None = None,
+) -> Any:
+    """Declare an option, as the default of a command's parameter or in an `Annotated` type.
+
+    Args:
+        names: needed by a flag, to which Typer would add a `--no-` form; without them the parameter's.
+        default: `...` for none, as in an `Annotated` type.
+        shown: what the help text shows as the default value, if it is not the value itself.
+        min: the least number, which is accepted.
+        max: the largest number, which is accepted.
+    """
+    show_default = True if shown is None else shown
+    return typer.Option(
+        default, *names, help=help, metavar=metavar, show_default=show_default, min=min, max=max
+    )
+
+
+_shared = partial(option, default=...)
+"""The form of `option` for an option of several commands, in an `Annotated` type."""
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -26,87 +55,43 @@ Overrides = Annotated[
 ]
 ConfigDir = Annotated[
     Path | None,
-    typer.Option(
-        "--config-dir",
-        metavar="DIR",
-        help="Prefer this folder's groups and recipes to packaged ones",
-        show_default=False,
-    ),
+    _shared("Prefer this folder's groups and recipes to packaged ones", metavar="DIR"),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="Start from this frozen config.yaml, not from a recipe",
-        show_default=False,
-    ),
+    _shared("Start from this frozen config.yaml, not from a recipe", metavar="FILE"),
 ]
-Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="Run code that another user's run folder names"),
-]
+Trust = Annotated[bool, _shared("Run code that another user's run folder names", "--trust")]
 
 # --- the launch -----------------------------------------------------------------------------------
 
 Hostfile = Annotated[
     str | None,
-    typer.Option(
-        "--hostfile",
-        metavar="FILE",
-        help="Read the hosts, `HOST slots=N` a line (launcher.hostfile)",
-        show_default=False,
-    ),
+    _shared("Read the hosts, `HOST slots=N` a line (launcher.hostfile)", metavar="FILE"),
 ]
 Include = Annotated[
     str | None,
-    typer.Option(
-        "--include",
-        metavar="HOSTS",
-        help="Use only these hosts or slots, h1@h2:0,2 (launcher.include)",
-        show_default=False,
-    ),
+    _shared("Use only these hosts or slots, h1@h2:0,2 (launcher.include)", metavar="HOSTS"),
 ]
 Exclude = Annotated[
     str | None,
-    typer.Option(
-        "--exclude",
-        metavar="HOSTS",
-        help="Use all hosts and slots except these (launcher.exclude)",
-        show_default=False,
-    ),
+    _shared("Use all hosts and slots except these (launcher.exclude)", metavar="HOSTS"),
 ]
 NumNodes = Annotated[
     str | None,
-    typer.Option(
-        "--num-nodes",
-        metavar="N",
-        help="Use N hosts, elastically MIN:MAX (launcher.nodes)",
-        show_default=False,
-    ),
+    _shared("Use N hosts, elastically MIN:MAX (launcher.nodes)", metavar="N"),
 ]
 NumGpus = Annotated[
-    int | None,
-    typer.Option(
-        "--num-gpus",
-        metavar="N",
-        help="Start N ranks on every host (launcher.devices)",
-        show_default=False,
-    ),
+    int | None, _shared("Start N ranks on every host (launcher.devices)", metavar="N")
 ]
 NoPreflight = Annotated[
-    bool,
-    typer.Option("--no-preflight", help="Skip the checks of the hosts (launcher.preflight)"),
+    bool, _shared("Skip the checks of the hosts (launcher.preflight)", "--no-preflight")
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Launch even if the plan says that it does not fit")
-]
+Force = Annotated[bool, _shared("Launch even if the plan says that it does not fit", "--force")]
 Rehearse = Annotated[
-    bool, typer.Option("--rehearse", help="Rehearse the job first; launch only if it succeeds")
+    bool, _shared("Rehearse the job first; launch only if it succeeds", "--rehearse")
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would happen; write and start nothing")
-]
+DryRun = Annotated[bool, _shared("Show what would happen; write and start nothing", "--dry-run")]
 
 # --- what is read ---------------------------------------------------------------------------------
 
@@ -130,10 +115,7 @@ Model = Annotated[
         autocompletion=completion.runs,
     ),
 ]
-Step = Annotated[
-    int | None,
-    typer.Option(help="Take the checkpoint of this step", show_default="the newest"),
-]
+Step = Annotated[int | None, _shared("Take the checkpoint of this step", shown="the newest")]
 
 
 class Dtype(StrEnum):
@@ -146,35 +128,23 @@ class Dtype(StrEnum):
 
 
 ComputeDtype = Annotated[
-    Dtype | None,
-    typer.Option(
-        "--dtype", help="Compute in this dtype", show_default="bf16 on a GPU, otherwise fp32"
-    ),
+    Dtype | None, _shared("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(help="Use cpu, cuda or cuda:N", show_default="the first GPU, if there is one"),
+    str | None, _shared("Use cpu, cuda or cuda:N", shown="the first GPU, if there is one")
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(
-        "--tokenizer",
-        metavar="byte|PATH|NAME",
-        help="Replace the model's own tokenizer",
-        show_default=False,
-    ),
+    _shared("Replace the model's own tokenizer", metavar="byte|PATH|NAME"),
 ]
 
-Yes = Annotated[bool, typer.Option("--yes", help="Skip the question, for scripts")]
+Yes = Annotated[bool, _shared("Skip the question, for scripts", "--yes")]
 
 # --- the output -----------------------------------------------------------------------------------
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else")]
-Html = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page with charts", show_default=False),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the named file if it exists")]
+AsJson = Annotated[bool, _shared("Print one JSON document and nothing else", "--json")]
+Html = Annotated[Path | None, _shared("Write a page with charts", metavar="FILE")]
+Overwrite = Annotated[bool, _shared("Replace the named file if it exists", "--overwrite")]
 
 
 KEYS = {

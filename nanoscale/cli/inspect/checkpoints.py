@@ -99,42 +99,30 @@ def export_checkpoint(
     run: opt.Run,
     to: Annotated[
         Format,
-        typer.Option("--format", help="Choose the format: hf is what `from_pretrained` loads"),
+        opt.option(
+            "Choose the format: hf is what `from_pretrained` loads", "--format", default=...
+        ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write to this folder, which must not exist yet",
-            show_default="RUN/hf/step-…",
-        ),
-    ] = None,
+    out: Path | None = opt.option(
+        "Write to this folder, which must not exist yet", metavar="DIR", shown="RUN/hf/step-…"
+    ),
     step: opt.Step = None,
-    dtype: Annotated[
-        opt.Dtype | None,
-        typer.Option(
-            help="Write the weights in this dtype", show_default="what the run computed in"
-        ),
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Find the model of lora adapters here, if it has moved",
-            show_default="model.init_from",
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Limit the size of a file, in bytes or as in 500MB, 5GB"),
-    ] = "5GB",
-    drop_bias: Annotated[
-        bool,
-        typer.Option(
-            "--drop-bias",
-            help="Leave out the bias that model.balance=bias adds to the choice of experts",
-        ),
-    ] = False,
+    dtype: opt.Dtype | None = opt.option(
+        "Write the weights in this dtype", shown="what the run computed in"
+    ),
+    base: Path | None = opt.option(
+        "Find the model of lora adapters here, if it has moved",
+        metavar="DIR",
+        shown="model.init_from",
+    ),
+    max_shard_size: str = opt.option(
+        "Limit the size of a file, in bytes or as in 500MB, 5GB", default="5GB", metavar="SIZE"
+    ),
+    drop_bias: bool = opt.option(
+        "Leave out the bias that model.balance=bias adds to the choice of experts",
+        "--drop-bias",
+        default=False,
+    ),
     as_json: opt.AsJson = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face model: weights, config.json and tokenizer.

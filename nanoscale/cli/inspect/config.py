@@ -25,10 +25,9 @@ app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration
 @requesting("config_dir", "config")
 def show(
     line: CommandLine,
-    deepspeed: Annotated[
-        bool,
-        typer.Option("--deepspeed", help="Show the JSON for DeepSpeed instead"),
-    ] = False,
+    deepspeed: bool = opt.option(
+        "Show the JSON for DeepSpeed instead", "--deepspeed", default=False
+    ),
     as_json: opt.AsJson = False,
 ) -> None:
     """Show the whole configuration as YAML."""
@@ -77,16 +76,8 @@ def explain(
 @app.command("from-deepspeed")
 def from_deepspeed(
     file: Annotated[Path, typer.Argument(help="Read this DeepSpeed JSON", show_default=False)],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RECIPE", help="Write a recipe, which must not exist yet", show_default=False
-        ),
-    ] = None,
-    dp: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Use this data-parallel degree", show_default=False),
-    ] = None,
+    out: Path | None = opt.option("Write a recipe, which must not exist yet", metavar="RECIPE"),
+    dp: int | None = opt.option("Use this data-parallel degree", metavar="N", min=1),
     as_json: opt.AsJson = False,
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import print_json
@@ -16,40 +14,21 @@ if TYPE_CHECKING:
 
 
 def list_runs(
-    root: Annotated[Path, typer.Option(help="List the runs in this folder")] = Path("runs"),
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,…",
-            help="Show these metrics and keys, as in lr,eval_loss,optimizer.lr",
-            show_default=False,
-        ),
-    ] = None,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CONDITION",
-            help="List only runs for which it holds: state=failed, 'loss<3'",
-            show_default=False,
-        ),
-    ] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[-]COLUMN",
-            help="List the lowest value first; with a dash, the highest",
-            show_default="created",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="List only the newest N, or with --sort the first N",
-            show_default=False,
-        ),
-    ] = None,
+    root: Path = opt.option("List the runs in this folder", default=Path("runs")),
+    columns: str | None = opt.option(
+        "Show these metrics and keys, as in lr,eval_loss,optimizer.lr", metavar="A,B,…"
+    ),
+    where: list[str] | None = opt.option(
+        "List only runs for which it holds: state=failed, 'loss<3'", metavar="CONDITION"
+    ),
+    sort: str | None = opt.option(
+        "List the lowest value first; with a dash, the highest",
+        metavar="[-]COLUMN",
+        shown="created",
+    ),
+    limit: int | None = opt.option(
+        "List only the newest N, or with --sort the first N", metavar="N", min=1
+    ),
     as_json: opt.AsJson = False,
 ) -> None:
     """List the runs, the oldest first. Several --where must all hold."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
@@ -34,36 +32,25 @@ class SoftwareName(StrEnum):
 @requesting("config", "config_dir", *HOSTS)
 def plan(
     line: CommandLine,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show the arithmetic behind every number")
-    ] = False,
-    search: Annotated[
-        bool,
-        typer.Option("--search", help="Rank all legal layouts; keys set here keep their values"),
-    ] = False,
-    software: Annotated[
-        SoftwareName,
-        typer.Option(
-            "--as",
-            help="Predict what another engine reaches: its overlaps, kernels and memory",
-        ),
-    ] = SoftwareName.NANOSCALE,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Learn the efficiencies of the machine from these runs, for later plans",
-        ),
-    ] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            "--write",
-            metavar="FILE",
-            help="Write the recipe of --search, or the efficiencies of --calibrate, to FILE",
-            show_default=False,
-        ),
-    ] = None,
+    explain: bool = opt.option(
+        "Show the arithmetic behind every number", "--explain", default=False
+    ),
+    search: bool = opt.option(
+        "Rank all legal layouts; keys set here keep their values", "--search", default=False
+    ),
+    software: SoftwareName = opt.option(
+        "Predict what another engine reaches: its overlaps, kernels and memory",
+        "--as",
+        default=SoftwareName.NANOSCALE,
+    ),
+    calibrate: bool = opt.option(
+        "Learn the efficiencies of the machine from these runs, for later plans",
+        "--calibrate",
+        default=False,
+    ),
+    write: Path | None = opt.option(
+        "Write the recipe of --search, or the efficiencies of --calibrate, to FILE", metavar="FILE"
+    ),
     html: opt.Html = None,
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,

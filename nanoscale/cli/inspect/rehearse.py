@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
@@ -23,25 +21,16 @@ if TYPE_CHECKING:
 @requesting("config", "config_dir", *HOSTS)
 def rehearse(
     line: CommandLine,
-    ranks: Annotated[
-        str,
-        typer.Option(
-            "--ranks",
-            metavar="distinct|all|0,8",
-            help="Play one rank of each kind, all ranks, or these",
-        ),
-    ] = "distinct",
-    steps: Annotated[int, typer.Option("--steps", help="Play this many steps")] = 2,
+    ranks: str = opt.option(
+        "Play one rank of each kind, all ranks, or these",
+        default="distinct",
+        metavar="distinct|all|0,8",
+    ),
+    steps: int = opt.option("Play this many steps", default=2),
     html: opt.Html = None,
-    snapshots: Annotated[
-        Path | None,
-        typer.Option(
-            "--snapshots",
-            metavar="FOLDER",
-            help="Write each rank's memory for pytorch.org/memory_viz",
-            show_default=False,
-        ),
-    ] = None,
+    snapshots: Path | None = opt.option(
+        "Write each rank's memory for pytorch.org/memory_viz", metavar="FOLDER"
+    ),
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,
 ) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, print_json
@@ -43,30 +41,15 @@ def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = Fals
 
 def prune_checkpoints(
     run: opt.Run,
-    keep_last: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Leave the newest N", show_default=f"{_KEEP}last of the run"
-        ),
-    ] = None,
-    keep_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Leave steps that are a multiple of N",
-            show_default=f"{_KEEP}every of the run",
-        ),
-    ] = None,
-    keep_best: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Leave the N lowest evaluation losses",
-            show_default=f"{_KEEP}best of the run",
-        ),
-    ] = None,
+    keep_last: int | None = opt.option(
+        "Leave the newest N", metavar="N", shown=f"{_KEEP}last of the run", min=1
+    ),
+    keep_every: int | None = opt.option(
+        "Leave steps that are a multiple of N", metavar="N", shown=f"{_KEEP}every of the run", min=1
+    ),
+    keep_best: int | None = opt.option(
+        "Leave the N lowest evaluation losses", metavar="N", shown=f"{_KEEP}best of the run", min=0
+    ),
     yes: opt.Yes = False,
     as_json: opt.AsJson = False,
 ) -> int:

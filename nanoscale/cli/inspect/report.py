@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
@@ -15,15 +12,9 @@ from nanoscale.common import display
 
 def report_run(
     run: opt.Run,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html",
-            metavar="FILE",
-            help="Write the page to this file",
-            show_default="RUN/report.html",
-        ),
-    ] = None,
+    html: Path | None = opt.option(
+        "Write the page to this file", metavar="FILE", shown="RUN/report.html"
+    ),
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,
 ) -> None:

@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -60,22 +60,13 @@ def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
 @app.command("logs")
 def show_logs(
     run: opt.Run,
-    rank: Annotated[
-        int | None, typer.Option(help="Print only this rank", show_default=False)
-    ] = None,
-    attempt: Annotated[
-        int | None, typer.Option(help="Print this attempt", show_default="the last")
-    ] = None,
-    stream: Annotated[
-        Literal["out", "err"] | None,
-        typer.Option(help="Print only this stream", show_default="both"),
-    ] = None,
-    batch: Annotated[
-        bool, typer.Option("--batch", help="Print the output of the batch script of its SLURM job")
-    ] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue until the run ends")
-    ] = False,
+    rank: int | None = opt.option("Print only this rank"),
+    attempt: int | None = opt.option("Print this attempt", shown="the last"),
+    stream: Literal["out", "err"] | None = opt.option("Print only this stream", shown="both"),
+    batch: bool = opt.option(
+        "Print the output of the batch script of its SLURM job", "--batch", default=False
+    ),
+    follow: bool = opt.option("Continue until the run ends", "--follow", "-f", default=False),
 ) -> None:
     """Print the output of the ranks, each line with its host and rank."""
     from nanoscale.launch.slurm.jobs import Activity, batch_logs

@@ -22,10 +22,7 @@ def tag_run(
         list[str] | None,
         typer.Argument(metavar="[TAG…]", help="Add these tags", show_default=False),
     ] = None,
-    remove: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TAG", help="Remove this tag; may be repeated", show_default=False),
-    ] = None,
+    remove: list[str] | None = opt.option("Remove this tag; may be repeated", metavar="TAG"),
     as_json: opt.AsJson = False,
 ) -> None:
     """Add tags to a run, remove some, or show them.

@@ -24,76 +24,48 @@ def prepare_data(
         ),
     ],
     out: Annotated[
-        Path,
-        typer.Option(
-            "--out", metavar="DIR", help="Write the tokens to this new folder", show_default=False
-        ),
+        Path, opt.option("Write the tokens to this new folder", default=..., metavar="DIR")
     ],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENIZER",
-            help="Use byte, a tokenizer.json, a .model, their folder, or a name on the hub",
-            show_default=False,
-        ),
-    ] = None,
-    train_tokenizer: Annotated[
-        bool, typer.Option("--train-tokenizer", help="Train a byte-level BPE on the sources")
-    ] = False,
-    vocab_size: Annotated[
-        int, typer.Option(min=257, help="Limit the vocabulary of --train-tokenizer")
-    ] = 32768,
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN",
-            help="End each document with this token",
-            show_default="the tokenizer's own",
-        ),
-    ] = None,
-    field: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Read the text, or the messages, from this key or column",
-            show_default="text; messages with --chat",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Read records as chats (lists of messages), and train on their answers",
-        ),
-    ] = False,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Make text of chats with this Jinja template",
-            show_default="the tokenizer's own",
-        ),
-    ] = None,
-    separator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help=r"Split a .txt or .md into documents at this text; \n is the end of a line",
-            show_default="each file is one",
-        ),
-    ] = None,
-    validation: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Hold out this share of the documents")
-    ] = 0.0,
-    bad: Annotated[
-        Literal["refuse", "skip"], typer.Option(help="Refuse or skip records that are not text")
-    ] = "refuse",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Start this number of processes", show_default="one for each core"
-        ),
-    ] = None,
+    tokenizer: str | None = opt.option(
+        "Use byte, a tokenizer.json, a .model, their folder, or a name on the hub",
+        metavar="TOKENIZER",
+    ),
+    train_tokenizer: bool = opt.option(
+        "Train a byte-level BPE on the sources", "--train-tokenizer", default=False
+    ),
+    vocab_size: int = opt.option(
+        "Limit the vocabulary of --train-tokenizer", default=32768, min=257
+    ),
+    eos: str | None = opt.option(
+        "End each document with this token", metavar="TOKEN", shown="the tokenizer's own"
+    ),
+    field: str | None = opt.option(
+        "Read the text, or the messages, from this key or column",
+        metavar="NAME",
+        shown="text; messages with --chat",
+    ),
+    chat: bool = opt.option(
+        "Read records as chats (lists of messages), and train on their answers",
+        "--chat",
+        default=False,
+    ),
+    chat_template: Path | None = opt.option(
+        "Make text of chats with this Jinja template", metavar="FILE", shown="the tokenizer's own"
+    ),
+    separator: str | None = opt.option(
+        "Split a .txt or .md into documents at this text; \\n is the end of a line",
+        metavar="TEXT",
+        shown="each file is one",
+    ),
+    validation: float = opt.option(
+        "Hold out this share of the documents", default=0.0, min=0, max=0.9
+    ),
+    bad: Literal["refuse", "skip"] = opt.option(
+        "Refuse or skip records that are not text", default="refuse"
+    ),
+    workers: int | None = opt.option(
+        "Start this number of processes", shown="one for each core", min=1
+    ),
     as_json: opt.AsJson = False,
 ) -> int:
     """Tokenize text into a folder to train on: data=megatron data.path=DIR.
@@ -152,15 +124,12 @@ def inspect_data(
         ),
     ],
     overrides: opt.Overrides = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENIZER",
-            help="Decode with this tokenizer, in the form that prepare accepts",
-            show_default="the folder's",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Show this number of documents")] = 3,
+    tokenizer: str | None = opt.option(
+        "Decode with this tokenizer, in the form that prepare accepts",
+        metavar="TOKENIZER",
+        shown="the folder's",
+    ),
+    samples: int = opt.option("Show this number of documents", default=3, min=0),
     as_json: opt.AsJson = False,
 ) -> int:
     """Show what token files hold, and with overrides whether a model fits them.

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
-
-import typer
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, print_json, show_error
@@ -33,68 +31,33 @@ _NEW = "/new"
 
 def generate(
     model: opt.Model,
-    prompt: Annotated[
-        str | None,
-        typer.Option(help="Continue this text", show_default="standard input"),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Read a prompt from each line (or "prompt" of .jsonl); print JSON lines',
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the results of --prompts to this file", show_default=False
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Limit the answer to this number of tokens")
-    ] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="Divide the logits by this; 0 takes the most likely token")
-    ] = 0.7,
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Draw from this number of most likely tokens", show_default="all"),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Draw from the fewest tokens with this total probability", show_default="1"
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Draw the same text for the same seed", show_default="a new one"),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated"),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Use the model's chat template, and remember the conversation",
-            show_default="--chat after training on chats",
-        ),
-    ] = None,
+    prompt: str | None = opt.option("Continue this text", shown="standard input"),
+    prompts: Path | None = opt.option(
+        'Read a prompt from each line (or "prompt" of .jsonl); print JSON lines', metavar="FILE"
+    ),
+    out: Path | None = opt.option("Write the results of --prompts to this file", metavar="FILE"),
+    max_tokens: int = opt.option("Limit the answer to this number of tokens", default=256),
+    temperature: float = opt.option(
+        "Divide the logits by this; 0 takes the most likely token", default=0.7
+    ),
+    top_k: int | None = opt.option("Draw from this number of most likely tokens", shown="all"),
+    top_p: float | None = opt.option(
+        "Draw from the fewest tokens with this total probability", shown="1"
+    ),
+    seed: int | None = opt.option("Draw the same text for the same seed", shown="a new one"),
+    stop: list[str] | None = opt.option(
+        "End the answer before this text; may be repeated", metavar="TEXT"
+    ),
+    chat: bool | None = opt.option(
+        "Use the model's chat template, and remember the conversation",
+        "--chat/--no-chat",
+        shown="--chat after training on chats",
+    ),
     step: opt.Step = None,
     device: opt.Device = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--num-gpus",
-            metavar="N",
-            min=1,
-            help="Use N devices of this machine for --prompts",
-            show_default="all GPUs",
-        ),
-    ] = None,
+    num_gpus: int | None = opt.option(
+        "Use N devices of this machine for --prompts", metavar="N", shown="all GPUs", min=1
+    ),
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,
     as_json: opt.AsJson = False,

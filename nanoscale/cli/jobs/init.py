@@ -24,28 +24,16 @@ def init(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Write the recipe to this folder")
     ] = Path(),
-    task: Annotated[
-        Task | None, typer.Option(help="Choose what to do", show_default="pretrain")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|DIR",
-            help="Name a model of `config ls model`, or the folder of one to fine-tune",
-            show_default="tiny",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Read texts, conversations or tokens here",
-            show_default="Python's source code",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name the recipe", show_default="the task")
-    ] = None,
+    task: Task | None = opt.option("Choose what to do", shown="pretrain"),
+    model: str | None = opt.option(
+        "Name a model of `config ls model`, or the folder of one to fine-tune",
+        metavar="NAME|DIR",
+        shown="tiny",
+    ),
+    data: str | None = opt.option(
+        "Read texts, conversations or tokens here", metavar="PATH", shown="Python's source code"
+    ),
+    name: str | None = opt.option("Name the recipe", shown="the task"),
     as_json: opt.AsJson = False,
 ) -> None:
     """Write a first recipe, and show the commands to type next.

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED
 from nanoscale.common import display
@@ -15,13 +11,9 @@ _MARGIN_S = 30.0
 
 def stop_run(
     run: opt.Run,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Wait this number of seconds for its end",
-            show_default="launcher.stop_grace_s + 30",
-        ),
-    ] = None,
+    timeout: float | None = opt.option(
+        "Wait this number of seconds for its end", shown="launcher.stop_grace_s + 30"
+    ),
 ) -> int:
     """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
     from nanoscale.config.composing.frozen import load

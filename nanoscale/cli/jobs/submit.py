@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, print_json
@@ -31,16 +29,9 @@ if TYPE_CHECKING:
 @requesting("config", "config_dir", "num_nodes", "num_gpus", "no_preflight", "trust")
 def submit(
     line: CommandLine,
-    at_once: Annotated[
-        int | None,
-        typer.Option(
-            "--at-once",
-            metavar="N",
-            min=1,
-            help="Limit how many runs of an array (train.seed=1,2,3) run at once",
-            show_default=False,
-        ),
-    ] = None,
+    at_once: int | None = opt.option(
+        "Limit how many runs of an array (train.seed=1,2,3) run at once", metavar="N", min=1
+    ),
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     rehearse: opt.Rehearse = False,

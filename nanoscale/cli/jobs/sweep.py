@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, exit_code_of_signal, print_json
@@ -39,48 +37,25 @@ if TYPE_CHECKING:
 @requesting("config_dir", *HOSTS, "no_preflight")
 def sweep(
     line: CommandLine,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Name the sweep and its folder", show_default="the recipe and the time"),
-    ] = None,
-    root: Annotated[Path, typer.Option(help="Keep sweeps in this folder")] = Path("sweeps"),
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Run what is missing of a sweep", show_default=False),
-    ] = None,
-    retry: Annotated[
-        bool, typer.Option("--retry", help="Resume trials that have failed, too")
-    ] = False,
-    sampler: Annotated[
-        Literal["grid", "random", "tpe"] | None,
-        typer.Option(help="Choose values by this method", show_default="grid"),
-    ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(min=1, help="Limit the trials of a sampler", show_default=False),
-    ] = None,
-    pruner: Annotated[
-        Literal["none", "median", "asha"] | None,
-        typer.Option(help="Stop bad trials of a sampler early", show_default="none"),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="Minimize this figure of metrics.jsonl", show_default="eval_loss, or loss"
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Set the seed of the sampler", show_default="0", min=0)
-    ] = None,
-    at_once: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Run this many trials at once", show_default="as devices allow"
-        ),
-    ] = None,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Run the trials as an array of SLURM jobs")
-    ] = False,
+    name: str | None = opt.option("Name the sweep and its folder", shown="the recipe and the time"),
+    root: Path = opt.option("Keep sweeps in this folder", default=Path("sweeps")),
+    resume: str | None = opt.option("Run what is missing of a sweep", metavar="NAME"),
+    retry: bool = opt.option("Resume trials that have failed, too", "--retry", default=False),
+    sampler: Literal["grid", "random", "tpe"] | None = opt.option(
+        "Choose values by this method", shown="grid"
+    ),
+    trials: int | None = opt.option("Limit the trials of a sampler", min=1),
+    pruner: Literal["none", "median", "asha"] | None = opt.option(
+        "Stop bad trials of a sampler early", shown="none"
+    ),
+    metric: str | None = opt.option(
+        "Minimize this figure of metrics.jsonl", shown="eval_loss, or loss"
+    ),
+    seed: int | None = opt.option("Set the seed of the sampler", shown="0", min=0),
+    at_once: int | None = opt.option(
+        "Run this many trials at once", metavar="N", shown="as devices allow", min=1
+    ),
+    slurm: bool = opt.option("Run the trials as an array of SLURM jobs", "--slurm", default=False),
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     as_json: opt.AsJson = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -29,27 +29,15 @@ _RECORDED = 3
 
 def bench(
     overrides: opt.Overrides = None,
-    steps: Annotated[int, typer.Option(help="Time this number of steps")] = 10,
-    warmup: Annotated[int, typer.Option(help="Run this number of steps before the timed ones")] = 3,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN|FILE",
-            help="Compare with a run, or with the --json output of an earlier bench",
-            show_default=False,
-        ),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Measure with each number of devices of a host, to see how it scales",
-            show_default=False,
-        ),
-    ] = None,
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Grow the global batch with the devices")
-    ] = False,
+    steps: int = opt.option("Time this number of steps", default=10),
+    warmup: int = opt.option("Run this number of steps before the timed ones", default=3),
+    compare: str | None = opt.option(
+        "Compare with a run, or with the --json output of an earlier bench", metavar="RUN|FILE"
+    ),
+    devices: str | None = opt.option(
+        "Measure with each number of devices of a host, to see how it scales", metavar="N,N,…"
+    ),
+    weak: bool = opt.option("Grow the global batch with the devices", "--weak", default=False),
     html: opt.Html = None,
     overwrite: opt.Overwrite = False,
     config: opt.ConfigFile = None,

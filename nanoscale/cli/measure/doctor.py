@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
 from nanoscale.cli.common.request import HOSTS, CommandLine, requesting
@@ -14,15 +10,15 @@ from nanoscale.cli.common.request import HOSTS, CommandLine, requesting
 @requesting("config_dir", *HOSTS)
 def doctor(
     line: CommandLine,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", "--no-bandwidth", help="Skip the measurement of bandwidths between the hosts"
-        ),
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show passed checks too, also of many hosts")
-    ] = False,
+    quick: bool = opt.option(
+        "Skip the measurement of bandwidths between the hosts",
+        "--quick",
+        "--no-bandwidth",
+        default=False,
+    ),
+    verbose: bool = opt.option(
+        "Show passed checks too, also of many hosts", "--verbose", "-v", default=False
+    ),
     as_json: opt.AsJson = False,
 ) -> int:
     """Check this machine or all hosts, and their network."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
@@ -26,33 +24,15 @@ def eval(
     model: opt.Model,
     line: CommandLine,
     step: opt.Step = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Take only this number of samples", show_default="all held-out samples"),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Run these lm-eval tasks instead of the loss",
-            show_default=False,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Take only this number of documents of each task", show_default="all"),
-    ] = None,
-    few_shot: Annotated[
-        int | None,
-        typer.Option(
-            help="Give this number of examples before each question of a task",
-            show_default="the task's",
-        ),
-    ] = None,
-    tasks_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Read more tasks from this folder", show_default=False),
-    ] = None,
+    samples: int | None = opt.option(
+        "Take only this number of samples", shown="all held-out samples"
+    ),
+    tasks: str | None = opt.option("Run these lm-eval tasks instead of the loss", metavar="A,B"),
+    limit: int | None = opt.option("Take only this number of documents of each task", shown="all"),
+    few_shot: int | None = opt.option(
+        "Give this number of examples before each question of a task", shown="the task's"
+    ),
+    tasks_dir: Path | None = opt.option("Read more tasks from this folder", metavar="DIR"),
     device: opt.Device = None,
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,
