@@ -192,10 +192,13 @@ def _check_types(settings: Mapping[str, Any], result: Translation) -> None:
         UserError: with all of them.
     """
     for path in _OBJECTS:
-        section, _, name = path.rpartition(".")
-        values = settings.get(section, {}) if section else settings
-        if isinstance(values, Mapping) and not isinstance(values.get(name, {}), Mapping):
-            result.refuse(path, values[name], "must be an object: {…}", "remove it")
+        value = _value(settings, path, {})
+        if not isinstance(value, Mapping):
+            result.refuse(path, value, "must be an object: {…}", "remove it")
+    for path in _KEYS:
+        value = _value(settings, path, None)
+        if isinstance(value, Mapping):
+            result.refuse(path, value, "must be one value, not an object", "remove it")
     for path in (*_BATCHES, _ACCUMULATION):
         value = settings.get(path, "auto")
         if value != "auto" and (type(value) is not int or value < 1):
@@ -211,6 +214,17 @@ def _check_types(settings: Mapping[str, Any], result: Translation) -> None:
         result.refuse("optimizer.params.betas", betas, "must be a list of two numbers")
     if result.violations:
         refuse(result.violations)
+
+
+def _value(settings: Mapping[str, Any], path: str, absent: Any) -> Any:
+    """Return the value at a path; `absent` if there is none."""
+    *sections, name = path.split(".")
+    for section in sections:
+        inner = settings.get(section)
+        if not isinstance(inner, Mapping):
+            return absent
+        settings = inner
+    return settings.get(name, absent)
 
 
 def _batches(settings: Mapping[str, Any], dp: int | None, result: Translation) -> None:

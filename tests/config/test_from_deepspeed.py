@@ -130,6 +130,8 @@ def test_a_setting_becomes_a_key(
         ({"optimizer": {"type": "AdamW", "params": [1]}}, None, "optimizer.params", "an object"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, None,
          "optimizer.params.betas", "a list of two numbers"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": {}}}}, None, "optimizer.params.lr",
+         "one value, not an object"),
         ({"scheduler": {"type": "OneCycle"}}, None, "scheduler.type", "is not a schedule"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, None,
          "scheduler.params.warmup_type", "set it to linear"),
