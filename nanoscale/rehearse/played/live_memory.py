@@ -54,7 +54,7 @@ class LiveMemory(TorchDispatchMode):
         if func in OPENED:
             return self.open(func, args)
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:  # else its storage is known, or it is gloo's own
+        if not (func.is_view and _is_alias(result, args[0])):  # else it is known, or gloo's own
             tree_map_only(Tensor, self._see, result)
         return result
 
@@ -107,6 +107,12 @@ class LiveMemory(TorchDispatchMode):
         """Count a storage, by its key, that had `before` bytes and has `after` now."""
         self.live += after - before
         self.peak = max(self.peak, self.live)
+
+
+def _is_alias(result: Any, source: Tensor) -> bool:
+    """True if the result of an operation that may return a view is one."""
+    first = result[0] if isinstance(result, (list, tuple)) else result
+    return bool(first.untyped_storage()._cdata == source.untyped_storage()._cdata)
 
 
 def _resizing(memory: LiveMemory) -> Any:
