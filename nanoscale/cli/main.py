@@ -1,4 +1,4 @@
-"""The command `nanoscale`: one module per verb, of which only the requested one is imported."""
+"""The command `nanoscale`: only the file of the requested verb is imported."""
 
 from __future__ import annotations
 
@@ -30,38 +30,27 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
 VERBS = {
-    "train": "jobs",
-    "resume": "jobs",
-    "submit": "jobs",
-    "sweep": "jobs",
-    "plan": "inspect",
-    "rehearse": "inspect",
-    "doctor": "measure",
-    "data": "jobs",
-    "generate": "jobs",
-    "eval": "measure",
-    "bench": "measure",
-    "runs": "inspect",
-    "checkpoints": "inspect",
-    "config": "inspect",
-    "recipes": "inspect",
-    "init": "jobs",
-    "help": "inspect",
+    "train": "jobs.train",
+    "resume": "jobs.train",
+    "submit": "jobs.train",
+    "sweep": "jobs.sweep",
+    "plan": "inspect.plan",
+    "rehearse": "inspect.rehearse",
+    "doctor": "measure.doctor",
+    "data": "jobs.data",
+    "generate": "jobs.generate",
+    "eval": "measure.eval",
+    "bench": "measure.bench",
+    "runs": "inspect.runs",
+    "checkpoints": "inspect.checkpoints",
+    "config": "inspect.config",
+    "recipes": "inspect.recipes",
+    "init": "jobs.init",
+    "help": "inspect.help",
 }
-"""The folder of each verb: its file there holds a Typer `app` of sub-commands, or a function of that name."""
+"""The file of each verb, which holds a Typer `app` of sub-commands, or a function of that name."""
 
-_CONFIGURED = (
-    "train",
-    "resume",
-    "submit",
-    "sweep",
-    "plan",
-    "rehearse",
-    "doctor",
-    "eval",
-    "bench",
-    "config",
-)
+_CONFIGURED = VERBS.keys() - {"data", "generate", "runs", "checkpoints", "recipes", "init", "help"}
 """Verbs that take overrides."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -131,7 +120,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for verb in asked or VERBS:
-        module = import_module(f"nanoscale.cli.{VERBS[verb]}.{verb}")
+        module = import_module(f"nanoscale.cli.{VERBS[verb]}")
         if hasattr(module, "app"):
             for command in module.app.registered_commands:
                 command.epilog = epilog(f"{verb} {command.name}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.common.files import require_writable, write_file
+from nanoscale.cli.common.output import require_writable, write_file
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.runs.directory import RunDirectory

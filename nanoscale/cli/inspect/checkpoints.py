@@ -12,7 +12,7 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, print_json
-from nanoscale.cli.inspect.remove import prune_checkpoints
+from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 
 if TYPE_CHECKING:

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.files import require_writable, write_file
-from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, FAILED, console, print_json
+from nanoscale.cli.common.output import (
+    DOES_NOT_FIT,
+    DONE,
+    FAILED,
+    console,
+    print_json,
+    require_writable,
+    write_file,
+)
 from nanoscale.cli.common.rehearsal import rehearsed
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common.errors import UserError

@@ -1,45 +1,28 @@
-"""`nanoscale runs`: look at runs and stop them, from their directories alone."""
+"""`nanoscale runs`: list, show, compare and report runs, from their directories alone."""
 
 from __future__ import annotations
 
-import shlex
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import print_json
-from nanoscale.cli.inspect.compare_runs import compare_runs
-from nanoscale.cli.inspect.list_runs import list_runs
-from nanoscale.cli.inspect.remove import remove_runs
-from nanoscale.cli.inspect.report import report_run
-from nanoscale.cli.inspect.tag import tag_run
-from nanoscale.cli.inspect.watch import watch_run
-from nanoscale.cli.jobs.stop import stop_run
+from nanoscale.cli.common.output import console, print_json, require_writable, write_file
+from nanoscale.cli.inspect.run_changes import remove_runs, stop_run, tag_run
+from nanoscale.cli.inspect.run_output import show_logs, watch_run
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.runs.directory import RunDirectory
-    from nanoscale.runs.tail import LineTail
+    from nanoscale.view.run.run_table import RunColumn
 
-_LOOK_S = 0.1
 
 app = typer.Typer(
     no_args_is_help=True, help="List, show, follow, tag, report, stop and delete runs."
 )
-app.command("ls")(list_runs)
-app.command("compare")(compare_runs)
-app.command("tag")(tag_run)
-app.command("rm")(remove_runs)
-app.command("stop")(stop_run)
-app.command("watch")(watch_run)
-app.command("report")(report_run)
 
 
-@app.command("show")
 def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Show the state of a run, its figures and its events."""
     from nanoscale.config.composing.frozen import load
@@ -57,59 +40,137 @@ def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
         print_run(directory, about, job)
 
 
-@app.command("logs")
-def show_logs(
-    run: opt.Run,
-    rank: int | None = opt.option("Print only this rank"),
-    attempt: int | None = opt.option("Print this attempt", shown="the last"),
-    stream: Literal["out", "err"] | None = opt.option("Print only this stream", shown="both"),
-    batch: bool = opt.option(
-        "Print the output of the batch script of its SLURM job", "--batch", default=False
+def list_runs(
+    root: Path = opt.option("List the runs in this folder", default=Path("runs")),
+    columns: str | None = opt.option(
+        "Show these metrics and keys, as in lr,eval_loss,optimizer.lr", metavar="A,B,…"
     ),
-    follow: bool = opt.option("Continue until the run ends", "--follow", "-f", default=False),
+    where: list[str] | None = opt.option(
+        "List only runs for which it holds: state=failed, 'loss<3'", metavar="CONDITION"
+    ),
+    sort: str | None = opt.option(
+        "List the lowest value first; with a dash, the highest",
+        metavar="[-]COLUMN",
+        shown="created",
+    ),
+    limit: int | None = opt.option(
+        "List only the newest N, or with --sort the first N", metavar="N", min=1
+    ),
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Print the output of the ranks, each line with its host and rank."""
-    from nanoscale.launch.slurm.jobs import Activity, batch_logs
+    """List the runs, the oldest first. Several --where must all hold."""
+    from nanoscale.launch.slurm.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.runs.tail import LineTail
+    from nanoscale.view.run.run_table import column, condition, print_runs, row
+
+    runs = RunDirectory.all(root)
+    names = [name.strip() for name in columns.split(",")] if columns is not None else []
+    shown = [column(name, runs, "--columns", columns or "") for name in names]
+    conditions = [condition(text, runs) for text in where or ()]
+    order = column(sort.removeprefix("-"), runs, "--sort", sort) if sort is not None else None
+    needed = [*shown, *(it.column for it in conditions), *([order] if order is not None else [])]
+
+    jobs = jobs_of(runs)
+    rows = [row(run, jobs.get(run), needed) for run in runs]
+    rows = [values for values in rows if all(it.holds(values) for it in conditions)]
+    if order is not None:
+        rows = _ordered(rows, order, descending=str(sort).startswith("-"))
+    if limit is not None:
+        rows = rows[-limit:] if order is None else rows[:limit]
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_runs(rows, shown)
+    else:
+        such = " such" if conditions and runs else ""
+        display.show(f"no{such} runs in {root.absolute()}")
+
+
+def _ordered(
+    rows: list[dict[str, Any]], order: RunColumn, descending: bool
+) -> list[dict[str, Any]]:
+    """Return the rows by a column; unknown values are last in both directions."""
+    known = [row for row in rows if row[order.name] is not None]
+    unknown = [row for row in rows if row[order.name] is None]
+    return sorted(known, key=order.order, reverse=descending) + unknown
+
+
+_MOST = 8
+"""The colors of a chart."""
+
+
+def compare_runs(
+    runs: opt.Runs,
+    html: opt.Html = None,
+    overwrite: opt.Overwrite = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Compare runs: keys that differ, losses at equal steps, tokens and time, speed, memory."""
+    from nanoscale.common.errors import UserError
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.view.blocks import page, show
+    from nanoscale.view.run.comparison import comparison_report, document
+
+    opened = list(dict.fromkeys(RunDirectory.open(name) for name in runs))
+    if not 2 <= len(opened) <= _MOST:
+        raise UserError("usage", f"name 2 to {_MOST} different runs, not {len(opened)}")
+    if html is not None:
+        require_writable("--html", html, overwrite=overwrite)
+    about = document(opened)
+    if html is not None:
+        write_file("--html", html, page(comparison_report(about)), overwrite=overwrite)
+    if as_json:
+        print_json(about)
+        return
+    show(console(), comparison_report(about))
+    if html is not None:
+        display.show(f"page  {html}")
+
+
+def report_run(
+    run: opt.Run,
+    html: Path | None = opt.option(
+        "Write the page to this file", metavar="FILE", shown="RUN/report.html"
+    ),
+    overwrite: opt.Overwrite = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Report a run's course and its figures compared with the plan, also as a page."""
+    from nanoscale.runs.directory import RunDirectory, write_atomically
+    from nanoscale.view.blocks import page, show
+    from nanoscale.view.run.run_report import document, run_report
 
     directory = RunDirectory.open(run)
-    goes_on: Callable[[], bool] = Activity(directory) if follow else lambda: False
-    tails: dict[Path, LineTail] = {}
-    more = True
-    while more:
-        more = goes_on()
-        files = batch_logs(directory) if batch else directory.log_files(attempt, rank, stream)
-        for path in files:
-            _print_lines(path, tails.setdefault(path, LineTail(path)), last=not more)
-        if more:
-            time.sleep(_LOOK_S)
-    if not tails:
-        _refuse_logs(directory, attempt, rank, batch)
+    if html is not None:
+        require_writable("--html", html, overwrite=overwrite)
+    about = document(directory)
+    file = html or directory.report
+    if html is not None:
+        write_file("--html", html, page(run_report(about)), overwrite=overwrite)
+    else:
+        try:
+            write_atomically(file, page(run_report(about)))
+        except OSError as error:
+            display.note(
+                f"{file} cannot be written: {error.strerror}; choose another file with --html FILE"
+            )
+    if as_json:
+        print_json(about)
+    else:
+        show(console(), run_report(about))
+        display.show(f"page  {file}")
 
 
-def _print_lines(path: Path, tail: LineTail, last: bool) -> None:
-    """Print what is new in a file, each line with its host and rank."""
-    host, ranks, rank = path.stem.rpartition(".rank-")
-    prefix = f"{host}:{rank} │ ".encode() if ranks else b""
-    for lines in tail.batches():
-        display.content(b"".join(prefix + line.rstrip() + b"\n" for line in lines))
-    if last and (rest := tail.take_remainder()):
-        display.content(prefix + rest.rstrip() + b"\n")
-
-
-def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:
-    from nanoscale.common.errors import UserError, Violation
-    from nanoscale.launch.slurm.jobs import batch_logs
-
-    have = [path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*"))]
-    message = f"{run.name} has no such log; its attempts: {', '.join(have) or 'none'}"
-    wanted = f"attempt {run.last_attempt() if attempt is None else attempt}"
-    wanted += "" if rank is None else f", rank {rank}"
-    what = "output of a batch script" if batch else wanted
-    printed = not batch and batch_logs(run)
-    other = (
-        (shlex.join(["nanoscale", "runs", "logs", run.reference, "--batch"]),) if printed else ()
-    )
-    violation = Violation("logs", what, "command line", "does not exist", other)
-    raise UserError("run", message, [violation])
+_COMMANDS: dict[str, Callable[..., int | None]] = {
+    "ls": list_runs,
+    "compare": compare_runs,
+    "tag": tag_run,
+    "rm": remove_runs,
+    "stop": stop_run,
+    "watch": watch_run,
+    "report": report_run,
+    "show": show_run,
+    "logs": show_logs,
+}
+for _name, _verb in _COMMANDS.items():
+    app.command(_name)(_verb)

@@ -430,7 +430,7 @@ def _new_requests(
 
 def _request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
     """Return the request of a trial that runs in a SLURM job."""
-    from nanoscale.cli.jobs.submit import request_for_slurm, through_slurm
+    from nanoscale.cli.jobs.train import request_for_slurm, through_slurm
 
     line = replace(line, options=through_slurm(line.options), trust=True)
     return request_for_slurm(line, fetch=fetch)

@@ -1,10 +1,35 @@
-"""`nanoscale train`: from a recipe to a trained model."""
+"""`nanoscale train`, `resume` and `submit`: one job, here, on hosts or through SLURM."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, print_json
 from nanoscale.cli.common.rehearsal import with_program
-from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
+from nanoscale.cli.common.request import (
+    LAUNCH,
+    CommandLine,
+    Refusals,
+    planned,
+    request_job,
+    request_new_run,
+    requesting,
+    require_disk,
+)
+from nanoscale.common import display
+
+if TYPE_CHECKING:
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.resolved import ResolvedConfig
+    from nanoscale.config.values.provenance import Composed
+    from nanoscale.launch.request import Request
+    from nanoscale.runs.directory import RunDirectory
 
 
 @requesting("config", "config_dir", *LAUNCH)
@@ -27,3 +52,173 @@ def train(
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return attempt(lock, request, 1, fleet, signals, as_json)
+
+
+@requesting(*LAUNCH)
+def resume(
+    run: opt.Run,
+    line: CommandLine,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    as_json: opt.AsJson = False,
+) -> int:
+    """Resume from the newest complete checkpoint, in any layout."""
+    from nanoscale.cli.jobs.launching import attempt, ready_fleet, show_plan
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.config.resolved import differences
+    from nanoscale.config.violations import shown
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.continuation import completion, is_complete, starting_point
+    from nanoscale.launch.lifecycle.prepare import replace_configuration
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.runs.lock import RunLock, refuse_if_held
+
+    directory = RunDirectory.open(run)
+    line = replace(line, config_file=directory.config)
+    line.require_startable()
+    line = replace(line, trust=True)
+    refusals = Refusals(postponed=dry_run)
+    with ExitStack() as held:
+        if dry_run:
+            with refusals.gather():
+                refuse_if_held(directory)
+        else:
+            lock, signals = held.enter_context(RunLock(directory)), held.enter_context(Signals())
+        request = _request(directory, line)
+        previous = load(directory.config)
+        complete = is_complete(directory, previous, request.config)
+        if complete and not dry_run:
+            _say_complete(directory, request.config, as_json)
+            return DONE
+        changes = differences(previous, request.config)
+        for key, (was, now) in changes.items():
+            display.note(f"{key}: {shown(was)} → {shown(now)}")
+        require_disk(request, refusals, force=force or complete)
+        # An unchanged run continues, whatever the prediction.
+        request = planned(request, refusals, force=force or complete or not changes)
+        if complete:
+            display.note(completion(directory, request.config))
+        else:
+            with refusals.gather():
+                for sentence in starting_point(directory):
+                    display.note(sentence)
+        last = directory.last_attempt()
+        if dry_run:
+            return show_plan(directory, request, last + 1, refusals, as_json)
+        with ready_fleet(request, signals) as fleet:
+            lock.require()
+            replace_configuration(directory, request, last)
+            return attempt(lock, request, last + 1, fleet, signals, as_json)
+
+
+def _request(run: RunDirectory, line: CommandLine) -> Request:
+    """Return the request of the run's configuration with the changes.
+
+    Raises:
+        UserError: the changes are wrong, or would make it another run.
+    """
+    from nanoscale.checkpoint.hf.adapters import require_base
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.lifecycle.continuation import require_recorded, require_same_run
+
+    def verify(composed: Composed) -> None:
+        if note := require_recorded(run, composed):
+            display.note(note)
+
+    request = request_job(line, verify=verify)
+    require_same_run(run, request, line.overrides or ())
+    if request.config.lora.rank:
+        require_base(request.config, run.checkpoints)
+    return replace(request, config=replace(request.config, run=load(run.config).run))
+
+
+def _say_complete(run: RunDirectory, config: ResolvedConfig, as_json: bool) -> None:
+    from nanoscale.launch.lifecycle.attempt import Outcome
+    from nanoscale.launch.lifecycle.continuation import completion
+    from nanoscale.view.run.outcome_text import document
+
+    (display.note if as_json else display.show)(completion(run, config))
+    if as_json:
+        print_json(document(run, Outcome("completed", DONE)))
+
+
+@requesting("config", "config_dir", "num_nodes", "num_gpus", "no_preflight", "trust")
+def submit(
+    line: CommandLine,
+    at_once: int | None = opt.option(
+        "Limit how many runs of an array (train.seed=1,2,3) run at once", metavar="N", min=1
+    ),
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    rehearse: opt.Rehearse = False,
+    as_json: opt.AsJson = False,
+) -> int:
+    """Submit a job to SLURM; lists of values make an array."""
+    from nanoscale.config.composing.variants import expand
+    from nanoscale.launch.submission.batch_job import batch_job
+    from nanoscale.view.run import launch_text as text
+
+    variants = expand(line.overrides or [])
+    line = replace(line, overrides=variants[0].words, options=through_slurm(line.options))
+    line.require_startable()
+    line = replace(line, trust=True)
+    requests = [
+        request_for_slurm(replace(line, overrides=one.words), fetch=not dry_run) for one in variants
+    ]
+    refusals = Refusals(postponed=dry_run)
+    requests = [planned(request, refusals, force=force) for request in requests]
+    requests = [with_program(one, rehearse=rehearse, force=force) for one in requests]
+    for request in requests:
+        require_disk(request, refusals, force=force)
+    batch = batch_job(requests, at_once)
+    with refusals.gather():
+        batch.check()
+    batch.require_one_script()
+    if dry_run:
+        if as_json:
+            print_json({**text.script_document(batch, variants), **refusals.document()})
+        else:
+            text.print_script(batch, variants)
+        return refusals.show()
+    job = batch.submit()
+    if as_json:
+        print_json(text.submission_document(batch, variants, job))
+    else:
+        text.print_submission(batch, variants, job)
+    return DONE
+
+
+def through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the options with SLURM as the launcher."""
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.values.provenance import COMMAND_LINE
+
+    return {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
+
+
+def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
+    """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
+    from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.slurm.allocation import requested_nodes
+
+    request = request_job(line, verify=_refuse_other_launchers, hosts=requested_nodes)
+    checked = with_weights(request.composed, request.config, fetch=fetch)
+    resolved = replace(
+        checked,
+        launcher=replace(checked.launcher, devices=request.hosts[0].slots),
+        run=replace(checked.run, root=str(Path(checked.run.root).absolute())),
+    )
+    return replace(request, config=resolved)
+
+
+def _refuse_other_launchers(composed: Composed) -> None:
+    """Refuse another launcher that was chosen explicitly, instead of ignoring it silently."""
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.violations import refuse
+
+    before = composed.history["launcher.name"][:-1]
+    file = re.sub(r":[0-9]+$", "", before[-1].source)
+    if before[-1].value != "slurm" and file not in composed.unasked:
+        message = "is chosen, and submit launches through SLURM"
+        value, source = before[-1].value, before[-1].source
+        refuse([Violation("launcher.name", value, source, message, ("launcher=slurm",))])

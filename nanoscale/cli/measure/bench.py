@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.files import require_writable, write_file
 from nanoscale.cli.common.options import as_settings
-from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
+from nanoscale.cli.common.output import (
+    DONE,
+    FAILED,
+    console,
+    print_json,
+    require_writable,
+    saying,
+    write_file,
+)
 from nanoscale.cli.common.request import CommandLine, request_new_run
 from nanoscale.common import display
 from nanoscale.common.errors import UserError

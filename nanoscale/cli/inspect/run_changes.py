@@ -1,17 +1,109 @@
-"""`nanoscale runs rm` and `nanoscale checkpoints prune`: show what would be freed, ask, and delete."""
+"""Changes of runs: tags, a stop, and the removal of runs and checkpoints."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, print_json
 from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
+
+
+_TAG = re.compile(r"[^\s,\-][^\s,]*")
+
+
+def tag_run(
+    run: opt.Run,
+    tags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TAG…]", help="Add these tags", show_default=False),
+    ] = None,
+    remove: list[str] | None = opt.option("Remove this tag; may be repeated", metavar="TAG"),
+    as_json: opt.AsJson = False,
+) -> None:
+    """Add tags to a run, remove some, or show them.
+
+    They replace run.tags: `runs ls --where tags=TAG` finds the run, and trackers get them at the next attempt.
+    """
+    from nanoscale.runs import tags as stored
+    from nanoscale.runs.directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    present = stored.read(directory)
+    for tag in tags or ():
+        if not _TAG.fullmatch(tag):
+            message = "must not contain spaces or commas, and must not start with `-`"
+            raise _refused("TAG", tag, message)
+    for tag in remove or ():
+        if tag not in present:
+            near = difflib.get_close_matches(tag, present, n=3)
+            message = f"the run has no such tag; its tags: {', '.join(present) or 'none'}"
+            raise _refused("--remove", tag, message, *(f"--remove {one}" for one in near))
+    kept = [tag for tag in present if tag not in (remove or ())]
+    final = list(dict.fromkeys([*kept, *(tags or ())]))
+    if final != present:
+        stored.write(directory, final)
+    if as_json:
+        print_json({"run": str(directory.path), "tags": final})
+    else:
+        display.show(", ".join(final) or "no tags")
+
+
+def _refused(option: str, tag: str, message: str, *advice: str) -> UserError:
+    violation = Violation(option, tag, "command line", message, advice)
+    return UserError("usage", f"{option} {tag}: {message}", [violation])
+
+
+_MARGIN_S = 30.0
+
+
+def stop_run(
+    run: opt.Run,
+    timeout: float | None = opt.option(
+        "Wait this number of seconds for its end", shown="launcher.stop_grace_s + 30"
+    ),
+) -> int:
+    """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
+    from nanoscale.launch.slurm.jobs import job_of, require_known
+    from nanoscale.runs import lock, status
+    from nanoscale.runs.directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    owner, job = lock.owner(directory), job_of(directory)
+    if owner is None and job is not None and job.waits:
+        begun = leave_queue(directory, job)
+        if begun is None:
+            display.show(f"{job} was removed from the queue")
+            return DONE
+        job = begun
+    if owner is None:
+        require_known(directory, job)
+    target = active(owner, job)
+    if target is None:
+        display.show(f"{directory.name} is not running")
+        return DONE
+    ask_to_stop(directory, target)
+    display.note(f"asked {target} to stop")
+    if timeout is None:
+        timeout = load(directory.config).launcher.stop_grace_s + _MARGIN_S
+    if not wait_for_end(directory, owner, job, timeout):
+        display.note(f"{directory.name} is still running after {timeout:g} s")
+        return FAILED
+    display.show(f"{directory.name} is {status.require(directory).state}")
+    return DONE
+
 
 _KEEP = "checkpoint.keep_"
 
