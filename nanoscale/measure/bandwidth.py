@@ -1,4 +1,4 @@
-"""The speed of the network between ranks: all-reduces of rising size, then messages between two at a time.
+"""The speed of the network: all-reduces of all ranks and within each host, and messages between hosts.
 
 A time is the median of several repetitions after a warm-up; for an all-reduce it is the slowest rank's. All
 ranks take the same decisions, on gathered numbers, so no rank waits for one that has stopped.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,42 +26,27 @@ if TYPE_CHECKING:
 _GROWTH = 4
 SIZES = tuple((1 << 10) * _GROWTH**step for step in range(9))
 """Bytes of an all-reduce, 1 KiB to 64 MiB."""
-ALL_PAIRS = 8
-"""Up to this many ranks, every pair is measured; beyond it, only neighbors in a ring."""
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Bytes of a message, enough that its latency is negligible."""
 _PING = 8
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
 _SLOW = 0.5
-"""The share of the median bandwidth below which a pair is slow."""
+"""The share of the median bandwidth below which a host, a pair or the network is slow."""
+_FEWEST = 3
+"""The fewest hosts or pairs among which one can stand out."""
+_MEASURED_AGAIN = 8
+"""The most slow pairs that are measured again."""
 
-_ALL_REDUCE_S = 2.0
-_PAIRS_S = 3.0
+_ALL_REDUCE_S, _WITHIN_S, _EXCHANGE_S = 2.0, 0.5, 0.5
 _WARM_UP, _LEAST, _MOST = 2, 3, 100
 """Numbers of repetitions."""
 
-
-@dataclass(frozen=True)
-class AllReduceTime:
-    """The time of all-reduces of one size."""
-
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PairTime:
-    """The time of messages between two ranks, one way."""
-
-    ranks: tuple[int, int]
-    latency_s: float
-    seconds: float
-    """Seconds for a message of `message_bytes`."""
+Figures = dict[str, Any]
+"""A row of `doctor --json`."""
 
 
 def run(context: RankContext) -> str:
-    """Measure, and write the figures to the first rank's result; or return the reason why that is not
-    possible."""
+    """Measure, and write the figures of `doctor --json` to the first rank's result, or closed connections."""
     closed = closed_ways(context.host)
     if closed:
         if context.rank == 0:
@@ -72,58 +56,93 @@ def run(context: RankContext) -> str:
     ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
     hosts = ranks.gather(context.host)
     reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
-    wanted = rounds(ends(hosts))
-    pairs = measure_pairs(wanted, device, _PAIRS_S)
+    within = measure_within(hosts, device)
+    slow = needs_pairs(reduced, within)
+    pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
     if context.rank == 0:
         figures = {
             "closed": [],
             "backend": _BACKEND[device.type],
-            "hosts": hosts,
-            "all_reduce": [asdict(one) for one in reduced],
-            "message_bytes": _MESSAGE[device.type],
-            "pairs": [asdict(pair) for pair in pairs],
-            "slow": [pair.ranks for pair in slow(pairs)],
-            "left_out": sum(map(len, wanted)) - len(pairs),
+            "ranks": len(hosts),
+            "hosts": list(dict.fromkeys(hosts)),
+            "all_reduce": reduced,
+            "within_hosts": within,
+            "point_to_point": pairs,
         }
         write_json(context.run.result, figures)
     ranks.leave()
     return "completed"
 
 
-def ends(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks that are measured in pairs: the first of each host, or all ranks of a single host."""
-    firsts = list({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
-    return sorted(firsts) if len(firsts) > 1 else list(range(len(hosts)))
+def bus_gb_s(size: int, seconds: float, count: int) -> float:
+    """Return the bandwidth that each rank's link must have carried for an all-reduce, GB/s.
+
+    That is size / time · 2(n - 1) / n: with any algorithm, n ranks send and receive at least 2(n - 1) / n
+    times the data. It can be compared with the hardware's own figure, for any count of ranks. The definition
+    is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
+    """
+    return size / seconds * 2 * (count - 1) / count / 1e9
 
 
-def rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs: few run one by one, many at the same time, no rank twice in a round."""
-    if len(players) <= ALL_PAIRS:
-        return [[pair] for pair in combinations(players, 2)]
+def ring_rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return rounds of pairs of neighbors in a ring: no rank is twice in a round."""
+    if len(players) <= 2:
+        return [[(players[0], players[1])]] if len(players) == 2 else []
     ring = list(zip(players, [*players[1:], players[0]], strict=True))
     if len(players) % 2:
         return [ring[:-1:2], ring[1::2], ring[-1:]]
     return [ring[::2], ring[1::2]]
 
 
+def needs_pairs(reduced: Sequence[Figures], within: Sequence[Figures]) -> bool:
+    """True if the all-reduce of all ranks is slow compared with those within hosts, or there are none."""
+    usual = [one["bus_gb_s"] for one in within]
+    return not usual or reduced[-1]["bus_gb_s"] < _SLOW * median(usual)
+
+
+def mark_slow(rows: Sequence[Figures], speed: str) -> list[Figures]:
+    """Sort rows by bandwidth, the slowest first, and mark those below half of the median of three or more."""
+    limit = _SLOW * median(row[speed] for row in rows) if len(rows) >= _FEWEST else 0.0
+    marked = [row | {"slow": row[speed] < limit} for row in rows]
+    return sorted(marked, key=lambda row: float(row[speed]))
+
+
 # --- all together ---------------------------------------------------------------------------------
 
 
-def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[AllReduceTime]:
+def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[Figures]:
     """Measure each size in turn, and leave out those for which the time does not suffice."""
     began = time.perf_counter()
-    found: list[AllReduceTime] = []
+    found: list[Figures] = []
     for size in sizes:
         reduce = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
-        times = _repeat(reduce, device, limit_s / len(sizes))
-        gathered = ranks.gather_numbers([*times, time.perf_counter() - began])
-        slowest = gathered.amax(dim=0).tolist()
-        elapsed = slowest.pop()
-        found.append(AllReduceTime(size, median(slowest)))
-        next_s = (_LEAST + _WARM_UP) * _GROWTH * median(slowest)
-        if elapsed + next_s > 2 * limit_s:
+        gathered = ranks.gather_numbers(
+            [*_repeat(reduce, device, limit_s / len(sizes)), time.perf_counter() - began]
+        )
+        *slowest, elapsed = gathered.amax(dim=0).tolist()
+        seconds = median(slowest)
+        bus = bus_gb_s(size, seconds, len(gathered))
+        found.append({"bytes": size, "latency_us": seconds * 1e6, "bus_gb_s": bus})
+        if elapsed + (_LEAST + _WARM_UP) * _GROWTH * seconds > 2 * limit_s:
             break
     return found
+
+
+def measure_within(hosts: Sequence[str], device: torch.device) -> list[Figures]:
+    """Measure the largest all-reduce within each of several hosts that have several ranks, at the same time."""
+    members = {host: [n for n, name in enumerate(hosts) if name == host] for host in hosts}
+    several = {host: numbers for host, numbers in members.items() if len(numbers) > 1}
+    if len(members) == 1 or not several:
+        return []
+    group = dist.new_group(members[hosts[dist.get_rank()]], use_local_synchronization=True)
+    reduce = partial(dist.all_reduce, torch.zeros(SIZES[-1] // 4, device=device), group=group)
+    times = ranks.gather_numbers(_repeat(reduce, device, _WITHIN_S))
+    seconds = {host: median(times[several[host]].amax(dim=0).tolist()) for host in several}
+    rows = [
+        {"host": host, "bus_gb_s": bus_gb_s(SIZES[-1], seconds[host], len(numbers))}
+        for host, numbers in several.items()
+    ]
+    return mark_slow(rows, "bus_gb_s")
 
 
 def _repeat(operation: Callable[[], object], device: torch.device, limit_s: float) -> list[float]:
@@ -154,50 +173,38 @@ def _timed(operation: Callable[[], object], device: torch.device) -> float:
 # --- two at a time --------------------------------------------------------------------------------
 
 
-def measure_pairs(
-    wanted: Sequence[Sequence[tuple[int, int]]], device: torch.device, limit_s: float
-) -> list[PairTime]:
-    """Measure all rounds for which there is time; pairs that seem slow are measured again, alone."""
-    began = time.perf_counter()
-    share_s = limit_s / max(1, len(wanted))
-    found: dict[tuple[int, int], PairTime] = {}
-    for pairs in wanted:
-        played, elapsed = _play_round(pairs, device, share_s, began)
-        found |= {pair.ranks: pair for pair in played}
-        if elapsed > 2 * limit_s:
-            break
-    for pair in slow(list(found.values()))[:ALL_PAIRS]:
-        (again,), _ = _play_round([pair.ranks], device, share_s, began)
-        found[pair.ranks] = min(pair, again, key=lambda one: one.seconds)
-    return list(found.values())
+def measure_pairs(hosts: Sequence[str], device: torch.device, most_bytes: int) -> list[Figures]:
+    """Measure neighboring hosts in a ring; pairs that seem slow are measured again, alone."""
+    size = min(most_bytes, _MESSAGE[device.type])
+    rounds = ring_rounds([hosts.index(host) for host in dict.fromkeys(hosts)])
+    found = [row for pairs in rounds for row in _play_round(pairs, device, size)]
+    suspects = [row["ends"] for row in mark_slow(found, "gb_s") if row["slow"]]
+    for pair in suspects[:_MEASURED_AGAIN]:
+        found += _play_round([pair], device, size)
+    best = {row["ends"]: row for row in sorted(found, key=lambda row: float(row["gb_s"]))}
+    rows = [row | {"ends": [hosts[rank] for rank in ends]} for ends, row in best.items()]
+    return mark_slow(rows, "gb_s")
 
 
-def slow(pairs: Sequence[PairTime]) -> list[PairTime]:
-    """List the pairs below half of the median bandwidth of all pairs, the slowest first."""
-    if not pairs:
-        return []
-    usual = median(1 / pair.seconds for pair in pairs)
-    found = [pair for pair in pairs if 1 / pair.seconds < _SLOW * usual]
-    return sorted(found, key=lambda pair: -pair.seconds)
-
-
-def _play_round(
-    pairs: Sequence[tuple[int, int]], device: torch.device, limit_s: float, began: float
-) -> tuple[list[PairTime], float]:
-    """Measure a round; return its pairs and the time since the beginning, the same on all ranks."""
-    rank = dist.get_rank()
-    mine = [0.0, 0.0]
+def _play_round(pairs: Sequence[tuple[int, int]], device: torch.device, size: int) -> list[Figures]:
+    """Return the latency of the shortest message and the bandwidth of one of `size` bytes of each pair."""
+    rank, local = dist.get_rank(), [0.0, 0.0]
     for first, second in pairs:
         if rank in (first, second):
             peer = second if rank == first else first
-            sizes = (_PING, _MESSAGE[device.type])
-            mine = [_exchange(peer, rank == first, size, device, limit_s / 2) for size in sizes]
-    gathered = ranks.gather_numbers([*mine, time.perf_counter() - began]).tolist()
-    found = [PairTime((first, second), *gathered[first][:2]) for first, second in pairs]
-    return found, max(row[2] for row in gathered)
+            local = [_exchange(peer, rank == first, n, device) for n in (_PING, size)]
+    gathered = ranks.gather_numbers(local).tolist()
+    return [
+        {
+            "ends": (first, second),
+            "latency_us": gathered[first][0] * 1e6,
+            "gb_s": size / gathered[first][1] / 1e9,
+        }
+        for first, second in pairs
+    ]
 
 
-def _exchange(peer: int, begins: bool, size: int, device: torch.device, limit_s: float) -> float:
+def _exchange(peer: int, begins: bool, size: int, device: torch.device) -> float:
     """Return the median seconds of a message one way: half of a round trip, by the first rank's clock."""
     data = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -206,6 +213,6 @@ def _exchange(peer: int, begins: bool, size: int, device: torch.device, limit_s:
             step(data, peer)
 
     _timed(there_and_back, device)
-    count = torch.tensor([_count(_timed(there_and_back, device), limit_s)])
+    count = torch.tensor([_count(_timed(there_and_back, device), _EXCHANGE_S)])
     (dist.send if begins else dist.recv)(count, peer)
     return median(_timed(there_and_back, device) for _ in range(int(count))) / 2

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
@@ -12,13 +11,23 @@ from nanoscale.common.units import byte_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nanoscale.launch.lifecycle.bandwidth import Figures, Measured, Pair
+    from nanoscale.launch.lifecycle.bandwidth import Measured
     from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict
 
 _FEW_HOSTS = 4
 """Up to this many hosts, everything is shown."""
-_FEW_PAIRS = 6
-"""Up to this many pairs are shown, or the slowest of more."""
+_FEW_FIGURES = 6
+"""Up to this many hosts or pairs are shown with their bandwidth, or the slowest of more."""
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "host": ("host", str),
+    "ends": ("between", " – ".join),
+    "bytes": ("size", byte_size),
+    "latency_us": ("latency µs", "{:,.0f}".format),
+    "bus_gb_s": ("bus bandwidth GB/s", "{:.3g}".format),
+    "gb_s": ("bandwidth GB/s", "{:.3g}".format),
+}
+"""The header and the format of each figure."""
+_NAMES = ("host", "ends")
 
 
 def print_doctor(
@@ -90,61 +99,41 @@ def _who(group: EqualVerdicts, names: Sequence[str]) -> str:
 
 
 def _print_figures(
-    screen: Console, names: Sequence[str], figures: Figures, *, verbose: bool
+    screen: Console, names: Sequence[str], figures: dict[str, Any], *, verbose: bool
 ) -> None:
-    from rich.table import Table
-
     from nanoscale.common.units import counted
     from nanoscale.launch.preflight.verdicts import join_names
 
-    without = [name for name in names if name not in figures.hosts]
-    title = f"\nall-reduce of {counted(figures.ranks, 'rank')} over {figures.backend}"
+    without = [name for name in names if name not in figures["hosts"]]
+    title = f"all-reduce of {counted(figures['ranks'], 'rank')} over {figures['backend']}"
     title += f", without {join_names(without)}" if without else ""
-    reduced = Table("size", "latency µs", "bus bandwidth GB/s", box=None, pad_edge=False)
-    for column in reduced.columns:
-        column.justify = "right"
-    for one in figures.all_reduce:
-        reduced.add_row(byte_size(one.bytes), f"{one.latency_us:,.0f}", _gb_s(one.bus_gb_s))
-    screen.print(title, style="bold")
-    display.print_table(screen, reduced)
-    _print_pairs(screen, figures, verbose=verbose)
+    _print_table(screen, title, figures["all_reduce"])
+    for key, title, noun in (
+        ("within_hosts", "all-reduce within each host", "hosts"),
+        ("point_to_point", "point to point", "pairs"),
+    ):
+        rows = figures[key]
+        if len(rows) > _FEW_FIGURES and not verbose:
+            title += f", the slowest {_FEW_FIGURES} of {len(rows)} {noun}"
+            rows = rows[:_FEW_FIGURES]
+        _print_table(screen, title, rows)
 
 
-def _print_pairs(screen: Console, figures: Figures, *, verbose: bool) -> None:
+def _print_table(screen: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print figures, slow ones in red; nothing if there are none."""
     from rich.table import Table
 
-    if not figures.pairs:
+    if not rows:
         return
-    pairs = figures.pairs
-    shown = pairs
-    if len(pairs) > _FEW_PAIRS and not verbose:
-        shown = tuple(sorted(pairs, key=lambda pair: pair.gb_s)[:_FEW_PAIRS])
-    title = "\npoint to point"
-    if len(shown) < len(pairs):
-        title += f", the slowest {len(shown)} of {len(pairs)} pairs"
-    if figures.left_out:
-        title += f"; {figures.left_out} pairs were not measured for lack of time"
-    table = Table("between", "latency µs", "bandwidth GB/s", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for pair in shown:
-        row = (" – ".join(pair.ends), f"{pair.latency_us:,.0f}", _gb_s(pair.gb_s))
-        table.add_row(*row, style="red" if pair.slow else None)
-    if len(shown) < len(pairs):
-        table.add_row("median", *_medians(pairs), style="dim")
-    screen.print(title, style="bold")
+    keys = [key for key in _COLUMNS if key in rows[0]]
+    table = Table(box=None, pad_edge=False)
+    for key in keys:
+        table.add_column(_COLUMNS[key][0], justify="left" if key in _NAMES else "right")
+    for row in rows:
+        texts = [_COLUMNS[key][1](row[key]) for key in keys]
+        table.add_row(*texts, style="red" if row.get("slow") else None)
+    screen.print(f"\n{title}", style="bold")
     display.print_table(screen, table)
-
-
-def _medians(pairs: Sequence[Pair]) -> tuple[str, str]:
-    from statistics import median
-
-    latency = median(pair.latency_us for pair in pairs)
-    return f"{latency:,.0f}", _gb_s(median(pair.gb_s for pair in pairs))
-
-
-def _gb_s(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def document(
@@ -170,17 +159,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
 def _measured(names: Sequence[str], measured: Measured | None) -> dict[str, Any] | None:
     if measured is None:
         return None
-    found = measured.figures
     verdicts = [{"host": verdict.host, **_plain(verdict)} for verdict in measured.verdicts]
-    if found is None:
-        return {"hosts": [], "left_out": list(names), "verdicts": verdicts}
-    return {
-        "backend": found.backend,
-        "ranks": found.ranks,
-        "hosts": list(found.hosts),
-        "left_out": [name for name in names if name not in found.hosts],
-        "all_reduce": [asdict(one) for one in found.all_reduce],
-        "point_to_point": [asdict(pair) for pair in found.pairs],
-        "pairs_left_out": found.left_out,
-        "verdicts": verdicts,
-    }
+    figures = measured.figures or {"hosts": []}
+    left_out = [name for name in names if name not in figures["hosts"]]
+    return {**figures, "left_out": left_out, "verdicts": verdicts}

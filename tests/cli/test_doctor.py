@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nanoscale.common import display
-from nanoscale.launch.lifecycle.bandwidth import AllReduce, Figures, Measured, Pair
+from nanoscale.launch.lifecycle.bandwidth import Measured
 from nanoscale.launch.preflight.verdicts import Verdict
 from nanoscale.view.doctor_text import print_doctor
 
@@ -66,8 +66,7 @@ def test_this_machine_is_looked_at_and_measured(tmp_path):
     assert sizes[0] == 1024 and sizes == sorted(sizes)
     for one in measured["all_reduce"]:  # of two ranks, 2(n - 1)/n is one
         assert one["bus_gb_s"] == pytest.approx(one["bytes"] / one["latency_us"] / 1e3)
-    (pair,) = measured["point_to_point"]
-    assert pair["ends"] == ["rank 0", "rank 1"] and pair["gb_s"] > 0.01
+    assert measured["within_hosts"] == measured["point_to_point"] == []  # there is one host
     assert list(tmp_path.glob("runs*")) == []
 
 
@@ -235,19 +234,33 @@ def test_everything_is_shown_of_few_hosts(capsys):
     assert "2.13.0" in text and "0.0 to 3.0 GiB free" in text
 
 
-def test_the_slowest_pairs_are_shown_of_many(capsys):
-    pairs = tuple(Pair((MANY[n], MANY[n + 1]), 10.0 + n, 1.0 + n, slow=n == 0) for n in range(20))
-    figures = Figures("nccl", 1024, tuple(MANY), (AllReduce(1 << 26, 1500.0, 87.25),), pairs)
-    text = shown(capsys, judged(0), Measured(figures))
+def figures(backend, ranks, hosts, within=(), pairs=()):
+    return {
+        "backend": backend, "ranks": ranks, "hosts": hosts,
+        "all_reduce": [{"bytes": 1 << 26, "latency_us": 1500.0, "bus_gb_s": 87.25}],
+        "within_hosts": within, "point_to_point": pairs,
+    }  # fmt: skip
+
+
+def test_the_slowest_hosts_and_pairs_are_shown_of_many(capsys):
+    within = [{"host": MANY[n], "bus_gb_s": 400.0 + n, "slow": n == 0} for n in range(20)]
+    pairs = [
+        {"ends": MANY[n : n + 2], "latency_us": 10.0 + n, "gb_s": 1.0 + n, "slow": n == 0}
+        for n in range(20)
+    ]
+    measured = Measured(figures("nccl", 1024, MANY, within, pairs))
+    text = shown(capsys, judged(0), measured)
     assert "all-reduce of 1024 ranks over nccl" in text
     assert "64 MiB       1,500                87.2" in text
-    assert "the slowest 6 of 20 pairs" in text
-    assert "n005 – n006" in text and "n006 – n007" not in text
-    assert "median" in text and "10.5" in text
-    assert "n019 – n020" in shown(capsys, judged(0), Measured(figures), verbose=True)
+    assert "all-reduce within each host, the slowest 6 of 20 hosts" in text
+    assert "n005                 405" in text and "406" not in text
+    assert "point to point, the slowest 6 of 20 pairs" in text
+    assert "n005 – n006          15               6" in text and "n006 – n007" not in text
+    assert "n019 – n020" in shown(capsys, judged(0), measured, verbose=True)
 
 
 def test_hosts_that_were_not_measured_are_named(capsys):
-    figures = Figures("gloo", 2, ("n000", "n002"), (AllReduce(1024, 100.0, 0.01),))
-    text = shown(capsys, judged(0), Measured(figures), names=MANY[:3])
+    measured = Measured(figures("gloo", 2, ["n000", "n002"]))
+    text = shown(capsys, judged(0), measured, names=MANY[:3])
     assert "all-reduce of 2 ranks over gloo, without n001" in text
+    assert "within" not in text and "point to point" not in text

@@ -1,4 +1,4 @@
-"""The pairs of the bandwidth test, and sensible times of real ranks."""
+"""The decisions of the bandwidth test, and sensible times of real ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.measure import bandwidth
-from nanoscale.measure.bandwidth import PairTime, all_reduces, ends, measure_pairs, rounds, slow
+from nanoscale.measure.bandwidth import (
+    all_reduces,
+    bus_gb_s,
+    mark_slow,
+    measure_pairs,
+    measure_within,
+    needs_pairs,
+    ring_rounds,
+)
 from nanoscale.measure.host_connections import closed_ways
 from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
@@ -19,55 +27,60 @@ from tests.support.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 8])
-def test_few_meet_all_others_one_pair_at_a_time(count):
-    players = [10 * n for n in range(count)]
-    played = rounds(players)
-    assert all(len(pairs) == 1 for pairs in played)
-    met = {frozenset(pair) for (pair,) in played}
-    assert len(met) == len(played) == count * (count - 1) // 2
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75), (1024, 2046 / 1024)])
+def test_bus_bandwidth_counts_what_each_rank_must_send(ranks, factor):
+    assert bus_gb_s(3_000_000_000, 1.5, ranks) == pytest.approx(2.0 * factor)
 
 
-@pytest.mark.parametrize("count", [9, 10, 31, 128])
-def test_many_meet_their_neighbors_in_a_ring_and_nobody_twice_in_a_round(count):
-    played = rounds(range(count))
-    assert len(played) == 2 + count % 2
+@pytest.mark.parametrize(("count", "rounds"), [(1, 0), (2, 1), (3, 3), (10, 2), (31, 3), (128, 2)])
+def test_hosts_meet_their_neighbors_in_a_ring_and_nobody_twice_in_a_round(count, rounds):
+    played = ring_rounds(range(count))
+    assert len(played) == rounds
     for pairs in played:
         assert max(Counter(rank for pair in pairs for rank in pair).values()) == 1
-    met = {frozenset(pair) for pairs in played for pair in pairs}
-    assert met == {frozenset((n, (n + 1) % count)) for n in range(count)}
+    met = [frozenset(pair) for pairs in played for pair in pairs]
+    assert set(met) == {frozenset((n, (n + 1) % count)) for n in range(count) if count > 1}
+    assert len(met) == len(set(met))
 
 
-def test_ends_are_the_first_ranks_of_hosts_or_all_of_one():
-    assert ends(["a", "a", "b", "c", "c"]) == [0, 2, 3]
-    assert ends(["a", "a", "a"]) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("within", "needed"), [([400.0, 390.0, 20.0], True), ([300.0, 290.0], False), ([], True)]
+)
+def test_pairs_are_measured_if_all_ranks_are_slow_compared_with_hosts(within, needed):
+    reduced = [{"bus_gb_s": 0.01}, {"bus_gb_s": 180.0}]  # the largest size counts
+    assert needs_pairs(reduced, [{"bus_gb_s": speed} for speed in within]) is needed
 
 
-def test_a_pair_is_slow_with_less_than_half_of_the_median():
-    def pairs(*speeds):
-        return [PairTime((0, n), 1e-5, 1 / speed) for n, speed in enumerate(speeds, 1)]
+def test_less_than_half_of_the_median_is_slow():
+    def slow(*speeds):
+        marked = mark_slow([{"gb_s": speed} for speed in speeds], "gb_s")
+        return [row["gb_s"] for row in marked if row["slow"]]
 
-    assert slow([]) == [] and slow(pairs(1.0, 1.0, 0.51)) == []
-    assert [pair.ranks[1] for pair in slow(pairs(1.0, 0.4, 1.0, 1.0, 0.1))] == [5, 2]
+    assert slow() == slow(1.0, 0.1) == slow(1.0, 1.0, 0.51) == []
+    assert slow(1.0, 0.4, 1.0, 1.0, 0.1) == [0.1, 0.4]
 
 
 def _measure(rank):
-    process_group.join(3, CPU, 120)
+    process_group.join(4, CPU, 120)
+    hosts = ["a", "a", "b", "c"]
     # Time enough on a busy machine: the repetitions have a limit of their own.
     reduced = all_reduces(CPU, (1 << 10, 1 << 16, 1 << 20), 10)
-    pairs = measure_pairs(rounds([0, 1, 2]), CPU, 10)
-    return reduced, pairs
+    return reduced, measure_within(hosts, CPU), measure_pairs(hosts, CPU, 1 << 20)
 
 
 @pytest.mark.slow
 def test_all_ranks_come_to_the_same_times():
-    first, *others = run_ranks(_measure, 3)
-    reduced, pairs = first
+    first, *others = run_ranks(_measure, 4)
     assert all(one == first for one in others)
-    assert [one.bytes for one in reduced] == [1 << 10, 1 << 16, 1 << 20]
-    assert {pair.ranks for pair in pairs} == {(0, 1), (0, 2), (1, 2)}
-    assert all(one.seconds > 1e-6 for one in reduced)
-    assert all(pair.latency_s > 1e-6 and pair.seconds > 1e-5 for pair in pairs)
+    reduced, within, pairs = first
+    assert [one["bytes"] for one in reduced] == [1 << 10, 1 << 16, 1 << 20]
+    for one in reduced:
+        bus = bus_gb_s(one["bytes"], one["latency_us"] / 1e6, 4)
+        assert one["latency_us"] > 1 and one["bus_gb_s"] == pytest.approx(bus)
+    ((host, speed),) = [(one["host"], one["bus_gb_s"]) for one in within]
+    assert host == "a" and speed > 0.001
+    assert {tuple(sorted(pair["ends"])) for pair in pairs} == {("a", "b"), ("a", "c"), ("b", "c")}
+    assert all(pair["latency_us"] > 1 and pair["gb_s"] > 0.001 for pair in pairs)
 
 
 def _run_out_of_time(rank):
@@ -81,7 +94,7 @@ def _run_out_of_time(rank):
 
     dist.all_reduce = all_reduce
     try:
-        return [one.bytes for one in all_reduces(CPU, bandwidth.SIZES, 0.2)]
+        return [one["bytes"] for one in all_reduces(CPU, bandwidth.SIZES, 0.2)]
     finally:
         dist.all_reduce = slowed
 
@@ -108,7 +121,7 @@ def _exchange_with_a_sluggard(rank):
 
     dist.send = send
     try:
-        return measure_pairs([[(0, 1)]], CPU, 0.2)
+        return measure_pairs(["a", "b"], CPU, 1 << 20)
     finally:
         dist.send = real
 
@@ -116,7 +129,8 @@ def _exchange_with_a_sluggard(rank):
 @pytest.mark.slow
 def test_a_message_takes_half_of_there_and_back():
     (pair,), _ = run_ranks(_exchange_with_a_sluggard, 2)
-    assert THINKS_S / 2 <= pair.seconds < THINKS_S and pair.latency_s < pair.seconds
+    seconds = (1 << 20) / pair["gb_s"] / 1e9
+    assert THINKS_S / 2 <= seconds < THINKS_S and pair["latency_us"] / 1e6 < seconds
 
 
 def _find_closed(rank, blocked):

@@ -13,7 +13,7 @@ from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
+from nanoscale.launch.lifecycle.command import agent_environment, plan_launch
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.lifecycle.one_shot_job import NO_RUN, execute
 from nanoscale.launch.preflight.verdicts import Verdict, join_names
@@ -23,66 +23,20 @@ from nanoscale.runs.failure import Evidence, diagnose, first_cause
 CHECK = "bandwidth"
 _SINGLE_HOST_RANKS = 2
 """Ranks of a single host without GPUs."""
-_FEWEST_PAIRS = 3
-"""The fewest pairs among which one can stand out."""
 _FIREWALL_REMEDY = (
     "look for a firewall or a missing route: between the hosts, all ports must be open"
 )
+_HOST_REMEDY = "look at `nvidia-smi topo -m` there, and at other jobs"
 _NETWORK_CHECKS = "cables, link speed (`ethtool`), errors (`ip -s link`), other jobs"
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """The median time and bandwidth of all-reduces of one size."""
-
-    bytes: int
-    latency_us: float
-    bus_gb_s: float
-    """The bandwidth of each link, GB/s: `bus_gb_s`."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The median time and bandwidth of messages between two hosts, or two ranks of one host, one way."""
-
-    ends: tuple[str, str]
-    latency_us: float
-    """The latency of the shortest message."""
-    gb_s: float
-    """The bandwidth of a long message."""
-    slow: bool = False
-    """True if that is less than half of the median of all pairs."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """All measurements."""
-
-    backend: str
-    ranks: int
-    hosts: tuple[str, ...]
-    all_reduce: tuple[AllReduce, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    left_out: int = 0
-    """Pairs for which time did not suffice."""
-
-
-@dataclass(frozen=True)
 class Measured:
-    """The result of the test: figures, unless it failed."""
+    """The result of the test."""
 
-    figures: Figures | None
+    figures: dict[str, Any] | None
+    """The figures as in `doctor --json`; None if the test failed."""
     verdicts: tuple[Verdict, ...] = ()
-
-
-def bus_gb_s(size: int, seconds: float, ranks: int) -> float:
-    """Return the bandwidth that each rank's link must have carried for an all-reduce, GB/s.
-
-    That is size / time · 2(n - 1) / n: with any algorithm, n ranks send and receive at least 2(n - 1) / n
-    times the data. It can be compared with the hardware's own figure, for any number of ranks. The definition
-    is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
-    """
-    return size / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
@@ -95,13 +49,16 @@ def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
 
 def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured:
     """Run the test on these hosts."""
-    plan = _plan(members, config)
-    if plan.world_size < 2:
+    hosts = _hosts(members, config)
+    world_size = sum(host.slots for host in hosts)
+    if world_size < 2:
         text = "a single rank has no peer to communicate with"
         return Measured(None, (Verdict(members[0].name, CHECK, True, text),))
-    ranks_config = _ranks_config(config, plan.world_size)
-    limit_s = time_limit_s(plan.world_size)
-    return judge(execute(fleet, members, plan, ranks_config, BANDWIDTH, limit_s=limit_s))
+    job = job_config(config, world_size)
+    facts = members[0].facts
+    plan = plan_launch(job, NO_RUN, 1, hosts, facts["port"] if facts is not None else None)
+    limit_s = time_limit_s(world_size)
+    return judge(execute(fleet, members, plan, job, BANDWIDTH, limit_s=limit_s))
 
 
 def _hosts(members: Sequence[Member], config: Config) -> list[Host]:
@@ -113,24 +70,12 @@ def _hosts(members: Sequence[Member], config: Config) -> list[Host]:
     return hosts
 
 
-def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
-    hosts = _hosts(members, config)
-    world_size = sum(host.slots for host in hosts)
-    facts = members[0].facts
-    port = facts["port"] if facts is not None else None
-    return plan_launch(_data_parallel_config(config, world_size), NO_RUN, 1, hosts, port)
-
-
-def _data_parallel_config(config: Config, world_size: int) -> ResolvedConfig:
+def job_config(config: Config, world_size: int) -> ResolvedConfig:
     """Return a configuration of replicas, which trains nothing."""
     layout = Parallel(dp=world_size, virtual_stages=1)
     train = replace(config.train, micro_batch=1, steps=1)
-    return resolved(replace(config, parallel=layout, train=train))
-
-
-def _ranks_config(config: Config, world_size: int) -> ResolvedConfig:
     launcher = replace(config.launcher, collective_timeout_s=time_limit_s(world_size) / 2)
-    return _data_parallel_config(replace(config, launcher=launcher), world_size)
+    return resolved(replace(config, parallel=layout, train=train, launcher=launcher))
 
 
 def time_limit_s(ranks: int) -> float:
@@ -153,8 +98,8 @@ def judge(test: JobExecution) -> Measured:
         )
     if test.result["closed"]:
         return Measured(None, tuple(judge_connections(test.result["closed"])))
-    figures = read_figures(test.result)
-    return Measured(figures, tuple(judge_pairs(figures)))
+    figures = {key: value for key, value in test.result.items() if key != "closed"}
+    return Measured(figures, (*judge_within(figures), *judge_pairs(figures)))
 
 
 def _failed(test: JobExecution) -> Verdict:
@@ -169,34 +114,6 @@ def _failed(test: JobExecution) -> Verdict:
     return Verdict(cause.host, CHECK, False, text, remedy)
 
 
-def read_figures(result: dict[str, Any]) -> Figures:
-    """Convert the job's seconds to latencies and bandwidths."""
-    ranks, size = len(result["hosts"]), result["message_bytes"]
-    hosts = tuple(dict.fromkeys(result["hosts"]))
-    names = result["hosts"] if len(hosts) > 1 else [f"rank {rank}" for rank in range(ranks)]
-    all_reduces = [(entry["bytes"], entry["seconds"]) for entry in result["all_reduce"]]
-    slow = [tuple(pair) for pair in result["slow"]]
-    return Figures(
-        backend=result["backend"],
-        ranks=ranks,
-        hosts=hosts,
-        all_reduce=tuple(
-            AllReduce(size_bytes, seconds * 1e6, bus_gb_s(size_bytes, seconds, ranks))
-            for size_bytes, seconds in all_reduces
-        ),
-        pairs=tuple(
-            Pair(
-                ends=(names[pair["ranks"][0]], names[pair["ranks"][1]]),
-                latency_us=pair["latency_s"] * 1e6,
-                gb_s=size / pair["seconds"] / 1e9,
-                slow=tuple(pair["ranks"]) in slow,
-            )
-            for pair in result["pairs"]
-        ),
-        left_out=result["left_out"],
-    )
-
-
 def judge_connections(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
     """Yield each host with those that it does not reach, for the same reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -209,24 +126,34 @@ def judge_connections(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
         yield Verdict(host, "network", False, text, _FIREWALL_REMEDY)
 
 
-def judge_pairs(figures: Figures) -> Iterator[Verdict]:
+def judge_within(figures: dict[str, Any]) -> Iterator[Verdict]:
+    """Yield a verdict on each host whose own ranks exchange data slowly."""
+    rows = figures["within_hosts"]
+    for one in rows:
+        if one["slow"]:
+            speed = f"{one['bus_gb_s']:.3g} GB/s, {_usual(rows, 'bus_gb_s')}"
+            text = f"all-reduce within the host {speed}"
+            yield Verdict(one["host"], CHECK, False, text, _HOST_REMEDY)
+
+
+def judge_pairs(figures: dict[str, Any]) -> Iterator[Verdict]:
     """Yield a verdict on slow pairs; if one host is in all of them, it is to blame."""
-    if len(figures.pairs) < _FEWEST_PAIRS:
+    pairs = figures["point_to_point"]
+    if len(pairs) < 3:  # too few for one to stand out
         return
-    median_gb_s = median(pair.gb_s for pair in figures.pairs)
-    slow = [pair for pair in figures.pairs if pair.slow]
-    common_hosts = set.intersection(*(set(pair.ends) for pair in slow)) if len(slow) > 1 else set()
+    usual = _usual(pairs, "gb_s")
+    slow = [pair for pair in pairs if pair["slow"]]
+    common = set.intersection(*(set(pair["ends"]) for pair in slow)) if len(slow) > 1 else set()
     for pair in slow:
-        suspects = sorted(common_hosts) or pair.ends
-        text = f"{' – '.join(pair.ends)} {pair.gb_s:.3g} GB/s, less than half of the usual {median_gb_s:.3g}"
+        suspects = sorted(common) or pair["ends"]
+        text = f"{' – '.join(pair['ends'])} {pair['gb_s']:.3g} GB/s, {usual}"
         remedy = f"look at the network of {' and '.join(suspects)}: {_NETWORK_CHECKS}"
-        yield Verdict(_host(figures, suspects[0]), CHECK, False, text, remedy)
-    slow_hosts = {_host(figures, end) for pair in slow for end in pair.ends}
-    for host in figures.hosts:
+        yield Verdict(suspects[0], CHECK, False, text, remedy)
+    slow_hosts = {host for pair in slow for host in pair["ends"]}
+    for host in figures["hosts"]:
         if host not in slow_hosts:
-            text = f"is in no pair with less than half of the usual {median_gb_s:.3g} GB/s"
-            yield Verdict(host, CHECK, True, text)
+            yield Verdict(host, CHECK, True, f"is in no pair with {usual} GB/s")
 
 
-def _host(figures: Figures, end: str) -> str:
-    return end if len(figures.hosts) > 1 else figures.hosts[0]
+def _usual(rows: Sequence[dict[str, Any]], key: str) -> str:
+    return f"less than half of the usual {median(row[key] for row in rows):.3g}"
