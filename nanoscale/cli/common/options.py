@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.common import completion
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
@@ -182,3 +184,46 @@ def as_settings(
 def _number(text: str | None) -> int | str | None:
     """Convert a text as YAML would."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 7 else text
+
+
+# --- the modes of a command -----------------------------------------------------------------------
+
+
+def refuse_unused(*modes: tuple[bool, str, Mapping[str, object]]) -> None:
+    """Refuse options of a mode that the command does not run in.
+
+    Args:
+        modes: True if the options are unused, the sentence that follows an option, and option → its value.
+
+    Raises:
+        UserError: with the first of these options that is given.
+    """
+    for is_unused, sentence, options in modes:
+        for name, value in options.items():
+            if is_unused and _is_given(value):
+                raise UserError("usage", f"{name} {sentence}")
+
+
+def refuse_several(options: Mapping[str, object]) -> None:
+    """Refuse two options of which only one can be used.
+
+    Raises:
+        UserError: both are given.
+    """
+    if all(map(_is_given, options.values())):
+        raise UserError("usage", f"{' and '.join(options)} are both given; remove one of them")
+
+
+def require_at_least(least: int, options: Mapping[str, int | None]) -> None:
+    """Require that the options that are given have at least this value.
+
+    Raises:
+        UserError: with the first smaller one.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise UserError("usage", f"{name} {value}: must be at least {least}")
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False and value != []

@@ -84,11 +84,9 @@ def plan(
     line = _on_reference(line)
     if search:
         return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
-    if write is not None:
-        raise UserError(
-            "usage",
-            "--write needs --search or --calibrate: type --search --write FILE",
-        )
+    opt.refuse_unused(
+        (True, "needs --search or --calibrate: type --search --write FILE", {"--write": write})
+    )
     return _one(line, RECORDS[software.value], explain, html, overwrite, as_json)
 
 

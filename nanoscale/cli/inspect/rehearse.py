@@ -50,8 +50,7 @@ def rehearse(
     from nanoscale.view.blocks import page, show
     from nanoscale.view.rehearsal_text import rehearsal_report
 
-    if steps < 1:
-        raise UserError("usage", f"--steps {steps}: must be at least 1")
+    opt.require_at_least(1, {"--steps": steps})
     if html is not None:
         require_writable("--html", html, overwrite=overwrite)
     request = request_job(line, starts=False, devices=planned_devices)

@@ -75,13 +75,11 @@ def prepare_data(
     hub or a folder; `-` is standard input. The same command continues after an interruption, and writes the
     same bytes with any number of workers.
     """
-    from nanoscale.common.errors import UserError
     from nanoscale.data.prepare import PreparationRequest, prepare
     from nanoscale.processes.pool import LostProcessError
     from nanoscale.view.data_text import PreparationScreen, print_prepared
 
-    if not chat and chat_template is not None:
-        raise UserError("usage", "--chat-template is for chats; add --chat")
+    opt.refuse_unused((not chat, "is for chats; add --chat", {"--chat-template": chat_template}))
     request = PreparationRequest(
         sources=tuple(sources),
         out=out,

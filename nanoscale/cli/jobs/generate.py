@@ -69,7 +69,9 @@ def generate(
     """
     _check(max_tokens, temperature, top_k, top_p, stop or [])
     _check_ways(prompt, prompts, out, as_json)
-    _check_devices(prompts, device, num_gpus)
+    opt.refuse_several({"--device": device, "--num-gpus": num_gpus})
+    one = "is for --prompts; one text is written on one device"
+    opt.refuse_unused((prompts is None, one, {"--num-gpus": num_gpus}))
     records = _records(prompt, prompts)
     if records is None and (as_json or not sys.stdout.isatty()):
         raise UserError("usage", "there is no prompt: give --prompt, --prompts or standard input")
@@ -129,23 +131,15 @@ def _check(
 
 
 def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool) -> None:
-    if prompt is not None and prompts is not None:
-        raise UserError("usage", "--prompt and --prompts are both given; remove one of them")
+    opt.refuse_several({"--prompt": prompt, "--prompts": prompts})
+    lines = "is for the JSON lines of --prompts, without --json"
+    opt.refuse_unused((prompts is None or as_json, lines, {"--out": out}))
     if out is None:
         return
-    if prompts is None or as_json:
-        raise UserError("usage", "--out is for the JSON lines of --prompts, without --json")
     if out.exists():
         raise UserError("usage", f"--out {out} already exists; name another file")
     if not out.absolute().parent.is_dir():
         raise UserError("usage", f"--out {out}: there is no folder {out.absolute().parent}")
-
-
-def _check_devices(prompts: Path | None, device: str | None, num_gpus: int | None) -> None:
-    if num_gpus is not None and device is not None:
-        raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
-    if num_gpus is not None and prompts is None:
-        raise UserError("usage", "--num-gpus is for --prompts; one text is written on one device")
 
 
 def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -70,14 +69,18 @@ def bench(
     from nanoscale.view.blocks import page, show
     from nanoscale.view.measured_text import bench_report, scaling_report
 
-    for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
-        if value < least:
-            raise UserError("usage", f"{option} {value}: must be at least {least}")
+    opt.require_at_least(1, {"--steps": steps})
+    opt.require_at_least(0, {"--warmup": warmup})
     scale = _scale(devices, num_nodes, num_gpus)
-    if scale is None:
-        _refuse_alone(weak, html)
-    elif compare is not None:
-        raise UserError("usage", "--compare is for one measurement, not for a scaling test")
+    need = "is for a scaling test: add --devices 1,2 or --num-nodes 1,2"
+    opt.refuse_unused(
+        (scale is None, need, {"--weak": weak, "--html": html}),
+        (
+            scale is not None,
+            "is for one measurement, not for a scaling test",
+            {"--compare": compare},
+        ),
+    )
     if html is not None:
         require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
@@ -152,9 +155,8 @@ def _scale(devices: str | None, num_nodes: str | None, num_gpus: int | None) -> 
     by_nodes = num_nodes is not None and "," in num_nodes
     if devices is None and not by_nodes:
         return None
-    if devices is not None and (by_nodes or num_gpus is not None):
-        other = "--num-nodes" if by_nodes else "--num-gpus"
-        raise UserError("usage", f"--devices and {other} are both given; remove one of them")
+    other = "--num-nodes" if by_nodes else "--num-gpus"
+    opt.refuse_several({"--devices": devices, other: by_nodes or num_gpus})
     option, text = ("--devices", devices) if devices is not None else ("--num-nodes", num_nodes)
     words = str(text).split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
@@ -166,14 +168,6 @@ def _scale(devices: str | None, num_nodes: str | None, num_gpus: int | None) -> 
         ("devices", "launcher.devices") if option == "--devices" else ("hosts", "launcher.nodes")
     )
     return _Scale(axis, option, key, tuple(numbers))
-
-
-def _refuse_alone(weak: bool, html: Path | None) -> None:
-    for option, is_given in (("--weak", weak), ("--html", html is not None)):
-        if is_given:
-            raise UserError(
-                "usage", f"{option} is for a scaling test: add --devices 1,2 or --num-nodes 1,2"
-            )
 
 
 def _test_scaling(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
@@ -46,53 +46,28 @@ def eval(
     launcher.device and precision set them for the loss. Tasks use all GPUs of this machine, or --num-gpus of
     them.
     """
-    _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
-    if tasks is not None:
-        num_gpus = _gpus_of_tasks(line, device)
-        names = [name for name in tasks.split(",") if name]
-        opening = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
-        return _run_tasks(
-            model, opening, names, limit, few_shot, tasks_dir, device, num_gpus, as_json
-        )
-    return _loss(model, line, step, samples, as_json)
-
-
-def _check(
-    samples: int | None,
-    limit: int | None,
-    few_shot: int | None,
-    tasks: str | None,
-    of_tasks: tuple[Any, ...],
-) -> None:
-    for option, value, least in (
-        ("--samples", samples, 1),
-        ("--limit", limit, 1),
-        ("--few-shot", few_shot, 0),
-    ):
-        if value is not None and value < least:
-            raise UserError("usage", f"{option} {value}: must be at least {least}")
-    if tasks is not None and samples is not None:
-        raise UserError("usage", "--samples is for the loss; with --tasks use --limit")
-    if tasks is None and any(value is not None for value in (limit, few_shot, *of_tasks)):
-        names = "--limit, --few-shot, --tasks-dir, --device, --dtype and --tokenizer"
-        raise UserError("usage", f"{names} are for --tasks only")
-
-
-def _gpus_of_tasks(line: CommandLine, device: str | None) -> int | None:
-    """Return --num-gpus, and refuse what is for the loss alone."""
-    if line.overrides:
-        raise UserError("usage", f"{line.overrides[0]}: overrides cannot be used with --tasks")
-    given = {option: line.options[key] for option, key in opt.KEYS.items() if key in line.options}
-    devices = given.pop("--num-gpus", None)
-    if unused := [*given, *(["--trust"] if line.trust else [])]:
-        raise UserError("usage", f"{unused[0]} cannot be used with --tasks, which run here")
-    num_gpus = devices.value if devices is not None else None
-    assert num_gpus is None or isinstance(num_gpus, int)
-    if num_gpus is not None and device is not None:
-        raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
-    if num_gpus is not None and num_gpus < 1:
-        raise UserError("usage", f"--num-gpus {num_gpus}: must be at least 1")
-    return num_gpus
+    opt.require_at_least(1, {"--samples": samples, "--limit": limit})
+    opt.require_at_least(0, {"--few-shot": few_shot})
+    of_tasks = (limit, few_shot, tasks_dir, device, dtype, tokenizer)
+    names = "--limit, --few-shot, --tasks-dir, --device, --dtype and --tokenizer"
+    of_hosts = {name: line.options.get(key) for name, key in opt.KEYS.items()}
+    devices = of_hosts.pop("--num-gpus")
+    has_tasks = tasks is not None
+    opt.refuse_unused(
+        (has_tasks, "is for the loss; with --tasks use --limit", {"--samples": samples}),
+        (not has_tasks, "are for --tasks only", {names: any(it is not None for it in of_tasks)}),
+        (has_tasks, "overrides cannot be used with --tasks", {f"{it}:": it for it in line.overrides or ()}),
+        (has_tasks, "cannot be used with --tasks, which run here", {**of_hosts, "--trust": line.trust}),
+    )  # fmt: skip
+    if tasks is None:
+        return _loss(model, line, step, samples, as_json)
+    num_gpus = cast(int, devices.value) if devices is not None else None
+    opt.refuse_several({"--device": device, "--num-gpus": num_gpus})
+    opt.require_at_least(1, {"--num-gpus": num_gpus})
+    chosen = [name for name in tasks.split(",") if name]
+    opening = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
+    request = _TasksRequest(chosen, limit, few_shot, tasks_dir, device, num_gpus)
+    return _run_tasks(model, opening, request, as_json)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -171,17 +146,22 @@ def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[H
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def _run_tasks(
-    model: str,
-    opening: dict[str, Any],
-    names: list[str],
-    limit: int | None,
-    few_shot: int | None,
-    tasks_dir: Path | None,
-    device: str | None,
-    num_gpus: int | None,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True)
+class _TasksRequest:
+    """The requested tasks of lm-eval, and the devices that run them."""
+
+    names: list[str]
+    limit: int | None
+    """The most documents of a task; None: all."""
+    few_shot: int | None
+    """Examples before each question; None: the task's own number."""
+    folder: Path | None
+    """A folder with more tasks."""
+    device: str | None
+    num_gpus: int | None
+
+
+def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_json: bool) -> int:
     calm_threads()
     from nanoscale.launch.slurm.allocation import require_one_launcher
 
@@ -192,14 +172,16 @@ def _run_tasks(
     from nanoscale.view.measured_text import plain_numbers
 
     require_library()
-    devices = find_devices(device, num_gpus, several=True)
+    devices = find_devices(request.device, request.num_gpus, several=True)
     opened = open_model(model, **opening, device=devices[0], weights=len(devices) == 1)
     with saying() as say, replicated(model, opening, opened, devices) as run_all:
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
-        found = evaluate_tasks(answers, names, limit, few_shot, tasks_dir)
+        found = evaluate_tasks(
+            answers, request.names, request.limit, request.few_shot, request.folder
+        )
     if as_json:
         tasks = plain_numbers(found["results"])
-        print_json({"model": opened.source, "limit": limit, "tasks": tasks})
+        print_json({"model": opened.source, "limit": request.limit, "tasks": tasks})
         return DONE
     from lm_eval.utils import make_table
 
