@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 
 from nanoscale.common.devices import cores
 from nanoscale.data import corpus
-from nanoscale.data.indexed import IndexedTokens, bin_path
 from nanoscale.data.loader import Loader
 from nanoscale.data.prepare import PreparationRequest, prepare
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.tokens.indexed import IndexedTokens, bin_path
+from nanoscale.data.tokens.tokenizer import train_bpe
 
 THREADS = cores()
 TIMES = 4

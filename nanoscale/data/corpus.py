@@ -1,8 +1,8 @@
 """The embedded corpus: the source code of the running Python's standard library.
 
-The first process that needs it prepares it once, in a folder of the cache:
+The first process that needs it prepares it once, as `prepare.preparation` does, in a folder of the cache:
 
-    stdlib-<interpreter>-<tokenizer>-<key>/   tokens.bin  tokens.idx  manifest.json  tokenizer.json
+    stdlib-<interpreter>-<tokenizer>-<key>/   a prepared folder
     stdlib-….lock                             held while one process prepares
     stdlib-….part/                            unfinished work, also that of a killed process
 """
@@ -17,25 +17,29 @@ import platform
 import shutil
 import sys
 import sysconfig
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.token_sources import TOKENIZER, TOKENS, manifest
 from nanoscale.config.schema import Data
-from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type
-from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
+from nanoscale.data.prepare.encode import Reading
+from nanoscale.data.prepare.folder import PreparationProgress
+from nanoscale.data.prepare.preparation import (
+    ExistingTokenizer,
+    PreparationRequest,
+    identity_of,
+    write_folder,
+)
+from nanoscale.data.prepare.sources import TextSource
+from nanoscale.data.tokens.indexed import bin_path
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 from nanoscale.processes.flock import flock
-from nanoscale.runs.directory import sync_folder
-
-FORMAT = 1
-"""Raised whenever the same settings would give other tokens."""
-
-Settings = dict[str, Any]
 
 # Tests, installed packages, and two packages of generated tables.
 _LEFT_OUT = {
@@ -56,19 +60,19 @@ class Corpus:
 
     folder: Path
     manifest: dict[str, Any]
-    """documents, tokens, bytes, vocabulary, settings, files, sha256 of tokens.bin, seconds."""
 
     @property
     def prefix(self) -> Path:
-        return self.folder / "tokens"
+        return self.folder / TOKENS
 
     @property
     def fingerprint(self) -> str:
         """A digest of the tokens."""
-        return str(self.manifest["sha256"])
+        with bin_path(self.prefix).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def tokenizer(self) -> Tokenizer:
-        path = self.folder / "tokenizer.json"
+        path = self.folder / TOKENIZER
         return load(path) if path.exists() else ByteTokenizer()
 
 
@@ -102,20 +106,32 @@ def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -
     `tokenizer` is `byte`, `bpe` (trained here, at most `bpe_vocab` tokens) or the path of a tokenizer.json.
     Concurrent processes wait for the one that prepares.
     """
-    files = source_files(sources)
+    files = [_text_source(sources, path) for path in source_files(sources)]
     if not files:
         raise _no_sources(sources)
-    settings = _settings(tokenizer, bpe_vocab)
-    key = _key(sources, files, settings)
+    existing = _existing_tokenizer(tokenizer)
+    request = PreparationRequest((), cache, tokenizer, vocab_size=bpe_vocab)
+    identity = {"python": sys.version, **identity_of(request, files, existing, None)}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     kind = tokenizer if tokenizer in ("byte", "bpe") else "file"
-    folder = cache / f"stdlib-{_interpreter()}-{kind}-{key[:16]}"
-    corpus = _complete_corpus(folder, key)
+    name = f"{sys.implementation.name}-{platform.python_version()}-{kind}-{key[:16]}"
+    request = replace(request, out=cache / f"stdlib-{name}")
+    corpus = _complete_corpus(request.out, identity)
     if corpus:
         return corpus
-    with _locked(folder):
-        return _complete_corpus(folder, key) or _build(
-            folder, sources, files, tokenizer, settings, key
-        )
+    with _locked(request.out):
+        corpus = _complete_corpus(request.out, identity)
+        if corpus is None:
+            shutil.rmtree(request.out, ignore_errors=True)  # it is incomplete
+            texts = tuple(source for source in files if _holds_text(source))
+            if not texts:
+                raise _no_sources(sources)
+            reading = Reading(texts, request.field, request.separator, request.validation)
+            done = write_folder(
+                request, reading, existing, identity, _Unwatched(), threading.Event()
+            )
+            corpus = Corpus(request.out, done)
+    return corpus
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -132,114 +148,48 @@ def source_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(path.as_posix())).digest())
 
 
-def _build(
-    folder: Path, sources: Path, files: list[Path], tokenizer: str, settings: Settings, key: str
-) -> Corpus:
-    """Prepare next to `folder`, then rename to it in one step; the caller holds the lock."""
-    temporary = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)  # its process is dead, since we hold the lock
-    shutil.rmtree(folder, ignore_errors=True)  # it is incomplete
-    temporary.mkdir()
+def _text_source(folder: Path, path: Path) -> TextSource:
+    """Return a file as a source; only its name and size identify it, so that hosts can share a cache."""
+    file = folder / path
+    return TextSource(path.as_posix(), "text", "", file.stat().st_size, "", str(file))
+
+
+def _holds_text(source: TextSource) -> bool:
+    """True if a file holds UTF-8 text and is not empty."""
     try:
-        texts = _texts(sources, files)
-        manifest = {
-            "key": key,
-            "settings": settings,
-            **_fill(temporary, texts, tokenizer, settings),
-        }
-        _write_durably(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-        sync_folder(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
-    return Corpus(folder, manifest)
+        return bool(Path(source.copy).read_bytes().decode().strip())
+    except UnicodeDecodeError:
+        return False
 
 
-def _fill(folder: Path, texts: list[str], tokenizer: str, settings: Settings) -> dict[str, Any]:
-    """Write the tokens of these texts and their tokenizer, and return the manifest."""
-    started = time.perf_counter()
-    encoder = _tokenizer(tokenizer, texts, settings, folder)
-    tokens = 0
-    with IndexedWriter(folder / "tokens", smallest_type(encoder.vocab_size)) as writer:
-        for document in encoder.encode_documents(texts):
-            writer.add_document(document)
-            tokens += len(document)
-        writer.finish()
-    return {
-        "documents": len(texts),
-        "tokens": tokens,
-        "bytes": sum(len(text.encode()) for text in texts),
-        "vocabulary": encoder.vocab_size,
-        "sha256": hashlib.sha256(bin_path(folder / "tokens").read_bytes()).hexdigest(),
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-
-
-def _texts(sources: Path, files: list[Path]) -> list[str]:
-    """Read the files that hold UTF-8 text and are not empty."""
-    texts = []
-    for path in files:
-        try:
-            text = (sources / path).read_bytes().decode()
-        except UnicodeDecodeError:
-            continue
-        if text.strip():
-            texts.append(text)
-    if not texts:
-        raise _no_sources(sources)
-    return texts
-
-
-def _tokenizer(name: str, texts: list[str], settings: Settings, folder: Path) -> Tokenizer:
-    if name == "byte":
-        return ByteTokenizer()
-    target = folder / "tokenizer.json"
+def _existing_tokenizer(name: str) -> ExistingTokenizer | None:
     if name == "bpe":
-        trained = train_bpe(texts, settings["bpe_vocab"], target)
-        _sync_file(target)
-        return trained
-    source = load(name).path
-    _write_durably(target, source.read_bytes())
-    config = source.with_name("tokenizer_config.json")  # it may name the token that ends a document
-    if config.is_file():
-        _write_durably(folder / config.name, config.read_bytes())
-    return load(target)
+        return None
+    if name == "byte":
+        return ExistingTokenizer(None, ByteTokenizer())
+    tokenizer = load(name)
+    return ExistingTokenizer(tokenizer.path, tokenizer)
 
 
-def _settings(tokenizer: str, bpe_vocab: int) -> Settings:
-    settings: Settings = {"format": FORMAT, "python": sys.version, "tokenizer": tokenizer}
-    if tokenizer == "bpe":
-        settings["bpe_vocab"] = bpe_vocab
-    elif tokenizer != "byte":
-        settings["eos"] = load(tokenizer).eos
-        content = Path(tokenizer).expanduser().read_bytes()
-        settings["tokenizer"] = hashlib.sha256(content).hexdigest()
-    return settings
+class _Unwatched:
+    """A watcher that ignores reports."""
+
+    def note(self, sentence: str) -> None:
+        pass
+
+    def progress(self, progress: PreparationProgress, total: int) -> None:
+        pass
 
 
-def _key(sources: Path, files: list[Path], settings: Settings) -> str:
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for path in files:
-        digest.update(os.fsencode(f"{path.as_posix()}\0{(sources / path).stat().st_size}\0"))
-    return digest.hexdigest()
-
-
-def _interpreter() -> str:
-    return f"{sys.implementation.name}-{platform.python_version()}"
-
-
-def _complete_corpus(folder: Path, key: str) -> Corpus | None:
+def _complete_corpus(folder: Path, identity: dict[str, Any]) -> Corpus | None:
     """Return the corpus of this folder, or None if it is incomplete; checks only names and sizes."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        written = manifest(folder) or {}
+        sizes = {name: (folder / name).stat().st_size for name in written["files"]}
+    except (OSError, KeyError):
         return None
-    is_complete = manifest.get("key") == key and sizes == manifest["files"]
-    return Corpus(folder, manifest) if is_complete else None
+    is_complete = written.get("request") == identity and sizes == written["files"]
+    return Corpus(folder, written) if is_complete else None
 
 
 @contextmanager
@@ -252,16 +202,6 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise _unwritable(folder.parent, error) from error
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _no_sources(folder: Path) -> UserError:

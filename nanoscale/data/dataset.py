@@ -10,13 +10,13 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import MixtureSource, answers_of, sources_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
-from nanoscale.data.datatrove import DatatroveTokens
-from nanoscale.data.indexed import IndexedTokens
 from nanoscale.data.loader import Form, Loader, outside_vocabulary, split_tokens, too_small
 from nanoscale.data.mixture import Mixture
 from nanoscale.data.random_samples import ENDLESS, HELD_OUT, RandomSamples
 from nanoscale.data.samples import Split, TokenFile, open_answers
-from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
+from nanoscale.data.tokens.datatrove import DatatroveTokens
+from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 _CHECKED = 1 << 22
 
@@ -70,7 +70,7 @@ def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
             "model.vocab", vocab, "", f"{what}, more than the model's", suggestions
         )
         raise UserError("data", f"model.vocab={vocab}: {what}", [violation])
-    name = f"Python {prepared.manifest['settings']['python'].split()[0]}'s standard library"
+    name = f"Python {prepared.manifest['request']['python'].split()[0]}'s standard library"
     tokens = IndexedTokens(prepared.prefix)
     opened = _open_source(data, train, vocab, MixtureSource(None), tokens, None, name)
     return _dataset(data, train, [opened], tokenizer, prepared.fingerprint)

@@ -11,8 +11,8 @@ import numpy as np
 
 from nanoscale.config.data.token_sources import answers_of
 from nanoscale.data.batch import IGNORED, Batch
-from nanoscale.data.indexed import damaged
 from nanoscale.data.packing import pack
+from nanoscale.data.tokens.indexed import damaged
 
 _WINDOW = 1 << 20
 """Documents that are packed together: neighbors in the file stay near each other."""

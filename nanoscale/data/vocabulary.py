@@ -10,7 +10,15 @@ from typing import Any
 from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
-from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, in_folder, load
+from nanoscale.data.tokens.tokenizer import (
+    CONFIG,
+    END,
+    ByteTokenizer,
+    Tokenizer,
+    bytes_native,
+    in_folder,
+    load,
+)
 
 _FILES = (
     "tokenizer.json",
@@ -48,7 +56,7 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     if data.tokenizer == "bpe":
         shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")
     else:
-        _write_bytes(folder / "tokenizer.json")
+        bytes_native().save(str(folder / "tokenizer.json"))
     _describe(folder, END)
     return _eos_entry(prepared.tokenizer().eos)
 
@@ -109,31 +117,3 @@ def _special_entries(source: Path) -> dict[str, Any]:
 
 def _eos_entry(number: int | None) -> dict[str, Any]:
     return {"bos_token_id": None, "eos_token_id": number}
-
-
-def _write_bytes(file: Path) -> None:
-    bytes_native().save(str(file))
-
-
-def bytes_native() -> Any:
-    """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    native = Tokenizer(
-        models.BPE(vocab=dict(zip(_byte_letters(), range(256), strict=True)), merges=[])
-    )
-    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    native.decoder = decoders.ByteLevel()
-    native.add_special_tokens([AddedToken(END, special=True)])
-    assert native.token_to_id(END) == ByteTokenizer.eos
-    return native
-
-
-def _byte_letters() -> list[str]:
-    """Return the letter of each byte in byte-level vocabularies.
-
-    Printable bytes stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(b) if b in printable else chr(0x100 + others.index(b)) for b in range(256)]

@@ -11,7 +11,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.data.prepare.chat import ChatTokenizer, find_template
 from nanoscale.data.prepare.render import Chat, RecordError
 from nanoscale.data.prepare.renderer import Renderer
-from nanoscale.data.tokenizer import END, FileTokenizer
+from nanoscale.data.tokens.tokenizer import END, FileTokenizer
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, require_room
 

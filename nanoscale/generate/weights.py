@@ -25,8 +25,8 @@ from nanoscale.config.hf.shape import UnsupportedError, read_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
-from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
-from nanoscale.data.tokenizer import load as load_tokenizer
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
+from nanoscale.data.tokens.tokenizer import load as load_tokenizer
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory

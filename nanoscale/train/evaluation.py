@@ -19,7 +19,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
-from nanoscale.data.tokenizer import Tokenizer
+from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.job import base_fingerprint, load_initial_weights, make_engine

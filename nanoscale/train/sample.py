@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanoscale.data.tokenizer import Tokenizer
+from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.models.kv_cache import without_cudnn_attention
 
 TEMPERATURE = 0.7

@@ -23,9 +23,8 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape, write_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
 from nanoscale.data import vocabulary
-from nanoscale.data.indexed import IndexedWriter
-from nanoscale.data.tokenizer import ByteTokenizer
-from nanoscale.data.vocabulary import _write_bytes
+from nanoscale.data.tokens.indexed import IndexedWriter
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, bytes_native
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import fence
@@ -191,7 +190,7 @@ def test_the_tokenizer_is_the_one_of_the_tokens(tmp_path: Path) -> None:
     stored = checkpoint_of(random_model(GPT2), tmp_path)
     for name, eos in (("own", 9), ("begun", 7)):
         (tmp_path / name).mkdir()
-        _write_bytes(tmp_path / name / "tokenizer.json")
+        bytes_native().save(str(tmp_path / name / "tokenizer.json"))
         (tmp_path / name / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         (tmp_path / name / "merges.txt").write_text(name)
     shape = replace(GPT2, init_from=str(tmp_path / "begun"))
@@ -245,7 +244,7 @@ def test_every_file_is_on_disk_before_the_folder_has_its_name(
 def test_the_byte_tokenizer_as_a_file(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    _write_bytes(tmp_path / "tokenizer.json")
+    bytes_native().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )
@@ -261,7 +260,7 @@ def test_transformers_knows_the_end_of_a_document_of_a_bare_tokenizer_file(tmp_p
 
     given = tmp_path / "given"
     given.mkdir()
-    _write_bytes(given / "tokenizer.json")
+    bytes_native().save(str(given / "tokenizer.json"))
     config = Config(
         model=GPT2, data=Data(source="megatron", tokenizer=str(given / "tokenizer.json"))
     )

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.data.indexed import IndexedWriter
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.tokens.indexed import IndexedWriter
+from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import SHAPE, run_of_bytes

@@ -19,7 +19,7 @@ from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import Owner, RunLock, terminate
 from tests.support.recipes import changed

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.tokens.tokenizer import train_bpe
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json

@@ -17,7 +17,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
 from nanoscale.data.dataset import open_data
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 
 LENGTHS = (700, 90, 40, 300, 1, 12, 500, 200, 33, 64)
 CPU = Devices("cpu", 1)

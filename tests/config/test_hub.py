@@ -11,8 +11,8 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.hf import hub, pretrained
-from nanoscale.data import tokenizer
 from nanoscale.data.prepare import sources
+from nanoscale.data.tokens import tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.data.token_sources import MixtureSource, sources_of
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanoscale.config.data import token_headers
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from tests.config.test_mixture import refused
 
 

@@ -23,10 +23,10 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.data import open_data
 from nanoscale.data.batch import IGNORED
-from nanoscale.data.indexed import IndexedTokens
 from nanoscale.data.inspect import inspect
 from nanoscale.data.prepare import chunks
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.tokenizer import train_bpe
 from tests.data.texts import WORDS, Silent, every_file, prepared, texts
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

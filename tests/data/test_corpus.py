@@ -17,8 +17,9 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Data
 from nanoscale.data import corpus
 from nanoscale.data.corpus import cache_folder, prepare_corpus, source_files
-from nanoscale.data.indexed import IndexedTokens, IndexedWriter
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.prepare.folder import UnfinishedFolder
+from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.tokenizer import train_bpe
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def test_it_holds_the_library_and_nothing_else(library, tmp_path):
     assert texts == {path.read_text() for path in wanted}
     assert all(tokens[i][-1] == 256 for i in range(len(tokens)))
     assert tokens.tokens.dtype == "u2"
-    assert prepared.manifest["documents"] == len(tokens) == 11
-    assert prepared.manifest["tokens"] == len(tokens.tokens)
-    assert prepared.manifest["bytes"] == len(tokens.tokens) - 11
+    assert prepared.manifest["train"] == {"documents": 11, "tokens": len(tokens.tokens)}
+    assert len(tokens) == 11
+    assert prepared.manifest["text_bytes"] == len(tokens.tokens) - 11
     assert prepared.manifest["vocabulary"] == 257
 
 
@@ -111,7 +112,7 @@ def test_bpe_and_a_tokenizer_of_the_users_own(library, tmp_path):
         tokens, tokenizer = IndexedTokens(prepared.prefix), prepared.tokenizer()
         documents = {tokenizer.decode(tokens[i].tolist()) for i in range(len(tokens))}
         assert set(texts) < documents
-        assert len(tokens.tokens) < prepare(library, cache).manifest["tokens"]
+        assert len(tokens.tokens) < prepare(library, cache).manifest["train"]["tokens"]
 
 
 @pytest.mark.parametrize("file", ["tokens.bin", "tokens.idx", "manifest.json"])
@@ -145,7 +146,7 @@ def test_a_full_disk_leaves_nothing(library, tmp_path, monkeypatch):
     def full(self):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(IndexedWriter, "finish", full)
+    monkeypatch.setattr(UnfinishedFolder, "commit", full)
     with pytest.raises(UserError, match=r"data\.cache_dir.*No space left"):
         prepare(library, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -182,6 +183,7 @@ def test_where_the_cache_lies(monkeypatch, tmp_path):
 CHILD = """
 import fcntl, pathlib, sys, time
 from nanoscale.data import corpus
+from nanoscale.data.prepare.folder import UnfinishedFolder
 
 library, cache, notes, until = sys.argv[1:]
 
@@ -194,20 +196,24 @@ def wait():
     while pathlib.Path(notes).read_text().split().count(until) < 2 and time.monotonic() < limit:
         time.sleep(0.01)
 
-flock, fill = fcntl.flock, corpus._fill
+flock, write, publish = fcntl.flock, corpus.write_folder, UnfinishedFolder.publish
 
-def noted_flock(*arguments):
-    note("asking")
-    flock(*arguments)
+def noted_flock(stream, how):
+    if how == fcntl.LOCK_EX:
+        note("asking")
+    flock(stream, how)
 
-def noted_fill(*arguments):
+def noted_write(*arguments):
     note("preparing")
-    filled = fill(*arguments)
+    return write(*arguments)
+
+def noted_publish(*arguments):
     note("filled")
     wait()
-    return filled
+    publish(*arguments)
 
-corpus.fcntl.flock, corpus._fill = noted_flock, noted_fill
+corpus.fcntl.flock, corpus.write_folder = noted_flock, noted_write
+UnfinishedFolder.publish = noted_publish
 print(corpus.prepare_corpus(pathlib.Path(library), pathlib.Path(cache), "byte", 300).fingerprint)
 """
 
@@ -249,7 +255,9 @@ def test_the_real_library(tmp_path):
     tokens = IndexedTokens(prepared.prefix)
     assert len(tokens) > 100
     assert len(tokens.tokens) > 3_000_000
-    assert json.loads((prepared.folder / "manifest.json").read_text())["documents"] == len(tokens)
+    assert json.loads((prepared.folder / "manifest.json").read_text())["train"]["documents"] == len(
+        tokens
+    )
     text = prepared.tokenizer().decode(tokens.tokens[:1_000_000])
     assert "\n    def " in text
     assert "import " in text

@@ -11,7 +11,7 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.data.dataset import Dataset, open_data
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from tests.support.recipes import changed
 
 FILES = "data.source=megatron data.path=tokens"

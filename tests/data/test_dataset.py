@@ -11,8 +11,8 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import open_data
-from nanoscale.data.indexed import IndexedWriter
-from nanoscale.data.tokenizer import ByteTokenizer, train_bpe
+from nanoscale.data.tokens.indexed import IndexedWriter
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, train_bpe
 
 TRAIN = Train(seq_len=16, seed=1)
 

@@ -7,10 +7,10 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.data.batch import Batch
-from nanoscale.data.indexed import IndexedTokens, IndexedWriter
 from nanoscale.data.loader import Loader, split_tokens
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
+from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 SEQ = 8
 

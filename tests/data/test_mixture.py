@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanoscale.data.indexed import IndexedTokens, IndexedWriter
 from nanoscale.data.loader import Loader
 from nanoscale.data.mixture import Mixture, due
 from nanoscale.data.samples import Split
+from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 SEQ = 4
 WEIGHTS = [[1.0], [0.7, 0.3], [1, 1, 1], [0.9, 0.05, 0.03, 0.02], [5, 1e-4, 2], [1 / 3, 1e-6, 0.2]]

@@ -23,7 +23,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, preparation
 from nanoscale.data.prepare.preparation import _interrupted
 from nanoscale.data.prepare.sources import find_sources, opened
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.processes.pool import LostProcessError, Pool
 from tests.data.texts import (
     Silent,

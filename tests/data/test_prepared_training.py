@@ -15,7 +15,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.data import open_data
-from nanoscale.data.tokenizer import find, train_bpe
+from nanoscale.data.tokens.tokenizer import find, train_bpe
 from tests.data.texts import as_bytes, is_held_out, prepared, texts, write_datatrove, write_jsonl
 
 DOCUMENTS = texts(100)

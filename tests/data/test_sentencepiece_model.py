@@ -14,7 +14,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.data import corpus
-from nanoscale.data.tokenizer import find, load
+from nanoscale.data.tokens.tokenizer import find, load
 from tests.data.texts import write_jsonl
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 LEARNT = [line for line in (ROOT / "docs/data.md").read_text().splitlines() if line.strip()]
 OTHERS = [
     (ROOT / "docs/planner.md").read_text(),
-    (ROOT / "nanoscale/data/tokenizer.py").read_text(),
+    (ROOT / "nanoscale/data/tokens/tokenizer.py").read_text(),
     "  in  the \t middle\n\n and at the end ",
     "<s> and </s> written in a text <unk>",
     "Zürich, 東京 and Ελλάδα: 🙂 ﬁ ½ \u00a0 e\u0301",

@@ -11,7 +11,7 @@ import pytest
 
 import nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokenizer import END, ByteTokenizer, load, train_bpe
+from nanoscale.data.tokens.tokenizer import END, ByteTokenizer, load, train_bpe
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",
@@ -61,7 +61,7 @@ def test_bpe_training_repeats_itself_in_another_process(bpe, tmp_path):
     _, path = bpe
     script = (
         "import sys, json, pathlib\n"
-        "from nanoscale.data.tokenizer import train_bpe\n"
+        "from nanoscale.data.tokens.tokenizer import train_bpe\n"
         "train_bpe(json.loads(sys.argv[1]), 320, pathlib.Path(sys.argv[2]))\n"
     )
     other = tmp_path / "other.json"
@@ -102,7 +102,7 @@ def test_files_that_are_no_tokenizers_are_named(tmp_path):
 def test_bytes_need_no_library():
     script = (
         "import sys, nanoscale.data\n"
-        "from nanoscale.data.tokenizer import ByteTokenizer\n"
+        "from nanoscale.data.tokens.tokenizer import ByteTokenizer\n"
         "ByteTokenizer().decode(ByteTokenizer().encode('a'))\n"
         "assert not {'torch', 'tokenizers'} & set(sys.modules)\n"
     )

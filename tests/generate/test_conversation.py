@@ -16,8 +16,7 @@ from nanoscale.cli.jobs import generate
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
-from nanoscale.data.tokenizer import END
-from nanoscale.data.vocabulary import bytes_native
+from nanoscale.data.tokens.tokenizer import END, bytes_native
 from nanoscale.generate.conversation import Conversation, conversing
 from nanoscale.generate.weights import open_model
 from nanoscale.generate.writing import Wish

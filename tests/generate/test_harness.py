@@ -16,8 +16,7 @@ from tokenizers import AddedToken, processors
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokenizer import END
-from nanoscale.data.vocabulary import bytes_native
+from nanoscale.data.tokens.tokenizer import END, bytes_native
 from nanoscale.generate import harness, writing
 from nanoscale.generate.harness import Answers, _no_task, evaluate_tasks
 from nanoscale.generate.replicas import replicated

@@ -12,7 +12,7 @@ from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config, Data
-from nanoscale.data.tokenizer import ByteTokenizer
+from nanoscale.data.tokens.tokenizer import ByteTokenizer
 from nanoscale.generate import writing
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import DTYPES, Opened, open_model

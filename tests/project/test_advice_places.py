@@ -71,7 +71,7 @@ TYPED_BACK = {
     "data/prepare/folder.py": "data/test_prepare_bad.py",
     "data/prepare/preparation.py": "cli/test_advice_on_files.py",
     "data/prepare/sources.py": "data/test_prepare_bad.py",
-    "data/tokenizer.py": "cli/test_advice_on_files.py",
+    "data/tokens/tokenizer.py": "cli/test_advice_on_files.py",
     "generate/harness.py": "generate/test_harness.py",
     "generate/weights.py": "cli/test_advice_on_files.py",
     "launch/fleet/connections.py": "launch/test_reach.py",

@@ -26,8 +26,8 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Model
-from nanoscale.data.indexed import IndexedWriter
-from nanoscale.data.tokenizer import train_bpe
+from nanoscale.data.tokens.indexed import IndexedWriter
+from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.runs import jsonlines, status
 from nanoscale.runs.directory import RunDirectory
 from tests.data.texts import write_jsonl, write_parquet

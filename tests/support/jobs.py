@@ -31,7 +31,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events, fence

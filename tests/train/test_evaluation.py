@@ -17,7 +17,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Backend, Checkpoint, Data, Parallel
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import evaluation
@@ -103,10 +103,10 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
 
 def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
     """Tokens that end documents do not count."""
-    from nanoscale.data.indexed import IndexedTokens, IndexedWriter
     from nanoscale.data.loader import Loader
     from nanoscale.data.samples import Split
-    from nanoscale.data.tokenizer import ByteTokenizer
+    from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
+    from nanoscale.data.tokens.tokenizer import ByteTokenizer
 
     texts = ["naïve 🙂 text", "and more", "日本語", "x" * 40]
     writer = IndexedWriter(tmp_path / "tokens", np.uint16)

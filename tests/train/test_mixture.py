@@ -10,7 +10,7 @@ import pytest
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.schema import Config
-from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedWriter
 from tests.support.jobs import (
     SAMPLES,
     SAVED_STEPS,

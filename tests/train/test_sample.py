@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.schema import Backend
-from nanoscale.data.tokenizer import ByteTokenizer
+from nanoscale.data.tokens.tokenizer import ByteTokenizer
 from nanoscale.train.sample import sample
 from nanoscale.train.stability import NonFiniteError, require_finite
 from tests.support.jobs import BYTES, make_config

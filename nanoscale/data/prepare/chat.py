@@ -17,8 +17,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import TEMPLATE
 from nanoscale.data.prepare.render import Chat, Template
 from nanoscale.data.prepare.renderer import Renderer, TemplateProblem
-from nanoscale.data.tokenizer import CONFIG, END
-from nanoscale.data.vocabulary import bytes_native
+from nanoscale.data.tokens.tokenizer import CONFIG, END, bytes_native
 
 PLAIN = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"

@@ -15,7 +15,7 @@ from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
 from nanoscale.data.prepare.render import Chat, RecordError, Template, pair_in, parsed, value_at
 from nanoscale.data.prepare.renderer import Outcome, Renderer
 from nanoscale.data.prepare.sources import TextSource
-from nanoscale.data.tokenizer import Tokenizer
+from nanoscale.data.tokens.tokenizer import Tokenizer
 
 JSON = ("jsonl", "json", "csv")
 """Kinds of sources whose records are JSON objects."""

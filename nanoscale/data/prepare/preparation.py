@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, manifest
-from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.bad import bad_records_error
 from nanoscale.data.prepare.chat import find_template
@@ -26,7 +25,8 @@ from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.render import Template
 from nanoscale.data.prepare.sources import TextSource, find_sources, problem
 from nanoscale.data.prepare.workers import Setup, encode_here
-from nanoscale.data.tokenizer import (
+from nanoscale.data.tokens.indexed import smallest_type
+from nanoscale.data.tokens.tokenizer import (
     CONFIG,
     END,
     ByteTokenizer,
@@ -99,7 +99,7 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     sources = find_sources(request.sources)
     tokenizer_source = _existing_tokenizer(request)
     template = _template(request, tokenizer_source)
-    identity = _identity(request, sources, tokenizer_source, template)
+    identity = identity_of(request, sources, tokenizer_source, template)
     finished = manifest(request.out)
     if finished is not None and finished.get("request") == identity:
         shutil.rmtree(request.out.with_name(f"{request.out.name}.part"), ignore_errors=True)
@@ -111,15 +111,31 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     reading = Reading(
         tuple(sources), request.field, request.separator, request.validation, template
     )
-    with folder.opened(request.out, identity) as path, _interrupted() as stop:
+    with _interrupted() as stop:
+        return write_folder(request, reading, tokenizer_source, identity, watcher, stop)
+
+
+def write_folder(
+    request: PreparationRequest,
+    reading: Reading,
+    tokenizer_source: ExistingTokenizer | None,
+    identity: dict[str, Any],
+    watcher: Watcher,
+    stop: threading.Event,
+) -> dict[str, Any]:
+    """Tokenize what `reading` describes into the folder `request.out`, which does not exist, as `prepare`.
+
+    `stop` interrupts the work after the current chunk.
+    """
+    with folder.opened(request.out, identity) as path:
         whole = path / "whole"
         if tokenizer_source is None:
             tokenizer: Tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
         else:
             tokenizer = tokenizer_source.copy_to(whole)
-        if template is not None:
-            folder.write_whole(whole / TEMPLATE, template.source.encode())
-        sizes = [source.bytes for source in sources]
+        if reading.template is not None:
+            folder.write_whole(whole / TEMPLATE, reading.template.source.encode())
+        sizes = [source.bytes for source in reading.sources]
         unfinished = UnfinishedFolder(
             path, smallest_type(tokenizer.vocab_size), sizes, request.chat
         )
@@ -211,8 +227,8 @@ def _refuse_empty(progress: PreparationProgress, request: PreparationRequest) ->
 
 
 @dataclass(frozen=True)
-class _ExistingTokenizer:
-    """An existing tokenizer."""
+class ExistingTokenizer:
+    """A tokenizer that is not trained on the sources."""
 
     path: Path | None
     """Its tokenizer.json; None for bytes."""
@@ -234,13 +250,13 @@ class _ExistingTokenizer:
         return self.tokenizer
 
 
-def _existing_tokenizer(request: PreparationRequest) -> _ExistingTokenizer | None:
+def _existing_tokenizer(request: PreparationRequest) -> ExistingTokenizer | None:
     if request.tokenizer is None:
         return None
     if request.tokenizer == "byte":
-        return _ExistingTokenizer(None, ByteTokenizer())
+        return ExistingTokenizer(None, ByteTokenizer())
     path = find(request.tokenizer, "--tokenizer")
-    return _ExistingTokenizer(path, load(path, key="--tokenizer", eos=request.eos))
+    return ExistingTokenizer(path, load(path, key="--tokenizer", eos=request.eos))
 
 
 def _train_tokenizer(
@@ -279,7 +295,7 @@ def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event
 
 
 def _template(
-    request: PreparationRequest, tokenizer_source: _ExistingTokenizer | None
+    request: PreparationRequest, tokenizer_source: ExistingTokenizer | None
 ) -> Template | None:
     if not request.chat:
         return None
@@ -289,10 +305,10 @@ def _template(
     return find_template(tokenizer_source.path, request.chat_template, eos)
 
 
-def _identity(
+def identity_of(
     request: PreparationRequest,
     sources: list[TextSource],
-    tokenizer_source: _ExistingTokenizer | None,
+    tokenizer_source: ExistingTokenizer | None,
     template: Template | None,
 ) -> dict[str, Any]:
     """Return the settings and inputs that determine the bytes."""

@@ -19,7 +19,7 @@ from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import Chunk
 from nanoscale.data.prepare.encode import Encoded, Reading, encode
 from nanoscale.data.prepare.renderer import Renderer
-from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 _THREADS = "TOKENIZERS_PARALLELISM"
 

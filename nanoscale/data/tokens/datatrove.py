@@ -15,7 +15,7 @@ import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_headers import bytes_a_token, read_ends
-from nanoscale.data.indexed import damaged, readable
+from nanoscale.data.tokens.indexed import damaged, readable
 
 _BLOCK = 1 << 20
 _TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}

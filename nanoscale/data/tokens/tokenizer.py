@@ -15,7 +15,7 @@ import numpy as np
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import TEMPLATE
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
-from nanoscale.data.sentencepiece_model import SUFFIX, ConversionError, as_json
+from nanoscale.data.tokens.sentencepiece_model import SUFFIX, ConversionError, as_json
 
 END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"
@@ -77,6 +77,30 @@ class ByteTokenizer:
         for text in texts:
             raw = np.frombuffer(text.encode(), dtype=np.uint8)
             yield np.append(raw.astype(np.uint16), np.uint16(self.eos))
+
+
+def bytes_native() -> Any:
+    """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    native = Tokenizer(
+        models.BPE(vocab=dict(zip(_byte_letters(), range(256), strict=True)), merges=[])
+    )
+    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    native.decoder = decoders.ByteLevel()
+    native.add_special_tokens([AddedToken(END, special=True)])
+    assert native.token_to_id(END) == ByteTokenizer.eos
+    return native
+
+
+def _byte_letters() -> list[str]:
+    """Return the letter of each byte in byte-level vocabularies.
+
+    Printable bytes stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(b) if b in printable else chr(0x100 + others.index(b)) for b in range(256)]
 
 
 class FileTokenizer:

@@ -1,0 +1,1 @@
+"""Tokens in files, and tokenizers."""
