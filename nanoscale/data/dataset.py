@@ -12,8 +12,7 @@ from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
 from nanoscale.data.loader import Form, Loader, outside_vocabulary, split_tokens, too_small
 from nanoscale.data.mixture import Mixture
-from nanoscale.data.random_samples import ENDLESS, HELD_OUT, RandomSamples
-from nanoscale.data.samples import Split, TokenFile, open_answers
+from nanoscale.data.samples import ENDLESS, HELD_OUT, RandomSamples, Split, TokenFile, open_answers
 from nanoscale.data.tokens.datatrove import DatatroveTokens
 from nanoscale.data.tokens.indexed import IndexedTokens
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load

@@ -67,7 +67,7 @@ TYPED_BACK = {
     "data/corpus.py": "data/test_data_advice.py",
     "data/dataset.py": "train/test_evaluation.py",
     "data/loader.py": "data/test_data_advice.py",
-    "data/prepare/bad.py": "data/test_prepare_bad.py",
+    "data/prepare/records.py": "data/test_prepare_bad.py",
     "data/prepare/folder.py": "data/test_prepare_bad.py",
     "data/prepare/preparation.py": "cli/test_advice_on_files.py",
     "data/prepare/sources.py": "data/test_prepare_bad.py",

@@ -13,8 +13,7 @@ from itertools import islice
 from typing import Any
 
 from nanoscale.common.units import byte_size
-from nanoscale.data.prepare.bad import Bad
-from nanoscale.data.prepare.records import csv_records, json_records
+from nanoscale.data.prepare.records import Bad, csv_records, json_records
 from nanoscale.data.prepare.render import RecordError
 from nanoscale.data.prepare.sources import (
     TextSource,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
+from nanoscale.data.prepare.records import Bad
 from nanoscale.data.prepare.render import Chat, RecordError, Template, pair_in, parsed, value_at
 from nanoscale.data.prepare.renderer import Outcome, Renderer
 from nanoscale.data.prepare.sources import TextSource

@@ -24,9 +24,9 @@ import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import MANIFEST, TOKENS, VALID, answers_of
-from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
+from nanoscale.data.prepare.records import Bad
 from nanoscale.data.tokens.indexed import bin_path, idx_path, index_parts
 from nanoscale.processes.flock import flock
 from nanoscale.runs.directory import sync_folder

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.prepare import folder
-from nanoscale.data.prepare.bad import bad_records_error
 from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Reading
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
+from nanoscale.data.prepare.records import bad_records_error
 from nanoscale.data.prepare.render import Template
 from nanoscale.data.prepare.sources import TextSource, find_sources, problem
 from nanoscale.data.prepare.workers import Setup, encode_here

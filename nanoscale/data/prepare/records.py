@@ -1,18 +1,48 @@
-"""The records of .json and .csv files, each as a JSON object."""
+"""The records of .json and .csv files, each as a JSON object, and records that cannot be prepared."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.data.prepare.render import RecordError
 
 _LONGEST_CELL = 1 << 30
 """The most characters of a cell, in place of Python's 131,072; records have a limit of their own."""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record, or the rest of a file, that is not a document."""
+
+    place: str
+    """`corpus/a.jsonl:17`, or `corpus/b.parquet, row 3`."""
+    what: str
+
+
+def bad_records_error(
+    bad_records: Sequence[Bad], kept: str = "", *, nothing_else: bool = False
+) -> UserError:
+    """Return the error for bad records, of which `bad_records` are the first.
+
+    Args:
+        kept: a clause on what was prepared before.
+        nothing_else: True if no data would be left without them.
+    """
+    remedy = "fix these records" + ("" if nothing_else else ", or skip them with --bad skip")
+    violations = [
+        Violation(bad.place, None, "", bad.what, remedy="" if remaining else f"{remedy}{kept}")
+        for remaining, bad in zip(range(len(bad_records) - 1, -1, -1), bad_records, strict=True)
+    ]
+    if len(bad_records) == 1:
+        return UserError("data", f"{bad_records[0].place}: {bad_records[0].what}", violations)
+    return UserError("data", f"{len(bad_records)} bad records", violations)
 
 
 def json_records(stream: Any) -> Iterator[bytes]:

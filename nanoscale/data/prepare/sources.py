@@ -22,8 +22,7 @@ from typing import Any, Literal
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
-from nanoscale.data.prepare.bad import Bad
-from nanoscale.data.prepare.records import csv_header
+from nanoscale.data.prepare.records import Bad, csv_header
 from nanoscale.data.prepare.render import INPUT, pair_in
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "dataset"]
