@@ -162,7 +162,10 @@ def test_a_dry_run_names_the_devices_of_each_host(capsys):
     assert json.loads(capsys.readouterr().out)["hosts"][0]["devices"] == [0, 1, 2, 3]
     assert nanoscale([*words, "--include", "worker-1:0,3"]) == 0
     rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
-    assert [row for row in rows if row[1:2] == ["worker-1"]] == [["0", "worker-1", "0", "0"], ["1", "worker-1", "1", "3"]]
+    assert [row for row in rows if row[1:2] == ["worker-1"]] == [
+        ["0", "worker-1", "0", "0"],
+        ["1", "worker-1", "1", "3"],
+    ]
 
 
 def test_a_run_goes_on_on_hosts():
