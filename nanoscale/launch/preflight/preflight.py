@@ -6,7 +6,7 @@ import ipaddress
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.preflight.verdicts import (
+    CheckRow,
     EqualVerdicts,
     Verdict,
     gpu_software,
@@ -79,12 +80,8 @@ def _hosts_and_verb(group: EqualVerdicts) -> str:
 
 def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
     """Return all verdicts, host by host. Unknown facts give no verdict."""
-    all_hosts = _Hosts(members, config)
-    verdicts: list[Verdict] = []
-    for member in members:
-        for check in _checks_of(all_hosts, member):
-            verdicts += check(all_hosts, member, member.facts or {})
-    return verdicts
+    hosts = _Hosts(members, config)
+    return [verdict for member in members for verdict in _verdicts(hosts, member)]
 
 
 def can_compute(verdict: Verdict) -> bool:
@@ -173,53 +170,40 @@ class _Hosts:
         return names
 
 
-_Check = Callable[[_Hosts, Member, Message], Iterator[Verdict]]
-
-
-def _checks_of(hosts: _Hosts, member: Member) -> Sequence[_Check]:
+def _verdicts(hosts: _Hosts, member: Member) -> Iterator[Verdict]:
+    facts = member.facts
     if not member.is_present:
-        return [_lost]
-    if member.facts is None:
-        return []
-    if member.name not in hosts.comparable:
-        return [_reached, _versions]  # other facts may have another meaning
-    checks = [
-        _reached,
-        _versions,
-        _packages,
-        _devices,
-        _gpus,
-        _gpu_software,
-        _number_types,
-        _memory,
-        _root,
-        _cache,
-        _shared_memory,
-    ]
-    if not hosts.transport.is_local:
-        checks.append(_clock)
-    if len(hosts.members) > 1:
-        checks += [_machine, _network, _sockets]
-    if member.name == hosts.first:
-        checks.append(_port)
-    return [*checks, _locks]
+        yield from _lost(hosts, member)
+    elif facts is not None:
+        if not hosts.transport.is_local:
+            yield Verdict(member.name, hosts.transport.check, True, "answers")
+        yield Verdict(member.name, "interpreter", True, facts["executable"])
+        yield from _versions(hosts, member, facts)
+        if member.name in hosts.comparable:  # otherwise other facts may have another meaning
+            yield from _packages(hosts, member, facts)
+            for check, bad, remedy, good, needed, amount in _rows(hosts, member, facts):
+                if text := bad or good:
+                    yield Verdict(member.name, check, not bad, text, remedy, amount, needed)
+
+
+def _rows(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
+    yield from _devices(hosts, member, facts)
+    yield from gpu_software(hosts.config, member, facts)
+    yield CheckRow("precision", _number_types(hosts, facts["devices"]["names"]), "precision=fp16")
+    yield from _resources(hosts, facts)
+    yield from _network(hosts, member, facts)
+    yield from _locks(hosts, facts)
 
 
 # --- host and software ----------------------------------------------------------------------------
 
 
-def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
+def _lost(hosts: _Hosts, member: Member) -> Iterator[Verdict]:
     assert member.lost is not None
     check = check_of(member.lost.diagnosis, hosts.transport)
     yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
     if member.nanoscale not in (None, hosts.launcher_versions["nanoscale"]):
         yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
-
-
-def _reached(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    if not hosts.transport.is_local:
-        yield Verdict(member.name, hosts.transport.check, True, "answers")
-    yield Verdict(member.name, "interpreter", True, facts["executable"])
 
 
 def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -291,20 +275,38 @@ def _minor(version: str | None) -> str:
 # --- devices ---------------------------------------------------------------------------------------
 
 
-def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
+    """Check that GPUs are there, work, and equal the others; a job may differ on purpose."""
     devices, slots = facts["devices"], member.host.slots
-    if hosts.config.launcher.device == "cpu":
+    on_cpu = hosts.config.launcher.device == "cpu"
+    names, problem = devices["names"], facts["gpu_problem"]
+    if on_cpu:
         ranks_text = f" for {slots} ranks" if slots > 1 else ""
-        yield Verdict(
-            member.name, "devices", True, f"{counted(devices['cores'], 'CPU core')}{ranks_text}"
-        )
+        yield CheckRow("devices", "", "", f"{counted(devices['cores'], 'CPU core')}{ranks_text}")
+    else:
+        count = devices["count"] if devices["kind"] == "cuda" else 0
+        chosen = ", ".join(map(str, member.host.devices or ()))
+        chosen_text = f", which are to be {chosen}" if chosen else ""
+        text = f"{counted(count, 'GPU')} for {counted(slots, 'slot')}{chosen_text}"
+        bad = text if count < slots else ""
+        yield CheckRow("devices", bad, _devices_remedy(hosts, member, count), text)
+    bad = "" if problem is None else f"the GPU driver does not answer: {problem}"
+    remedy = "look at `nvidia-smi` and `dmesg` there; after an update of the driver, restart"
+    yield CheckRow("GPUs", bad, remedy, needed=False)
+    if on_cpu or not names:
         return
-    count = devices["count"] if devices["kind"] == "cuda" else 0
-    chosen = member.host.devices
-    chosen_text = f", which are to be {', '.join(map(str, chosen))}" if chosen else ""
-    text = f"{counted(count, 'GPU')} for {counted(slots, 'slot')}{chosen_text}"
-    yield Verdict(
-        member.name, "devices", count >= slots, text, _devices_remedy(hosts, member, count)
+    text = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
+    bad = "" if tuple(names) == hosts.most_common_gpus else f"{text}, unlike most hosts"
+    remedy = "the slowest host sets the speed: leave it out, or use hosts with equal GPUs"
+    yield CheckRow("GPUs", bad, remedy, text, needed=False)
+    in_use = ", ".join(
+        f"{number} ({share(int(GIB * (total - free)), int(GIB * total))})"
+        for number, (free, total) in enumerate(facts["gpu_memory_gib"])
+        if free < _LEAST_GPU_SHARE * total
+    )
+    bad = f"memory of GPU {in_use} is in use" if in_use else ""
+    yield CheckRow(
+        "GPU memory", bad, "`nvidia-smi` there shows by whom", "GPU memory is free", needed=False
     )
 
 
@@ -319,146 +321,88 @@ def _devices_remedy(hosts: _Hosts, member: Member, count: int) -> str:
     return f"launcher.devices={count}"
 
 
-def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check that GPUs work and equal the others; a job may differ on purpose."""
-    if facts["gpu_problem"] is not None:
-        text = f"the GPU driver does not answer: {facts['gpu_problem']}"
-        remedy = "look at `nvidia-smi` and `dmesg` there; after an update of the driver, restart"
-        yield Verdict(member.name, "GPUs", False, text, remedy, needed=False)
-    names = tuple(facts["devices"]["names"])
-    if hosts.config.launcher.device == "cpu" or not names:
-        return
-    are_usual = names == hosts.most_common_gpus
-    gpus_text = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
-    text = gpus_text if are_usual else f"{gpus_text}, unlike most hosts"
-    remedy = "the slowest host sets the speed: leave it out, or use hosts with equal GPUs"
-    yield Verdict(member.name, "GPUs", are_usual, text, remedy, needed=False)
-    in_use = [
-        f"{number} ({share(int(GIB * (total - free)), int(GIB * total))})"
-        for number, (free, total) in enumerate(facts["gpu_memory_gib"])
-        if free < _LEAST_GPU_SHARE * total
-    ]
-    text = f"memory of GPU {', '.join(in_use)} is in use" if in_use else "GPU memory is free"
-    remedy = "`nvidia-smi` there shows by whom"
-    yield Verdict(member.name, "GPU memory", not in_use, text, remedy, needed=False)
-
-
-def _gpu_software(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Judge the software between the GPUs and the ranks."""
-    yield from gpu_software(hosts.config, member, facts)
-
-
-def _number_types(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check that the GPUs have bf16 if the job uses it; otherwise PyTorch emulates it, slowly."""
-    config, names = hosts.config, facts["devices"]["names"]
+def _number_types(hosts: _Hosts, names: Sequence[str]) -> str:
+    """Return which GPUs lack bf16 if the job uses it; otherwise PyTorch emulates it, slowly."""
+    config = hosts.config
     if config.launcher.device == "cpu" or config.precision.compute != "bf16":
-        return
-    if without_bf16 := sorted(set(filter(lacks_bf16, names))):
-        yield Verdict(
-            member.name, "precision", False, f"{listed(without_bf16)} has no bf16", "precision=fp16"
-        )
+        return ""
+    without_bf16 = sorted(set(filter(lacks_bf16, names)))
+    return f"{listed(without_bf16)} has no bf16" if without_bf16 else ""
 
 
-def _memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    free = facts["memory_gib"]
-    if free is not None:
-        yield _free_space(member, "memory", free, "of host memory free", "end what uses it")
+# --- memory and folders -----------------------------------------------------------------------------
 
 
-def _free_space(
-    member: Member, check: str, free: float, resource: str, remedy: str, *, needed: bool = True
-) -> Verdict:
-    least = _LEAST_GIB[check]
-    good = free >= least
-    text = f"{{}} GiB {resource}" if good else f"only {{}} GiB {resource}; {least:g} is the minimum"
-    return Verdict(member.name, check, good, text, remedy, amount=free, needed=needed)
-
-
-# --- folders --------------------------------------------------------------------------------------
-
-
-def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    root = facts["root"]
-    folder = f"the folder of runs ({root['path']})"
-    local = hosts.transport.is_local
+def _resources(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
+    """Check memory, and the folders of runs, and of the prepared corpus and its vocabulary."""
+    local, prepares = hosts.transport.is_local, hosts.config.data.source == "stdlib"
+    root, cache = facts["root"], facts["cache"]
+    runs = f"the folder of runs ({root['path']})"
+    prepared = f"the folder of prepared data ({cache['path']})"
+    elsewhere = "run.root=FOLDER, where FOLDER is writable there" if local else SHARED_ROOT
+    yield from _free("memory", facts["memory_gib"], "of host memory free", "end what uses it")
     if not root["visible"] and not local:
-        text = f"does not see {folder} of the launcher"
-        yield Verdict(member.name, "run.root", False, text, SHARED_ROOT)
+        yield CheckRow("run.root", f"does not see {runs} of the launcher", SHARED_ROOT)
     elif root["problem"] is not None:
-        text = f"cannot write in {folder}: {root['problem']}"
-        remedy = "run.root=FOLDER, where FOLDER is writable there" if local else SHARED_ROOT
-        yield Verdict(member.name, "run.root", False, text, remedy)
-    elif root["free_gib"] is not None:
-        what = f"free in {folder}"
+        yield CheckRow("run.root", f"cannot write in {runs}: {root['problem']}", elsewhere)
+    else:
         remedy = "free some space, or start the run with run.root=FOLDER on another disk"
-        yield _free_space(member, "run.root", root["free_gib"], what, remedy)
-
-
-def _cache(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check the folder of the prepared corpus, and of the vocabulary trained on it."""
-    cache, needed = facts["cache"], hosts.config.data.source == "stdlib"
-    folder = f"the folder of prepared data ({cache['path']})"
-    remedy = "data.cache_dir=FOLDER"
+        yield from _free("run.root", root["free_gib"], f"free in {runs}", remedy)
     if cache["problem"] is not None:
-        text = f"cannot write in {folder}: {cache['problem']}"
-        yield Verdict(member.name, "cache", False, text, remedy, needed=needed)
-    elif cache["free_gib"] is not None:
-        remedy = f"free some space, or {remedy} on another disk"
-        yield _free_space(
-            member, "cache", cache["free_gib"], f"free in {folder}", remedy, needed=needed
-        )
+        text, remedy = f"cannot write in {prepared}: {cache['problem']}", "data.cache_dir=FOLDER"
+        yield CheckRow("cache", text, remedy, needed=prepares)
+    else:
+        remedy = "free some space, or data.cache_dir=FOLDER on another disk"
+        yield from _free("cache", cache["free_gib"], f"free in {prepared}", remedy, needed=prepares)
+    what = "of shared memory free (/dev/shm)"
+    remedy = "give its container more, as in `docker run --shm-size=16g`; or remove old files"
+    yield from _free("/dev/shm", facts["shared_memory_gib"], what, remedy, needed=False)
 
 
-def _shared_memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    free = facts["shared_memory_gib"]
+def _free(
+    check: str, free: float | None, resource: str, remedy: str, *, needed: bool = True
+) -> Iterator[CheckRow]:
     if free is not None:
-        what = "of shared memory free (/dev/shm)"
-        remedy = "give its container more, as in `docker run --shm-size=16g`; or remove old files"
-        yield _free_space(member, "/dev/shm", free, what, remedy, needed=False)
+        least, text = _LEAST_GIB[check], f"{{}} GiB {resource}"
+        bad = f"only {text}; {least:g} is the minimum" if free < least else ""
+        yield CheckRow(check, bad, remedy, text, needed, free)
 
 
-def _locks(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+def _locks(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
     """Report stale locks, if there are any."""
     needed = hosts.config.backend.name == "deepspeed"
     for path in facts["stale_locks"]:
         text = f"{path} was left by a compilation that has ended; the next one would wait for it forever"
-        yield Verdict(
-            member.name, "locks", False, text, f"rm -- {shlex.quote(path)}", needed=needed
-        )
+        yield CheckRow("locks", text, f"rm -- {shlex.quote(path)}", needed=needed)
 
 
 # --- clock and network -------------------------------------------------------------------------------
 
 
-def _clock(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    skew = skew_s(facts)
-    if not skew:
-        yield Verdict(member.name, "clock", True, "clock agrees with the launcher's")
-        return
-    text = f"clock is {{}} s {'ahead of' if skew > 0 else 'behind'} the launcher's"
-    good = abs(skew) < _MOST_SKEW_S
-    remedy = "let a time service (NTP, chrony) set it"
-    yield Verdict(member.name, "clock", good, text, remedy, amount=abs(skew))
-
-
-def _machine(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Report two hosts that are one machine: they would use the same devices."""
-    same = hosts.first_on_machine[facts["machine"]]
-    if same != member.name:
-        text, remedy = f"is the same machine as {same}", "leave one of them out"
-        needed = hosts.config.launcher.device == "cuda"
-        yield Verdict(member.name, "machine", False, text, remedy, needed=needed)
-
-
-def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check that the address of the rendezvous resolves, and is the same for all."""
-    problem = _wrong_address(hosts, member, facts["network"])
-    if problem:
+def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
+    """Check the clock, that no two hosts are one machine, and the rendezvous: address, interfaces, port."""
+    network, on_gpus = facts["network"], hosts.config.launcher.device == "cuda"
+    if not hosts.transport.is_local:
+        skew = skew_s(facts)
+        text = f"clock is {{}} s {'ahead of' if skew > 0 else 'behind'} the launcher's"
+        bad = text if abs(skew) >= _MOST_SKEW_S else ""
+        good = text if skew else "clock agrees with the launcher's"
+        remedy = "let a time service (NTP, chrony) set it"
+        yield CheckRow("clock", bad, remedy, good, amount=abs(skew) or None)
+    if len(hosts.members) > 1:
+        same = hosts.first_on_machine[facts["machine"]]
+        bad = f"is the same machine as {same}" if same != member.name else ""
+        yield CheckRow("machine", bad, "leave one of them out", needed=on_gpus)
         remedy = "launcher.master_addr=ADDRESS, an address at which every host reaches the first"
-        yield Verdict(member.name, "network", False, problem, remedy)
-    else:
-        text = f"meets the others over {facts['network']['interface']}"
-        yield Verdict(member.name, "network", True, text)
+        good = f"meets the others over {network['interface']}"
+        yield CheckRow("network", _wrong_address(hosts, member, network), remedy, good)
+        yield from _interfaces(network, on_gpus=on_gpus)
+    if member.name == hosts.first:
+        port = facts["port"]
+        text = f"port {hosts.config.launcher.master_port} is taken: something listens there already"
+        remedy = "launcher.master_port=auto, or another number"
+        good = f"port {port} is free for the rendezvous"
+        yield CheckRow("port", text if port is None else "", remedy, good)
 
 
 def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
@@ -479,17 +423,15 @@ def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
     return f"{resolution}, which is not one of {owner}"
 
 
-def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+def _interfaces(network: Message, *, on_gpus: bool) -> Iterator[CheckRow]:
     """Check the chosen network interfaces, if any."""
-    interfaces = sorted(set(facts["network"]["addresses"].values()))
-    for name, chosen in facts["network"]["chosen"].items():
-        good = _matches_interface(name, chosen, interfaces)
+    interfaces = sorted(set(network["addresses"].values()))
+    for name, chosen in network["chosen"].items():
         text = f"{name}={chosen}"
-        if not good:
-            text += f" fits none of its interfaces ({', '.join(interfaces)})"
+        misfit = f"{text} fits none of its interfaces ({', '.join(interfaces)})"
+        bad = "" if _matches_interface(name, chosen, interfaces) else misfit
         remedy = f"unset {name}, or name an interface that all hosts have"
-        needed = name.startswith("GLOO") or hosts.config.launcher.device == "cuda"
-        yield Verdict(member.name, "interface", good, text, remedy, needed=needed)
+        yield CheckRow("interface", bad, remedy, text, name.startswith("GLOO") or on_gpus)
 
 
 def _matches_interface(name: str, chosen: str, interfaces: Sequence[str]) -> bool:
@@ -504,14 +446,3 @@ def _matches_interface(name: str, chosen: str, interfaces: Sequence[str]) -> boo
         if (interface in names if exact else interface.startswith(tuple(names)))
     }
     return bool(set(interfaces) - matching if chosen.startswith("^") else matching)
-
-
-def _port(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    port = facts["port"]
-    if port is None:
-        requested = hosts.config.launcher.master_port
-        text = f"port {requested} is taken: something listens there already"
-        remedy = "launcher.master_port=auto, or another number"
-        yield Verdict(member.name, "port", False, text, remedy)
-    else:
-        yield Verdict(member.name, "port", True, f"port {port} is free for the rendezvous")

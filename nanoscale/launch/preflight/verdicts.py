@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoscale.config.optimizers import rule_of
 from nanoscale.config.schema import Config
@@ -36,6 +37,19 @@ class Verdict:
     @property
     def finding(self) -> str:
         return _with_amounts(self.text, [self.amount])
+
+
+class CheckRow(NamedTuple):
+    """A check of a host with its result; it gives no verdict if both findings are empty."""
+
+    check: str
+    bad: str
+    """The finding if there is a problem; empty if there is none."""
+    remedy: str
+    good: str = ""
+    """The finding if there is no problem."""
+    needed: bool = True
+    amount: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,20 +116,18 @@ def _with_amounts(text: str, amounts: Sequence[float | None]) -> str:
     return text.replace("{}", span)
 
 
-def gpu_software(config: Config, member: Member, facts: Message) -> Iterator[Verdict]:
+def gpu_software(config: Config, member: Member, facts: Message) -> Iterator[CheckRow]:
     """Judge if the ranks' torch can use the GPUs of a host, and compile for them."""
     software = facts["gpu_software"]
     if config.launcher.device == "cpu" or software is None or software["torch"] is None:
         return
     problem, remedy = torch_problem(software, facts, member)
-    if problem:
-        yield Verdict(member.name, "CUDA", False, problem, f"{remedy}, or launcher.device=cpu")
-        return
     build, driver = software["torch"], software["driver_cuda"]
     limit = f"; the driver supports CUDA {_version(driver)}" if driver else ""
-    text = f"torch {build['version']} is built for CUDA {build['cuda']}{limit}"
-    yield Verdict(member.name, "CUDA", True, text)
-    yield from _compiler(config, member, facts)
+    good = f"torch {build['version']} is built for CUDA {build['cuda']}{limit}"
+    yield CheckRow("CUDA", problem, f"{remedy}, or launcher.device=cpu", good)
+    if not problem:
+        yield from _compiler(config, facts)
 
 
 def torch_problem(software: Message, facts: Message, member: Member) -> tuple[str, str]:
@@ -168,7 +180,7 @@ def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
     return newer and (capability[0] == target[0] or (kind == "compute" and number == digits))
 
 
-def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdict]:
+def _compiler(config: Config, facts: Message) -> Iterator[CheckRow]:
     """Judge if Triton can compile, if the job compiles. A compile that is `auto` is not resolved yet."""
     settings, alternatives = [], []
     if config.backend.name == "native" and config.backend.compile != "off":
@@ -181,14 +193,10 @@ def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdic
     if not settings:
         return
     problem, remedy = compile_problem(facts)
-    if problem:
-        text = f"{problem}, which {' and '.join(settings)} needs"
-        remedy = f"{remedy}; or {' '.join(alternatives)}"
-        needed = config.backend.compile == "on" or compiles_update
-        yield Verdict(member.name, "compiler", False, text, remedy, needed=needed)
-    else:
-        path = facts["gpu_software"]["compiler"]["path"]
-        yield Verdict(member.name, "compiler", True, f"{path} builds what Triton needs")
+    bad = f"{problem}, which {' and '.join(settings)} needs" if problem else ""
+    good = f"{facts['gpu_software']['compiler']['path']} builds what Triton needs"
+    needed = config.backend.compile == "on" or compiles_update
+    yield CheckRow("compiler", bad, f"{remedy}; or {' '.join(alternatives)}", good, needed)
 
 
 def compile_problem(facts: Message) -> tuple[str, str]:
