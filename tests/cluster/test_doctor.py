@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ import pytest
 from tests.cluster.launches import left, nothing_left
 from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
-from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_torch_files
 from tests.support.rows import exhaustive
 
 SOURCE = Path(__file__).parents[2]
 CALM = "launcher.connect_timeout_s=60"
 """A busy machine takes its time to start an agent; a host that is off is known after 3 s."""
-PORT = 29517
 
 
 class Doctor:
@@ -98,20 +95,6 @@ def wrong(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 @pytest.fixture
 def doctor(nodes: Nodes, tmp_path: Path) -> Doctor:
     return Doctor(nodes, tmp_path)
-
-
-@contextmanager
-def listening(nodes: Nodes, node: str, port: int) -> Iterator[None]:
-    program = (
-        f"import socket\ns = socket.create_server(('', {port}))\nprint(1, flush=True)\ninput()"
-    )
-    process = nodes.run_in(
-        node, [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    yield
-    process.kill()
-    process.wait()
 
 
 def test_healthy_hosts_and_how_fast_they_talk(doctor):
@@ -235,30 +218,6 @@ def script(path: Path, command: str) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
-def test_a_driver_that_is_too_old_for_the_torch_of_one_host(doctor, tmp_path):
-    torch = write_torch_files(tmp_path / "cu130", "13.0", "sm_75 sm_80 sm_90")
-    settings = fake_environment(build_fake_nvml(tmp_path), gpus=2, cuda=12040, driver="550.54.15")
-    settings["PYTHONPATH"] = f"{torch}:{SOURCE}"
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
-    python = script(tmp_path / "python", f"exec env {variables} {sys.executable}")
-    words = ("--include", "n2", "launcher.device=cuda", f"cluster.pythons.n2={python}")
-    host, verdict = doctor.the_wrong_one(*words)
-    assert (host, verdict["check"]) == ("n2", "CUDA")
-    assert "driver 550.54.15 supports CUDA 12.4, and torch 2.11.0" in verdict["finding"]
-
-
-@pytest.mark.exhaustive
-def test_a_port_that_is_taken_on_the_first_host(doctor):
-    with listening(doctor.nodes, "n2", PORT):
-        assert doctor.look(f"launcher.master_port={PORT}")[0] == 0
-    with listening(doctor.nodes, "n1", PORT):
-        host, verdict = doctor.the_wrong_one(f"launcher.master_port={PORT}")
-        assert "launcher.master_port=auto" in verdict["remedy"]
-        assert doctor.look("launcher.master_port=auto")[0] == 0
-    assert (host, verdict["check"]) == ("n1", "port") and str(PORT) in verdict["finding"]
-
-
 def test_a_folder_of_runs_that_one_host_does_not_see(doctor, tmp_path):
     shared = tmp_path / "runs"
     shared.mkdir()
@@ -318,13 +277,6 @@ def test_two_hosts_that_cannot_reach_each_other(doctor):
     told = {one["host"]: one for one in document["bandwidth"]["verdicts"]}
     assert "n3" in told["n2"]["finding"] and "n2" in told["n3"]["finding"]
     assert all("firewall" in one["remedy"] and not one["good"] for one in told.values())
-
-
-@pytest.mark.exhaustive
-def test_a_hostfile_that_is_mistyped_is_a_wrong_request(doctor):
-    doctor.write("n1 slots=1", "n2 slots=")
-    done = doctor.run()
-    assert (done.returncode, done.stdout) == (2, "") and "hosts:2" in done.stderr
 
 
 @pytest.mark.exhaustive
