@@ -234,6 +234,18 @@ class World(LiveMemory):
             self._new_on_host = self.on_gpu
             self.see_storage(tensor.untyped_storage())
 
+    def uncounted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, but whose tensors are not counted."""
+
+        def act(*args: Any, **options: Any) -> Any:
+            before, self.counts = self.counts, False
+            try:
+                return plain(*args, **options)
+            finally:
+                self.counts = before
+
+        return act
+
     def watch_weak_references(self, patches: Patches) -> None:
         """Notice the end of storages to which the code for offloading keeps weak references."""
         weak = self._weak
@@ -473,7 +485,7 @@ def played(
             world.streams.patch(patches, device.index)
             kernels.use_fused_kernels(patches)
         world.watch_weak_references(patches)
-        patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", _uncounted(world))
+        patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", world.uncounted)
         usual: Any = torch.UntypedStorage.device
         world._host_device = usual.__get__
         device_of = property(lambda it: world.device_of(it, usual.__get__(it)))
@@ -482,22 +494,6 @@ def played(
         world.patches = patches
         with mode, world:
             yield world
-
-
-def _uncounted(world: World) -> Callable[..., Any]:
-    """Return a wrapper of functions whose tensors are not counted."""
-
-    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def uncounted(*args: Any, **options: Any) -> Any:
-            before, world.counts = world.counts, False
-            try:
-                return plain(*args, **options)
-            finally:
-                world.counts = before
-
-        return uncounted
-
-    return wrap
 
 
 def _make_host_tensors_real(patches: Patches, world: World) -> None:
