@@ -21,7 +21,7 @@ from pathlib import Path
 from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
-from nanoscale.processes.process_settings import allow_open_files, bind_to_gpu, keep_freed_memory
+from nanoscale.processes.proc import allow_open_files, bind_to_gpu, keep_freed_memory
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
 from nanoscale.runs.rank_context import RankContext, StopFlag

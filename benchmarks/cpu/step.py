@@ -39,8 +39,8 @@ from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
 from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
-from nanoscale.processes.ports import ReservedPort
-from nanoscale.processes.process_settings import keep_freed_memory
+from nanoscale.processes.network import ReservedPort
+from nanoscale.processes.proc import keep_freed_memory
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag

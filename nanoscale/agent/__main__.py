@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.main import main
-from nanoscale.processes.orphans import end_orphans
+from nanoscale.processes.lifeline import end_orphans
 
 
 def _serve(arguments: list[str]) -> int:

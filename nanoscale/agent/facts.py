@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanoscale.agent.network import addresses, interface_towards, resolve
 from nanoscale.common.cache_folder import cache_path, user_cache
 from nanoscale.common.devices import detect, driver_cuda, gpu_capabilities, gpu_memory, gpu_problem
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message
-from nanoscale.processes.proc import available_gib
+from nanoscale.processes.network import addresses, interface_towards, resolve
+from nanoscale.processes.proc import available_gib, kernel_id
 from nanoscale.runs.directory import write_problem
 
 _STALE_S = 3600.0
@@ -37,7 +37,8 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
     devices = detect()
     return {
         "hostname": socket.gethostname(),
-        "machine": _machine(),
+        # Equal for two names of one machine, and for nothing else.
+        "machine": kernel_id("net") or f"{socket.gethostname()} {os.getpid()}",
         "pid": os.getpid(),
         "executable": sys.executable,
         "versions": versions(),
@@ -56,15 +57,6 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "asked_at": order["time"],
         "time": time.time(),
     }
-
-
-def _machine() -> str:
-    """Return an id that is equal for two names of one machine, and for nothing else."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
-        return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"  # containers share the kernel
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"
 
 
 def _inspect_folder(root: Path, probe: str) -> dict[str, Any]:
@@ -111,14 +103,11 @@ def _stale_locks() -> list[str]:
     """
     configured = os.environ.get("TORCH_EXTENSIONS_DIR")
     try:
-        locks = Path(configured).glob("*/lock") if configured else _extensions().glob("*/*/lock")
+        default = user_cache() / "torch_extensions"
+        locks = Path(configured).glob("*/lock") if configured else default.glob("*/*/lock")
         return [str(path) for path in sorted(locks) if _age_s(path) > _STALE_S]
     except (OSError, RuntimeError):
         return []
-
-
-def _extensions() -> Path:
-    return user_cache() / "torch_extensions"
 
 
 def _age_s(path: Path) -> float:

@@ -19,12 +19,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from nanoscale.agent.network import addresses as own_addresses
-from nanoscale.agent.network import names
 from nanoscale.processes import scratch
-from nanoscale.processes.handshake import HandshakeError, introduce
 from nanoscale.processes.lifeline import clean_up, end_group
-from nanoscale.processes.messages import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.processes.messages import (
+    BEAT,
+    BEAT_S,
+    HandshakeError,
+    Message,
+    Sender,
+    Unpacker,
+    introduce,
+)
+from nanoscale.processes.network import addresses as own_addresses
+from nanoscale.processes.network import names
 
 _READ_BYTES = 1 << 16
 _CONNECT_S = 5.0

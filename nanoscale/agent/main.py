@@ -19,11 +19,18 @@ from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
-from nanoscale.processes import cgroup, scratch
-from nanoscale.processes.lifeline import CGROUP, SCRATCH, clean_up, end_group
+from nanoscale.processes import scratch
+from nanoscale.processes.lifeline import (
+    CGROUP,
+    SCRATCH,
+    clean_up,
+    create_cgroup,
+    end_group,
+    join_cgroup,
+)
 from nanoscale.processes.messages import BANDWIDTH, MARK, Message
-from nanoscale.processes.ports import ReservedPort
-from nanoscale.processes.process_settings import allow_open_files
+from nanoscale.processes.network import ReservedPort
+from nanoscale.processes.proc import allow_open_files
 from nanoscale.runs.job_messages import LaunchOrder
 from nanoscale.worker import JOBS, Job
 
@@ -127,12 +134,12 @@ def _start_fork_server(job: Job | str, folder: Path) -> None:
         preloaded.insert(-1, "torch._dynamo")
     _choose_folder_for_sockets(folder)
     multiprocessing.set_forkserver_preload(preloaded)
-    enclosure = cgroup.create(os.environ[MARK])
+    enclosure = create_cgroup(os.environ[MARK])
     if enclosure is not None:
         os.environ[CGROUP] = str(enclosure)
     forkserver.ensure_running()
     if enclosure is not None:
-        cgroup.add(enclosure, forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+        join_cgroup(enclosure, forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
 def _choose_folder_for_sockets(folder: Path) -> None:

@@ -39,7 +39,7 @@ from nanoscale.data.prepare.preparation import (
 from nanoscale.data.prepare.sources import TextSource
 from nanoscale.data.tokens.indexed import bin_path
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
-from nanoscale.processes.flock import flock
+from nanoscale.processes.scratch import flock
 
 # Tests, installed packages, and two packages of generated tables.
 _LEFT_OUT = {

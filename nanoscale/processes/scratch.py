@@ -1,10 +1,11 @@
-"""Temporary folders that are removed: that of a killed process by the next process.
+"""Locks of files between processes, and temporary folders: the next process removes those of a killed one.
 
 A process holds a flock on a file in its folder. The semaphores of multiprocessing carry the folder's name.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -80,4 +81,22 @@ def _is_stale(folder: Path) -> bool:
         return False
     finally:
         os.close(handle)
+    return True
+
+
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+def flock(handle: int, kind: int) -> bool:
+    """Lock an open file; return False if another process holds a lock and `kind` contains LOCK_NB.
+
+    Return True also on a file system without locks.
+    """
+    try:
+        fcntl.flock(handle, kind)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     return True

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nanoscale.processes.flock import flock
+from nanoscale.processes.scratch import flock
 from nanoscale.runs import tail
 from nanoscale.runs.documents import damaged
 

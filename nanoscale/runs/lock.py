@@ -37,7 +37,7 @@ from pathlib import Path
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import clock
-from nanoscale.processes.flock import flock
+from nanoscale.processes.scratch import flock
 from nanoscale.runs.directory import RunDirectory
 
 BEAT_S = 3.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.processes.flock import flock
+from nanoscale.processes.scratch import flock
 from nanoscale.runs import lock, metrics, status
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, write_json
 

@@ -23,7 +23,7 @@ from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import kernels_in_use
-from nanoscale.processes.process_settings import ranges
+from nanoscale.processes.proc import ranges
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.agreement import Agreement

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.agent.logs import RankLogs
+from nanoscale.agent.rank import RankLogs
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.job_messages import HostRanks

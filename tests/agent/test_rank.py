@@ -16,7 +16,7 @@ from nanoscale.agent.attempt import attempt
 from nanoscale.agent.link import Link
 from nanoscale.config.schema import Launcher, Run
 from nanoscale.processes.messages import Unpacker
-from nanoscale.processes.ports import ReservedPort
+from nanoscale.processes.network import ReservedPort
 from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder
 from tests.support import ranks  # noqa: F401 - whose fork server starts these ranks as well
 from tests.support.jobs import make_run

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanoscale.processes import cgroup
+from nanoscale.processes import lifeline
 from nanoscale.processes.proc import is_alive
 from nanoscale.runs import lock
 
@@ -318,8 +318,8 @@ def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed)
     job = launch("daemons")
     job.wait_until_training()
     strays = [int((job.run / f"session-{rank}").read_text()) for rank in (0, 1)]
-    if (probe := cgroup.create(job.mark)) is not None:
-        cgroup.remove(probe)
+    if (probe := lifeline.create_cgroup(job.mark)) is not None:
+        lifeline.end_cgroup(probe)
         strays += [int((job.run / f"nothing-{rank}").read_text()) for rank in (0, 1)]
     os.kill(job.pid(1), signal.SIGSTOP)
     agent, ranks = job.agent(), [job.pid(0), job.pid(1)]

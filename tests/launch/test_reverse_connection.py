@@ -16,7 +16,7 @@ import pytest
 from nanoscale.agent.link import Link
 from nanoscale.launch.fleet import reverse_connection
 from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
-from nanoscale.processes.handshake import HandshakeError, introduce
+from nanoscale.processes.messages import HandshakeError, introduce
 
 KEY = b"k" * 32
 HELLO = {"names": ["n1"], "addresses": ["10.0.0.1"]}

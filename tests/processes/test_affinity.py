@@ -13,7 +13,7 @@ import torch
 
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.schema import Launcher
-from nanoscale.processes.process_settings import near_cores, ranges
+from nanoscale.processes.proc import near_cores, ranges
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
@@ -57,7 +57,7 @@ def test_cores_are_written_as_ranges():
 
 BIND = """
 import os, sys
-from nanoscale.processes.process_settings import bind_to_gpu
+from nanoscale.processes.proc import bind_to_gpu
 allowed = os.sched_getaffinity(0)
 for rank in (0, 1):
     bind_to_gpu(rank, 2)

@@ -9,8 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
+from nanoscale.processes.lifeline import end_orphans
 from nanoscale.processes.messages import MARK
-from nanoscale.processes.orphans import end_orphans
 
 LEADER = f"""
 {MARK}=$0 sleep 1000 & echo $!

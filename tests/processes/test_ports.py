@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from nanoscale.processes.ports import ReservedPort
+from nanoscale.processes.network import ReservedPort
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from nanoscale.processes import cgroup, orphans, proc, scratch
+from nanoscale.processes import lifeline, proc, scratch
 from nanoscale.processes.messages import MARK
 
 KILLED = """
@@ -67,8 +67,8 @@ def test_what_left_its_group_is_found_by_its_mark() -> None:
     mark = uuid.uuid4().hex
     words = ["setsid", "sleep", "1000"]
     process = subprocess.Popen(words, env={MARK: mark, "PATH": "/usr/bin:/bin"})
-    assert list(orphans.marked(mark)) == [process.pid]
-    orphans.end_strays(mark, group=1)
+    assert list(lifeline.marked(mark)) == [process.pid]
+    lifeline.end_strays(mark, group=1)
     assert process.wait(60) == -9
 
 
@@ -86,16 +86,15 @@ def test_the_environment_of_a_process_that_begins_its_program_is_waited_for() ->
 
 def test_a_delegated_cgroup_ends_what_has_nothing_of_the_job() -> None:
     mark = uuid.uuid4().hex
-    folder = cgroup.create(mark)
+    folder = lifeline.create_cgroup(mark)
     if folder is None:
         pytest.skip("needs a delegated cgroup of version 2")
     shell = subprocess.Popen(["sh", "-c", "read _; exec env -i setsid --wait sleep 1000"], stdin=-1)
-    assert cgroup.add(folder, shell.pid)
+    assert lifeline.join_cgroup(folder, shell.pid)
     assert shell.stdin is not None
     shell.stdin.write(b"go\n")
     shell.stdin.close()
-    assert shell.pid in orphans.marked(mark)
-    cgroup.kill(folder)
+    assert shell.pid in lifeline.marked(mark)
+    lifeline.end_cgroup(folder)
     assert shell.wait(60) == -9
-    cgroup.remove(folder)
     assert not folder.exists()

@@ -18,7 +18,7 @@ from nanoscale.launch.transport.connection_errors import explain
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.processes import scratch
 from nanoscale.processes.messages import BEAT, BEAT_S, MARK, TRAINING, Message
-from nanoscale.processes.process_settings import allow_open_files
+from nanoscale.processes.proc import allow_open_files
 from nanoscale.runs.directory import check_root
 from nanoscale.runs.failure import agent_failure
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import BinaryIO, cast
 
-from nanoscale.processes import orphans
+from nanoscale.processes import lifeline
 from nanoscale.processes.proc import is_alive
 
 _PAUSE_S = 0.02
@@ -99,7 +99,7 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
     Returns:
         the processes that did not exit.
     """
-    remaining = orphans.end(lambda: members(sessions, mark), limit_s)
+    remaining = lifeline.end(lambda: members(sessions, mark), limit_s)
     _reap_orphans(sessions)
     return remaining
 
@@ -108,7 +108,7 @@ def members(sessions: Sequence[int], mark: str) -> list[int]:
     """List living processes of the sessions, or those that carry the mark after they left them."""
     import psutil
 
-    marked = set(orphans.marked(mark))
+    marked = set(lifeline.marked(mark))
     return [pid for pid in psutil.pids() if pid in marked or _is_of(sessions, pid)]
 
 

@@ -15,10 +15,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoscale.agent.network import address_towards, addresses, is_loopback, resolve
 from nanoscale.config import hostnames
 from nanoscale.config.rules import Host
-from nanoscale.processes.handshake import HandshakeError, admit
+from nanoscale.processes.messages import HandshakeError, admit
+from nanoscale.processes.network import address_towards, addresses, is_loopback, resolve
 
 _PATIENCE_S = 10.0
 """Seconds for a handshake."""
