@@ -13,7 +13,7 @@ from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.values.yaml_file import read
-from nanoscale.launch.preflight.deepspeed_settings import check_extra
+from nanoscale.launch.preflight.by_library import check_extra
 from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.plan.predict import with_fitting_micro_batch
 from nanoscale.plan.saving import SavingPlan, plan_saving

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from nanoscale.config.reference import flat
 from nanoscale.config.schema import Config
-from nanoscale.runs import events, fence, tags
+from nanoscale.runs import events, fence
+from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
 
 Record = dict[str, Any]
@@ -66,7 +67,7 @@ class Subject:
     @property
     def user_tags(self) -> list[str]:
         """The user's own tags."""
-        return tags.changed(self.run, self.config.run.tags)
+        return current_tags(self.run, self.config.run.tags)
 
     @property
     def tags(self) -> dict[str, str]:

@@ -43,107 +43,55 @@ def checkpoint_folders(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
+class _Entry:
+    """A file or folder of a run directory, as a path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """One run's folder; `path` is absolute."""
 
     path: Path
 
+    config = _Entry("config.yaml")
+    deepspeed = _Entry("deepspeed.json")
+    provenance = _Entry("provenance.json")
+    plan = _Entry("plan.json")
+    program = _Entry("program.json")
+    launch = _Entry("launch.json")
+    environment = _Entry("environment.json")
+    status = _Entry("status.json")
+    metrics = _Entry("metrics.jsonl")
+    metrics_csv = _Entry("metrics.csv")
+    tags = _Entry("tags.json")
+    """The tags that replace run.tags; see changes.py."""
+    trackers = _Entry("trackers.json")
+    events = _Entry("events.jsonl")
+    submission = _Entry("slurm.json")
+    script = _Entry("submit.sbatch")
+    failure = _Entry("failure.json")
+    task = _Entry("task.json")
+    """The task of such a job in addition to the configuration."""
+    result = _Entry("result.json")
+    """The result of a job that is not a training and belongs to no run."""
+    lock = _Entry("lock")
+    signature = _Entry(SIGNATURE)
+    """The signature by which a user's own launches recognise the run; see trust.py."""
+    logs = _Entry("logs")
+    checkpoints = _Entry("checkpoints")
+    profile = _Entry("profile")
+    """Traces of the steps that `profile.steps` selects."""
+    report = _Entry("report.html")
+
     @property
     def name(self) -> str:
         return self.path.name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        return self.path / "deepspeed.json"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def program(self) -> Path:
-        return self.path / "program.json"
-
-    @property
-    def launch(self) -> Path:
-        return self.path / "launch.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def metrics_csv(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def tags(self) -> Path:
-        """The tags that replace run.tags; see tags.py."""
-        return self.path / "tags.json"
-
-    @property
-    def trackers(self) -> Path:
-        return self.path / "trackers.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def submission(self) -> Path:
-        return self.path / "slurm.json"
-
-    @property
-    def script(self) -> Path:
-        return self.path / "submit.sbatch"
-
-    @property
-    def failure(self) -> Path:
-        return self.path / "failure.json"
-
-    @property
-    def task(self) -> Path:
-        """The task of such a job in addition to the configuration."""
-        return self.path / "task.json"
-
-    @property
-    def result(self) -> Path:
-        """The result of a job that is not a training and belongs to no run."""
-        return self.path / "result.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def signature(self) -> Path:
-        """The signature by which a user's own launches recognise the run; see trust.py."""
-        return self.path / SIGNATURE
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def workspace(self, attempt: int) -> Path:
         """Return the folder in which an attempt prepares its changes of `checkpoints/`; see fence.py."""
@@ -152,15 +100,6 @@ class RunDirectory:
     @property
     def latest(self) -> Path:
         return self.checkpoints / "latest"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of the steps that `profile.steps` selects."""
-        return self.path / "profile"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     @property
     def reference(self) -> str:

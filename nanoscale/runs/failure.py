@@ -66,16 +66,16 @@ class RankFailure:
     ) -> RankFailure:
         """Return the failure of a rank that raised `error` now."""
         return cls(
-            kind=kind,
-            rank=rank,
-            local_rank=local_rank,
-            host=host,
-            time=time.time(),
+            *(kind, rank, local_rank, host, time.time()),
             type=_qualified_name(type(error)),
             message=_shortened(str(error), _MESSAGE_LENGTH),
             traceback=_shortened("".join(traceback.format_exception(error)), _TRACEBACK_LENGTH),
             user_error=_user_document(error) if isinstance(error, UserError) else None,
         )
+
+    @property
+    def source(self) -> str:
+        return "the agent" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,11 @@ def digest(
     """
     cause = first_cause(failures)
     diagnosis, remedy = diagnose(cause, evidence.get(cause.host, Evidence()))
+    failed = {failure.rank for failure in failures if failure.rank is not None}
+    if cause.rank is None:
+        log_file = run.agent_log(attempt, log or cause.host)
+    else:
+        log_file = run.log(attempt, cause.host, cause.rank, "err")
     return Failure(
         attempt=attempt,
         host=cause.host,
@@ -154,13 +159,9 @@ def digest(
         traceback=cause.traceback,
         diagnosis=diagnosis,
         remedy=remedy,
-        log=_log(run, attempt, (log if cause.rank is None else None) or cause.host, cause.rank),
+        log=str(log_file.relative_to(run.path)),
         user_error=cause.user_error,
-        also_failed=tuple(
-            sorted(
-                {failure.rank for failure in failures if failure.rank is not None} - {cause.rank}
-            )
-        ),
+        also_failed=tuple(sorted(failed - {cause.rank})),
     )
 
 
@@ -168,26 +169,14 @@ def agent_failure(
     host: str, diagnosis: str, remedy: str = "", exit_code: int | None = None
 ) -> RankFailure:
     """Return the failure of a host, or of its agent, noticed now."""
-    return RankFailure(
-        kind="agent",
-        rank=None,
-        local_rank=None,
-        host=host,
-        time=time.time(),
-        exit_code=exit_code,
-        diagnosis=diagnosis,
-        remedy=remedy,
-    )
+    failure = RankFailure("agent", None, None, host, time.time(), exit_code=exit_code)
+    return replace(failure, diagnosis=diagnosis, remedy=remedy)
 
 
 def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
     """Return the failure of a rank that was stopped by a signal and not continued."""
-    return RankFailure(
-        kind="stopped",
-        rank=rank,
-        local_rank=local_rank,
-        host=host,
-        time=time.time(),
+    return replace(
+        RankFailure("stopped", rank, local_rank, host, time.time()),
         diagnosis="it was stopped by a signal (SIGSTOP or SIGTSTP) and did not continue",
         remedy="find out who stopped it; launcher.lost_after_s sets how long a stopped rank is tolerated",
     )
@@ -251,89 +240,83 @@ def _distance_from_cause(failure: RankFailure) -> int:
     return 2 if _LOST_PEER.search(text) and failure.user_error is None else 0
 
 
-@dataclass(frozen=True)
-class _Rule:
-    pattern: str
-    diagnosis: str
-    remedy: str
-
-
 TORCH_BUILDS = "see https://pytorch.org/get-started/locally"
 
+_LESS_HOST_MEMORY = "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage"
 _BY_TEXT = (
-    _Rule(
+    (
         r"OutOfMemoryError|CUDA out of memory",
         "the GPU ran out of memory",
         "a smaller train.micro_batch, a higher zero.stage, or more devices",
     ),
-    _Rule(
+    (
         r"not compiled with CUDA|_cuda_setDevice",
         "the ranks' torch is built without CUDA and cannot use the GPUs",
         f"install a build of torch for CUDA there ({TORCH_BUILDS}), or launcher.device=cpu",
     ),
-    _Rule(
+    (
         r"driver on your system is too old|CUDA driver version is insufficient",
         "the GPU driver is too old for the CUDA that the ranks' torch is built for",
         f"update the driver, or install a build of torch for an older CUDA ({TORCH_BUILDS}); "
         "`nanoscale doctor` shows both versions",
     ),
-    _Rule(
+    (
         r"no NVIDIA driver|no CUDA-capable device",
         "the ranks found no GPU driver, or no GPU",
         "look at `nvidia-smi` there, in the same container as the ranks; or launcher.device=cpu",
     ),
-    _Rule(
+    (
         r"no kernel image",
         "the ranks' torch has no kernels for this GPU",
         f"install a build of torch that has them ({TORCH_BUILDS}); `nanoscale doctor` shows which it has",
     ),
-    _Rule(
+    (
         r"Failed to find C compiler|working triton installation",
         "torch.compile found no C compiler, or no Triton",
         "install gcc there, or set it: launcher.env.CC=/path/to/gcc; or backend.compile=off",
     ),
-    _Rule(
+    (
         r"Python\.h\b|(cuda_utils|__triton_launcher)\.c\b",
         "the C compiler that Triton calls failed, usually because Python.h is missing",
         "install Python's headers there (python3-dev, or python3-devel), or backend.compile=off",
     ),
-    _Rule(
+    (
         r"MemoryError|can't allocate memory|Cannot allocate memory",
         "the host ran out of memory",
-        "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage",
+        _LESS_HOST_MEMORY,
     ),
-    _Rule(
+    (
         r"No space left|Disk quota exceeded",
         "the disk is full",
         "free space there, or put run.root on another disk; checkpoint.keep_last bounds what is kept",
     ),
-    _Rule(
+    (
         r"Address already in use|EADDRINUSE",
         "another program uses the port of the rendezvous",
         "set launcher.master_port=auto and start it again: each launch takes a free port",
     ),
-    _Rule(
+    (
         r"FloatingPointError|non-?finite|not finite",
         "the training diverged: a loss or gradient is infinite or not a number",
         "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
         "precision=fp32, or another attention kernel: backend.attention=math, or flash without masks",
     ),
-    _Rule(
+    (
         r"No (available kernel|viable backend)",
         "the attention kernel of backend.attention does not support this model here",
         "backend.attention=auto",
     ),
-    _Rule(
+    (
         r"ModuleNotFoundError|ImportError",
         "a Python module is missing or broken",
         "install it into the environment that nanoscale runs in",
     ),
-    _Rule(
+    (
         r"CUDA error|CUDNN_STATUS|CUBLAS_STATUS",
         "a GPU operation failed",
         "run again with CUDA_LAUNCH_BLOCKING=1 to see which one; look at `nvidia-smi -q` and `dmesg`",
     ),
-    _Rule(
+    (
         r"PermissionError|Permission denied",
         "a file may not be read or written",
         "look at the path in the last line of the traceback",
@@ -378,50 +361,36 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         )
     name = signal_name(failure.exit_code)
     if name and failure.kind == "ended":
-        return _diagnose_signal(name, evidence)
+        unknown = f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
+        return _diagnose_kill(evidence) if name == "SIGKILL" else _BY_SIGNAL.get(name, unknown)
     if is_consequence(failure):
         return (
             "the connection to another rank was lost, and no rank reported a cause",
             "look at the ends of all ranks' logs, and at the network between the hosts",
         )
     text = f"{failure.type}: {failure.message}"
-    for rule in _BY_TEXT:
-        if re.search(rule.pattern, text, re.IGNORECASE):
-            return rule.diagnosis, rule.remedy
+    for pattern, diagnosis, remedy in _BY_TEXT:
+        if re.search(pattern, text, re.IGNORECASE):
+            return diagnosis, remedy
     if failure.kind == "ended":
         return f"it ended with code {failure.exit_code} without a message", "its log may show more"
     return "the program raised an exception", "the traceback shows where"
 
 
-def _diagnose_signal(name: str, evidence: Evidence) -> tuple[str, str]:
-    if name == "SIGKILL":
-        return _diagnose_kill(evidence)
-    return _BY_SIGNAL.get(
-        name, (f"it was killed by {name}, which nanoscale did not send", "find out who sent it")
-    )
-
-
 def _diagnose_kill(evidence: Evidence) -> tuple[str, str]:
     free_memory = ""
-    if evidence.available_gib is not None:
-        free_memory = (
-            f" ({byte_size(GIB * evidence.available_gib)} of host memory were free just after)"
-        )
+    if (gib := evidence.available_gib) is not None:
+        free_memory = f" ({byte_size(GIB * gib)} of host memory were free just after)"
     if evidence.oom_kills:
         return (
             f"the kernel's out-of-memory killer ended it{free_memory}",
-            "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage",
+            _LESS_HOST_MEMORY,
         )
     return (
         f"it was killed from outside (SIGKILL){free_memory}",
         "if nobody killed it by hand, the out-of-memory killer did: look at `dmesg`, "
         "and ask for less host memory",
     )
-
-
-def _log(run: RunDirectory, attempt: int, host: str, rank: int | None) -> str:
-    path = run.agent_log(attempt, host) if rank is None else run.log(attempt, host, rank, "err")
-    return str(path.relative_to(run.path))
 
 
 def write_rank_failure(path: Path, failure: RankFailure) -> None:
@@ -438,14 +407,9 @@ def read_rank_failure(path: Path) -> RankFailure | None:
         return None
 
 
-def document(failure: Failure) -> Document:
-    """Return the content of failure.json."""
-    return asdict(failure)
-
-
 def write(run: RunDirectory, failure: Failure) -> None:
     """Write failure.json."""
-    write_json(run.failure, document(failure))
+    write_json(run.failure, asdict(failure))
 
 
 def read(run: RunDirectory) -> Failure | None:

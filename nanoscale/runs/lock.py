@@ -37,6 +37,7 @@ from pathlib import Path
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import clock
+from nanoscale.processes.proc import kernel_id, start_ticks
 from nanoscale.processes.scratch import flock
 from nanoscale.runs.directory import RunDirectory
 
@@ -51,6 +52,7 @@ _POLL_S = 0.1
 _SHOWN_S = 60.0
 """The greatest age of a heartbeat, by this host's clock, for a holder on another host to be shown."""
 _MISSING = (errno.ENOENT, errno.ESTALE)
+_TOKEN_NAME = re.compile(rf"{_FREE_NAME}(\..*)?")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -71,20 +73,13 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        return cls(
-            socket.gethostname(),
-            os.getpid(),
-            _user(),
-            time.time(),
-            shlex.join(sys.argv),
-            _kernel_id(),
-            _start_ticks(os.getpid()),
-        )
+        host, pid, command = socket.gethostname(), os.getpid(), shlex.join(sys.argv)
+        return cls(host, pid, _user(), time.time(), command, kernel_id("pid"), start_ticks(pid))
 
     @property
     def is_here(self) -> bool:
         """True if `pid` is that of a present or past process of this host."""
-        return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel_id())
+        return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), kernel_id("pid"))
 
     def __str__(self) -> str:
         since = clock(self.since)
@@ -317,19 +312,11 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
 def _held_elsewhere(run: RunDirectory, holder: Owner) -> UserError:
     command = shlex.join([sys.executable, "-m", "nanoscale", "runs", "stop", str(run.path)])
     is_host_name = _HOST.fullmatch(holder.host) is not None
-    return UserError(
-        "run",
-        f"the run {run.name!r} is held from another host: by {holder}",
-        [
-            Violation(
-                "RUN",
-                run.name,
-                "command line",
-                f"must be stopped on {holder.host}",
-                (shlex.join(["ssh", holder.host, command]),) if is_host_name else (),
-            )
-        ],
-    )
+    suggestions = (shlex.join(["ssh", holder.host, command]),) if is_host_name else ()
+    rule = f"must be stopped on {holder.host}"
+    violation = Violation("RUN", run.name, "command line", rule, suggestions)
+    message = f"the run {run.name!r} is held from another host: by {holder}"
+    return UserError("run", message, [violation])
 
 
 def _read_token(folder: int) -> _Token:
@@ -338,7 +325,8 @@ def _read_token(folder: int) -> _Token:
     token = None
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):  # it was renamed
-            name = _token_name(folder)
+            names = [name for name in os.listdir(folder) if _TOKEN_NAME.fullmatch(name)]
+            name = max(names, default="")  # while it is released, both names may appear
             # Opened, since a client of a network file system then asks its server, and does not for a look.
             handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
             try:
@@ -353,17 +341,6 @@ def _read_token(folder: int) -> _Token:
     if token is None:
         raise FileNotFoundError(errno.ENOENT, "it has no file `lock`")
     return token
-
-
-def _token_name(folder: int) -> str:
-    names = [
-        name
-        for name in os.listdir(folder)
-        if name == _FREE_NAME or name.startswith(f"{_FREE_NAME}.")
-    ]
-    if not names:
-        raise FileNotFoundError
-    return max(names)  # while it is released, both names may appear
 
 
 def _read_owner(handle: int, name: str) -> Owner | None:
@@ -388,7 +365,7 @@ def _has_open(owner: Owner, inode: int) -> bool:
 
     The open files of another user's process are hidden: it is believed, and cannot be signalled from here.
     """
-    if owner.born is None or _start_ticks(owner.pid) != owner.born:
+    if owner.born is None or start_ticks(owner.pid) != owner.born:
         return False
     try:
         return any(
@@ -435,23 +412,6 @@ def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _kernel_id() -> str:
-    """Return an id of kernel, namespace and boot: two containers may share a host name and a kernel."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    return ""
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return the start of a process; None if it does not exist, or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
-
-
 def _unlockable(path: Path, error: OSError) -> UserError:
     is_missing = error.errno in _MISSING
     rule = "must exist" if is_missing else "must be a file that can be written"
@@ -461,18 +421,10 @@ def _unlockable(path: Path, error: OSError) -> UserError:
 
 
 def _held(run: RunDirectory, owner: Owner) -> UserError:
+    suggestions = (_command("logs", run, "--follow"), _command("stop", run))
+    violation = Violation("RUN", run.name, "", "has one launcher at a time", suggestions)
     return UserError(
-        "run",
-        f"the run {run.name!r} is already running: {owner} holds it",
-        [
-            Violation(
-                "RUN",
-                run.name,
-                "",
-                "has one launcher at a time",
-                (_command("logs", run, "--follow"), _command("stop", run)),
-            )
-        ],
+        "run", f"the run {run.name!r} is already running: {owner} holds it", [violation]
     )
 
 
@@ -483,39 +435,24 @@ def _missing_folder(run: RunDirectory, folder: int) -> TakenOverError:
         if os.fstat(folder).st_nlink:  # none: it was deleted
             path = str(Path(f"/proc/self/fd/{folder}").readlink())
     what = f"renamed to {path}" if path else "deleted"
-    return TakenOverError(
-        "run",
-        f"the folder of the run {run.name!r} was {what} while the run was running; its ranks were terminated",
-        [
-            Violation(
-                "RUN",
-                str(run.path),
-                "",
-                "must not be moved while a launcher uses it",
-                (f"nanoscale resume {shlex.quote(path)}",) if path else (),
-            )
-        ],
-    )
+    what += " while the run was running; its ranks were terminated"
+    message = f"the folder of the run {run.name!r} was {what}"
+    suggestions = (f"nanoscale resume {shlex.quote(path)}",) if path else ()
+    rule = "must not be moved while a launcher uses it"
+    return TakenOverError("run", message, [Violation("RUN", str(run.path), "", rule, suggestions)])
 
 
 def _taken_over(run: RunDirectory, taker: Owner | None) -> TakenOverError:
     limit = PATIENCE_BEATS * BEAT_S
     holder_text = f"by {taker}" if taker else "by another launcher, which has ended"
-    return TakenOverError(
-        "run",
+    message = (
         f"the run {run.name!r} was taken over {holder_text}, because this launcher gave no heartbeat for "
         f"{limit:g} s: it was suspended, or cut off from the disk; it has terminated its ranks and "
-        "written nothing more",
-        [
-            Violation(
-                "RUN",
-                run.name,
-                "",
-                "has one launcher at a time",
-                (_command("logs", run, "--follow"),),
-            )
-        ],
+        "written nothing more"
     )
+    suggestions = (_command("logs", run, "--follow"),)
+    violation = Violation("RUN", run.name, "", "has one launcher at a time", suggestions)
+    return TakenOverError("run", message, [violation])
 
 
 def _command(verb: str, run: RunDirectory, *options: str) -> str:

@@ -11,7 +11,7 @@ from nanoscale.common.units import byte_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nanoscale.launch.lifecycle.bandwidth import Measured
+    from nanoscale.launch.lifecycle.examination import Measured
     from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict
 
 _FEW_HOSTS = 4

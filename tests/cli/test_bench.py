@@ -138,7 +138,7 @@ def test_what_is_wrong_with_a_scaling_test_starts_nothing(
 def test_speed_up_and_efficiency_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """Twice as fast on four times as many ranks; the plan expects three times."""
     from nanoscale.common.display import console
-    from nanoscale.launch.lifecycle.speed_up import scaling_document
+    from nanoscale.launch.lifecycle.bench import scaling_document
     from nanoscale.view.blocks import show
     from nanoscale.view.measured_text import scaling_report
 

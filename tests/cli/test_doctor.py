@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nanoscale.common import display
-from nanoscale.launch.lifecycle.bandwidth import Measured
+from nanoscale.launch.lifecycle.examination import Measured
 from nanoscale.launch.preflight.verdicts import Verdict
 from nanoscale.view.doctor_text import print_doctor
 

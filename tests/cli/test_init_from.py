@@ -13,7 +13,7 @@ import yaml
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.hf import pretrained
-from nanoscale.launch.preflight import pretrained as weights
+from nanoscale.launch.preflight import by_library as weights
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 

@@ -18,7 +18,8 @@ from nanoscale.config.composing.frozen import dump, load, read_values
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request
-from nanoscale.runs import metrics, status, tags
+from nanoscale.runs import metrics, status
+from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory
 
 MISTYPED = {
@@ -198,7 +199,7 @@ def test_tags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[first,best]" in capsys.readouterr().out.replace(" ", "")
     assert nanoscale(["runs", "show", "r0"]) == 0
     assert re.search(r"^tags +first, best$", capsys.readouterr().out, re.M)
-    assert tags.changed(run, ["other"]) == ["first", "best"], "as trackers have it"
+    assert current_tags(run, ["other"]) == ["first", "best"], "as trackers have it"
 
     for words, said in (
         (["r0", "a,b"], "must not contain spaces or commas"),

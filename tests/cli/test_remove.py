@@ -17,7 +17,8 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
 from nanoscale.launch.slurm import jobs
 from nanoscale.launch.slurm.slurm import JobState, SlurmError
-from nanoscale.runs import fence, removal, status, submission
+from nanoscale.runs import fence, status, submission
+from nanoscale.runs.changes import size_of
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.submission import Submission
@@ -82,7 +83,7 @@ def test_runs_are_deleted_with_all_files(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make("second")
-    size = removal.size_of(run.path)
+    size = size_of(run.path)
     assert size == sum(map(len, files(run.path).values()))
     assert nanoscale(["runs", "rm", "first", "runs/first", "--yes", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -20,6 +20,7 @@ from nanoscale.config.rules import Devices, check
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.slurm.jobs import Job, in_words, way_on
 from nanoscale.launch.slurm.slurm import JobState
+from nanoscale.processes.proc import start_ticks
 from nanoscale.runs import events, failure, lock, status, submission, trust
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure
@@ -200,7 +201,7 @@ def test_stop_asks_the_launcher_and_waits_for_its_end(runs, hold, capsys):
 def test_stop_ends_no_process_that_a_forged_lock_names(runs, capsys):
     process = subprocess.Popen(["sleep", "60"])
     try:
-        owner = replace(lock.Owner.me(), pid=process.pid, born=lock._start_ticks(process.pid))
+        owner = replace(lock.Owner.me(), pid=process.pid, born=start_ticks(process.pid))
         token = runs[0].lock.rename(runs[0].path / "lock.forged")
         token.write_text(json.dumps({"token": token.name, **asdict(owner)}))
         assert nanoscale(["runs", "stop", "b"]) == 0

@@ -10,7 +10,7 @@ import pty
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,8 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Parallel
-from nanoscale.launch.hosts.mesh import arrange
 from nanoscale.launch.lifecycle.attempt import Outcome
-from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
+from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan, arrange
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure
@@ -71,9 +70,7 @@ def run(tmp_path, monkeypatch):
         "raised", rank=1, local_rank=1, host=HOSTILE, time=1.0, type="E", message=HOSTILE
     )
     cause = failure.digest(run, 1, [cause], {})
-    cause = failure.Failure(
-        **{**failure.document(cause), "diagnosis": HOSTILE, "traceback": HOSTILE}
-    )
+    cause = failure.Failure(**{**asdict(cause), "diagnosis": HOSTILE, "traceback": HOSTILE})
     failure.write(run, cause)
     events.append(run, "failure", HOSTILE)
     status.write(run, status.prepared().starting(1).ending("failed", 1))
@@ -144,7 +141,7 @@ def test_pages_escape_what_a_run_says(run):
 
     cause = failure.read(run)
     script = "<script>alert(1)</script>"
-    fields = {**failure.document(cause), "diagnosis": script, "traceback": script, "host": script}
+    fields = {**asdict(cause), "diagnosis": script, "traceback": script, "host": script}
     failure.write(run, failure.Failure(**fields))
     text = page(run_report(document(run)))
     assert script not in text

@@ -11,7 +11,7 @@ from itertools import combinations
 import pytest
 
 from nanoscale.config.schema import Config
-from nanoscale.launch.lifecycle.bandwidth import (
+from nanoscale.launch.lifecycle.examination import (
     _NETWORK_CHECKS,
     job_config,
     judge_connections,

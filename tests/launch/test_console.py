@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.config.schema import Parallel
-from nanoscale.launch.hosts.mesh import arrange
-from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
+from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan, arrange
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run.live import LiveView

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import Setting
 from nanoscale.config.rules import Host
-from nanoscale.launch.hosts.filters import exclude, include, read_filter, select
+from nanoscale.launch.hosts.filters import exclude, include, read_filter
 from nanoscale.launch.hosts.hosts import parse
 from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
@@ -30,7 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(text: str, keep=include, hosts: str = HOSTS) -> dict[str, list[int]]:
     """Return the hosts of a legal filter: host → devices."""
     there, wrong = parse(hosts, "hosts")
-    named, problems, _ = read_filter(text, there, "hosts")
+    named, problems = read_filter(text, there, "hosts")
     assert not wrong and not problems
     return {h.address: list(h.devices or range(h.slots)) for h in keep(there, named)}
 
@@ -60,7 +58,7 @@ def test_what_the_filters_leave():
 
 def test_hosts_that_no_filter_names_keep_their_devices_open():
     there, _ = parse(HOSTS, "hosts")
-    named, *_ = read_filter("w0:1@w1", there, "hosts")
+    named, _ = read_filter("w0:1@w1", there, "hosts")
     assert include(there, named)[1] == Host("w1", 4, None, "hosts:2")
     assert exclude(there, named)[0] == Host("w0", 3, (0, 2, 3), "hosts:1")
     assert exclude(there, named)[1] == Host("me@w2", 1, None, "hosts:3")
@@ -92,77 +90,50 @@ def _legal_filter(dice: random.Random, counts: dict[str, int]) -> str:
 
 
 WRONG = [
-    ("w9", "w9, which is not in hosts (w0, w1, w2, fe80::1%eth0)", None),
-    ("w01", "w01, which is not in hosts", "w0"),
-    ("w0@ww1:0,2", "ww1, which is not in hosts", "w0@w1:0,2"),
-    ("strange", "strange, which is not in hosts", None),
-    ("w0:4", "slot 4 of w0, which has slots 0 to 3 (hosts:1)", "w0:3"),
-    ("w2:1", "slot 1 of w2, which has slot 0 (hosts:3)", "w2:0"),
-    ("w0:1,9", "slot 9", "w0:1,3"),
-    ("w0:0-2", "the range 0-2 of w0; list slots one by one", "w0:0,1,2"),
-    ("w0:0-1,3@w1", "the range 0-1", "w0:0,1,3@w1"),
-    ("w0:1-99999999", "the range", "w0:1,2,3"),
-    ("w0@w0", "w0 twice", "w0"),
-    ("w0@w0:1", "w0 twice", "w0"),
-    ("w0:1@w0", "w0 twice", "w0:1"),
-    ("w0:", "'' of w0, which is not a slot number", "w0"),
-    ("w0:x", "'x' of w0, which is not a slot number", "w0"),
-    ("w0:-1", "'-1' of w0, which is not a slot number", "w0"),
-    ("w0:+1", "which is not a slot number", "w0"),
-    ("w0:1_0", "which is not a slot number", "w0"),
-    ("w0:٣", "which is not a slot number", "w0"),
-    ("w0@", "nothing beside it", "w0"),
-    ("w0@@w1", "nothing beside it", "w0@w1"),
-    ("", "nothing beside it", None),
-    (":0", "names no host", None),
-    ("me@w2:0", "the user me; write hosts without users here", "w2:0"),
-    ("fe80::1%eth0", "in brackets", "[fe80::1%eth0]"),
-    ("fe80::1%eth0:0,2", "in brackets", "[fe80::1%eth0]:0,2"),
-    ("fe80::2:0", "in brackets", None),
-    ("w0:0:1", "in brackets", None),
-    ("[w0]:0:1", "in brackets", None),
+    ("w9", "w9, which is not in hosts (w0, w1, w2, fe80::1%eth0)"),
+    ("w01", "w01, which is not in hosts"),
+    ("w0@ww1:0,2", "ww1, which is not in hosts"),
+    ("strange", "strange, which is not in hosts"),
+    ("w0:4", "slot 4 of w0, which has slots 0 to 3 (hosts:1)"),
+    ("w2:1", "slot 1 of w2, which has slot 0 (hosts:3)"),
+    ("w0:1,9", "slot 9"),
+    ("w0:0-2", "the range 0-2 of w0; list slots one by one"),
+    ("w0:0-1,3@w1", "the range 0-1"),
+    ("w0:1-99999999", "the range"),
+    ("w0@w0", "w0 twice"),
+    ("w0@w0:1", "w0 twice"),
+    ("w0:1@w0", "w0 twice"),
+    ("w0:", "'' of w0, which is not a slot number"),
+    ("w0:x", "'x' of w0, which is not a slot number"),
+    ("w0:-1", "'-1' of w0, which is not a slot number"),
+    ("w0:+1", "which is not a slot number"),
+    ("w0:1_0", "which is not a slot number"),
+    ("w0:٣", "which is not a slot number"),
+    ("w0@", "nothing beside it"),
+    ("w0@@w1", "nothing beside it"),
+    ("", "nothing beside it"),
+    (":0", "names no host"),
+    ("me@w2:0", "the user me; write hosts without users here"),
+    ("fe80::1%eth0", "in brackets"),
+    ("fe80::1%eth0:0,2", "in brackets"),
+    ("fe80::2:0", "in brackets"),
+    ("w0:0:1", "in brackets"),
+    ("[w0]:0:1", "in brackets"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message", "meant"), WRONG)
+@pytest.mark.parametrize(("text", "message"), WRONG)
 @pytest.mark.parametrize("name", ["include", "exclude"])
-def test_a_wrong_filter_is_refused_and_what_it_proposes_is_legal(name, text, message, meant):
+def test_a_wrong_filter_is_refused_and_what_it_proposes_is_legal(name, text, message):
     (wrong,) = violations(**{name: text})
     assert (wrong.key, wrong.value) == (f"launcher.{name}", text)
     assert wrong.source == f"command line: --{name}"
     assert message in wrong.message
-    (proposal,) = wrong.suggestions
-    if meant is None:
-        assert proposal == f"launcher.{name}=null"
-    else:
-        assert shlex.split(proposal) == [f"--{name}", meant]
-        assert chosen(meant)
+    assert wrong.suggestions == (f"launcher.{name}=null",)
 
 
-def test_all_entries_are_judged_and_the_proposal_mends_all():
-    wrong = violations(include="w0:0-1@w9:7@w1:8@w1:8")
-    assert len(wrong) == 4
-    assert {each.suggestions for each in wrong} == {("launcher.include=null",)}  # w1:3 twice
-    wrong = violations(include="w0:0-1@ww1:0@w2:8")
-    assert {each.suggestions for each in wrong} == {("--include w0:0,1@w1:0@w2:0",)}
-
-
-def test_whatever_is_proposed_is_accepted():
-    dice = random.Random(7)
-    there, _ = parse(HOSTS, "hosts")
-    composed = changed()
-    proposed = 0
-    for _ in range(1000):
-        names = dice.choices(["w0", "w1", "w2", "ww1", "me", "fe80::1%eth0", ""], k=3)
-        slots = dice.choices(["", ":0", ":1,2", ":0-1", ":7", ":2,x"], k=3)
-        text = "@".join(map("".join, zip(names, slots, strict=True)))
-        launcher = replace(composed.config.launcher, include=text)
-        asked = replace(composed, config=replace(composed.config, launcher=launcher))
-        _, wrong = select(asked, there, "hosts")
-        for (proposal,) in {each.suggestions for each in wrong} - {("launcher.include=null",)}:
-            proposed += 1
-            assert chosen(shlex.split(proposal)[1])
-    assert proposed > 300
+def test_all_entries_are_judged():
+    assert len(violations(include="w0:0-1@w9:7@w1:8@w1:8")) == 4
 
 
 def test_include_and_exclude_exclude_each_other():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from nanoscale.config.schema import Parallel
-from nanoscale.launch.hosts.mesh import RankPlacement, arrange, lines
+from nanoscale.launch.lifecycle.command import RankPlacement, arrange, mesh_lines
 
 
 def on_one_host(parallel: Parallel):
@@ -17,12 +17,12 @@ def test_every_rank_has_its_place():
 
 
 def test_one_axis_is_one_line_and_one_rank_is_none():
-    assert list(lines(on_one_host(Parallel(dp=1)))) == []
-    assert list(lines(on_one_host(Parallel(dp=4)))) == ["mesh dp 4", "  h  ranks 0–3  dp 0–3"]
+    assert list(mesh_lines(on_one_host(Parallel(dp=1)))) == []
+    assert list(mesh_lines(on_one_host(Parallel(dp=4)))) == ["mesh dp 4", "  h  ranks 0–3  dp 0–3"]
 
 
 def test_four_axes_on_sixteen_ranks():
-    first, *rows = lines(on_one_host(Parallel(dp=2, tp=2, pp=2, cp=2)))
+    first, *rows = mesh_lines(on_one_host(Parallel(dp=2, tp=2, pp=2, cp=2)))
     assert first == "mesh pp 2 × dp 2 × cp 2 × tp 2"
     assert len(rows) == 8
     assert rows[5] == "  h  ranks 10–11  pp 1  dp 0  cp 1  tp 0–1"
@@ -30,14 +30,14 @@ def test_four_axes_on_sixteen_ranks():
 
 def test_a_row_ends_where_a_host_ends():
     hosts = [("a", (0, 1, 2)), ("b", (3,))]
-    assert list(lines(arrange(hosts, Parallel(dp=4))))[1:] == [
+    assert list(mesh_lines(arrange(hosts, Parallel(dp=4))))[1:] == [
         "  a  ranks 0–2  dp 0–2",
         "  b  ranks 3  dp 3",
     ]
 
 
 def test_a_large_mesh_is_summed_up():
-    assert list(lines(on_one_host(Parallel(dp=64, tp=2)))) == [
+    assert list(mesh_lines(on_one_host(Parallel(dp=64, tp=2)))) == [
         "mesh dp 64 × tp 2",
         "  tp varies fastest; launch.json says where every rank is",
     ]

@@ -117,7 +117,7 @@ def test_the_filter_that_a_remedy_names_leaves_the_lost_host_out(
     launcher = Launcher(name="ssh", exclude=excluded)
     _, remedy = explain(host, by(launcher), None, "", 20.0)
     (text,) = shlex.split(remedy.partition("--exclude ")[2])
-    chosen, problems, _ = read_filter(text, HOSTS, "hosts")
+    chosen, problems = read_filter(text, HOSTS, "hosts")
     left = {one.name: one.slots for one in exclude(HOSTS, chosen)}
     assert not problems and host.name not in left
     if host.name != "node2.lab":

@@ -26,7 +26,7 @@ VALUES = {
 }
 """keys that a remedy names without a value, and one in its direction"""
 REMEDIES = {
-    *(rule.remedy for rule in failure._BY_TEXT),
+    *(remedy for *_, remedy in failure._BY_TEXT),
     *(remedy for _, remedy in failure._BY_SIGNAL.values()),
     failure._diagnose_kill(Evidence(oom_kills=1))[1],
     failure._diagnose_kill(Evidence())[1],

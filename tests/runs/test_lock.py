@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from nanoscale.common.errors import UserError
+from nanoscale.processes.proc import start_ticks
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
@@ -24,13 +25,14 @@ LAUNCHER = """
 import errno, fcntl, json, os, sys, time
 from pathlib import Path
 from nanoscale.common.errors import UserError
+from nanoscale.processes.proc import start_ticks
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory
 
 options = json.loads(sys.argv[2])
 lock.BEAT_S, lock.PATIENCE_BEATS = options["beat_s"], options["patience"]
 if options["host"]:
-    lock._kernel_id = lambda: options["host"]
+    lock.kernel_id = lambda _: options["host"]
 if not options["flocks"]:
     def none(*_):
         raise OSError(errno.ENOLCK, "no locks available")
@@ -277,7 +279,7 @@ def test_a_launcher_elsewhere_cannot_be_stopped_from_here(run):
 def bystander():
     """A process of this user that has nothing to do with the run, and its Owner."""
     process = subprocess.Popen(["sleep", "60"])
-    yield process, replace(lock.Owner.me(), pid=process.pid, born=lock._start_ticks(process.pid))
+    yield process, replace(lock.Owner.me(), pid=process.pid, born=start_ticks(process.pid))
     process.kill()
     process.wait()
 
@@ -298,7 +300,7 @@ def test_a_process_that_only_reads_the_token_does_not_hold_it(run, bystander):
     with run.lock.open("rb") as token:
         reader = subprocess.Popen(["sleep", "60"], stdin=token)
     try:
-        leave(run, replace(owner, pid=reader.pid, born=lock._start_ticks(reader.pid)))
+        leave(run, replace(owner, pid=reader.pid, born=start_ticks(reader.pid)))
         assert lock.owner(run) is None
     finally:
         reader.kill()

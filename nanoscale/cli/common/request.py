@@ -199,7 +199,7 @@ def request_new_run(
         verify: a check before those of the rules.
     """
     from nanoscale.launch.lifecycle.prepare import check_new_run, name_run
-    from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.preflight.by_library import with_weights
 
     refusals = refusals or Refusals()
     checked = request_job(line, verify=verify)

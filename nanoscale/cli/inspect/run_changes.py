@@ -35,11 +35,11 @@ def tag_run(
 
     They replace run.tags: `runs ls --where tags=TAG` finds the run, and trackers get them at the next attempt.
     """
-    from nanoscale.runs import tags as stored
+    from nanoscale.runs.changes import read_tags, write_tags
     from nanoscale.runs.directory import RunDirectory
 
     directory = RunDirectory.open(run)
-    present = stored.read(directory)
+    present = read_tags(directory)
     for tag in tags or ():
         if not _TAG.fullmatch(tag):
             message = "must not contain spaces or commas, and must not start with `-`"
@@ -52,7 +52,7 @@ def tag_run(
     kept = [tag for tag in present if tag not in (remove or ())]
     final = list(dict.fromkeys([*kept, *(tags or ())]))
     if final != present:
-        stored.write(directory, final)
+        write_tags(directory, final)
     if as_json:
         print_json({"run": str(directory.path), "tags": final})
     else:
@@ -111,9 +111,9 @@ _KEEP = "checkpoint.keep_"
 def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = False) -> int:
     """Delete runs with all their files, after a question. An active run is refused."""
     from nanoscale.launch.slurm.jobs import require_inactive
+    from nanoscale.runs.changes import remove, size_of
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock
-    from nanoscale.runs.removal import remove, size_of
 
     opened = [RunDirectory.open(name) for name in runs]
     unique = {run.path.resolve(): run for run in opened}
@@ -154,9 +154,9 @@ def prune_checkpoints(
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.slurm.jobs import require_inactive
     from nanoscale.runs import fence, status
+    from nanoscale.runs.changes import size_of
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock
-    from nanoscale.runs.removal import size_of
 
     directory = RunDirectory.open(run)
     saving = load(directory.config).checkpoint

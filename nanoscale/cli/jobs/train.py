@@ -198,7 +198,7 @@ def through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
 
 def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
     """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
-    from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.preflight.by_library import with_weights
     from nanoscale.launch.slurm.allocation import requested_nodes
 
     request = request_job(line, verify=_refuse_other_launchers, hosts=requested_nodes)

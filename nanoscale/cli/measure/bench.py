@@ -179,7 +179,7 @@ def _test_scaling(
         UserError: one of the requests is wrong.
         typer.Exit: the first job failed.
     """
-    from nanoscale.launch.lifecycle.speed_up import scaling_document
+    from nanoscale.launch.lifecycle.bench import scaling_document
 
     requests: list[Request] = []
     for count in scale.counts:

@@ -133,7 +133,7 @@ def _of_run(
 def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[Host, ...]]:
     """Return a configuration that starts from the weights of a Hugging Face folder."""
     from nanoscale.config.violations import override
-    from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.preflight.by_library import with_weights
 
     overrides = [override("model.init_from", str(folder)), *(line.overrides or ())]
     train = replace(line, overrides=overrides).compose().config.train

@@ -8,12 +8,10 @@ separator: `[fe80::1]:0,2`.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
 from nanoscale.common.errors import Violation
-from nanoscale.config import hostnames
 from nanoscale.config.hostnames import canonical
 from nanoscale.config.rules import Host
 from nanoscale.config.values.provenance import Composed
@@ -23,12 +21,12 @@ ChosenSlots = dict[str, set[int] | None]
 """Canonical name of a host → its slots in a filter; None: all of them."""
 
 _ENTRY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([^:\[\]]*))?")
-_RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+_RANGE = re.compile(r"[0-9]{1,9}-[0-9]{1,9}")
 _SLOT = re.compile(r"[0-9]{1,9}")
 _HOSTS_LISTED = 8
 """Up to this many hosts are all listed, whatever is near."""
-_MOST_SUGGESTIONS = 8
-"""The most guesses, so that a filter for another hostfile is refused at once."""
+_MOST_GUESSES = 8
+"""The most guesses of names, so that a filter for another hostfile is refused at once."""
 
 
 def select(
@@ -46,14 +44,13 @@ def select(
         key, text, apply_filter = "launcher.exclude", exclude_text, exclude
     else:
         return list(hosts), []
-    chosen, problems, correction = read_filter(text, hosts, file)
-    remaining, suggestion = apply_filter(hosts, chosen), f"{key}=null"
-    if problems and correction is not None and not read_filter(correction, hosts, file)[1]:
-        suggestion = f"--{key.partition('.')[2]} {shlex.quote(correction)}"
-    elif not problems and not remaining:
+    chosen, problems = read_filter(text, hosts, file)
+    remaining, source = apply_filter(hosts, chosen), composed.source(key)
+    if not problems and not remaining:
         problems = [f"leaves no slot of {file}"]
-    source = composed.source(key)
-    return remaining, [Violation(key, text, source, problem, (suggestion,)) for problem in problems]
+    return remaining, [
+        Violation(key, text, source, problem, (f"{key}=null",)) for problem in problems
+    ]
 
 
 def include(hosts: Sequence[Host], chosen: ChosenSlots) -> list[Host]:
@@ -82,113 +79,58 @@ def _with_slots(host: Host, slots: set[int] | None) -> Host:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_filter(
-    text: str, hosts: Sequence[Host], file: str
-) -> tuple[ChosenSlots, list[str], str | None]:
-    """Return the hosts of a filter, its problems, and the filter that may have been meant."""
+def read_filter(text: str, hosts: Sequence[Host], file: str) -> tuple[ChosenSlots, list[str]]:
+    """Return the hosts of a filter, and its problems."""
     known = {canonical(host.name): host for host in hosts}
+    users = {host.name.rpartition("@")[0] for host in hosts} - {""}
     chosen: ChosenSlots = {}
-    problems: list[str] = []
-    corrections: list[str | None] = []
+    problems = []
     for entry in (part.strip() for part in text.split("@")):
-        try:
-            _read_entry(entry, known, chosen)
-            corrections.append(entry)
-        except _UnknownHostError as unknown:
-            hosts_text = (
-                f" ({', '.join(host.address for host in hosts)})"
-                if len(hosts) <= _HOSTS_LISTED
-                else ""
-            )
+        match = _ENTRY.fullmatch(entry)
+        name, slots = (match[1], match[2]) if match is not None else ("", None)
+        host = known.get(canonical(name))
+        if not entry:
+            problems.append("has an `@` with nothing beside it")
+        elif match is None:
             problems.append(
-                f"names {unknown.name or 'no host'}, which is not in {file}{hosts_text}"
+                f"holds {entry!r}: write an IPv6 address in brackets here, as in [fe80::1]:0,2"
             )
-            may_guess = len(problems) <= _MOST_SUGGESTIONS
-            corrections.append(_suggest_entry(entry, unknown.name, hosts) if may_guess else None)
-        except _WrongEntryError as error:
-            problems.append(error.message)
-            corrections.append(error.correction)
-    corrected = [entry for entry in corrections if entry]
-    return chosen, problems, "@".join(corrected) if corrected and None not in corrections else None
+        elif name in users and host is None:
+            problems.append(f"names the user {name}; write hosts without users here")
+        elif host is None:
+            likely = _likely(name, hosts, guess=len(problems) < _MOST_GUESSES)
+            problems.append(f"names {name or 'no host'}, which is not in {file}{likely}")
+        else:
+            problems += _add_slots(chosen, name, slots, host)
+    return chosen, problems
 
 
-class _WrongEntryError(Exception):
-    def __init__(self, message: str, correction: str | None) -> None:
-        self.message = message
-        self.correction = correction
-        """The entry that may have been meant; "": none, None: unknown."""
+def _likely(name: str, hosts: Sequence[Host], *, guess: bool) -> str:
+    """Return the hosts that may have been meant, in parentheses: all of few, else the nearest name."""
+    names = [host.address for host in hosts]
+    if len(names) > _HOSTS_LISTED:
+        names = list(nearest(name, names, 1)) if guess and name else []
+    return f" ({', '.join(names)})" if names else ""
 
 
-class _UnknownHostError(Exception):
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _read_entry(entry: str, known: dict[str, Host], chosen: ChosenSlots) -> None:
-    """Add one `HOST` or `HOST:SLOT,SLOT` to the chosen hosts."""
-    if not entry:
-        raise _WrongEntryError("has an `@` with nothing beside it", "")
-    match = _ENTRY.fullmatch(entry)
-    if match is None:
-        raise _unbracketed(entry, known)
-    name, slots = match[1], match[2]
-    host = known.get(canonical(name))
-    if host is None:
-        if name and name in {other.name.rpartition("@")[0] for other in known.values()}:
-            raise _WrongEntryError(f"names the user {name}; write hosts without users here", "")
-        raise _UnknownHostError(name)
-    chosen_slots = chosen.get(canonical(name), set())
-    if chosen_slots is None or (chosen_slots and slots is None):
-        raise _WrongEntryError(f"names {name} twice, once with all its slots", "")
-    new_slots = None if slots is None else _read_slots(name, slots, host)
-    chosen[canonical(name)] = None if new_slots is None else chosen_slots | new_slots
-
-
-def _read_slots(name: str, text: str, host: Host) -> set[int]:
-    slots: set[int] = set()
-    items = [item.strip() for item in text.split(",")]
-    for item in items:
+def _add_slots(chosen: ChosenSlots, name: str, text: str | None, host: Host) -> list[str]:
+    """Add one `HOST` or `HOST:SLOT,SLOT` to the chosen hosts; return its problem, if there is one."""
+    previous = chosen.get(canonical(name), set())
+    if previous is None or (previous and text is None):
+        return [f"names {name} twice, once with all its slots"]
+    if text is None:
+        chosen[canonical(name)] = None
+        return []
+    slots = set(previous)
+    for item in map(str.strip, text.split(",")):
         slot = int(item) if _SLOT.fullmatch(item) else -1
         if _RANGE.fullmatch(item):
-            message = f"has the range {item} of {name}; list slots one by one"
-        elif slot < 0:
-            message = f"names {item!r} of {name}, which is not a slot number"
-        elif slot >= host.slots:
-            slots_text = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
-            message = f"names slot {slot} of {name}, which has {slots_text} ({host.source})"
-        else:
-            slots.add(slot)
-            continue
-        raise _WrongEntryError(message, _corrected(name, items, host))
-    return slots
-
-
-def _corrected(name: str, items: Sequence[str], host: Host) -> str:
-    """Return the entry with ranges written out, and with slots that the host has."""
-    slots: set[int] = set()
-    for item in items:
-        bounds = _RANGE.fullmatch(item)
-        if bounds:
-            slots.update(range(int(bounds[1]), min(int(bounds[2]) + 1, host.slots)))
-        elif _SLOT.fullmatch(item):
-            slots.add(min(int(item), host.slots - 1))
-    return f"{name}:{','.join(map(str, sorted(slots)))}" if slots else name
-
-
-def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:
-    """Return the error for several colons: an IPv6 address, whose slots can only be guessed."""
-    message = f"holds {entry!r}: write an IPv6 address in brackets here, as in [fe80::1]:0,2"
-    name, _, slots = entry.rpartition(":")
-    if canonical(entry) in known:
-        return _WrongEntryError(message, hostnames.in_filter(entry))
-    if canonical(name) in known:
-        return _WrongEntryError(message, f"{hostnames.in_filter(name)}:{slots}")
-    return _WrongEntryError(message, None)
-
-
-def _suggest_entry(entry: str, name: str, hosts: Sequence[Host]) -> str | None:
-    """Return the entry with the name of the host that may have been meant."""
-    similar = nearest(name, [host.address for host in hosts], 1)
-    if not similar or not name:
-        return None
-    return hostnames.in_filter(similar[0]) + entry.removeprefix(name)
+            return [f"has the range {item} of {name}; list slots one by one"]
+        if slot < 0:
+            return [f"names {item!r} of {name}, which is not a slot number"]
+        if slot >= host.slots:
+            present = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
+            return [f"names slot {slot} of {name}, which has {present} ({host.source})"]
+        slots.add(slot)
+    chosen[canonical(name)] = slots
+    return []

@@ -1,18 +1,19 @@
-"""The plan of a launch: the command line and the environment of each host's agent."""
+"""The plan of a launch: command line and environment of each host's agent, and every rank's coordinates."""
 
 from __future__ import annotations
 
 import os
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
+from nanoscale.config.layout import coordinates
 from nanoscale.config.machines import Host
-from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.schema import Config
-from nanoscale.launch.hosts.mesh import Mesh, RankPlacement, arrange
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document
@@ -50,6 +51,43 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 _PORTS = range(20_000, 32_000)
 """Below the ports that systems assign on request."""
+
+
+AXES = ("pp", "dp", "cp", "tp")
+"""The axes, the slowest first."""
+
+_MOST_LINES = 16
+"""The most lines; more would push the rest off the screen."""
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """A rank's host and coordinates."""
+
+    rank: int
+    host: str
+    local_rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The coordinates of all ranks."""
+
+    axes: dict[str, int] = field(default_factory=dict)
+    """The degree of every axis, the slowest first."""
+    ranks: tuple[RankPlacement, ...] = ()
+
+    @property
+    def used(self) -> list[str]:
+        """The axes of more than one rank."""
+        return [axis for axis, degree in self.axes.items() if degree > 1]
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {self.axes[axis]}" for axis in self.used) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -213,3 +251,45 @@ def _environment(config: Config, world_size: int, inherited: Mapping[str, str]) 
         # another one is then noticed later, so smaller jobs connect all.
         environment[_LAZY] = "1"
     return environment | {name: str(value) for name, value in config.launcher.env.items()}
+
+
+# --- the mesh for people and for launch.json -----------------------------------------------------------
+
+
+def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: ResolvedParallel) -> Mesh:
+    """Return the mesh of a resolved layout; `hosts` lists each with its ranks."""
+    ranks_of_mesh = [
+        RankPlacement(rank, host, local_rank, **asdict(coordinates(rank, parallel)))
+        for host, ranks in hosts
+        for local_rank, rank in enumerate(ranks)
+    ]
+    return Mesh({axis: getattr(parallel, axis) for axis in AXES}, tuple(ranks_of_mesh))
+
+
+def mesh_lines(mesh: Mesh) -> Iterator[str]:
+    """Yield the mesh in few lines: one for each row of ranks along the fastest axis."""
+    if not mesh.used:
+        return
+    yield f"mesh {mesh}"
+    rows = list(_rows(mesh))
+    if len(rows) <= _MOST_LINES:
+        yield from rows
+    else:
+        yield f"  {mesh.used[-1]} varies fastest; launch.json says where every rank is"
+
+
+def _rows(mesh: Mesh) -> Iterator[str]:
+    *outer, fastest = mesh.used
+    for (host, *outer_coordinates), row in groupby(
+        mesh.ranks,
+        lambda placement: (placement.host, *(getattr(placement, axis) for axis in outer)),
+    ):
+        placements = list(row)
+        parts = [f"ranks {_span(placements, 'rank')}"]
+        parts += [f"{axis} {number}" for axis, number in zip(outer, outer_coordinates, strict=True)]
+        yield "  ".join(["", host, *parts, f"{fastest} {_span(placements, fastest)}"])
+
+
+def _span(placements: list[RankPlacement], name: str) -> str:
+    first, last = getattr(placements[0], name), getattr(placements[-1], name)
+    return f"{first}" if first == last else f"{first}–{last}"

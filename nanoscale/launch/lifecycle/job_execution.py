@@ -11,7 +11,7 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.preflight.preflight import skew_s
 from nanoscale.processes.messages import Message
-from nanoscale.runs.failure import Evidence, RankFailure, is_consequence
+from nanoscale.runs.failure import Evidence, RankFailure, diagnose, first_cause, is_consequence
 from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder, message_of
 
 _POLL_S = 0.1
@@ -76,12 +76,17 @@ class JobExecution:
         for member in self.members:
             self.fleet.give_up(member)
         deadline = time.monotonic() + _KILL_S
-        while any(map(_is_connected, self.members)) and time.monotonic() < deadline:
+        while any(member.is_connected for member in self.members) and time.monotonic() < deadline:
             self.fleet.poll(_POLL_S)
 
     @property
     def is_over(self) -> bool:
         return not self._unfinished()
+
+    def first_cause(self) -> tuple[RankFailure, str, str]:
+        """Return the failure that the others follow from, its diagnosis and the remedy."""
+        cause = first_cause(list(self.failures.values()))
+        return cause, *diagnose(cause, self.evidence.get(cause.host, Evidence()))
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -151,10 +156,7 @@ class JobExecution:
             return
         failures = list(self.failures.values())
         waited = time.monotonic() - self.failing_since > _CAUSE_GRACE_S
-        all_failed = (
-            len([failure for failure in failures if failure.rank is not None])
-            == self.plan.world_size
-        )
+        all_failed = sum(one.rank is not None for one in failures) == self.plan.world_size
         if waited or all_failed or not all(map(is_consequence, failures)):
             self.kill(stacks=waited)
 
@@ -164,7 +166,3 @@ class JobExecution:
         for member in self._unfinished():
             self.outcomes[member.name] = "lost"
             self.fleet.give_up(member)
-
-
-def _is_connected(member: Member) -> bool:
-    return member.process is not None and member.process.exit_code() is None

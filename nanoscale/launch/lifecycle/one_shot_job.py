@@ -23,7 +23,7 @@ from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.preflight.preflight import require_ready
 from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import Evidence, diagnose, first_cause, user_error
+from nanoscale.runs.failure import user_error
 from nanoscale.runs.job_messages import RENDEZVOUS_S, LaunchOrder
 from nanoscale.runs.tail import LineSplitter
 
@@ -63,9 +63,7 @@ def run_one_shot_job(
         fleet.gather()
         if config.launcher.preflight:
             require_ready(fleet, config)
-        facts = fleet.members[0].facts
-        port = facts["port"] if facts is not None else None
-        plan = plan_launch(config, NO_RUN, 1, hosts, port)
+        plan = plan_launch(config, NO_RUN, 1, hosts, fleet.members[0].port)
         return _result(execute(fleet, fleet.members, plan, config, job, task, on_line))
 
 
@@ -122,9 +120,7 @@ def _result(execution: JobExecution) -> dict[str, Any]:
     error = next((error for failure in failures if (error := user_error(failure))), None)
     if error is not None:
         raise error
-    cause = first_cause(failures)
-    diagnosis, remedy = diagnose(cause, execution.evidence.get(cause.host, Evidence()))
-    source = "the agent" if cause.rank is None else f"rank {cause.rank}"
-    lines = [f"{source} on {cause.host} failed: {diagnosis}"]
+    cause, diagnosis, remedy = execution.first_cause()
+    lines = [f"{cause.source} on {cause.host} failed: {diagnosis}"]
     lines += [f"  remedy: {remedy}"] if remedy else []
     raise OneShotJobError("\n".join([*lines, cause.traceback.rstrip()]).rstrip())

@@ -25,7 +25,8 @@ from nanoscale.config.rules import Devices
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 from nanoscale.launch.request import Request
-from nanoscale.runs import status, tags, trust
+from nanoscale.runs import status, trust
+from nanoscale.runs.changes import TAGS_KEY
 from nanoscale.runs.directory import (
     RunDirectory,
     check_free,
@@ -160,7 +161,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     """Freeze the configuration of a further attempt and its plan; the previous one is kept if it differs."""
     write_json(run.environment, environment(request.devices))
     record_changes(run, request.config, request.composed.by_hand_around)
-    if request.composed.by_hand(tags.KEY):
+    if request.composed.by_hand(TAGS_KEY):
         run.tags.unlink(missing_ok=True)
     previous = run.config.read_text(encoding="utf-8")
     if dump(request.config, request.asked) != previous:

@@ -80,7 +80,9 @@ class Supervisor:
     def _attempt(self, number: int) -> Outcome:
         self.lock.require()
         members = self._members(number)
-        self._plan = plan = self._make_plan(number, members)
+        request = self.request
+        plan = plan_launch(request.config, self.run, number, request.hosts, members[0].port)
+        self._plan = plan
         self._begin(plan)
         self.view.begin(plan, self.request.config.train.steps)
         return Attempt(
@@ -123,17 +125,6 @@ class Supervisor:
         config = replace(request.config, run=before.config.run, model=before.config.model)
         self.request = replace(request, config=config)
         replace_configuration(self.run, self.request, number - 1)
-
-    def _make_plan(self, number: int, members: Sequence[Member]) -> LaunchPlan:
-        config = self.request.config
-        facts = members[0].facts
-        return plan_launch(
-            config,
-            self.run,
-            number,
-            self.request.hosts,
-            facts["port"] if facts else None,
-        )
 
     def _reconnect(self) -> None:
         lost = [member for member in self.fleet.members if not member.is_present]

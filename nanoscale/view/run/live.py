@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
-from nanoscale.launch.hosts import mesh
-from nanoscale.launch.lifecycle.command import LaunchPlan
+from nanoscale.launch.lifecycle.command import LaunchPlan, mesh_lines
 from nanoscale.runs import events, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
@@ -67,7 +66,7 @@ class LiveView:
         self._outputs = _outputs(self._run, plan)
         ranks = counted(plan.world_size, "rank")
         self._screen.line(f"{doing} {ranks} on {_names([host.host for host in plan.hosts])}")
-        for line in mesh.lines(plan.mesh):
+        for line in mesh_lines(plan.mesh):
             self._screen.line(line)
         self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
 

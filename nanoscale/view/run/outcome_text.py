@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from nanoscale.common import display
@@ -31,7 +32,7 @@ def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
         "attempt": status.read(run).attempt,
         "steps": _reached(run, last),
         "metrics": last,
-        "failure": failure.document(outcome.failure) if outcome.failure else None,
+        "failure": asdict(outcome.failure) if outcome.failure else None,
         "exit_code": outcome.exit_code,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from nanoscale.common.units import GIB, byte_size, clock, counted, duration
@@ -40,7 +41,7 @@ def document(run: RunDirectory) -> Document:
         "what": what(config),
         "hosts": _hosts(run),
         "attempts": list(_attempts(happened)),
-        "failure": failure.document(cause) if cause else None,
+        "failure": asdict(cause) if cause else None,
         "step": max((int(record["step"]) for record in records), default=0),
         "steps": config.train.steps,
         "first": records[0] if records else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanoscale.common import display
@@ -15,7 +15,8 @@ from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.violations import nearest_key, shown
 from nanoscale.launch.slurm.jobs import Job, in_words, output_of
-from nanoscale.runs import events, failure, lock, metrics, status, tags
+from nanoscale.runs import events, failure, lock, metrics, status
+from nanoscale.runs.changes import TAGS_KEY, current_tags, read_tags
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.blocks import Column, show_table, table
 
@@ -127,8 +128,8 @@ def values(run: RunDirectory, columns: Iterable[RunColumn]) -> Row:
     """Return the values of a run that its summary does not have. Raises UserError if a file is damaged."""
     wanted = [it for it in columns if it.key not in STATES]
     keys = read_values(run.config, {it.key for it in wanted if it.is_key})
-    if tags.KEY in keys:
-        keys[tags.KEY] = tags.changed(run, keys[tags.KEY])
+    if TAGS_KEY in keys:
+        keys[TAGS_KEY] = current_tags(run, keys[TAGS_KEY])
     return {it.name: keys[it.key] if it.is_key else _metric(run, it.key) for it in wanted}
 
 
@@ -210,10 +211,10 @@ def document(run: RunDirectory, job: Job | None) -> dict[str, Any]:
     cause = failure.read(run)
     return {
         **summary(run, job),
-        "tags": tags.read(run),
+        "tags": read_tags(run),
         "checkpoints": run.checkpoint_steps(),
         "metrics": metrics.last(run),
-        "failure": failure.document(cause) if cause else None,
+        "failure": asdict(cause) if cause else None,
         "events": events.read(run),
     }
 

@@ -1,23 +1,26 @@
-"""The check of initial weights before anything is written: `model.init_from`, and `model=hf`."""
+"""Checks by libraries before anything is written: of initial weights, and of settings for DeepSpeed."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanoscale.checkpoint.hf.load import find
 from nanoscale.common.errors import Violation
+from nanoscale.config.deepspeed import OWNED, deepspeed_settings
 from nanoscale.config.hf import any_model
 from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import HEAD, has_own_head
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.convert import fits
 from nanoscale.config.values.provenance import Composed
-from nanoscale.config.violations import refuse
+from nanoscale.config.violations import nearest, override, refuse
 
 
 def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
@@ -68,17 +71,10 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
         )
     except NoSuchModelError as error:
         refuse_model(composed, KEY, init_from, error)
-    request = json.dumps({"model": asdict(model), "folder": folder})
-    command = [sys.executable, "-m", "nanoscale.checkpoint.hf.load_any_model"]
-    result = subprocess.run(
-        command, input=request, capture_output=True, encoding="utf-8", errors="replace", check=False
-    )
-    if result.returncode:
-        last = "".join(result.stderr.strip().splitlines()[-1:])
-        problem = f"cannot be checked: {last or 'transformers does not start'}"
-        answer = {"problem": problem, "of": "model"}
-    else:
-        answer = json.loads(result.stdout.splitlines()[-1])
+    question = {"model": asdict(model), "folder": folder}
+    answer = _ask("nanoscale.checkpoint.hf.load_any_model", question, "transformers")
+    if isinstance(answer, str):
+        answer = {"problem": answer, "of": "model"}
     if answer["problem"] is not None:
         has_code = "auto_map" in model.hf_config and not model.trust_remote_code
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
@@ -87,3 +83,53 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
         refuse([Violation(key, value, composed.source(key), text)], kind="model")
     checked = replace(model, init_from=folder or init_from, parameters=answer["parameters"])
     return replace(config, model=checked)
+
+
+def check_extra(composed: Composed, config: ResolvedConfig) -> None:
+    """Check `backend.extra` with DeepSpeed's own class; it takes seconds, and runs only if the key is set.
+
+    Raises:
+        UserError: with all problems that it finds.
+    """
+    if config.backend.name != "deepspeed" or not config.backend.extra:
+        return
+    settings = deepspeed_settings(config)
+    problems = _ask("nanoscale.backends.deepspeed.validate", settings, "DeepSpeed")
+    if isinstance(problems, str):
+        refuse([Violation("backend.extra", None, composed.source("backend.extra"), problems)])
+    violations = [
+        Violation(
+            f"backend.extra.{path}".rstrip("."),
+            None,
+            composed.source("backend.extra"),
+            message,
+            tuple(_suggestions(nearest(path, known_names), config.backend.extra.get(path))),
+        )
+        for path, message, known_names in problems
+    ]
+    if violations:
+        refuse(violations)
+
+
+def _suggestions(names: Sequence[str], value: object) -> Iterator[str]:
+    """Yield the override that sets each of DeepSpeed's settings, by our key if one decides it."""
+    for name in names:
+        key = OWNED.get(name)
+        if key is None or fits(key, value):
+            yield override(key or f"backend.extra.{name}", value)
+
+
+def _ask(module: str, question: object, library: str) -> Any:
+    """Return the answer of a module to a question, both JSON; a sentence if it cannot answer."""
+    result = subprocess.run(
+        [sys.executable, "-m", module],
+        input=json.dumps(question),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if result.returncode:
+        last = "".join(result.stderr.strip().splitlines()[-1:])
+        return f"cannot be checked: {last or f'{library} does not start'}"
+    return json.loads(result.stdout.splitlines()[-1])
