@@ -56,7 +56,8 @@ def main(link: Link, job: Job | None = None) -> int:
 
 
 def _serve(link: Link, job: Job | None) -> None:
-    _become_group_leader()
+    if os.getpgid(0) != os.getpid():  # a process group that holds only the job can be ended as one
+        os.setpgid(0, 0)
     allow_open_files()  # the ranks' store holds a connection to each of them
     _report_signals(link)
     link.open()
@@ -108,12 +109,6 @@ def cores_per_rank(cores: int, ranks: int) -> dict[str, str]:
         # By default Inductor starts a process per core, at most 32, for every rank.
         "TORCHINDUCTOR_COMPILE_THREADS": str(min(32, share)),
     }
-
-
-def _become_group_leader() -> None:
-    """Become the leader of a process group that holds only the job, and can be ended as one."""
-    if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)
 
 
 def _report_signals(link: Link) -> None:

@@ -69,26 +69,12 @@ def _gpu_of_entry(gpus: list[Gpu], entry: str) -> Gpu | None:
 
 
 def _gpus() -> list[Gpu]:
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        return [
-            (pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
-            for handle in handles
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
+    def list_all(nvml: Any) -> list[Gpu]:
+        count = nvml.nvmlDeviceGetCount()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        return [(nvml.nvmlDeviceGetName(gpu), nvml.nvmlDeviceGetUUID(gpu)) for gpu in handles]
+
+    return _ask_driver(list_all) or []
 
 
 def driver() -> str | None:

@@ -64,7 +64,8 @@ def clean_up(group: int, *, lost: bool = False) -> None:
     if mark := os.environ.get(MARK):
         end_strays(mark, group)
     if lost and (folder := os.environ.get(SCRATCH)):
-        scratch.remove(Path(folder), semaphores=not _has_tracker(group))
+        has_tracker = any(map(is_tracker, _members(group)))
+        scratch.remove(Path(folder), semaphores=not has_tracker)
     if enclosure := os.environ.get(CGROUP):
         end_cgroup(Path(enclosure))
 
@@ -80,10 +81,6 @@ def end_group(group: int) -> None:
 
     if end(others, _GROUP_LIMIT_S):
         os.killpg(group, signal.SIGKILL)
-
-
-def _has_tracker(group: int) -> bool:
-    return any(map(is_tracker, _members(group)))
 
 
 def _members(group: int) -> Iterator[int]:

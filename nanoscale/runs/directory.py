@@ -106,12 +106,8 @@ class RunDirectory:
         """The shortest argument for this run in the current folder."""
         if self.path.parent == _absolute(DEFAULT_ROOT):
             return self.name
-        working_folder = _absolute(Path())
-        return str(
-            self.path.relative_to(working_folder)
-            if self.path.is_relative_to(working_folder)
-            else self.path
-        )
+        here = _absolute(Path())
+        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
     def checkpoint(self, step: int) -> Path:
         return checkpoint_path(self.checkpoints, step)
@@ -180,15 +176,17 @@ class RunDirectory:
         root = _absolute(root)
         check_name(name)
         check_free(root, name)
-        created = _missing_parents(root)
         temporary = root / f".{name}.{uuid.uuid4().hex[:8]}"
-        try:
-            with _explained(root):
+        with removed_on_error(root) as folders:
+            folders.append(temporary)
+            try:
                 root.mkdir(parents=True, exist_ok=True)
                 temporary.mkdir()
                 (temporary / "logs").mkdir()
                 (temporary / "checkpoints").mkdir()
                 (temporary / "lock").touch()
+            except OSError as error:
+                raise _unwritable(root, error) from error
             yield cls(temporary)
             try:
                 temporary.rename(root / name)
@@ -196,12 +194,6 @@ class RunDirectory:
                 check_free(root, name)  # another process was faster
                 raise _unwritable(root, error) from error
             sync_folder(root)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            for folder in created:
-                with suppress(OSError):
-                    folder.rmdir()
-            raise
 
     @classmethod
     def open(cls, path: Path | str, root: Path = DEFAULT_ROOT) -> RunDirectory:
@@ -233,11 +225,8 @@ def check_name(name: str) -> None:
     if name and name == legal:
         return
     suggestions = (override("run.name", legal),) if legal else ()
-    raise UserError(
-        "run",
-        f"{name!r} cannot name a run",
-        [Violation("run.name", name, "", RULE, suggestions)],
-    )
+    violation = Violation("run.name", name, "", RULE, suggestions)
+    raise UserError("run", f"{name!r} cannot name a run", [violation])
 
 
 def check_free(root: Path, name: str) -> None:
@@ -247,19 +236,10 @@ def check_free(root: Path, name: str) -> None:
         return
     resume = (shlex.join(["nanoscale", "resume", str(root / name)]),)
     is_run = RunDirectory(root / name).config.is_file()
-    raise UserError(
-        "run",
-        f"the run {name!r} exists already in {root}",
-        [
-            Violation(
-                "run.name",
-                name,
-                "",
-                "a new run never overwrites an old one",
-                (override("run.name", free_name(root, name)), *(resume if is_run else ())),
-            )
-        ],
-    )
+    suggestions = (override("run.name", free_name(root, name)), *(resume if is_run else ()))
+    rule = "a new run never overwrites an old one"
+    violation = Violation("run.name", name, "", rule, suggestions)
+    raise UserError("run", f"the run {name!r} exists already in {root}", [violation])
 
 
 def check_root(root: Path) -> None:
@@ -317,7 +297,8 @@ def free_names(root: Path, shared: str, count: int) -> str:
 @contextmanager
 def removed_on_error(root: Path) -> Iterator[list[Path]]:
     """Remove the folders that the block lists if it raises, and `root` if it did not exist before."""
-    created = _missing_parents(_absolute(root))
+    root = _absolute(root)
+    created = [path for path in (root, *root.parents) if not path.exists()]
     folders: list[Path] = []
     try:
         yield folders
@@ -380,32 +361,11 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute() keeps the "..", resolve() follows links
 
 
-def _missing_parents(root: Path) -> list[Path]:
-    return [path for path in (root, *root.parents) if not path.exists()]
-
-
-@contextmanager
-def _explained(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _unwritable(root, error) from error
-
-
 def _unwritable(root: Path, error: OSError) -> UserError:
-    return UserError(
-        "run",
-        f"no run can be created in {root}: {error.strerror or error}",
-        [
-            Violation(
-                "run.root",
-                str(root),
-                "",
-                "must be a folder that can be written to",
-                ("run.root=FOLDER",),
-            )
-        ],
-    )
+    rule, suggestions = "must be a folder that can be written to", ("run.root=FOLDER",)
+    violation = Violation("run.root", str(root), "", rule, suggestions)
+    message = f"no run can be created in {root}: {error.strerror or error}"
+    return UserError("run", message, [violation])
 
 
 def _no_such_run(path: str, root: Path) -> UserError:
@@ -413,19 +373,10 @@ def _no_such_run(path: str, root: Path) -> UserError:
     close = difflib.get_close_matches(Path(path).name, names, n=3)
     path_tried = _absolute(Path(path)) if os.sep in path else _absolute(root / path)
     what = "is not a run directory" if path_tried.exists() else "does not exist"
-    return UserError(
-        "run",
-        f"no run {path!r}: {path_tried} {what}",
-        [
-            Violation(
-                "RUN",
-                path,
-                "command line",
-                "must be a run directory, or the name of one in the folder of runs",
-                tuple(map(shlex.quote, close)) or ("nanoscale runs ls",),
-            )
-        ],
-    )
+    suggestions = tuple(map(shlex.quote, close)) or ("nanoscale runs ls",)
+    rule = "must be a run directory, or the name of one in the folder of runs"
+    violation = Violation("RUN", path, "command line", rule, suggestions)
+    return UserError("run", f"no run {path!r}: {path_tried} {what}", [violation])
 
 
 def _created(run: RunDirectory) -> float:

@@ -52,7 +52,12 @@ def read_record(kind: type[T], path: Path) -> T:
         raise damaged(path, problem)
     hints = _hints(cast("Any", kind))
     fields_present = {name: values[name] for name in hints if name in values}
-    return kind(**{name: _as_tuple(hints[name], value) for name, value in fields_present.items()})
+    return kind(
+        **{
+            name: tuple(value) if get_origin(hints[name]) is tuple else value
+            for name, value in fields_present.items()
+        }
+    )
 
 
 @cache
@@ -90,7 +95,3 @@ def _problems(kind: Any, values: dict[str, Any]) -> Iterator[str]:
                 yield f"has a `{field.name}` of another type than expected"
         elif field.default is MISSING and field.default_factory is MISSING:
             yield f"has no `{field.name}`"
-
-
-def _as_tuple(hint: Any, value: Any) -> Any:
-    return tuple(value) if get_origin(hint) is tuple else value

@@ -68,7 +68,9 @@ def require(workspace: Path) -> None:
                 raise MissingFolderError(
                     f"{folder} was deleted or renamed while the run was running"
                 ) from None
-        raise FencedError(_explain(workspace)) from None
+        others = sorted(workspace.parent.glob(".attempt-*"))[:1]
+        running = "".join(f" ({other.name[1:].replace('-', ' ')} is running)" for other in others)
+        raise FencedError(f"the run has continued without this rank{running}") from None
 
 
 @contextmanager
@@ -97,9 +99,3 @@ def _remove_workspace(workspace: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, *_MISSING):
                 raise
-
-
-def _explain(workspace: Path) -> str:
-    others = sorted(workspace.parent.glob(".attempt-*"))
-    running = "".join(f" ({other.name[1:].replace('-', ' ')} is running)" for other in others[:1])
-    return f"the run has continued without this rank{running}"

@@ -71,14 +71,7 @@ def last(path: Path, name: str | None = None) -> Object | None:
         lines = content.split(b"\n")
         _require_objects(path, lines)
         newest_first = _objects(line for line in reversed(lines[:-1]) if key in line)
-        value = next(
-            (
-                value_of_line
-                for value_of_line in newest_first
-                if name is None or name in value_of_line
-            ),
-            None,
-        )
+        value = next((one for one in newest_first if name is None or name in one), None)
         if value is not None or len(content) < limit // 2:
             return value
     return None

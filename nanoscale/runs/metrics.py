@@ -10,7 +10,7 @@ from statistics import median
 
 from nanoscale.runs import events, jsonlines
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.documents import damaged
+from nanoscale.runs.documents import damaged, fits_type
 from nanoscale.runs.jsonlines import Object, Tail
 
 NAMES = (
@@ -94,11 +94,7 @@ def _checked(run: RunDirectory, record: Object) -> Object:
     """Return a record of numbers; null stands for a number that is not finite."""
     if type(record.get("step")) is not int:
         raise damaged(run.metrics, "has a record without a `step`")
-    return {name: value if _is_number(value) else None for name, value in record.items()}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {name: value if fits_type(float, value) else None for name, value in record.items()}
 
 
 def _number(value: Object | float | None) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -86,64 +85,6 @@ def test_nodes_are_different_machines(nodes):
     assert not here & {word for fact in facts for word in fact.stdout.split()}
 
 
-def test_every_node_sees_the_others_by_name(nodes):
-    for node in NODES:
-        for other in NODES:
-            found = nodes.call(node, ["getent", "ahostsv4", other]).stdout.split()
-            assert found[0] == nodes.address(other)
-    assert nodes.call("n1", ["ssh", "n2", "ssh n3 hostname"]).stdout == "n3\n"
-
-
-def test_users_and_ipv6_addresses_work_in_ssh(nodes):
-    if nodes.call(LOGIN, ["ip", "-6", "address", "show", "dev", "eth0"]).stdout == "":
-        pytest.skip("needs a kernel with IPv6")
-    assert ssh(nodes, f"root@{nodes.address6('n3')}", "hostname").stdout == "n3\n"
-
-
-def test_the_file_system_is_shared_but_for_what_is_made_private(nodes, tmp_path):
-    (tmp_path / "shared").write_text("seen by all")
-    folders = nodes.make_private(tmp_path / "own")
-    for node in NODES:
-        assert ssh(nodes, node, f"cat {tmp_path}/shared").stdout == "seen by all"
-        assert ssh(nodes, node, f"echo {node} > {tmp_path}/own/file").returncode == 0
-    nodes.power_off("n1")
-    nodes.power_on("n1")
-    for node in NODES:
-        assert ssh(nodes, node, f"cat {tmp_path}/own/file").stdout == f"{node}\n"
-        assert (folders[node] / "file").read_text() == f"{node}\n"
-    assert list((tmp_path / "own").iterdir()) == []
-
-
-def test_a_small_file_system_is_shared_and_gets_full(nodes, tmp_path):
-    nodes.share_memory(tmp_path / "small", "64k")
-    assert list((tmp_path / "small").iterdir()) == []
-    fill = f"head -c 70000 /dev/zero > {tmp_path}/small/file"
-    assert "No space left" in ssh(nodes, "n1", fill).stderr
-    for node in (*NODES, LOGIN):
-        assert (nodes.seen_from(node, tmp_path / "small") / "file").stat().st_size == 1 << 16
-    assert ssh(nodes, "n2", f"echo more > {tmp_path}/small/other").returncode != 0
-    assert ssh(nodes, "n3", f"rm {tmp_path}/small/file").returncode == 0
-    assert ssh(nodes, "n2", f"echo more > {tmp_path}/small/other").returncode == 0
-
-
-def test_host_keys_differ_and_a_changed_one_is_refused(nodes):
-    scanned = nodes.call(LOGIN, ["ssh-keyscan", "-t", "ed25519", *NODES]).stdout.splitlines()
-    assert len({line.split()[2] for line in scanned if not line.startswith("#")}) == len(NODES)
-    nodes.change_host_key("n2")
-    refused = ssh(nodes, "n2", "true")
-    assert refused.returncode == 255
-    assert "Host key verification failed" in refused.stderr
-    assert ssh(nodes, "n1", "true").returncode == 0
-    nodes.restore_host_key("n2")
-    assert ssh(nodes, "n2", "true").returncode == 0
-
-
-def test_pdsh_reaches_every_node(nodes):
-    environment = os.environ | nodes.pdsh_environment
-    said = nodes.call(LOGIN, ["pdsh", "-w", ",".join(NODES), "hostname"], env=environment)
-    assert sorted(said.stdout.splitlines()) == [f"{node}: {node}" for node in NODES]
-
-
 def test_a_signal_reaches_the_program_and_its_code_comes_back(nodes, tmp_path):
     process = nodes.run_in(
         LOGIN,
@@ -191,21 +132,6 @@ def test_a_node_without_power_is_silent_and_comes_back_as_another(nodes):
 
 def _unless_silent(answer: str) -> str | None:
     return None if answer == "silence" else answer
-
-
-def test_a_partition_is_silent_both_ways_and_heals(nodes):
-    speaker, listener = connect(nodes)
-    nodes.partition("n2")
-    assert say(speaker, "lost?") == "silence"
-    assert nodes.call("n2", ["ping", "-c1", "-W1", "n1"]).returncode != 0
-    assert nodes.call("n1", ["ping", "-c1", "-W1", "n3"]).returncode == 0
-    carrier = nodes.call("n2", ["cat", "/sys/class/net/eth0/carrier"]).stdout
-    assert carrier == "1\n"  # it was not notified
-    assert listener.poll() is None
-    nodes.heal("n2")
-    assert listener.stdout.readline() == "lost?\n"  # TCP repeats lost segments
-    speaker.kill()
-    assert listener.stdout.readline() == "end of file\n"
 
 
 OWNER = """

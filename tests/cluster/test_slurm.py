@@ -1,4 +1,4 @@
-"""The SLURM cluster is one, and it signals as the launcher expects. Two tests wait for its clocks."""
+"""SLURM signals the processes of a job as the launcher expects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.machines import wait_until
-from tests.cluster.slurm import HOSTS, LOGIN, Slurm
+from tests.cluster.slurm import LOGIN, Slurm
 
 pytestmark = pytest.mark.exhaustive
 """They test SLURM, and not nanoscale."""
@@ -52,8 +52,8 @@ class Job:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 
-    def submit(self, *options: str, afterwards: str = "exit 0", heard: str = "heard") -> int:
-        self.heard_in = self.folder / heard
+    def submit(self, *options: str, afterwards: str = "exit 0") -> int:
+        self.heard_in = self.folder / "heard"
         self.heard_in.touch()
         environment = os.environ | {
             "HEARD": str(self.heard_in),
@@ -68,17 +68,8 @@ class Job:
     def heard(self) -> list[str]:
         return self.heard_in.read_text().splitlines()
 
-    def wait_heard(self, *lines: str, limit_s: float = 20.0) -> None:
-        wait_until(lambda: set(lines) <= set(self.heard()), f"{lines} in {self.heard_in}", limit_s)
-
-
-def test_a_step_and_a_job_run_on_two_machines(slurm, tmp_path):
-    assert sorted(slurm.command("srun", "-N2", "hostname").split()) == list(HOSTS)
-    job = slurm.sbatch("-N2", f"--output={tmp_path}/output", "--wrap", "hostname; srun hostname")
-    assert slurm.wait_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
-    first, *step = (tmp_path / "output").read_text().split()
-    assert (first, sorted(step)) == ("s1", list(HOSTS))
-    assert slurm.processes() == {}
+    def wait_heard(self, *lines: str) -> None:
+        wait_until(lambda: set(lines) <= set(self.heard()), f"{lines} in {self.heard_in}", 20.0)
 
 
 def test_nothing_of_a_cancelled_job_is_left(slurm, job):
@@ -100,29 +91,6 @@ def test_signals_go_to_steps_or_to_the_batch_script(slurm, job):
     slurm.command("scancel", "--signal=USR2", job.number)
     job.wait_heard("s1.0 USR2", "s2.0 USR2")
     assert not {"batch.0 USR2", "s1.0 USR1", "s2.0 USR1"} & set(job.heard())
-
-
-def test_a_job_requeues_itself(slurm, job):
-    job.submit("-N2", "--requeue", afterwards="scontrol requeue $SLURM_JOB_ID; sleep 1000")
-    job.wait_heard("s1.0 start", "s2.0 start")
-    slurm.command("scancel", "--signal=TERM", job.number)
-    job.wait_heard("batch.0 step ended", "batch.0 TERM")
-    slurm.hasten(job.number)
-    job.wait_heard("batch.1 start")
-    assert slurm.wait_state(job.number, "COMPLETED")["Restarts"] == "1"
-
-
-def test_preemption_tells_the_steps_alone_and_a_job_requeues_itself(slurm, job):
-    job.submit("-N2", "--exclusive", "--requeue", afterwards="scontrol requeue $SLURM_JOB_ID")
-    job.wait_heard("s1.0 start", "s2.0 start")
-    urgent = slurm.sbatch("-N2", "--exclusive", "-phigh", "--output=/dev/null", "--wrap", "true")
-    job.wait_heard("s1.0 TERM", "s2.0 TERM", "batch.0 step ended")
-    assert slurm.wait_state(urgent, "COMPLETED")["JobState"] == "COMPLETED"
-    heard = job.heard()
-    assert "batch.0 TERM" not in heard[: heard.index("batch.0 step ended")]
-    slurm.hasten(job.number)
-    job.wait_heard("batch.1 start")
-    assert slurm.wait_state(job.number, "COMPLETED")["Restarts"] == "1"
 
 
 def test_a_preempted_job_that_ends_in_time_is_not_requeued(slurm, job):
@@ -157,34 +125,3 @@ def test_the_command_of_salloc_is_not_told_that_its_nodes_are_gone(slurm, tmp_pa
     wait_until(lambda: "revoked" in (tmp_path / "said").read_text(), "revocation")
     assert "told" not in (tmp_path / "said").read_text()
     assert salloc.poll() is None
-
-
-def test_usr1_comes_before_the_time_limit(slurm, job):
-    """30 s: slurmctld looks at time limits no more often."""
-    job.submit("-N2", "--time=1", "--signal=B:USR1@60", heard="of the batch script")
-    other = Job(slurm, job.folder)
-    other.submit("-N2", "--time=1", "--signal=USR1@60", heard="of the step")
-    job.wait_heard("batch.0 USR1", limit_s=60)
-    other.wait_heard("s1.0 USR1", "s2.0 USR1", limit_s=60)
-    for one in (job, other):
-        assert slurm.show(one.number)["JobState"] == "RUNNING"
-        assert len([line for line in one.heard() if "USR1" in line]) == (1 if one is job else 2)
-
-
-def test_lost_nodes_are_noticed_and_come_back(slurm, job):
-    """20 s: until slurmctld gives the nodes up."""
-    lost = Job(slurm, job.folder)
-    lost.submit("--nodelist=s1", "--no-requeue", heard="on s1")
-    job.submit("--nodelist=s2", "--requeue", heard="on s2")
-    lost.wait_heard("s1.0 start")
-    job.wait_heard("s2.0 start")
-    slurm.power_off("s1")
-    slurm.partition("s2")
-    assert slurm.wait_state(lost.number, "NODE_FAIL")["Reason"] == "NodeDown"
-    assert slurm.wait_state(job.number, "PENDING")["Restarts"] == "1"
-    assert "s2.0 TERM" not in job.heard()
-    assert slurm.processes("s2") != {}  # the requeued job still runs on the unreachable node
-    slurm.heal("s2")
-    wait_until(lambda: slurm.processes("s2") == {}, "end of the job that was given up")
-    slurm.power_on("s1")
-    assert sorted(slurm.command("srun", "-N2", "hostname").split()) == list(HOSTS)

@@ -51,17 +51,14 @@ class Signals:
     def __enter__(self) -> Signals:
         for number in _HANDLED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self.record)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.record(number)
-
-    def record(self, number: int) -> None:
+    def record(self, number: int, _frame: FrameType | None = None) -> None:
         """Record a signal, whoever received it."""
         if number == signal.SIGTSTP:
             self.suspended = True

@@ -177,11 +177,10 @@ def _limit_hosts(
         message = f"is more than the slots of {', '.join(names)}{others}"
         option = f"--num-gpus {min(host.slots for host in too_few)}"
         violations.append(_key_violation(composed, "launcher.devices", message, option))
-    return [_limit_slots(host, devices) for host in hosts], violations
-
-
-def _limit_slots(host: Host, slots: int) -> Host:
-    return replace(host, slots=slots, devices=host.devices and host.devices[:slots])
+    return [
+        replace(host, slots=devices, devices=host.devices and host.devices[:devices])
+        for host in hosts
+    ], violations
 
 
 def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violation]:

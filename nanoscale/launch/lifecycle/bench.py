@@ -31,25 +31,14 @@ from nanoscale.runs.metrics import WARM_UP, steady
 Document = dict[str, Any]
 
 COMPARED = (
-    "step_time_s",
-    "tokens_per_s",
-    "tokens_per_s_per_device",
-    "mfu",
-    "hfu",
-    "mfu_of_measured",
-    "memory_gib",
-    "matmul_tflops",
-)
+    "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "mfu_of_measured",
+    "memory_gib", "matmul_tflops",
+)  # fmt: skip
 """Figures that are compared with another's."""
 _KEPT = (
-    "world_size",
-    "global_batch",
-    "step_time_s",
-    "tokens_per_s",
-    "tokens_per_s_per_device",
-    "memory_gib",
+    "world_size", "global_batch", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "memory_gib",
     "mfu",
-)
+)  # fmt: skip
 """Figures of each point of a scaling test."""
 _MEASURE = "nanoscale bench"
 

@@ -7,7 +7,7 @@ import socket
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from nanoscale.config.layout import coordinates
@@ -19,21 +19,9 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document
 
 _INHERITED = (
-    "CUDA",
-    "DS_",
-    "FI_",
-    "GLOO",
-    "GOMP",
-    "HF_",
-    "KMP",
-    "MKL",
-    "NCCL",
-    "OMP",
-    "PYTHON",
-    "PYTORCH",
-    "TORCH",
-    "UCX",
-)
+    "CUDA", "DS_", "FI_", "GLOO", "GOMP", "HF_", "KMP", "MKL", "NCCL", "OMP", "PYTHON", "PYTORCH",
+    "TORCH", "UCX",
+)  # fmt: skip
 """Prefixes of variables that affect a job on any host."""
 
 _INHERITED_LOCALLY = ("LD_", "NVIDIA")
@@ -170,7 +158,11 @@ def plan_launch(
     transport = transport_of(config)
     hosts = hosts or (local_host(config.world_size),)
     commands = transport.commands(hosts)
-    ranks = _ranks(hosts)
+    first_ranks = accumulate((host.slots for host in hosts), initial=0)
+    ranks = [
+        tuple(range(first, first + host.slots))
+        for first, host in zip(first_ranks, hosts, strict=False)
+    ]
     plans = tuple(
         HostPlan(host.address, host.slots, host_ranks, command, host.devices)
         for host, host_ranks, command in zip(hosts, ranks, commands, strict=True)
@@ -207,31 +199,16 @@ def agent_environment(
     return passed | _environment(config, world_size, inherited)
 
 
-def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:
-    """Return every host's ranks, in the hosts' order."""
-    shares, first = [], 0
-    for host in hosts:
-        shares.append(tuple(range(first, first + host.slots)))
-        first += host.slots
-    return shares
-
-
 def _is_inherited(config: Config, name: str) -> bool:
     if transport_of(config).is_local:
         return name.startswith(_INHERITED + _INHERITED_LOCALLY)
     if name in _NOT_INHERITED:
         return False
-    patterns = [*config.launcher.pass_env, *_trackers(config)]
+    patterns = [*config.launcher.pass_env]
+    patterns += ["WANDB_*"] if config.logger.wandb != "off" else []  # the trackers' keys included
+    patterns += ["MLFLOW_*"] if config.logger.mlflow == "on" else []
     prefixes = tuple(entry[:-1] for entry in patterns if entry.endswith("*"))
     return name in patterns or name.startswith(_INHERITED + prefixes)
-
-
-def _trackers(config: Config) -> list[str]:
-    """Return patterns of the variables that configure the requested trackers, their keys included."""
-    return [
-        *(["WANDB_*"] if config.logger.wandb != "off" else []),
-        *(["MLFLOW_*"] if config.logger.mlflow == "on" else []),
-    ]
 
 
 def _environment(config: Config, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:

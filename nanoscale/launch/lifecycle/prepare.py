@@ -40,15 +40,8 @@ from nanoscale.runs.directory import (
 from nanoscale.runs.lock import RunLock
 
 _PACKAGES = (
-    "torch",
-    "numpy",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "pyyaml",
-    "xxhash",
-    "deepspeed",
-)
+    "torch", "numpy", "tokenizers", "hydra-core", "omegaconf", "pyyaml", "xxhash", "deepspeed",
+)  # fmt: skip
 
 
 def name_run(composed: Composed, config: ResolvedConfig, *, repeats: bool) -> ResolvedConfig:
@@ -57,14 +50,18 @@ def name_run(composed: Composed, config: ResolvedConfig, *, repeats: bool) -> Re
     Args:
         repeats: the configuration is that of another run, whose name is only a prefix.
     """
-    root = Path(config.run.root)
-    name = config.run.name
-    if repeats and (name is None or not composed.by_hand("run.name")):
-        name = free_name(root, name or composed.recipe or "run")
-    elif name is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = free_name(root, f"{composed.recipe or 'run'}-{stamp}")
+    name, is_requested = _wanted_name(composed, config, repeats=repeats)
+    if not is_requested:
+        name = free_name(Path(config.run.root), name)
     return replace(config, run=replace(config.run, name=name))
+
+
+def _wanted_name(composed: Composed, config: ResolvedConfig, *, repeats: bool) -> tuple[str, bool]:
+    """Return the name for a run, and False if any unused name that begins so will do."""
+    name = config.run.name
+    if name is None:
+        return f"{composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}", False
+    return name, not repeats or composed.by_hand("run.name")
 
 
 def check_new_run(config: ResolvedConfig) -> None:
@@ -81,22 +78,14 @@ def check_new_run(config: ResolvedConfig) -> None:
 
 def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
     """Name the runs of an array: a shared name, requested or unused, and a number."""
-    first = requests[0]
-    requested_name = first.config.run.name
-    shared_name = (
-        requested_name or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
-    if requested_name is None or (first.repeats and not first.composed.by_hand("run.name")):
+    first, named = requests[0], []
+    repeats = first.repeats is not None
+    shared_name, is_requested = _wanted_name(first.composed, first.config, repeats=repeats)
+    if not is_requested:
         shared_name = free_names(Path(first.config.run.root), shared_name, len(requests))
-    named = [
-        replace(
-            request,
-            config=replace(
-                request.config, run=replace(request.config.run, name=f"{shared_name}-{number}")
-            ),
-        )
-        for number, request in enumerate(requests)
-    ]
+    for number, request in enumerate(requests):
+        run = replace(request.config.run, name=f"{shared_name}-{number}")
+        named.append(replace(request, config=replace(request.config, run=run)))
     return shared_name, named
 
 
@@ -112,19 +101,11 @@ def check_new_runs(requests: Sequence[Request], shared: str) -> None:
     check_name(f"{shared}-{len(requests)}")
     free = free_names(root, shared, len(requests))
     if free != shared:
-        raise UserError(
-            "run",
-            f"runs named {shared!r} exist already in {root.absolute()}",
-            [
-                Violation(
-                    "run.name",
-                    shared,
-                    first.composed.source("run.name"),
-                    "a new run never overwrites an old one",
-                    (override("run.name", free),),
-                )
-            ],
-        )
+        source, suggestion = first.composed.source("run.name"), override("run.name", free)
+        rule = "a new run never overwrites an old one"
+        violation = Violation("run.name", shared, source, rule, (suggestion,))
+        message = f"runs named {shared!r} exist already in {root.absolute()}"
+        raise UserError("run", message, [violation])
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Supervisor:
         while True:
             outcome = self._attempt(number)
             has_trained = self.view.running
-            if not restarts_left or not self._may_restart(outcome):
+            if not restarts_left or outcome.exit_code != FAILED or self.signals.first is not None:
                 return outcome
             pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
             restarts_left, number = restarts_left - 1, number + 1
@@ -137,21 +137,15 @@ class Supervisor:
 
     # --- records --------------------------------------------------------------------------------------
 
-    def _may_restart(self, outcome: Outcome) -> bool:
-        return outcome.exit_code == FAILED and self.signals.first is None
-
     def _record_restart(self, outcome: Outcome, restarts_left: int) -> None:
         cause = outcome.failure
         reason = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
         more_restarts = (
             counted(restarts_left, "more restart") if restarts_left else "no more restart"
         )
-        checkpoint_steps = self.run.checkpoint_steps()
-        start = (
-            f"the checkpoint of step {checkpoint_steps[-1]}"
-            if checkpoint_steps
-            else "step 1: no checkpoint was saved"
-        )
+        start = "step 1: no checkpoint was saved"
+        if steps := self.run.checkpoint_steps():
+            start = f"the checkpoint of step {steps[-1]}"
         text = f"{reason}; starting again from {start} ({more_restarts} after this)"
         events.append(self.run, "restart", text, left=restarts_left)
         self.view.poll()

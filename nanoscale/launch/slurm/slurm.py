@@ -30,19 +30,9 @@ _COLUMNS = {
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "REVOKED",
-    "LAUNCH_FAILED",
-    "RECONFIG_FAIL",
-)
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
+    "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+)  # fmt: skip
 
 
 class SlurmError(Exception):
@@ -109,7 +99,9 @@ def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
         columns = ",".join(f"{name}:{width}|" for name, width in _COLUMNS.items())
         command = ["squeue", "--noheader", "--array", "--states=all", "--Format", columns]
         command += [*_cluster_option(cluster), "--jobs", ",".join(numbers)]
-        states |= {state.job: state for state in _parse(_query(command)) if state.job in numbers}
+        rows = ([cell.strip() for cell in line.split("|")] for line in _query(command).splitlines())
+        found = [_state(*row[: len(_COLUMNS)]) for row in rows if len(row) >= len(_COLUMNS)]
+        states |= {state.job: state for state in found if state.job in numbers}
     return states
 
 
@@ -176,11 +168,6 @@ def _mounts(config: Config) -> list[str]:
 
 def _cluster_option(cluster: str | None) -> list[str]:
     return [] if cluster is None else [f"--clusters={cluster}"]
-
-
-def _parse(answer: str) -> list[JobState]:
-    rows = ([cell.strip() for cell in line.split("|")] for line in answer.splitlines())
-    return [_state(*row[: len(_COLUMNS)]) for row in rows if len(row) >= len(_COLUMNS)]
 
 
 def _state(job: str, state: str, reason: str, nodes: str, start: str, restarts: str) -> JobState:

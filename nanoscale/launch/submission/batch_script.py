@@ -119,7 +119,8 @@ Option = tuple[str, str | None]
 def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str) -> str:
     settings = config.launcher.slurm
     # Anybody who can change the run's config.yaml can change this script as well.
-    launch = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
+    launcher = shlex.join([config.cluster.python or sys.executable, "-P", "-m", "nanoscale"])
+    launch = f"{launcher} resume --trust {run} &\n"
     sections = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
         "# Written by `nanoscale submit`. Submitted again with sbatch, it continues where the run stopped.\n",
@@ -131,10 +132,6 @@ def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str
         f"max_requeues={settings.max_requeues}\n{REQUEUE}",
     ]
     return "\n".join(section for section in sections if section)
-
-
-def _launcher(config: ResolvedConfig) -> list[str]:
-    return [config.cluster.python or sys.executable, "-P", "-m", "nanoscale"]
 
 
 def _exports(config: ResolvedConfig) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import nanoscale
@@ -156,11 +157,7 @@ class Ssh(Transport):
             return f"take {entry} out of --include {shlex.quote(launcher.include)}"
         excluded = launcher.exclude.split("@") if launcher.exclude else []
         slots_of_host = re.compile(rf"\s*{re.escape(entry)}\s*(:.*)?", re.IGNORECASE)
-        others = [
-            excluded_entry
-            for excluded_entry in excluded
-            if not slots_of_host.fullmatch(excluded_entry)
-        ]
+        others = [other for other in excluded if not slots_of_host.fullmatch(other)]
         return f"leave it out with --exclude {shlex.quote('@'.join([*others, entry]))}"
 
     def _command(self, host: Host, *arguments: str) -> Command:
@@ -176,10 +173,8 @@ class Ssh(Transport):
             "ServerAliveInterval": max(1, int(launcher.lost_after_s)),
             "ServerAliveCountMax": 2,
         }
-        own_options = [
-            part for name, value in options.items() for part in ("-o", f"{name}={value}")
-        ]
-        return [*launcher.ssh_args, *own_options]
+        pairs = (("-o", f"{name}={value}") for name, value in options.items())
+        return [*launcher.ssh_args, *chain.from_iterable(pairs)]
 
     def _remote(self, host: Host, *arguments: str) -> str:
         """Return the agent's command line, quoted for the shell of another host."""
