@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +12,11 @@ from pathlib import Path
 import pytest
 
 from nanoscale.agent.facts import architectures, compiler, constants
-from nanoscale.common.devices import Devices
-from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Optimizer
 from nanoscale.launch.preflight.preflight import can_compute, judge
 from nanoscale.launch.preflight.verdicts import has_kernels
 from tests.launch.test_preflight import SSH, change, members, refusal, the_wrong_one, wrong
 from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_torch_files
-from tests.support.recipes import changed
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -157,24 +153,6 @@ def test_triton_has_to_be_there_too():
     change(them[1], "optional_packages", ["torchao"])
     assert wrong(them) == []
     assert the_wrong_one(them, COMPILED).finding == "no Triton, which backend.compile=on needs"
-
-
-def test_overrides_that_a_remedy_names_are_accepted():
-    them = members()
-    both = replace(COMPILED, optimizer=Optimizer(name="adamw8bit"))
-    remedies = []
-    for software in (NO_CC, BROKEN):
-        change(them[1], "gpu_software.compiler", software)
-        remedies.append(the_wrong_one(them, both).remedy)
-    change(them[1], "gpu_software.torch.cuda", None)
-    remedies.append(the_wrong_one(them, both).remedy)
-    overrides = re.findall(r"[a-z]+(?:\.[a-zA-Z_]+)*=[\w./]+", " ".join(remedies))
-    assert set(overrides) == {
-        "launcher.env.CC=/path/to/gcc", "backend.compile=off", "optimizer=adamw",
-        "launcher.device=cpu",
-    }  # fmt: skip
-    for override in set(overrides):
-        check(changed(override), Devices("cuda", 2, ("H200", "H200")))
 
 
 # --- the facts --------------------------------------------------------------------------------------

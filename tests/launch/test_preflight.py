@@ -149,6 +149,7 @@ def test_healthy_hosts_are_good_in_every_respect():
         "GPUs", "GPU memory", "CUDA", "memory", "run.root", "cache", "/dev/shm", "clock", "network",
     }  # fmt: skip
     assert [verdict.host for verdict in verdicts if verdict.check == "port"] == ["n1"]
+    assert len({(v.host, v.check) for v in verdicts}) == len(verdicts)
     assert refusal(members()) is None
 
 
@@ -173,11 +174,6 @@ def test_mixed_versions_are_one_line_where_nothing_is_refused(capsys, monkeypatc
     assert "n3 has nanoscale 0.0.1 (abc), and" in line
     assert "n2 and n3 have torch 2.9.0, and 2.13.0 on n1 and n4" in line
     assert "driver" not in line and "memory" not in line
-
-
-def test_no_check_is_made_twice_of_a_host():
-    verdicts = judge(members(), SSH)
-    assert len({(v.host, v.check) for v in verdicts}) == len(verdicts)
 
 
 # --- versions -------------------------------------------------------------------------------------

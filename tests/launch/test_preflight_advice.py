@@ -96,12 +96,3 @@ def test_an_override_for_a_host_is_accepted(
     assert lines
     for (word,) in lines:
         changed(word)
-
-
-def test_the_line_of_the_hostfile_that_is_to_be_corrected_has_as_many_slots_as_gpus() -> None:
-    them = members(2)
-    change(them[1], "devices", {"kind": "cuda", "count": 4, "names": ["H200"] * 4, "cores": 64})
-    slots, place = the_remedy(them, job(), "devices").split(" at ")
-    assert (slots, place) == ("slots=4", them[1].host.source)
-    them[1].host = type(them[1].host)("n2", int(slots.partition("=")[2]), source=place)
-    assert all(it.good for it in judge(them, job()) if it.check == "devices")

@@ -20,7 +20,6 @@ from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.preflight.verdicts import (
     CheckRow,
-    EqualVerdicts,
     Verdict,
     gpu_software,
     grouped,
@@ -70,12 +69,11 @@ def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
     ]
     if not failed:
         return None
-    hosts = "; ".join(f"{_hosts_and_verb(group)} {group.finding}" for group in grouped(failed))
+    hosts = "; ".join(
+        f"{join_names(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'} {group.finding}"
+        for group in grouped(failed)
+    )
     return f"versions differ, which launcher.preflight=false allows: {hosts}"
-
-
-def _hosts_and_verb(group: EqualVerdicts) -> str:
-    return f"{join_names(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'}"
 
 
 def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
