@@ -59,7 +59,8 @@ that is assumed."""
 ENOUGH = 0.5
 """The least probability with which a layout counts as fitting."""
 SURE = 0.9
-"""The least probability with which a search recommends a layout."""
+"""The least probability with which a search recommends a layout. Between it and `1 - SURE`, a plan cannot
+decide."""
 
 
 Memory = tuple[RankMemory, ...]
@@ -123,6 +124,11 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.fits_probability >= ENOUGH
+
+    @property
+    def is_open(self) -> bool:
+        """True if the closed form cannot decide whether the job fits, and no rehearsal was made."""
+        return self.rehearsed is None and 1 - SURE < self.fits_probability < SURE
 
     @property
     def training(self) -> TrainingEstimate:

@@ -162,6 +162,41 @@ def test_a_rehearsal_decides_whether_a_job_fits() -> None:
     assert "an upper bound, counted" in verdict(bound)
 
 
+OPEN = (
+    "recipe=debug", *ON_GPUS, "cluster.memory_gib=1.37", "data=random", "train.micro_batch=64",
+    "train.global_batch=128",
+)  # fmt: skip
+"""A job that fits with a probability of 40 % by the plan, and not by a rehearsal."""
+
+
+@pytest.mark.slow
+def test_a_rehearsal_decides_where_the_plan_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["plan", *OPEN]) == 0
+    assert "`nanoscale rehearse` with the same overrides decides" in capsys.readouterr().out
+    assert nanoscale(["submit", *OPEN, "--json"]) == 3
+    shown = capsys.readouterr()
+    assert "the plan cannot decide whether the job fits" in shown.err
+    assert "(rehearsed: rank 0, " in json.loads(shown.out)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("option", "patience", "note"),
+    [("--dry-run", 0.1, ": --rehearse would decide, in about "), ("--force", 1e9, "")],
+)
+def test_a_long_rehearsal_and_a_forced_launch_are_left_to_the_user(
+    option: str,
+    patience: float,
+    note: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(rehearsal, "PATIENCE_S", patience)
+    monkeypatch.setattr(rehearsals, "rehearse", None)
+    assert nanoscale(["submit", *OPEN, "--dry-run", option]) == (0 if option == "--force" else 3)
+    shown = capsys.readouterr().err
+    assert note in shown and ("cannot decide" in shown) == bool(note)
+
+
 @pytest.mark.slow
 def test_snapshots_of_every_rank(tmp_path: Path) -> None:
     words = [

@@ -6,53 +6,27 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common.output import saying
+from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import duration
 from nanoscale.config.violations import refuse
+
+PATIENCE_S = 180.0
+"""The longest rehearsal, in seconds, that a launch makes without being asked."""
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nanoscale.config.resolved import ResolvedConfig
-    from nanoscale.launch.request import Request
     from nanoscale.plan.predict import Prediction
 
 
-def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
-    """Return the request with its rehearsal, if there is one.
-
-    Args:
-        rehearse: play it now if it was not played before.
-        force: launch a job that does not fit.
-
-    Raises:
-        UserError: of kind `rehearsal`, the code of a rank fails or ranks disagree; of kind `plan`, it does not
-            fit.
-    """
-    from dataclasses import replace
-
-    from nanoscale.rehearse import rehearsals
-    from nanoscale.rehearse.document import failed
-    from nanoscale.view.rehearsal_text import mistakes, verdict
-
-    config = request.config
-    if not rehearse:
-        return replace(request, program=rehearsals.known_of(config))
-    result = rehearsed(config, "distinct", rehearsals.STEPS)
-    if failed(result):
-        raise UserError("rehearsal", "the rehearsal failed\n" + "\n".join(mistakes(result)))
-    if result["fits"] is False and not force:
-        raise UserError("plan", f"the rehearsal {verdict(result)}")
-    return replace(request, program=result)
-
-
-def with_rehearsal(plan: Prediction) -> Prediction:
-    """Return the prediction with the memory that a rehearsal by the same code counted, if there is one."""
+def with_memory(plan: Prediction, result: dict[str, Any] | None) -> Prediction:
+    """Return the prediction with the memory that a rehearsal counted; None: without."""
     from dataclasses import replace
 
     from nanoscale.plan.predict import RehearsedMemory
-    from nanoscale.rehearse.rehearsals import known_of
 
-    result = known_of(plan.config)
     if result is None:
         return plan
     worst = next(rank for rank in result["ranks"] if rank["rank"] == result["worst_rank"])
@@ -65,6 +39,46 @@ def with_rehearsal(plan: Prediction) -> Prediction:
         upper_bound=result["eager"],
     )
     return replace(plan, rehearsed=memory)
+
+
+def must_decide(plan: Prediction) -> bool:
+    """Return whether a rehearsal must decide if the job fits, since the plan cannot; tell the user."""
+    from nanoscale.rehearse.rehearsals import estimated_seconds
+    from nanoscale.view.plan.prediction import undecided
+
+    if not (question := undecided(plan)):
+        return False
+    seconds = estimated_seconds(plan.config)
+    if seconds > PATIENCE_S:
+        display.note(f"{question}: --rehearse would decide, in about {duration(seconds)}")
+        return False
+    display.note(f"{question}: a rehearsal decides (--force skips it)")
+    return True
+
+
+def rehearsal_of_launch(config: ResolvedConfig, *, asked: bool) -> dict[str, Any] | None:
+    """Return the result of a rehearsal before a launch; None if it cannot be played here.
+
+    Args:
+        asked: True if the user asked for it.
+
+    Raises:
+        UserError: of kind `rehearsal`, the code of a rank fails or ranks disagree.
+    """
+    from nanoscale.rehearse import rehearsals
+    from nanoscale.rehearse.document import failed
+    from nanoscale.view.rehearsal_text import mistakes
+
+    try:
+        result = rehearsed(config, "distinct", rehearsals.STEPS)
+    except UserError as error:
+        if asked:
+            raise
+        display.note(f"not rehearsed, so the plan decides: {error}")
+        return None
+    if failed(result):
+        raise UserError("rehearsal", "the rehearsal failed\n" + "\n".join(mistakes(result)))
+    return result
 
 
 def rehearsed(

@@ -185,6 +185,7 @@ def request_new_run(
     refusals: Refusals | None = None,
     *,
     force: bool = False,
+    rehearse: bool = False,
     fetch: bool = True,
     saves: bool = True,
     verify: Callable[[Composed], None] | None = None,
@@ -194,6 +195,7 @@ def request_new_run(
     Args:
         refusals: the receiver of errors that do not prevent a dry run; None: raise.
         force: launch a job that does not fit.
+        rehearse: rehearse the job in any case.
         fetch: True to download the weights of a model that is given by its name.
         saves: True if the disk must have room for the job's checkpoints.
         verify: a check before those of the rules.
@@ -208,34 +210,50 @@ def request_new_run(
     with refusals.gather():
         check_new_run(named)
     weighed = replace(checked, config=with_weights(composed, named, fetch=fetch))
-    request_with_plan = planned(weighed, refusals, force=force)
+    request_with_plan = planned(weighed, refusals, force=force, rehearse=rehearse)
     if saves:
         require_disk(request_with_plan, refusals, force=force)
     return request_with_plan
 
 
-def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
-    """Return the request with its plan, if it may be launched; without one if its devices are not known here.
+def planned(
+    request: Request, refusals: Refusals, *, force: bool, rehearse: bool = False
+) -> Request:
+    """Return the request with its plan and its rehearsal, if it may be launched.
+
+    If the plan cannot decide whether the job fits, a rehearsal does. A request has no plan if its devices are
+    not known here.
+
+    Args:
+        force: launch a job that does not fit.
+        rehearse: rehearse the job in any case.
 
     Raises:
-        UserError: of kind `plan`, it does not fit, and `force` is not set; or `cluster` names unknown
-            hardware.
+        UserError: of kind `plan`, it does not fit; of kind `rehearsal`, the code of a rank fails or ranks
+            disagree; or `cluster` names unknown hardware.
     """
-    from nanoscale.cli.common.rehearsal import with_rehearsal
+    from nanoscale.cli.common.rehearsal import must_decide, rehearsal_of_launch, with_memory
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
+    from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.prediction import document
     from nanoscale.view.plan.verdict import require_fit
 
     try:
-        plan = with_rehearsal(predict(request.config))
+        plan = predict(request.config)
     except UnknownHardwareError as error:
+        if rehearse:
+            raise
         display.note(f"not planned: {error}")
         return request
-    if not force:
-        with refusals.gather():
+    program = known_of(request.config)
+    with refusals.gather():
+        if program is None and (rehearse or (not force and must_decide(plan))):
+            program = rehearsal_of_launch(request.config, asked=rehearse)
+        plan = with_memory(plan, program)
+        if not force:
             require_fit(request.composed, plan, request.devices)
-    return replace(request, plan=document(plan))
+    return replace(request, plan=document(plan), program=program)
 
 
 def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:

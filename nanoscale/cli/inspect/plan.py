@@ -18,7 +18,7 @@ from nanoscale.cli.common.output import (
     require_writable,
     write_file,
 )
-from nanoscale.cli.common.rehearsal import with_rehearsal
+from nanoscale.cli.common.rehearsal import with_memory
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
@@ -122,13 +122,14 @@ def _one(
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
+    from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.blocks import page, show
     from nanoscale.view.plan.prediction import document, prediction_report
 
     config = request_job(line, starts=False, devices=planned_devices).config
     prediction = predict(config, software=software)
     if software is NANOSCALE:
-        prediction = with_rehearsal(prediction)
+        prediction = with_memory(prediction, known_of(config))
     if html is not None:
         report = prediction_report(prediction, explain=True)
         write_file("--html", html, page(report), overwrite=overwrite)

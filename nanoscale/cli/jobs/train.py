@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, print_json
-from nanoscale.cli.common.rehearsal import with_program
 from nanoscale.cli.common.request import (
     LAUNCH,
     CommandLine,
@@ -46,8 +45,7 @@ def train(
     from nanoscale.launch.lifecycle.prepare import new_run
 
     refusals = Refusals(postponed=dry_run)
-    request = request_new_run(line, refusals, force=force, fetch=not dry_run)
-    request = with_program(request, rehearse=rehearse, force=force)
+    request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
     if dry_run:
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
@@ -166,8 +164,7 @@ def submit(
         request_for_slurm(replace(line, overrides=one.words), fetch=not dry_run) for one in variants
     ]
     refusals = Refusals(postponed=dry_run)
-    requests = [planned(request, refusals, force=force) for request in requests]
-    requests = [with_program(one, rehearse=rehearse, force=force) for one in requests]
+    requests = [planned(one, refusals, force=force, rehearse=rehearse) for one in requests]
     for request in requests:
         require_disk(request, refusals, force=force)
     batch = batch_job(requests, at_once)

@@ -153,6 +153,8 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     trust.sign(run, request.config)  # also if another user's was trusted unchanged
     if request.plan is not None:
         write_json(run.plan, request.plan)
+    if request.program is not None:
+        write_json(run.program, request.program)
 
 
 def provenance(composed: Composed) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
+from nanoscale.rehearse.tasks import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, shape
 from nanoscale.view.plan.explain import how
@@ -139,6 +140,8 @@ def prediction_report(plan: Prediction, *, explain: bool) -> Report:
 def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
     """Yield everything but the head of a prediction."""
     yield Lines([verdict(plan)], "green" if plan.fits else "bold red")
+    if question := undecided(plan):
+        yield Lines([f"{question}: `nanoscale rehearse` with the same overrides decides"])
     yield Chart(lambda width: bars(plan.memory, plan.capacity, min(width, 120)))
     worst = plan.worst
     pipeline = len(plan.memory) > 1
@@ -216,6 +219,13 @@ def verdict(plan: Prediction) -> str:
             where += f"; a rehearsal with eager blocks, an upper bound, counted {most}"
     word = "fits" if plan.fits else "does not fit"
     return f"{word}: {needs} ({where}); probability that it fits {plan.fits_probability:.0%}"
+
+
+def undecided(plan: Prediction) -> str:
+    """Return that a rehearsal must decide whether the job fits; empty if the plan can, or none is possible."""
+    if not plan.is_open or plan.software is not NANOSCALE or why_unplayable(plan.config):
+        return ""
+    return f"the plan cannot decide whether the job fits ({plan.fits_probability:.0%})"
 
 
 def outcome(plan: Prediction) -> list[str]:

@@ -26,7 +26,9 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
     """
     if plan.fits:
         return
-    found = proposals(composed, plan, devices)
+    rehearsed = plan.decisive
+    margin = rehearsed.total / plan.worst.total if rehearsed is not None else 1.0
+    found = proposals(composed, plan, devices, max(1.0, margin))
     remedy = "" if found else "; no layout of these devices fits, see nanoscale plan --search"
     raise UserError("plan", f"{verdict(plan)}{remedy}. Continue with --force", found)
 
