@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError, Violation
@@ -52,9 +53,10 @@ def nearest(
 ) -> list[Prediction]:
     """Return fitting layouts, those with the fewest changes first, then the fastest."""
     world = plan.config.world_size
-    free = replace(
-        search_space(composed, _enough(devices, world), plan.hardware, world), held=frozenset()
-    )
+    # All devices of all hosts, as one machine; SLURM's nodes may have others than this host.
+    kind: Literal["cpu", "cuda"] = "cpu" if plan.config.launcher.device == "cpu" else "cuda"
+    enough = replace(devices, kind=kind, count=max(devices.count, world))
+    free = replace(search_space(composed, enough, plan.hardware, world), held=frozenset())
     ranked = search(free, plan.hardware).ranked
     by_changes = sorted(
         (near for near in ranked if near.worst.total * margin <= near.capacity),
@@ -72,11 +74,6 @@ def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Predict
         if words and not any(known <= keys for known in seen):
             seen.add(keys)
             yield plan
-
-
-def _enough(devices: Devices, world: int) -> Devices:
-    """Return all devices of all hosts, as one machine."""
-    return replace(devices, count=max(devices.count, world))
 
 
 def _gain(plan: Prediction) -> str:
