@@ -83,11 +83,28 @@ def test_no_room_is_too_large(imports):
 
 
 BUDGET = {
-    "agent": 1125, "backends": 1850, "checkpoint": 2650, "cli": 4890, "common": 650,
-    "config": 9520, "data": 4690, "generate": 1100, "launch": 5612, "measure": 620,
-    "metrics": 1030, "models": 1320, "parallel": 2100, "plan": 6520, "processes": 1035,
-    "rehearse": 2790, "runs": 2420, "sweep": 1150, "train": 1050, "view": 4490, "": 190,
-}  # fmt: skip
+    "agent": 1125,
+    "backends": 1850,
+    "checkpoint": 2650,
+    "cli": 4890,
+    "common": 650,
+    "config": 9520,
+    "data": 4690,
+    "generate": 1100,
+    "launch": 5612,
+    "measure": 620,
+    "metrics": 1030,
+    "models": 1320,
+    "parallel": 2100,
+    "plan": 6520,
+    "processes": 1035,
+    "rehearse": 2790,
+    "runs": 2420,
+    "sweep": 1150,
+    "train": 1050,
+    "view": 4490,
+    "": 190,
+}
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""
 
 
