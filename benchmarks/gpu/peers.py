@@ -38,7 +38,7 @@ from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.data.dataset import open_data
-from nanoscale.data.tokens.indexed import IndexedWriter
+from nanoscale.data.tokens.indexed import bin_path, idx_path, index_parts
 from nanoscale.metrics.meter import device_peak, peak_memory_gib, wait_for
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.models.initialization import initialize
@@ -90,10 +90,9 @@ def write_tokens(folder: Path, documents: int, most: int) -> None:
     for vocabulary in VOCABULARIES:
         size = (documents, 1 << 12)
         tokens = np.random.default_rng(0).integers(min(vocabulary, most), size=size)
-        with IndexedWriter(folder / f"tokens-{vocabulary}", np.int32) as writer:
-            for document in tokens:
-                writer.add_document(document)
-            writer.finish()
+        prefix, lengths = folder / f"tokens-{vocabulary}", np.full(documents, 1 << 12, dtype="<i4")
+        bin_path(prefix).write_bytes(tokens.astype("<i4").tobytes())
+        idx_path(prefix).write_bytes(b"".join(index_parts(np.dtype("<i4"), lengths)))
 
 
 def trained(kind: str, device: torch.device, overrides: list[str]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape, write_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
 from nanoscale.data import vocabulary
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, bytes_native
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
@@ -31,6 +30,7 @@ from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 from tests.support.hf_families import FAMILIES, logits, save, tokens
 from tests.support.jobs import SEQ_LEN, make_config, make_run, read_metrics, train
+from tests.support.token_files import write_indexed
 
 ABOUT = {"step": 7, "consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
 GPT2 = Model(
@@ -280,10 +280,7 @@ def write_documents(folder: Path) -> None:
     """Write a corpus of two documents, the second for validation, and one of the second alone."""
     numbers = np.random.default_rng(3).integers(0, 64, (2, VALID_SAMPLES * SEQ_LEN + 1))
     for name, documents in (("tokens", numbers), ("second", numbers[1:])):
-        writer = IndexedWriter(folder / name, np.uint16)
-        for document in documents:
-            writer.add_document(document.astype(np.uint16))
-        writer.finish()
+        write_indexed(folder / name, documents)
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import SHAPE, run_of_bytes
 from tests.support.rows import exhaustive
+from tests.support.token_files import write_indexed
 
 DRY = "train recipe=debug --dry-run"
 HOSTS = f"{DRY} train.global_batch=480 --hostfile"
@@ -134,9 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "defaults: [debug]\ncluster:\n  pythons:\n    nde1: /a\n    node2: /b\n"
     )
     (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nnode3 slots=4\n")
-    with IndexedWriter(here / "tokens", np.uint16) as writer:
-        writer.add_document(np.arange(20000, dtype=np.uint16) % 250)
-        writer.finish()
+    write_indexed(here / "tokens", [np.arange(20000) % 250])
     return here
 
 

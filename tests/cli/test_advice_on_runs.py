@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
@@ -19,10 +18,10 @@ from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import Owner, RunLock, terminate
 from tests.support.recipes import changed
+from tests.support.token_files import write_indexed
 
 LIMIT_S = 120.0
 MISTYPED = [
@@ -102,9 +101,7 @@ def test_the_command_for_the_host_that_holds_a_run_is_read_by_the_shell_there() 
 
 
 def test_a_vocabulary_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    with IndexedWriter(Path("tokens"), np.uint16) as writer:
-        writer.add_document(np.arange(900, dtype=np.uint16))
-        writer.finish()
+    write_indexed("tokens", [range(900)])
     inspect = ["data", "inspect", "tokens", "recipe=debug", "--json"]
     assert nanoscale(inspect) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json
+from tests.support.token_files import write_indexed
 
 STEPS = 4
 
 
 def write_tokens(folder):
-    writer = IndexedWriter(folder / "tokens", np.uint16)
-    writer.add_document(np.arange(64 * 16 * 8 + 1, dtype=np.uint16) % 250)
-    writer.finish()
+    write_indexed(folder / "tokens", [np.arange(64 * 16 * 8 + 1) % 250])
 
 
 def words(folder, *more):

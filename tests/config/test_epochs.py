@@ -17,7 +17,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
 from nanoscale.data.dataset import open_data
-from nanoscale.data.tokens.indexed import IndexedWriter
+from tests.support.token_files import write_indexed
 
 LENGTHS = (700, 90, 40, 300, 1, 12, 500, 200, 33, 64)
 CPU = Devices("cpu", 1)
@@ -26,10 +26,7 @@ CPU = Devices("cpu", 1)
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with IndexedWriter("corpus", np.uint16) as writer:
-        for length in LENGTHS:
-            writer.add_document(np.full(length, 7, np.uint16))
-        writer.finish()
+    write_indexed("corpus", [[7] * length for length in LENGTHS])
 
 
 def checked(*words: str) -> ResolvedConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nanoscale.common.errors import UserError
@@ -13,7 +12,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.data.token_sources import MixtureSource, sources_of
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
-from nanoscale.data.tokens.indexed import IndexedWriter
+from tests.support.token_files import write_indexed
 
 
 @pytest.fixture
@@ -31,9 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_tokens(prefix: Path) -> None:
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.zeros(100, np.uint16))
-        writer.finish()
+    write_indexed(prefix, [[0] * 100])
 
 
 def data_of(*words: str) -> Data:

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from nanoscale.config.data import token_headers
-from nanoscale.data.tokens.indexed import IndexedWriter
 from tests.config.test_mixture import refused
+from tests.support.token_files import write_indexed
 
 
 def write(prefix: Path, dtype: str, *documents: list[int]) -> None:
-    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            writer.add_document(document)
-        writer.finish()
+    write_indexed(prefix, documents, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])

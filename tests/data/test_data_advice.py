@@ -11,8 +11,8 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.data.dataset import Dataset, open_data
-from nanoscale.data.tokens.indexed import IndexedWriter
 from tests.support.recipes import changed
+from tests.support.token_files import write_indexed
 
 FILES = "data.source=megatron data.path=tokens"
 
@@ -21,12 +21,8 @@ FILES = "data.source=megatron data.path=tokens"
 def _tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, count in (("tokens", 2000), ("short", 40)):
-        with IndexedWriter(Path(name), np.uint16) as writer:
-            writer.add_document(np.arange(count, dtype=np.uint16) % 250)
-            writer.finish()
-    with IndexedWriter(Path("signed"), np.int32) as writer:
-        writer.add_document([-3, *range(100)])
-        writer.finish()
+        write_indexed(name, [np.arange(count) % 250])
+    write_indexed("signed", [[-3, *range(100)]], np.int32)
 
 
 def opened(line: str) -> Dataset:

@@ -11,8 +11,8 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import open_data
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, train_bpe
+from tests.support.token_files import write_indexed
 
 TRAIN = Train(seq_len=16, seed=1)
 
@@ -29,10 +29,7 @@ def library(tmp_path, monkeypatch) -> Data:
 
 
 def megatron(tmp_path, documents, **keys) -> Data:
-    with IndexedWriter(tmp_path / "mine", np.int32) as writer:
-        for document in documents:
-            writer.add_document(document)
-        writer.finish()
+    write_indexed(tmp_path / "mine", documents, np.int32)
     return Data(source="megatron", path=str(tmp_path / "mine"), **{"valid_fraction": 0.0, **keys})
 
 

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedTokens
+from tests.support.token_files import write_indexed
 
 DOCUMENTS = [[1, 2, 3], [], [65535], list(range(1000)), [7, 7]]
 
 
 def write(prefix: Path, documents=DOCUMENTS, dtype=np.uint16) -> Path:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-        writer.finish()
+    write_indexed(prefix, documents, dtype)
     return prefix
 
 
@@ -84,50 +82,6 @@ def test_the_tokens_are_mapped_and_read_only(tmp_path):
     assert not tokens.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
-
-
-def test_nothing_is_in_place_before_finish(tmp_path):
-    writer = IndexedWriter(tmp_path / "a", np.uint16)
-    writer.add_document([1])
-    assert not (tmp_path / "a.bin").exists()
-    assert not (tmp_path / "a.idx").exists()
-    writer.finish()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
-
-
-def test_a_failed_writer_leaves_the_old_pair_and_nothing_else(tmp_path):
-    write(tmp_path / "a", [[1, 2]])
-    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        writer.add_document([3])
-        raise RuntimeError
-    assert list(IndexedTokens(tmp_path / "a").tokens) == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
-
-
-def test_a_crash_between_the_two_renames_leaves_no_mixed_pair(tmp_path, monkeypatch):
-    write(tmp_path / "a", [[1, 2], [3, 4]])
-    rename = Path.rename
-
-    def crash(path, target):
-        if target.suffix == ".idx":
-            raise OSError("crashed")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", crash)
-    with pytest.raises(OSError, match="crashed"):
-        write(tmp_path / "a", [[1, 2, 3, 4]])  # as many bytes: sizes alone would not tell
-    with pytest.raises(UserError, match=r"missing token file: .*a\.idx"):
-        IndexedTokens(tmp_path / "a")
-
-
-@pytest.mark.parametrize("document", [[65536], [-1], [[1]], [0.5]])
-def test_the_writer_refuses_what_its_type_cannot_hold(tmp_path, document):
-    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        with pytest.raises(ValueError, match=r"token|document"):
-            writer.add_document(document)
-        writer.abandon()
-    with pytest.raises(ValueError, match="cannot hold tokens"):
-        IndexedWriter(tmp_path / "b", np.float32)
 
 
 def patch(path: Path, place: int, content: bytes) -> None:

@@ -10,7 +10,8 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.loader import Loader, split_tokens
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedTokens
+from tests.support.token_files import write_indexed
 
 SEQ = 8
 
@@ -18,10 +19,7 @@ SEQ = 8
 def tokens_of(tmp_path, lengths: list[int]) -> IndexedTokens:
     """Documents of these lengths; each token is its own place in the file."""
     ends = np.cumsum(lengths)
-    with IndexedWriter(tmp_path / "tokens", np.int32) as writer:
-        for length, end in zip(lengths, ends, strict=True):
-            writer.add_document(np.arange(end - length, end))
-        writer.finish()
+    write_indexed(tmp_path / "tokens", map(np.arange, ends - lengths, ends), np.int32)
     return IndexedTokens(tmp_path / "tokens")
 
 
@@ -148,9 +146,7 @@ def test_a_token_outside_the_vocabulary_is_found_by_the_batch_that_holds_it(tmp_
     with pytest.raises(UserError, match=r"tokens\.bin holds token 56") as caught:
         loader.batch([0, 6])
     assert caught.value.violations[0].key == "model.vocab"
-    with IndexedWriter(tmp_path / "negative", np.int32) as writer:
-        writer.add_document([1, 2, -3, 4, 5, 6, 7, 8, 9])
-        writer.finish()
+    write_indexed(tmp_path / "negative", [[1, 2, -3, 4, 5, 6, 7, 8, 9]], np.int32)
     tokens = IndexedTokens(tmp_path / "negative")
     with pytest.raises(UserError, match="holds token -3"):
         Loader.from_file(tokens, Split(0, 9), SEQ, 0, 50).batch([0])

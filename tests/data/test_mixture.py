@@ -8,7 +8,8 @@ import pytest
 from nanoscale.data.loader import Loader
 from nanoscale.data.mixture import Mixture, due
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
+from nanoscale.data.tokens.indexed import IndexedTokens
+from tests.support.token_files import write_indexed
 
 SEQ = 4
 WEIGHTS = [[1.0], [0.7, 0.3], [1, 1, 1], [0.9, 0.05, 0.03, 0.02], [5, 1e-4, 2], [1 / 3, 1e-6, 0.2]]
@@ -61,9 +62,7 @@ def loaders(tmp_path) -> list[Loader]:
     """Create loaders of three sources whose tokens show their source."""
     made = []
     for number, count in enumerate((400, 90, 30)):
-        with IndexedWriter(tmp_path / str(number), np.int32) as writer:
-            writer.add_document(np.arange(count) + 1000 * number)
-            writer.finish()
+        write_indexed(tmp_path / str(number), [np.arange(count) + 1000 * number], np.int32)
         tokens = IndexedTokens(tmp_path / str(number))
         made.append(Loader.from_file(tokens, Split(0, count), SEQ, 3, 10**6))
     return made

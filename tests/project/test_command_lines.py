@@ -26,13 +26,13 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Model
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.runs import jsonlines, status
 from nanoscale.runs.directory import RunDirectory
 from tests.data.texts import write_jsonl, write_parquet
 from tests.support import hf_models
 from tests.support.jobs import run_of_bytes
+from tests.support.token_files import write_indexed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -148,9 +148,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "questions.jsonl").write_text('{"prompt": "def "}\n')
     (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nme@node3 slots=4\n")
     hf_models.save("gpt_neox", here / "pythia-160m", vocab_size=320, max_position_embeddings=2048)
-    with IndexedWriter(here / "data" / "generate.md-other", np.uint16) as writer:
-        writer.add_document(np.arange(4000, dtype=np.uint16) % 250)
-        writer.finish()
+    write_indexed(here / "data" / "generate.md-other", [np.arange(4000) % 250])
     run = run_of_bytes(here / "runs", SHAPE, "first")
     config = frozen.load(run.config)
     parallel, launcher = (

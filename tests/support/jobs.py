@@ -31,7 +31,6 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events, fence
@@ -40,6 +39,7 @@ from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
 from tests.support.ranks import run_ranks
 from tests.support.recipes import complete
+from tests.support.token_files import write_indexed
 
 SEQ_LEN = 16
 SAMPLES = 8
@@ -70,9 +70,7 @@ PRECISIONS = {
 def write_tokens(folder: Path, samples: int = SAMPLES) -> np.ndarray:
     """Write a token file with room for `samples` samples; return the tokens."""
     tokens = np.random.default_rng(7).integers(0, SHAPE.vocab, samples * SEQ_LEN + 1)
-    writer = IndexedWriter(folder / "tokens", np.uint16)
-    writer.add_document(tokens.astype(np.uint16))
-    writer.finish()
+    write_indexed(folder / "tokens", [tokens])
     return tokens
 
 
@@ -85,10 +83,7 @@ def write_documents(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
     dice = np.random.default_rng(7)
     documents = [dice.integers(0, SHAPE.vocab, length) for length in DOCUMENTS]
     answers = [dice.random(length) < 0.6 for length in DOCUMENTS]
-    with IndexedWriter(folder / "tokens", np.uint16) as writer:
-        for document in documents:
-            writer.add_document(document.astype(np.uint16))
-        writer.finish()
+    write_indexed(folder / "tokens", documents)
     (folder / "tokens.answers").write_bytes(np.concatenate(answers).astype(np.uint8).tobytes())
     return documents, answers
 

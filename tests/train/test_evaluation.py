@@ -17,7 +17,6 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Backend, Checkpoint, Data, Parallel
-from nanoscale.data.tokens.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import evaluation
@@ -31,6 +30,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.ranks import run_ranks
+from tests.support.token_files import write_indexed
 
 SAMPLES = 5
 MOE = replace(SHAPE, experts=4, experts_per_token=2, balance="bias", balance_rate=0.05)
@@ -105,14 +105,11 @@ def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
     """Tokens that end documents do not count."""
     from nanoscale.data.loader import Loader
     from nanoscale.data.samples import Split
-    from nanoscale.data.tokens.indexed import IndexedTokens, IndexedWriter
+    from nanoscale.data.tokens.indexed import IndexedTokens
     from nanoscale.data.tokens.tokenizer import ByteTokenizer
 
     texts = ["naïve 🙂 text", "and more", "日本語", "x" * 40]
-    writer = IndexedWriter(tmp_path / "tokens", np.uint16)
-    for ids in ByteTokenizer().encode_documents(texts):
-        writer.add_document(ids.astype(np.uint16))
-    writer.finish()
+    write_indexed(tmp_path / "tokens", ByteTokenizer().encode_documents(texts))
     tokens = IndexedTokens(tmp_path / "tokens")
     loader = Loader.from_file(tokens, Split(0, len(tokens.tokens)), 16, 0, 257)
     ids = [token for text in texts for token in (*text.encode(), 256)]
@@ -181,9 +178,7 @@ def test_what_is_advised_where_nothing_is_held_out_holds_something_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path, samples=40)
-    with IndexedWriter(tmp_path / "short", np.uint16) as writer:
-        writer.add_document(np.arange(9, dtype=np.uint16))
-        writer.finish()
+    write_indexed(tmp_path / "short", [range(9)])
     config = make_config(tmp_path, data=Data(**{"source": "megatron", "path": "tokens"} | data))
     config = replace(config, train=replace(config.train, eval_every=0))
     with pytest.raises(UserError, match="no samples are held out") as caught:

@@ -10,7 +10,6 @@ import pytest
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.schema import Config
-from nanoscale.data.tokens.indexed import IndexedWriter
 from tests.support.jobs import (
     SAMPLES,
     SAVED_STEPS,
@@ -25,6 +24,7 @@ from tests.support.jobs import (
     saving_config,
     train,
 )
+from tests.support.token_files import write_indexed
 from tests.train.test_loop import plain_eval_loss
 
 SHARES = {"web": 0.7, "code": 0.25, "maths": 0.05}
@@ -35,10 +35,7 @@ def write_source(folder: Path, name: str, samples: int) -> np.ndarray:
     """Write two documents; half of all tokens are held out."""
     seed = list(SHARES).index(name)
     tokens = np.random.default_rng(seed).integers(0, SHAPE.vocab, samples * SEQ_LEN + 1)
-    with IndexedWriter(folder / name, np.uint16) as writer:
-        for document in np.array_split(tokens.astype(np.uint16), 2):
-            writer.add_document(document)
-        writer.finish()
+    write_indexed(folder / name, np.array_split(tokens, 2))
     return tokens
 
 

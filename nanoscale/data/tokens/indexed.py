@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import os
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +22,6 @@ from nanoscale.config.data.token_headers import (
     check_sizes,
     read_index,
 )
-from nanoscale.runs.directory import sync_folder
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -39,7 +35,6 @@ TYPES: dict[int, np.dtype[Any]] = {
 }
 CODES = {dtype: code for code, dtype in TYPES.items()}
 
-_LONGEST = np.iinfo(np.int32).max
 _BLOCK = 1 << 20
 
 
@@ -51,70 +46,6 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """Return the index file of a prefix."""
     return Path(f"{prefix}.idx")
-
-
-class IndexedWriter:
-    """A writer of documents; nothing appears at `prefix` before `finish`.
-
-    As a context manager it removes its temporary files if the body fails.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: Any) -> None:
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        if self._dtype not in CODES or self._dtype.kind == "f":
-            raise ValueError(f"{dtype} cannot hold tokens in a .bin file")
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._bin_part = self._bin.with_name(f"{self._bin.name}.part-{os.getpid()}")
-        self._idx_part = self._idx.with_name(f"{self._idx.name}.part-{os.getpid()}")
-        self._lengths = array("i")
-        self._stream = self._bin_part.open("wb")
-
-    def add_document(self, tokens: Any) -> None:
-        """Append the tokens (1-D integers) of one document.
-
-        Raises ValueError for tokens that do not fit the file's type.
-        """
-        array = np.asarray(tokens)
-        if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-            raise ValueError("a document is a 1-D array of integers")
-        if len(array) > _LONGEST:
-            raise ValueError(f"a document holds at most {_LONGEST} tokens")
-        limits = np.iinfo(self._dtype)
-        if len(array) and not limits.min <= array.min() <= array.max() <= limits.max:
-            raise ValueError(f"a token does not fit into {self._dtype}")
-        self._stream.write(array.astype(self._dtype).tobytes())
-        self._lengths.append(len(array))
-
-    def finish(self) -> None:
-        """Make both files durable and rename them to `prefix`, replacing an older pair."""
-        _flush(self._stream)
-        self._stream.close()
-        with self._idx_part.open("wb") as stream:
-            for chunk in index_parts(self._dtype, np.array(self._lengths, dtype="<i4")):
-                stream.write(chunk)
-            _flush(stream)
-        self._idx.unlink(missing_ok=True)  # so that an old index never lies next to new tokens
-        self._bin_part.rename(self._bin)
-        self._idx_part.rename(self._idx)
-        sync_folder(self._bin.parent)
-
-    def abandon(self) -> None:
-        """Remove the temporary files; an older pair at the prefix is untouched."""
-        self._stream.close()
-        self._bin_part.unlink(missing_ok=True)
-        self._idx_part.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self.abandon()
 
 
 def index_parts(dtype: np.dtype[Any], lengths: np.ndarray) -> Iterator[bytes]:
@@ -241,8 +172,3 @@ def _missing(path: Path, prefix: Path) -> UserError:
     what = "there is no such file (the path is given without .bin or .idx)"
     violation = Violation("data.path", str(prefix), "", what)
     return UserError("data", f"missing token file: {path}", [violation])
-
-
-def _flush(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
