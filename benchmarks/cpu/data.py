@@ -27,7 +27,7 @@ from nanoscale.data.loader import Loader
 from nanoscale.data.prepare import PreparationRequest, prepare
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.indexed import IndexedTokens, bin_path
+from nanoscale.data.tokens.files import IndexedTokens, bin_path
 from nanoscale.data.tokens.tokenizer import train_bpe
 
 THREADS = cores()

@@ -38,7 +38,7 @@ from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.data.dataset import open_data
-from nanoscale.data.tokens.indexed import bin_path, idx_path, index_parts
+from nanoscale.data.tokens.files import bin_path, idx_path, index_parts
 from nanoscale.metrics.meter import device_peak, peak_memory_gib, wait_for
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.models.initialization import initialize

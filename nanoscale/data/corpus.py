@@ -28,16 +28,14 @@ from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import TOKENIZER, TOKENS, manifest
 from nanoscale.config.schema import Data
-from nanoscale.data.prepare.encode import Reading
 from nanoscale.data.prepare.folder import PreparationProgress
 from nanoscale.data.prepare.preparation import (
-    ExistingTokenizer,
     PreparationRequest,
     identity_of,
     write_folder,
 )
-from nanoscale.data.prepare.sources import TextSource
-from nanoscale.data.tokens.indexed import bin_path
+from nanoscale.data.prepare.sources import Reading, TextSource
+from nanoscale.data.tokens.files import bin_path
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 from nanoscale.processes.scratch import flock
 
@@ -106,12 +104,14 @@ def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -
     `tokenizer` is `byte`, `bpe` (trained here, at most `bpe_vocab` tokens) or the path of a tokenizer.json.
     Concurrent processes wait for the one that prepares.
     """
-    files = [_text_source(sources, path) for path in source_files(sources)]
-    if not files:
+    files = Reading(tuple(_text_source(sources, path) for path in source_files(sources)))
+    if not files.sources:
         raise _no_sources(sources)
-    existing = _existing_tokenizer(tokenizer)
+    existing: Tokenizer | None = None
+    if tokenizer != "bpe":
+        existing = ByteTokenizer() if tokenizer == "byte" else load(tokenizer)
     request = PreparationRequest((), cache, tokenizer, vocab_size=bpe_vocab)
-    identity = {"python": sys.version, **identity_of(request, files, existing, None)}
+    identity = {"python": sys.version, **identity_of(request, files, existing)}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     kind = tokenizer if tokenizer in ("byte", "bpe") else "file"
     name = f"{sys.implementation.name}-{platform.python_version()}-{kind}-{key[:16]}"
@@ -123,10 +123,9 @@ def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -
         corpus = _complete_corpus(request.out, identity)
         if corpus is None:
             shutil.rmtree(request.out, ignore_errors=True)  # it is incomplete
-            texts = tuple(source for source in files if _holds_text(source))
-            if not texts:
+            reading = Reading(tuple(filter(_holds_text, files.sources)))
+            if not reading.sources:
                 raise _no_sources(sources)
-            reading = Reading(texts, request.field, request.separator, request.validation)
             done = write_folder(
                 request, reading, existing, identity, _Unwatched(), threading.Event()
             )
@@ -160,15 +159,6 @@ def _holds_text(source: TextSource) -> bool:
         return bool(Path(source.copy).read_bytes().decode().strip())
     except UnicodeDecodeError:
         return False
-
-
-def _existing_tokenizer(name: str) -> ExistingTokenizer | None:
-    if name == "bpe":
-        return None
-    if name == "byte":
-        return ExistingTokenizer(None, ByteTokenizer())
-    tokenizer = load(name)
-    return ExistingTokenizer(tokenizer.path, tokenizer)
 
 
 class _Unwatched:

@@ -10,11 +10,9 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import MixtureSource, answers_of, sources_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
-from nanoscale.data.loader import Form, Loader, outside_vocabulary, split_tokens, too_small
-from nanoscale.data.mixture import Mixture
-from nanoscale.data.samples import ENDLESS, HELD_OUT, RandomSamples, Split, TokenFile, open_answers
-from nanoscale.data.tokens.datatrove import DatatroveTokens
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.loader import Form, Loader, Mixture, outside_vocabulary, split_tokens, too_small
+from nanoscale.data.samples import ENDLESS, HELD_OUT, RandomSamples, Split
+from nanoscale.data.tokens.files import DatatroveTokens, IndexedTokens, TokenFile, open_answers
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 _CHECKED = 1 << 22

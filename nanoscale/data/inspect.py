@@ -12,9 +12,13 @@ import numpy as np
 
 from nanoscale.config.data import token_sources
 from nanoscale.config.data.token_sources import answers_of
-from nanoscale.data.samples import TokenFile, open_answers
-from nanoscale.data.tokens.datatrove import DatatroveTokens
-from nanoscale.data.tokens.indexed import IndexedTokens, bin_path
+from nanoscale.data.tokens.files import (
+    DatatroveTokens,
+    IndexedTokens,
+    TokenFile,
+    bin_path,
+    open_answers,
+)
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, digest, find, load
 
 _BLOCK = 1 << 20

@@ -1,23 +1,20 @@
-"""Batches of samples: the tokens of each rank and step."""
+"""Batches of samples: the tokens of each rank and step, of one source or of a data mixture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.token_sources import training_end
 from nanoscale.data.batch import Batch
-from nanoscale.data.sampler import sample_indices
-from nanoscale.data.samples import Packed, Samples, Split, TokenFile, TokenStream
-
-_AHEAD = 1024
-"""Samples of a rank whose numbers are computed in one call."""
-_WINDOW = 1 << 20
-"""The widest range of all ranks' samples that such a call covers."""
+from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices
+from nanoscale.data.samples import Packed, Samples, Split, TokenStream
+from nanoscale.data.tokens.files import TokenFile
 
 
 def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
@@ -27,42 +24,6 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
         total, valid_fraction, lambda token: tokens.document_start(tokens.document_at(token))
     )
     return Split(0, boundary, within_document), Split(boundary, total, within_document)
-
-
-class PrecomputedSamples:
-    """A rank's samples of one step, computed for many steps at once, since the overhead of a call dominates."""
-
-    def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
-        """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`."""
-        self._find = find
-        self._layout = (0, 0, 0)
-        self._consumed = 0
-        self._samples_ahead = np.empty((0, 0), dtype=np.int64)
-
-    def step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
-        """Return the samples at the `share` positions of this rank, `[*, share]`."""
-        layout = (global_batch, dp_rank, share)
-        step, remainder = divmod(consumed - self._consumed, global_batch)
-        if self._layout != layout or remainder or not 0 <= step < self._samples_ahead.shape[-2]:
-            step_count = max(1, min(_AHEAD // share, _WINDOW // global_batch))
-            steps = consumed + global_batch * np.arange(step_count)
-            positions = steps[:, None] + dp_rank * share + np.arange(share)
-            self._layout, self._consumed, self._samples_ahead = (
-                layout,
-                consumed,
-                self._find(positions),
-            )
-            step = 0
-        samples: np.ndarray = self._samples_ahead[..., step, :]
-        return samples
-
-
-def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> int:
-    """Return a data-parallel rank's samples of an optimizer step, in whole micro batches."""
-    share, remainder = divmod(global_batch, dp)
-    if remainder or share % micro_batch or not 0 <= dp_rank < dp:
-        raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
-    return share
 
 
 @dataclass(frozen=True)
@@ -161,6 +122,88 @@ class Loader:
     def evaluated(self, samples: int) -> int:
         """Return the number of samples in an evaluation of `samples`; fewer if the split is smaller."""
         return min(samples, len(self))
+
+
+class Mixture:
+    """A data mixture: samples of several loaders, in constant shares at every moment of the run (`due`).
+
+    Each loader has its own order and repeats epoch after epoch. A sample follows from its position alone, so
+    the whole state is, as with one source, the number of samples consumed.
+    """
+
+    def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
+        """Weights are positive and may have any sum."""
+        self.loaders = list(loaders)
+        self.shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+        self._ahead = PrecomputedSamples(self._find)
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterator[Batch]:
+        """Yield batches like `Loader.micro_batches`."""
+        share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
+        sources, samples = self._ahead.step(consumed, global_batch, dp_rank, share)
+        for start in range(0, share, micro_batch):
+            yield self._batch(
+                *(values[start : start + micro_batch] for values in (sources, samples))
+            )
+
+    def _batch(self, sources: np.ndarray, samples: np.ndarray) -> Batch:
+        rows = [(sources == number).nonzero()[0] for number in range(len(self.loaders))]
+        batches = [
+            loader.batch(samples[positions])
+            for loader, positions in zip(self.loaders, rows, strict=True)
+            if len(positions)
+        ]
+        inverse = np.argsort(np.concatenate(rows))
+        return Batch.concatenate(batches).take(inverse)
+
+    def _find(self, positions: np.ndarray) -> np.ndarray:
+        """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
+        first = int(positions.min())
+        sources, numbers = due(self.shares, first, int(positions.max()) + 1)
+        result = np.stack([sources, numbers])[:, positions - first]
+        for number, loader in enumerate(self.loaders):
+            from_source = result[0] == number
+            result[1, from_source] = loader.order(result[1, from_source])
+        return result
+
+
+class SampleSource(Protocol):
+    """Samples that follow, at every step, from the number of samples consumed before, as in a `Loader`."""
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterable[Batch]: ...
+
+
+class Prefetched:
+    """The same samples at the same steps, read by a thread while a GPU computes the step before.
+
+    An error while reading is raised when the samples are requested. On a CPU this gains nothing: reading would
+    take time from the core that computes.
+    """
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._expected: tuple[int, ...] = ()
+        self._coming: Future[list[Batch]] | None = None
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> list[Batch]:
+        layout = (global_batch, dp_rank, dp, micro_batch)
+        future = self._coming
+        if future is None or self._expected != (consumed, *layout):
+            future = self._reader.submit(self._read, consumed, *layout)
+        batches = future.result()
+        self._expected = (consumed + global_batch, *layout)
+        self._coming = self._reader.submit(self._read, *self._expected)
+        return batches
+
+    def _read(self, *step: int) -> list[Batch]:
+        return list(self._source.micro_batches(*step))
 
 
 def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:

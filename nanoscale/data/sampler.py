@@ -11,12 +11,18 @@ Steele, D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", O
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
+
+_AHEAD = 1024
+"""Samples of a rank whose numbers are computed in one call."""
+_WINDOW = 1 << 20
+"""The widest range of all ranks' samples that such a call covers."""
 
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -60,3 +66,65 @@ def _mix(word: Words) -> Words:
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
+
+
+def due(shares: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sources of positions [start, stop) and the number of each sample within its source; int64.
+
+    The j-th sample of a source with share w is due at time (j + 1/2) / w, counted in samples of the data
+    mixture, and samples come in the order of these times (the stride scheduling of C. Waldspurger and W. Weihl,
+    MIT technical memo TM-528, 1995; the rounding is that of A. Sainte-Laguë's seats). After p samples of k
+    sources, a source with share w has given p · w of them, to within (1 + k · w) / 2.
+
+    Ties go by the order of the sources. Times are computed from the number of the sample alone, and rounding
+    keeps their order, so every window of positions gives the same result.
+    """
+    # Up to time t, t samples are due, to within one half for each source.
+    margin = len(shares) + 1
+    first = np.floor(shares * (start - margin) - 1).clip(0).astype(np.int64)
+    last = np.ceil(shares * (stop + margin) + 1).astype(np.int64)
+    sources = np.repeat(np.arange(len(shares)), last - first)
+    numbers = np.concatenate(
+        [np.arange(begin, end) for begin, end in zip(first, last, strict=True)]
+    )
+    times = (numbers + 0.5) / shares[sources]
+    order = times.argsort(kind="stable")
+    skipped = start - int(first.sum())
+    window = order[skipped : skipped + stop - start]
+    return sources[window], numbers[window]
+
+
+class PrecomputedSamples:
+    """A rank's samples of one step, computed for many steps at once, since the overhead of a call dominates."""
+
+    def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
+        """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`."""
+        self._find = find
+        self._layout = (0, 0, 0)
+        self._consumed = 0
+        self._samples_ahead = np.empty((0, 0), dtype=np.int64)
+
+    def step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
+        """Return the samples at the `share` positions of this rank, `[*, share]`."""
+        layout = (global_batch, dp_rank, share)
+        step, remainder = divmod(consumed - self._consumed, global_batch)
+        if self._layout != layout or remainder or not 0 <= step < self._samples_ahead.shape[-2]:
+            step_count = max(1, min(_AHEAD // share, _WINDOW // global_batch))
+            steps = consumed + global_batch * np.arange(step_count)
+            positions = steps[:, None] + dp_rank * share + np.arange(share)
+            self._layout, self._consumed, self._samples_ahead = (
+                layout,
+                consumed,
+                self._find(positions),
+            )
+            step = 0
+        samples: np.ndarray = self._samples_ahead[..., step, :]
+        return samples
+
+
+def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> int:
+    """Return a data-parallel rank's samples of an optimizer step, in whole micro batches."""
+    share, remainder = divmod(global_batch, dp)
+    if remainder or share % micro_batch or not 0 <= dp_rank < dp:
+        raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
+    return share

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nanoscale.common.errors import UserError
-from nanoscale.data.prepare.chat import ChatTokenizer, find_template
+from nanoscale.data.prepare.chat import ChatTokenizer, Renderer, find_template
 from nanoscale.data.prepare.render import Chat, RecordError
-from nanoscale.data.prepare.renderer import Renderer
-from nanoscale.data.tokens.tokenizer import END, FileTokenizer
+from nanoscale.data.tokens.tokenizer import FileTokenizer
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, require_room
 
@@ -27,10 +26,9 @@ def conversing(opened: Opened) -> Iterator[ChatFormat]:
     Raises:
         UserError: it is not a template.
     """
-    given, path, eos = opened.tokenizer, None, END
-    if isinstance(given, FileTokenizer):
-        path, eos = given.path, given.name_of(given.eos)
-    source = find_template(path, opened.template, eos)
+    given = opened.tokenizer
+    path = given.path if isinstance(given, FileTokenizer) else None
+    source = find_template(given, opened.template)
     renderer = Renderer(source, "messages", asks=True)
     try:
         yield ChatFormat(ChatTokenizer(path, renderer), source.special, opened)

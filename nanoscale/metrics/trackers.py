@@ -164,7 +164,7 @@ class Background:
 
     def _run(self) -> None:
         try:
-            self._state = _read(self.subject.run, self.name)
+            self._state = TrackerState(**_states(self.subject.run).get(self.name, {}))
             self._sent = self.tracker.open(self._state)
             self._save_state()
             events.append(self.subject.run, "tracker", f"{self.name}: {self.tracker.address()}")
@@ -192,7 +192,7 @@ class Background:
         fence.require(self.subject.workspace)
         run = self.subject.run
         with _FILE:
-            states = _read_all(run) | {self.name: asdict(self._state)}
+            states = _states(run) | {self.name: asdict(self._state)}
             write_atomically(
                 run.trackers, json.dumps(states, indent=2) + "\n", self.subject.workspace
             )
@@ -200,17 +200,6 @@ class Background:
     def _report(self, problem: str) -> None:
         with suppress(OSError):
             events.append(self.subject.run, "tracker", f"{self.name} {problem}")
-
-
-def open_trackers(subject: Subject, step: int) -> list[Background]:
-    """Open the trackers of a run's configuration, for a training that continues after `step`."""
-    logger = subject.config.logger
-    trackers: list[Background] = []
-    if logger.wandb != "off":
-        trackers.append(Background("wandb", subject, Wandb(subject), step))
-    if logger.mlflow == "on":
-        trackers.append(Background("mlflow", subject, MLflow(subject), step))
-    return trackers
 
 
 class Wandb:
@@ -336,6 +325,19 @@ class MLflow:
         return f"run {self._id} in {self._uri}"
 
 
+TRACKERS: dict[str, Callable[[Subject], Tracker]] = {"wandb": Wandb, "mlflow": MLflow}
+"""The trackers by their keys of `logger`, whose value "off" leaves a tracker out."""
+
+
+def open_trackers(subject: Subject, step: int) -> list[Background]:
+    """Open the trackers of a run's configuration, for a training that continues after `step`."""
+    return [
+        Background(name, subject, tracker(subject), step)
+        for name, tracker in TRACKERS.items()
+        if getattr(subject.config.logger, name) != "off"
+    ]
+
+
 def mlflow_uri(config: Config, run: RunDirectory) -> str:
     """Return where MLflow records: `logger.mlflow_uri`, MLFLOW_TRACKING_URI, or a file next to the runs."""
     configured = config.logger.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -361,13 +363,10 @@ def _records_up_to(run: RunDirectory, step: int) -> Iterator[Record]:
                     yield record
 
 
-def _read_all(run: RunDirectory) -> dict[str, Any]:
+def _states(run: RunDirectory) -> dict[str, Any]:
+    """Return the content of trackers.json, by tracker."""
     try:
         content = read_json(run.trackers)
     except FileNotFoundError:
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _read(run: RunDirectory, name: str) -> TrackerState:
-    return TrackerState(**_read_all(run).get(name, {}))

@@ -18,7 +18,7 @@ from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
-from nanoscale.data.prefetch import Prefetched, SampleSource
+from nanoscale.data.loader import Prefetched, SampleSource
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP

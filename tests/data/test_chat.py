@@ -25,7 +25,7 @@ from nanoscale.data import open_data
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.inspect import inspect
 from nanoscale.data.prepare import chunks
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.files import IndexedTokens
 from nanoscale.data.tokens.tokenizer import train_bpe
 from tests.data.texts import WORDS, Silent, every_file, prepared, texts
 

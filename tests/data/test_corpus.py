@@ -18,7 +18,7 @@ from nanoscale.config.schema import Data
 from nanoscale.data import corpus
 from nanoscale.data.corpus import cache_folder, prepare_corpus, source_files
 from nanoscale.data.prepare.folder import UnfinishedFolder
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.files import IndexedTokens
 from nanoscale.data.tokens.tokenizer import train_bpe
 
 

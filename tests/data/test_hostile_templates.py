@@ -11,8 +11,8 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.data.prepare import render
+from nanoscale.data.prepare.chat import Renderer
 from nanoscale.data.prepare.render import Chat, Template
-from nanoscale.data.prepare.renderer import Renderer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 MEMORY = "needs more than 256 MiB of memory"

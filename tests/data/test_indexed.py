@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.files import IndexedTokens
 from tests.support.token_files import write_indexed
 
 DOCUMENTS = [[1, 2, 3], [], [65535], list(range(1000)), [7, 7]]
@@ -145,7 +145,7 @@ def test_a_pair_without_a_token_is_refused(tmp_path):
 
 
 def test_damage_behind_the_first_block_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanoscale.data.tokens.indexed._BLOCK", 2)
+    monkeypatch.setattr("nanoscale.data.tokens.files._BLOCK", 2)
     assert len(IndexedTokens(write(tmp_path / "a"))) == 5
     for place, content in ((54 + 8 * 2, b"\x09"), (94 + 8 * 2, b"\x00"), (94 + 8 * 3, b"\x05")):
         write(tmp_path / "a")

@@ -9,8 +9,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokens.datatrove import DatatroveTokens
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.files import DatatroveTokens, IndexedTokens
 from tests.data.texts import is_held_out, prepared, texts, write_datatrove, write_jsonl
 
 DOCUMENTS = [[1, 2, 3], [70_000], [5] * 20]

@@ -10,7 +10,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.loader import Loader, split_tokens
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.files import IndexedTokens
 from tests.support.token_files import write_indexed
 
 SEQ = 8

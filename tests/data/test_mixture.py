@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanoscale.data.loader import Loader
-from nanoscale.data.mixture import Mixture, due
+from nanoscale.data.loader import Loader, Mixture
+from nanoscale.data.sampler import due
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.tokens.files import IndexedTokens
 from tests.support.token_files import write_indexed
 
 SEQ = 4

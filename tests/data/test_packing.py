@@ -8,9 +8,8 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.loader import Form, Loader
-from nanoscale.data.packing import pack
-from nanoscale.data.samples import Split
-from nanoscale.data.tokens.indexed import IndexedTokens
+from nanoscale.data.samples import Split, pack
+from nanoscale.data.tokens.files import IndexedTokens
 from tests.data.test_loader import SEQ, tokens_of
 
 

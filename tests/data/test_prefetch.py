@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanoscale.data.batch import Batch
-from nanoscale.data.prefetch import Prefetched
+from nanoscale.data.loader import Prefetched
 
 WAIT_S = 60.0
 

@@ -22,7 +22,7 @@ from nanoscale.cli.main import run as nanoscale_command
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, preparation
 from nanoscale.data.prepare.preparation import _interrupted
-from nanoscale.data.prepare.sources import find_sources, opened
+from nanoscale.data.prepare.sources import Reading, find_sources, opened
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.processes.pool import LostProcessError, Pool
 from tests.data.texts import (
@@ -439,5 +439,5 @@ def test_what_a_dictionary_repeats_goes_in_small_pieces(tmp_path, monkeypatch):
     column = pa.array(["a" * 600] * 500).dictionary_encode()
     parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     (source,) = find_sources([str(tmp_path / "a.parquet")])
-    read = list(chunks.read_chunks([source], "text", None, chunks.Cursor()))
+    read = list(chunks.read_chunks(Reading((source,)), chunks.Cursor()))
     assert [len(chunk.content) for chunk in read] == [128, 128, 128, 116]

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, encode, preparation
+from nanoscale.data.prepare.sources import Reading, find_sources
 from tests.data.texts import (
     as_bytes,
     found,
@@ -158,10 +159,10 @@ def test_a_document_that_is_too_long_is_found_wherever_pieces_end(tmp_path, monk
     seen = []
     for size in (7, 100, 4096, 10**6):
         monkeypatch.setattr(chunks, "CHUNK", size)
-        read = list(chunks.read_chunks([_source(source)], "text", "\n\n", chunks.Cursor()))
-        reading = encode.Reading((_source(source),), "text", "\n\n", 0.0)
+        reading = Reading((_source(source),), separator="\n\n")
+        read = list(chunks.read_chunks(reading, chunks.Cursor()))
         documents = [encode.Documents(chunk, reading) for chunk in read]
-        good = [document.text for one in documents for document in one]
+        good = [document.text for one in documents for document, _ in one]
         seen.append((good, [bad for one in documents for bad in one.bad]))
         assert read[-1].after == chunks.Cursor(0, source.stat().st_size, 2506)
     assert all(one == seen[0] for one in seen)
@@ -170,8 +171,6 @@ def test_a_document_that_is_too_long_is_found_wherever_pieces_end(tmp_path, monk
 
 
 def _source(path: Path):
-    from nanoscale.data.prepare.sources import find_sources
-
     return find_sources([str(path)])[0]
 
 
@@ -183,14 +182,14 @@ def test_reading_goes_on_from_every_cursor(tmp_path, monkeypatch, name):
         Path(name).suffix, write_jsonl
     )
     sources = [_source(write(tmp_path / name, documents))]
-    reading = encode.Reading(tuple(sources), "text", None, 0.0)
+    reading = Reading(tuple(sources))
 
     def rest(cursor: chunks.Cursor) -> list[str]:
-        read = chunks.read_chunks(sources, "text", None, cursor)
+        read = chunks.read_chunks(reading, cursor)
         found = (encode.Documents(chunk, reading) for chunk in read)
-        return [document.text for documents in found for document in documents]
+        return [document.text for documents in found for document, _ in documents]
 
-    whole = list(chunks.read_chunks(sources, "text", None, chunks.Cursor()))
+    whole = list(chunks.read_chunks(reading, chunks.Cursor()))
     assert len(whole) > 2
     assert rest(chunks.Cursor()) == documents
     for chunk in whole[::5]:

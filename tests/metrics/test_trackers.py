@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +220,9 @@ def test_the_variables_of_a_tracker_reach_other_hosts_only_if_it_is_used() -> No
     for logger, passed in ((Logger(), []), (Logger(wandb="online"), [names[0]])):
         config = Config(launcher=Launcher(name="ssh"), logger=logger)
         assert [name for name in names if _is_inherited(config, name)] == passed
+
+
+def test_every_tracker_of_the_schema_is_in_the_table() -> None:
+    files = {"tensorboard", "csv"}  # outputs of nanoscale itself, in metrics/sinks.py
+    choices = {field.name for field in fields(Logger) if field.default in ("off", False)}
+    assert choices - files == {*trackers.TRACKERS}

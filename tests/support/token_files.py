@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.data.tokens.indexed import bin_path, idx_path, index_parts
+from nanoscale.data.tokens.files import bin_path, idx_path, index_parts
 
 
 def write_indexed(prefix: str | Path, documents: Iterable[Any], dtype: Any = np.uint16) -> None:

@@ -105,7 +105,7 @@ def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
     """Tokens that end documents do not count."""
     from nanoscale.data.loader import Loader
     from nanoscale.data.samples import Split
-    from nanoscale.data.tokens.indexed import IndexedTokens
+    from nanoscale.data.tokens.files import IndexedTokens
     from nanoscale.data.tokens.tokenizer import ByteTokenizer
 
     texts = ["naïve 🙂 text", "and more", "日本語", "x" * 40]

@@ -7,7 +7,7 @@ document is tokenized alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.data.prepare.records import Bad, csv_records, json_records
 from nanoscale.data.prepare.render import RecordError
 from nanoscale.data.prepare.sources import (
+    Reading,
     TextSource,
     columns_of,
     dataset,
@@ -61,35 +62,21 @@ class Chunk:
     """Records that could not be read."""
 
 
-def separator_of(source: TextSource, separator: str | None) -> bytes | None:
-    """Return the separator of records; None if a file is one record."""
-    if source.kind == "jsonl":
-        return b"\n"
-    return separator.encode() if separator is not None else None
-
-
-def read_chunks(
-    sources: Sequence[TextSource],
-    field: str,
-    separator: str | None,
-    start: Cursor,
-    chat: bool = False,
-) -> Generator[Chunk, None, None]:
-    """Yield all records of the sources from `start` on; with `chat`, a column may hold lists of messages."""
-    for number in range(start.source, len(sources)):
-        source = sources[number]
+def read_chunks(reading: Reading, start: Cursor) -> Generator[Chunk, None, None]:
+    """Yield all records of the sources from `start` on."""
+    for number, source in enumerate(reading.sources[start.source :], start.source):
         cursor = start if number == start.source else Cursor(number)
         last = cursor
         try:
-            bad = problem(source, field, chat)
+            bad = problem(source, reading)
             if bad is not None:
                 raise _DamageError(bad)
             if source.kind in ("text", "jsonl"):
-                chunks = _text_chunks(source, cursor, separator_of(source, separator))
+                chunks = _text_chunks(source, cursor, reading.separator_of(source))
             elif source.kind in ("json", "csv"):
                 chunks = _record_chunks(source, cursor)
             else:
-                chunks = _table_chunks(source, cursor, field, chat)
+                chunks = _table_chunks(source, cursor, reading)
             for chunk in chunks:
                 last = chunk.after
                 yield chunk
@@ -201,11 +188,11 @@ def _record_chunks(source: TextSource, start: Cursor) -> Iterator[Chunk]:
             yield Chunk(number, begin, cells, Cursor(number, end - 1, end), source.bytes)
 
 
-def _table_chunks(source: TextSource, start: Cursor, field: str, chat: bool) -> Iterator[Chunk]:
+def _table_chunks(source: TextSource, start: Cursor, reading: Reading) -> Iterator[Chunk]:
     """Yield records in chunks of about CHUNK bytes."""
     row, cells, size = start.offset, [], 0
     read = _parquet_batches if source.kind == "parquet" else _dataset_batches
-    rows, batches = read(source, row, field, chat)
+    rows, batches = read(source, row, reading)
     for batch in batches:
         batch_cells = _bytes_of(batch)
         cells += batch_cells
@@ -248,9 +235,7 @@ def _record_column(batch: Any, schema: Any, field: str) -> Any:
     return column
 
 
-def _parquet_batches(
-    source: TextSource, start: int, field: str, chat: bool
-) -> tuple[int, Iterator[Any]]:
+def _parquet_batches(source: TextSource, start: int, reading: Reading) -> tuple[int, Iterator[Any]]:
     """Return the number of rows, and the records from row `start` on; pages are read one after the other."""
     from pyarrow import parquet
 
@@ -259,8 +244,8 @@ def _parquet_batches(
     )
     schema = file.schema_arrow
     groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    batches = _rows_from(file, groups, start, columns_of(schema, field, chat))
-    return sum(groups), (_record_column(batch, schema, field) for batch in batches)
+    batches = _rows_from(file, groups, start, columns_of(schema, reading))
+    return sum(groups), (_record_column(batch, schema, reading.field) for batch in batches)
 
 
 def _rows_from(file: Any, groups: list[int], start: int, columns: list[str]) -> Iterator[Any]:
@@ -278,11 +263,9 @@ def _rows_from(file: Any, groups: list[int], start: int, columns: list[str]) -> 
                 yield batch[skipped:]
 
 
-def _dataset_batches(
-    source: TextSource, start: int, field: str, chat: bool
-) -> tuple[int, Iterator[Any]]:
+def _dataset_batches(source: TextSource, start: int, reading: Reading) -> tuple[int, Iterator[Any]]:
     schema = dataset(source.name).data.schema
-    columns = columns_of(schema, field, chat)
+    columns = columns_of(schema, reading)
     table = dataset(source.name).select_columns(columns).with_format("arrow")
     rows = len(table)
     batches = (
@@ -290,4 +273,4 @@ def _dataset_batches(
         for row in range(start, rows, _ROWS)
         for batch in table[row : row + _ROWS].combine_chunks().to_batches()
     )
-    return rows, (_record_column(batch, schema, field) for batch in batches)
+    return rows, (_record_column(batch, schema, reading.field) for batch in batches)

@@ -1,48 +1,28 @@
-"""Tokenizing one chunk of text: the work of a worker."""
+"""Tokenizing chunks of text, in this process or in a pool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nanoscale.data.prepare.chat import ChatTokenizer
-from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
+from nanoscale.data.prepare.chat import ChatTokenizer, Outcome, Renderer
+from nanoscale.data.prepare.chunks import LONGEST, Chunk, too_long
 from nanoscale.data.prepare.records import Bad
-from nanoscale.data.prepare.render import Chat, RecordError, Template, pair_in, parsed, value_at
-from nanoscale.data.prepare.renderer import Outcome, Renderer
-from nanoscale.data.prepare.sources import TextSource
-from nanoscale.data.tokens.tokenizer import Tokenizer
+from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
+from nanoscale.data.prepare.sources import Reading, TextSource
+from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 JSON = ("jsonl", "json", "csv")
 """Kinds of sources whose records are JSON objects."""
 _SPLIT_SEED = 7
-_BATCH = 64
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The way records become documents."""
-
-    sources: tuple[TextSource, ...]
-    field: str
-    separator: str | None
-    validation: float
-    """The share of the documents that is held out."""
-    template: Template | None = None
-    """The template that renders chats; None: records are texts."""
-
-
-class TextDocument(NamedTuple):
-    """One text."""
-
-    text: str
-    is_held_out: bool
-    answers: tuple[tuple[int, int], ...] = ()
-    """For chats: the begin and end of each answer."""
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass(frozen=True)
@@ -82,7 +62,8 @@ class Documents:
         self.empty = 0
         self.text_bytes = 0
 
-    def __iter__(self) -> Iterator[TextDocument]:
+    def __iter__(self) -> Iterator[tuple[Chat, bool]]:
+        """Yield each document, a text as a chat without answers, and True if it is held out."""
         threshold = self._reading.validation * 2.0**64
         for record, result in self._read():
             if isinstance(result, RecordError):
@@ -100,14 +81,14 @@ class Documents:
             self.text_bytes += len(encoded)
             # The text alone decides, so that a copy of a document is never in the other split.
             held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < threshold
-            yield TextDocument(result.text, held_out, result.answers)
+            yield result, held_out
 
     def _records(self) -> Iterator[tuple[int, bytes | None]]:
         record, content = self._chunk.record, self._chunk.content
         if isinstance(content, list):
             yield from enumerate(content, record)
             return
-        separator = separator_of(self._source, self._reading.separator)
+        separator = self._reading.separator_of(self._source)
         for raw in content.split(separator) if separator is not None else [content]:
             if raw.strip():
                 yield record + _leading_lines(raw, self._source), raw
@@ -166,6 +147,55 @@ class Documents:
         return text
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The settings that every process gets once.
+
+    Processes and not the threads of the tokenizers library: parsing JSON and copying the tokens into Python
+    then run on all cores too, and no cache is shared between them.
+    """
+
+    reading: Reading
+    tokenizer: Path | None
+    """A tokenizer.json; None for bytes."""
+    dtype: np.dtype[Any]
+
+    def load(self) -> Callable[[Chunk], Encoded]:
+        """Return the function that tokenizes a chunk, for a process of its own."""
+        os.environ[_THREADS] = "false"
+        tokenizer = self.open()
+        return lambda chunk: encode(chunk, self.reading, tokenizer, self.dtype)
+
+    def open(self) -> Tokenizer | ChatTokenizer:
+        """Return the tokenizer."""
+        if self.reading.template is not None:
+            return ChatTokenizer(
+                self.tokenizer, Renderer(self.reading.template, self.reading.field)
+            )
+        return load(self.tokenizer) if self.tokenizer else ByteTokenizer()
+
+
+def encode_here(
+    chunks: Iterator[Chunk], setup: Setup, stop: threading.Event
+) -> Generator[tuple[Chunk, Encoded], None, None]:
+    """Tokenize in this process alone, with the results of a pool."""
+    tokenizer = setup.open()
+    previous = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "false"
+    try:
+        for chunk in chunks:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            yield chunk, encode(chunk, setup.reading, tokenizer, setup.dtype)
+    finally:
+        if previous is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = previous
+        if isinstance(tokenizer, ChatTokenizer):
+            tokenizer.renderer.close()
+
+
 def encode(
     chunk: Chunk,
     reading: Reading,
@@ -177,27 +207,27 @@ def encode(
     documents = Documents(chunk, reading, renderer)
     both = list(documents)
     train, valid = (
-        _tokens([document for document in both if document.is_held_out is side], tokenizer, dtype)
+        _tokens([chat for chat, held_out in both if held_out is side], tokenizer, dtype)
         for side in (False, True)
     )
     return Encoded(train, valid, documents.text_bytes, documents.empty, tuple(documents.bad))
 
 
 def _tokens(
-    documents: list[TextDocument], tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
+    chats: list[Chat], tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
 ) -> Tokens:
-    token_bytes, lengths, marks = [], [], []
+    marks: list[bytes] = []
+    documents: list[np.ndarray] = []
     if isinstance(tokenizer, ChatTokenizer):
-        chats = [Chat(document.text, document.answers) for document in documents]
         for ids, answers in tokenizer.encode(chats):
-            token_bytes.append(ids.astype(dtype).tobytes())
-            lengths.append(len(ids))
+            documents.append(ids.astype(dtype))
             marks.append(answers.tobytes())
     else:
-        for ids in tokenizer.encode_documents([document.text for document in documents]):
-            token_bytes.append(ids.astype(dtype).tobytes())
-            lengths.append(len(ids))
-    return Tokens(b"".join(token_bytes), np.array(lengths, dtype="<i4").tobytes(), b"".join(marks))
+        texts = [chat.text for chat in chats]
+        documents = [ids.astype(dtype) for ids in tokenizer.encode_documents(texts)]
+    lengths = np.array([len(ids) for ids in documents], dtype="<i4")
+    tokens = b"".join(ids.tobytes() for ids in documents)
+    return Tokens(tokens, lengths.tobytes(), b"".join(marks))
 
 
 def _leading_lines(raw: bytes, source: TextSource) -> int:

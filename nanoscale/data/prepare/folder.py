@@ -27,7 +27,7 @@ from nanoscale.config.data.token_sources import MANIFEST, TOKENS, VALID, answers
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
 from nanoscale.data.prepare.records import Bad
-from nanoscale.data.tokens.indexed import bin_path, idx_path, index_parts
+from nanoscale.data.tokens.files import bin_path, idx_path, index_parts
 from nanoscale.processes.scratch import flock
 from nanoscale.runs.directory import sync_folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import signal
 import threading
@@ -19,19 +18,17 @@ from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
-from nanoscale.data.prepare.encode import Documents, Encoded, Reading
+from nanoscale.data.prepare.encode import Documents, Encoded, Setup, encode_here
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.records import bad_records_error
-from nanoscale.data.prepare.render import Template
-from nanoscale.data.prepare.sources import TextSource, find_sources, problem
-from nanoscale.data.prepare.workers import Setup, encode_here
-from nanoscale.data.tokens.indexed import smallest_type
+from nanoscale.data.prepare.sources import Reading, find_sources, problem
+from nanoscale.data.tokens.files import smallest_type
 from nanoscale.data.tokens.tokenizer import (
     CONFIG,
-    END,
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
+    config_of,
     digest,
     find,
     load,
@@ -96,10 +93,14 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
         LostProcessError: a worker was killed.
     """
     request = replace(request, out=request.out.expanduser().absolute())
-    sources = find_sources(request.sources)
-    tokenizer_source = _existing_tokenizer(request)
-    template = _template(request, tokenizer_source)
-    identity = identity_of(request, sources, tokenizer_source, template)
+    sources = tuple(find_sources(request.sources))
+    tokenizer = _existing_tokenizer(request)
+    template = None
+    if request.chat:
+        assert tokenizer is not None, "a chat needs the tokenizer of its model"
+        template = find_template(tokenizer, request.chat_template)
+    reading = Reading(sources, request.field, request.separator, request.validation, template)
+    identity = identity_of(request, reading, tokenizer)
     finished = manifest(request.out)
     if finished is not None and finished.get("request") == identity:
         shutil.rmtree(request.out.with_name(f"{request.out.name}.part"), ignore_errors=True)
@@ -107,32 +108,29 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
         return finished
     _refuse_existing(request.out)
     if not request.skip_bad:
-        _refuse_unreadable(sources, request)
-    reading = Reading(
-        tuple(sources), request.field, request.separator, request.validation, template
-    )
+        _refuse_unreadable(reading)
     with _interrupted() as stop:
-        return write_folder(request, reading, tokenizer_source, identity, watcher, stop)
+        return write_folder(request, reading, tokenizer, identity, watcher, stop)
 
 
 def write_folder(
     request: PreparationRequest,
     reading: Reading,
-    tokenizer_source: ExistingTokenizer | None,
+    tokenizer: Tokenizer | None,
     identity: dict[str, Any],
     watcher: Watcher,
     stop: threading.Event,
 ) -> dict[str, Any]:
     """Tokenize what `reading` describes into the folder `request.out`, which does not exist, as `prepare`.
 
-    `stop` interrupts the work after the current chunk.
+    A `tokenizer` of None is trained. `stop` interrupts the work after the current chunk.
     """
     with folder.opened(request.out, identity) as path:
         whole = path / "whole"
-        if tokenizer_source is None:
-            tokenizer: Tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
-        else:
-            tokenizer = tokenizer_source.copy_to(whole)
+        if tokenizer is None:
+            tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
+        elif isinstance(tokenizer, FileTokenizer):
+            _copy_tokenizer(tokenizer, whole)
         if reading.template is not None:
             folder.write_whole(whole / TEMPLATE, reading.template.source.encode())
         sizes = [source.bytes for source in reading.sources]
@@ -162,9 +160,7 @@ def _fill(
     if unfinished.progress != PreparationProgress():
         watcher.note(f"continues after {unfinished.progress.documents:,} documents")
     _refuse_bad(unfinished, request, path)
-    chunks = read_chunks(
-        reading.sources, reading.field, reading.separator, unfinished.progress.cursor, request.chat
-    )
+    chunks = read_chunks(reading, unfinished.progress.cursor)
     committed = time.monotonic()
     with closing(chunks), _encoding(request.workers, chunks, setup, stop) as results:
         try:
@@ -200,12 +196,12 @@ def _refuse_bad(unfinished: UnfinishedFolder, request: PreparationRequest, path:
     raise bad_records_error(unfinished.progress.shown[:_MOST_SHOWN], kept)
 
 
-def _refuse_unreadable(sources: list[TextSource], request: PreparationRequest) -> None:
+def _refuse_unreadable(reading: Reading) -> None:
     """Check the frame of every file before anything is written."""
-    checks = (problem(source, request.field, request.chat) for source in sources)
+    checks = (problem(source, reading) for source in reading.sources)
     bad_records = [bad for bad in checks if bad is not None]
     if bad_records:
-        nothing_else = len(bad_records) == len(sources)
+        nothing_else = len(bad_records) == len(reading.sources)
         raise bad_records_error(bad_records[:_MOST_SHOWN], nothing_else=nothing_else)
 
 
@@ -226,37 +222,20 @@ def _refuse_empty(progress: PreparationProgress, request: PreparationRequest) ->
         raise UserError("data", f"--validation {request.validation}: {what}", [violation])
 
 
-@dataclass(frozen=True)
-class ExistingTokenizer:
-    """A tokenizer that is not trained on the sources."""
-
-    path: Path | None
-    """Its tokenizer.json; None for bytes."""
-    tokenizer: Tokenizer
-
-    def document(self) -> dict[str, Any]:
-        kind = digest(self.path) if self.path else "byte"
-        return {"tokenizer": kind, "eos": self.tokenizer.eos}
-
-    def copy_to(self, whole: Path) -> Tokenizer:
-        """Copy the tokenizer's files to this folder and return it, with the name of the end token."""
-        if not isinstance(self.tokenizer, FileTokenizer) or self.path is None:
-            return self.tokenizer
-        config = self.path.with_name(CONFIG)
-        settings = json.loads(config.read_bytes()) if config.is_file() else {}
-        settings["eos_token"] = self.tokenizer.name_of(self.tokenizer.eos)
-        folder.write_document(whole / CONFIG, settings)
-        folder.write_whole(whole / TOKENIZER, self.path.read_bytes())
-        return self.tokenizer
-
-
-def _existing_tokenizer(request: PreparationRequest) -> ExistingTokenizer | None:
+def _existing_tokenizer(request: PreparationRequest) -> Tokenizer | None:
     if request.tokenizer is None:
         return None
     if request.tokenizer == "byte":
-        return ExistingTokenizer(None, ByteTokenizer())
+        return ByteTokenizer()
     path = find(request.tokenizer, "--tokenizer")
-    return ExistingTokenizer(path, load(path, key="--tokenizer", eos=request.eos))
+    return load(path, key="--tokenizer", eos=request.eos)
+
+
+def _copy_tokenizer(tokenizer: FileTokenizer, whole: Path) -> None:
+    """Copy the tokenizer's files to this folder, with the name of the end token."""
+    settings = config_of(tokenizer.path) | {"eos_token": tokenizer.name_of(tokenizer.eos)}
+    folder.write_document(whole / CONFIG, settings)
+    folder.write_whole(whole / TOKENIZER, tokenizer.path.read_bytes())
 
 
 def _train_tokenizer(
@@ -283,52 +262,38 @@ def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event
     share = min(1.0, _SAMPLE / sum(source.bytes for source in sources))
     for number, source in enumerate(sources):
         start = Cursor(number)
-        for chunk in read_chunks(sources[: number + 1], reading.field, reading.separator, start):
+        for chunk in read_chunks(replace(reading, sources=sources[: number + 1]), start):
             if stop.is_set():
                 raise KeyboardInterrupt
             documents = Documents(chunk, reading)
-            yield from (document.text for document in documents if not document.is_held_out)
+            yield from (document.text for document, is_held_out in documents if not is_held_out)
             if documents.bad and not request.skip_bad:
                 raise bad_records_error(documents.bad[:_MOST_SHOWN])
             if chunk.read > share * source.bytes:
                 break
 
 
-def _template(
-    request: PreparationRequest, tokenizer_source: ExistingTokenizer | None
-) -> Template | None:
-    if not request.chat:
-        return None
-    assert tokenizer_source is not None, "a chat needs the tokenizer of its model"
-    tokenizer = tokenizer_source.tokenizer
-    eos = tokenizer.name_of(tokenizer.eos) if isinstance(tokenizer, FileTokenizer) else END
-    return find_template(tokenizer_source.path, request.chat_template, eos)
-
-
 def identity_of(
-    request: PreparationRequest,
-    sources: list[TextSource],
-    tokenizer_source: ExistingTokenizer | None,
-    template: Template | None,
+    request: PreparationRequest, reading: Reading, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the settings and inputs that determine the bytes."""
+    """Return the settings and inputs that determine the bytes; a `tokenizer` of None is trained."""
+    identity: dict[str, Any] = {"format": FORMAT}
+    if tokenizer is None:
+        identity |= {"tokenizer": "trained", "vocab-size": request.vocab_size}
+    else:
+        file = tokenizer.path if isinstance(tokenizer, FileTokenizer) else None
+        identity["tokenizer"] = digest(file) if file else "byte"
+        identity["eos"] = tokenizer.eos
+    if reading.template:
+        template = hashlib.sha256(repr(reading.template).encode()).hexdigest()
+        identity["chat-template"] = template
     return {
-        "format": FORMAT,
-        **(
-            tokenizer_source.document()
-            if tokenizer_source
-            else {"tokenizer": "trained", "vocab-size": request.vocab_size}
-        ),
-        **({"chat-template": _digest(template)} if template else {}),
-        "field": request.field,
-        "separator": request.separator,
-        "validation": request.validation,
-        "sources": [source.document() for source in sources],
+        **identity,
+        "field": reading.field,
+        "separator": reading.separator,
+        "validation": reading.validation,
+        "sources": [source.document() for source in reading.sources],
     }
-
-
-def _digest(template: Template) -> str:
-    return hashlib.sha256(repr(template).encode()).hexdigest()
 
 
 def _manifest(

@@ -23,7 +23,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.records import Bad, csv_header
-from nanoscale.data.prepare.render import INPUT, pair_in
+from nanoscale.data.prepare.render import INPUT, Template, pair_in
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "dataset"]
 KINDS: dict[str, Kind] = {
@@ -71,6 +71,31 @@ class TextSource:
         return {key: value for key, value in asdict(self).items() if key != "copy"}
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The way records become documents."""
+
+    sources: tuple[TextSource, ...]
+    field: str = "text"
+    separator: str | None = None
+    """The separator of documents in a text file; None: each file is one document."""
+    validation: float = 0.0
+    """The share of the documents that is held out."""
+    template: Template | None = None
+    """The template that renders chats, whose messages are in `field`; None: records are texts."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True if a column may hold lists of messages."""
+        return self.template is not None
+
+    def separator_of(self, source: TextSource) -> bytes | None:
+        """Return the separator of a source's records; None if a file is one record."""
+        if source.kind == "jsonl":
+            return b"\n"
+        return self.separator.encode() if self.separator is not None else None
+
+
 def find_sources(arguments: Sequence[str]) -> list[TextSource]:
     """List the sources in the order given; the files of a pattern or a folder are sorted by name.
 
@@ -93,17 +118,17 @@ def find_sources(arguments: Sequence[str]) -> list[TextSource]:
     return sources
 
 
-def problem(source: TextSource, field: str, chat: bool = False) -> Bad | None:
+def problem(source: TextSource, reading: Reading) -> Bad | None:
     """Return a problem of a whole file, as far as its frame shows one."""
     if source.bytes == 0:
         return Bad(source.name, "is empty")
     if source.kind == "parquet":
-        return _parquet_problem(source, field, chat)
+        return _parquet_problem(source, reading)
     if source.kind == "dataset":
-        return _column_problem(source, dataset(source.name).data.schema, field, chat)
+        return _column_problem(source, dataset(source.name).data.schema, reading)
     if source.kind == "csv":
-        return _csv_problem(source, field, chat)
-    if chat and source.kind == "text":
+        return _csv_problem(source, reading)
+    if reading.is_chat and source.kind == "text":
         return Bad(
             source.name, "is plain text, which holds no chats; .jsonl, .json, .csv and .parquet do"
         )
@@ -276,7 +301,7 @@ def _dataset(argument: str) -> TextSource:
     return TextSource(argument, "dataset", "", max(1, data.data.nbytes), data._fingerprint)
 
 
-def _parquet_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
+def _parquet_problem(source: TextSource, reading: Reading) -> Bad | None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -287,10 +312,10 @@ def _parquet_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
         return Bad(source.name, f"is not a readable parquet file: {first_line(error)}")
     if rows == 0:
         return Bad(source.name, "is empty")
-    return _column_problem(source, schema, field, chat)
+    return _column_problem(source, schema, reading)
 
 
-def _csv_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
+def _csv_problem(source: TextSource, reading: Reading) -> Bad | None:
     try:
         with opened(source) as (stream, _):
             names = csv_header(stream)
@@ -298,10 +323,11 @@ def _csv_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
         return Bad(source.name, f"cannot be read: {first_line(error)}")
     if not names:
         return Bad(source.name, "is empty")
-    if field in names or (chat and pair_in(names)):
+    if reading.field in names or (reading.is_chat and pair_in(names)):
         return None
     return Bad(
-        source.name, f"has no column {field!r} (--field); its columns: {', '.join(names[:8])}"
+        source.name,
+        f"has no column {reading.field!r} (--field); its columns: {', '.join(names[:8])}",
     )
 
 
@@ -318,10 +344,11 @@ def opened(source: TextSource) -> Iterator[tuple[Any, Any]]:
             yield raw, raw
 
 
-def _column_problem(source: TextSource, schema: Any, field: str, chat: bool) -> Bad | None:
+def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | None:
     import pyarrow as pa
 
-    columns = columns_of(schema, field, chat)
+    field, chat = reading.field, reading.is_chat
+    columns = columns_of(schema, reading)
     if not columns:
         names = ", ".join(schema.names)
         return Bad(source.name, f"has no column {field!r} (--field); its columns: {names}")
@@ -340,11 +367,12 @@ def _column_problem(source: TextSource, schema: Any, field: str, chat: bool) -> 
     return None
 
 
-def columns_of(schema: Any, field: str, chat: bool) -> list[str]:
-    """Return the columns that hold a record: that of `field`, or a question's and its answer's; [] if none."""
+def columns_of(schema: Any, reading: Reading) -> list[str]:
+    """Return the columns of a record: that of the field, or a question's and its answer's; [] if none."""
+    field = reading.field
     if _type_of(schema, field) is not None:
         return [field if field in schema.names else field.split(".")[0]]
-    pair = pair_in(schema.names) if chat else None
+    pair = pair_in(schema.names) if reading.is_chat else None
     return [] if pair is None else [*pair, *(name for name in (INPUT,) if name in schema.names)]
 
 

@@ -210,12 +210,14 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
     native.no_truncation()
     native.no_padding()
     native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
-    names = (eos,) if eos is not None else (*_configured(path, "eos_token"), *_END_NAMES)
-    bos_ids = [native.token_to_id(name) for name in _configured(path, "bos_token")]
+    config = config_of(path)
+    own, bos = special_token(config, "eos_token"), special_token(config, "bos_token")
+    names = (eos,) if eos is not None else (*([own] if own is not None else []), *_END_NAMES)
     for name in names:
         number = native.token_to_id(name)
         if number is not None:
-            return FileTokenizer(native, path, number, bos_ids[0] if bos_ids else None)
+            bos_id = native.token_to_id(bos) if bos is not None else None
+            return FileTokenizer(native, path, number, bos_id)
     raise _tokenizer_error(
         path, f"it has none of the known end-of-document tokens: {', '.join(names)}", key
     )
@@ -249,16 +251,21 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _configured(path: Path, kind: str) -> list[str]:
-    """Return the special tokens of a kind (`eos_token`) that a model's tokenizer_config.json names."""
+def config_of(path: Path) -> dict[str, Any]:
+    """Return the tokenizer_config.json next to a tokenizer.json; {} if it is missing or unreadable."""
     try:
         config = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
-        name = config.get(kind)
-    except (OSError, ValueError, AttributeError):
-        return []
-    if isinstance(name, dict):
-        name = name.get("content")
-    return [name] if isinstance(name, str) else []
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def special_token(config: dict[str, Any], kind: str) -> str | None:
+    """Return the special token of a kind (`eos_token`), which the file has as a text or as an object."""
+    token = config.get(kind)
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _tokenizer_error(

@@ -1,10 +1,16 @@
-"""Tokens on disk in Megatron-LM's format: `.bin` holds the tokens, `.idx` the position of each text.
+"""Tokens on disk, in documents: Megatron-LM's files and datatrove's, read and checked when opened.
 
-`config.data.token_headers` describes the `.idx`.
+Megatron-LM's `.bin` holds the tokens, `.idx` the position of each text (`config.data.token_headers`).
+datatrove's DocumentTokenizer writes:
+
+NAME.ds           every token, 2 or 4 bytes each, unsigned, little-endian
+NAME.ds.index     the end of each document, in tokens: u64
+NAME.ds.metadata  lines: the tokenizer, in newer files with `|` and the bytes of a token; the tokens
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +25,12 @@ from nanoscale.config.data.token_headers import (
     MAGIC,
     VERSION,
     DamagedError,
+    bytes_a_token,
     check_sizes,
+    read_ends,
     read_index,
 )
+from nanoscale.config.data.token_sources import answers_of
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -35,6 +44,7 @@ TYPES: dict[int, np.dtype[Any]] = {
 }
 CODES = {dtype: code for code, dtype in TYPES.items()}
 
+_DATATROVE_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _BLOCK = 1 << 20
 
 
@@ -69,17 +79,42 @@ def smallest_type(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<i4")
 
 
-class IndexedTokens:
-    """A memory-mapped pair of files, checked when opened; `len` is the number of documents.
+class TokenFile(ABC):
+    """Tokens on disk, in documents; `len` is the number of documents.
 
-    Raises UserError naming the file that is missing, truncated, of another pair or not of this format. The
-    check reads the whole `.idx` and none of the `.bin`.
+    Opening raises UserError naming the file that is missing, truncated, of another data set or
+    not of this format.
     """
 
     path: Path
     """The file of tokens."""
     tokens: np.ndarray
     """Every token of the file one after the other, 1-D, mapped, read-only."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """Return the tokens of one document, 1-D."""
+        if not 0 <= document < len(self):
+            raise IndexError(document)
+        return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    @abstractmethod
+    def document_start(self, document: int) -> int:
+        """Return a document's start in `tokens`; for `len(self)`, the end of the last document."""
+
+    @abstractmethod
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Return the starts of documents [start, stop) in `tokens`, and the end of the last: int64."""
+
+    @abstractmethod
+    def document_at(self, token: int) -> int:
+        """Return the number of the document that holds the token at this position."""
+
+
+class IndexedTokens(TokenFile):
+    """A memory-mapped pair of Megatron-LM's files; the check reads the whole `.idx` and none of the `.bin`."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
@@ -103,30 +138,21 @@ class IndexedTokens:
         return len(self._documents) - 1
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the starts of documents [start, stop) in `tokens`, and the end of the last: int64."""
         sequences = self._documents[start : stop + 1]
         last = len(self._places)
         offsets = self._places[np.minimum(sequences, last - 1)]
         return np.where(sequences == last, self.tokens.nbytes, offsets) // self._dtype.itemsize
 
     def document_start(self, document: int) -> int:
-        """Return a document's start in `tokens`; for `len(self)`, the end of the last document."""
         sequence = int(self._documents[document])
         if sequence == len(self._places):
             return len(self.tokens)
         return int(self._places[sequence]) // self._dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """Return the number of the document that holds the token at this position."""
         # bisect and not np.searchsorted, which would copy a mapping that is not aligned
         sequence = bisect_right(self._places, token * self._dtype.itemsize) - 1
         return bisect_right(self._documents, sequence, hi=len(self)) - 1
-
-    def __getitem__(self, document: int) -> np.ndarray:
-        """Return the tokens of one document, 1-D."""
-        if not 0 <= document < len(self):
-            raise IndexError(document)
-        return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def _check_index(self, path: Path) -> None:
         expected = 0
@@ -151,6 +177,80 @@ class IndexedTokens:
             check_sizes(path, idx, self._bytes)
         # a plain array over the mapping: np.memmap's own slicing costs microseconds
         return np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+
+
+class DatatroveTokens(TokenFile):
+    """A memory-mapped .ds file of datatrove and its index.
+
+    The bytes per token follow from the sizes of the two files; the metadata must agree.
+    """
+
+    tokenizer: str | None = None
+    """The tokenizer's name, if the metadata has it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        index = Path(f"{path}.index")
+        for file in (self.path, index):
+            if not file.is_file():
+                violation = Violation("data.path", str(path), "", "there is no such file")
+                raise UserError("data", f"missing token file: {file}", [violation])
+        with readable():
+            read_ends(index)
+        self._ends = np.asarray(np.memmap(index, dtype="<u8", mode="r"))
+        self._check_ends(index)
+        self.tokens = self._map(index)
+        self._check_metadata(Path(f"{path}.metadata"))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def document_start(self, document: int) -> int:
+        return int(self._ends[document - 1]) if document else 0
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        first = self.document_start(start)
+        return np.append(np.int64(first), self._ends[start:stop].astype(np.int64))
+
+    def document_at(self, token: int) -> int:
+        return bisect_right(self._ends, token)
+
+    def _check_ends(self, index: Path) -> None:
+        previous = np.zeros(1, dtype="<u8")
+        for start in range(0, len(self._ends), _BLOCK):
+            ends = self._ends[start : start + _BLOCK]
+            if (np.append(previous, ends[:-1]) > ends).any():
+                raise damaged(index, "its document ends are not in order")
+            previous = ends[-1:]
+
+    def _map(self, index: Path) -> np.ndarray:
+        size, count = self.path.stat().st_size, int(self._ends[-1])
+        with readable():
+            dtype = _DATATROVE_TYPES[bytes_a_token(self.path, index, size, count)]
+        return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
+
+    def _check_metadata(self, path: Path) -> None:
+        if not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        self.tokenizer, _, size = (lines[0] if lines else "").partition("|")
+        itemsize = self.tokens.dtype.itemsize
+        if size.isdecimal() and int(size) != itemsize:
+            what = f"it declares {size} bytes per token, and {self.path.name} has {itemsize}"
+            raise damaged(path, what)
+        if len(lines) > 1 and lines[1].isdecimal() and int(lines[1]) != len(self.tokens):
+            what = f"it declares {lines[1]} tokens, and {self.path.name} has {len(self.tokens)}"
+            raise damaged(path, what)
+
+
+def open_answers(prefix: Path, file: TokenFile) -> np.ndarray:
+    """Open the marks of answers: uint8 [tokens], mapped. Raises UserError if they belong to another file."""
+    path = answers_of(prefix)
+    size = path.stat().st_size if path.is_file() else None
+    if size != len(file.tokens):
+        content = "does not exist" if size is None else f"marks {size} tokens"
+        raise damaged(path, f"{content}, and {file.path.name} has {len(file.tokens)}")
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 @contextmanager
