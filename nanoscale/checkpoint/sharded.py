@@ -204,10 +204,6 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
     return manifest
 
 
-def _item_size(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
-
-
 def describe_all(state: State, group: dist.ProcessGroup | None = None) -> Description:
     """Return shape and dtype of every tensor of the model, on all pipeline stages."""
     descriptions = process_group.gather(describe(state), group)
@@ -228,7 +224,7 @@ def describe(state: State) -> Description:
 
 def _prepare(staging: Path, tensors: Description) -> None:
     size = sum(
-        math.prod(description["shape"]) * _item_size(description["dtype"])
+        math.prod(description["shape"]) * getattr(torch, description["dtype"]).itemsize
         for description in tensors.values()
     )
     overhead = _BYTES_A_SHARD * len(tensors) * process_group.world_size()

@@ -118,12 +118,9 @@ def read_config(shape: Model) -> Any:
     family = shape.hf_config["model_type"]
     if family not in CONFIG_MAPPING:
         raise ValueError(f"model_type={family} is unknown to transformers")
-    return CONFIG_MAPPING[family].from_dict(_without_code(shape.hf_config))
-
-
-def _without_code(document: dict[str, Any]) -> dict[str, Any]:
-    """Remove the references to code that comes with a model, which is ignored."""
-    return {name: value for name, value in document.items() if name != "auto_map"}
+    # The references to code that comes with a model are ignored.
+    values = {name: value for name, value in shape.hf_config.items() if name != "auto_map"}
+    return CONFIG_MAPPING[family].from_dict(values)
 
 
 def _remote_config(shape: Model) -> Any:

@@ -82,7 +82,9 @@ class Recorder:
             self._begin(step)
         if self._current is not None and step == self._current[0]:
             wait_for(self._device)  # queued operations belong to other steps
-            self._record_memory()
+            if self.profiler is not None and self._device.type == "cuda":
+                most = _MOST_ALLOCATIONS
+                torch.cuda.memory._record_memory_history(max_entries=most, stacks="python")
         if self.profiler is not None and step > self._begun_at:
             self.profiler.step()
 
@@ -123,10 +125,6 @@ class Recorder:
         if self._is_recorded:
             self.profiler = recording(self._device, first, series[1], step)
             self.profiler.start()
-
-    def _record_memory(self) -> None:
-        if self.profiler is not None and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
 
     def _write(self, profiler: profile, first: int, last: int) -> None:
         steps = f"step-{first}" if first == last else f"steps-{first}-{last}"

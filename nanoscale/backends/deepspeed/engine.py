@@ -87,7 +87,9 @@ class DeepSpeedEngine(Engine):
             for inputs, targets, documents in batches:
                 self.engine.backward(self._backward_loss(self.engine(inputs, documents, targets)))
                 self.engine.step()
-        norm = self._norm if self.zero_stage == 0 else self._reported_norm()
+        norm = self._norm
+        if self.zero_stage > 0:
+            norm = torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
         self._fill_state()  # of a skipped step, and of parameters without a gradient
         if self.balance is not None:
@@ -252,9 +254,6 @@ class DeepSpeedEngine(Engine):
         self._norm = (square / self.groups.data.size()).sqrt()
         if self.config.optimizer.clip_norm is not None:
             gradients.clip([grad for _, grad in grads], self._norm, self.config.optimizer.clip_norm)
-
-    def _reported_norm(self) -> Tensor:
-        return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
 
 
 def _copied(value: Tensor) -> Tensor:
