@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from nanoscale.data.inspect import inspect
 from nanoscale.data.prepare import chunks
 from nanoscale.data.tokens.files import IndexedTokens
 from nanoscale.data.tokens.tokenizer import train_bpe
-from tests.data.texts import WORDS, Silent, every_file, prepared, texts
+from tests.data.texts import WORDS, Interrupter, every_file, prepared, texts
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
@@ -53,6 +51,11 @@ def model(tmp_path_factory) -> Path:
     native.save(str(folder / "tokenizer.json"))
     write_config(folder, CHATML)
     return folder
+
+
+@pytest.fixture
+def settings(model) -> dict[str, Any]:
+    return {"tokenizer": str(model), "chat": True, "field": "messages"}
 
 
 def write_config(folder: Path, template: str | None) -> None:
@@ -137,12 +140,12 @@ def test_without_a_template_a_plain_one_is_taken_and_bytes_can_be_tokens(tmp_pat
 
 
 @pytest.mark.slow
-def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, model, monkeypatch):
+def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, settings, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 3000)
     conversations = chats(90)
     write_chats(tmp_path / "a.jsonl", of_messages(conversations))
     parquet.write_table(pa.table({"messages": conversations}), tmp_path / "a.parquet")
-    settings = {"tokenizer": str(model), "chat": True, "field": "messages", "validation": 0.2}
+    settings["validation"] = 0.2
     prepared(tmp_path / "one", tmp_path / "a.jsonl", **settings)
     prepared(tmp_path / "two", tmp_path / "a.jsonl", workers=2, **settings)
     assert every_file(tmp_path / "one") == every_file(tmp_path / "two")
@@ -150,14 +153,8 @@ def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, model, 
     for name in ("tokens", "valid"):
         assert marked(tmp_path / "table", name) == marked(tmp_path / "one", name)
 
-    class Interrupter(Silent):
-        def progress(self, progress, total):
-            super().progress(progress, total)
-            if len(self.seen) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        prepared(tmp_path / "cut", tmp_path / "a.jsonl", watcher=Interrupter(), **settings)
+        prepared(tmp_path / "cut", tmp_path / "a.jsonl", watcher=Interrupter(3), **settings)
     with pytest.raises(UserError, match="other settings: --chat-template"):
         prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings | {"chat": False})
     prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings)
@@ -182,10 +179,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_chat_is_named_and_can_be_left_out(tmp_path, model, case):
+def test_a_bad_chat_is_named_and_can_be_left_out(tmp_path, settings, case):
     record, message = BAD[case]
     source = write_chats(tmp_path / "a.jsonl", [*of_messages(chats(3)), record])
-    settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
     with pytest.raises(UserError) as caught:
         prepared(tmp_path / "out", source, **settings)
     (found,) = caught.value.violations
@@ -196,11 +192,10 @@ def test_a_bad_chat_is_named_and_can_be_left_out(tmp_path, model, case):
     assert (manifest["train"]["documents"], manifest["bad"]) == (3, 1)
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, model):
+def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, settings):
     template = tmp_path / "forgetful.jinja"
     template.write_text(FORGETFUL)
     source = write_chats(tmp_path / "a.jsonl", of_messages([[USER, ANSWER, USER, ANSWER]]))
-    settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
     with pytest.raises(UserError, match="no certain position"):
         prepared(tmp_path / "out", source, chat_template=template, **settings)
     template.write_text("{% for %}")
@@ -291,7 +286,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_questions_with_answers_are_the_same_as_chats(tmp_path, model, name, kind):
+def test_questions_with_answers_are_the_same_as_chats(tmp_path, settings, name, kind):
     record, messages = PAIRS[name]
     chat = [{"role": role, "content": content} for role, content in messages]
     usual = write_chats(tmp_path / "usual.jsonl", of_messages([chat]))
@@ -300,7 +295,6 @@ def test_questions_with_answers_are_the_same_as_chats(tmp_path, model, name, kin
         write_chats(file, [record])
     else:
         parquet.write_table(pa.Table.from_pylist([record]), file)
-    settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
     prepared(tmp_path / "a", usual, **settings)
     settings["field"] = "data.chat" if name == "nested" else "messages"
     prepared(tmp_path / "b", file, **settings)

@@ -62,11 +62,6 @@ def test_training_and_validation_share_no_document(library):
     assert not {name for name in names if name in held and name in seen}
 
 
-def test_the_vocabulary_must_hold_the_tokenizers(library):
-    found = wrong(library, vocab=256)
-    assert (found.key, found.value, found.suggestions) == ("model.vocab", 256, ("model.vocab=320",))
-
-
 def test_validation_that_is_too_small_matters_only_if_it_is_asked_for(library):
     for fraction in (0.0, 0.001):
         data = Data(cache_dir=library.cache_dir, valid_fraction=fraction)
@@ -74,10 +69,6 @@ def test_validation_that_is_too_small_matters_only_if_it_is_asked_for(library):
         assert not opened.valid
         assert "none for validation" in opened.description
         assert wrong(data, Train(seq_len=16, eval_every=5)).key == "data.valid_fraction"
-
-
-def test_a_sequence_longer_than_the_corpus(library):
-    assert wrong(library, Train(seq_len=100_000)).key == "train.seq_len"
 
 
 def test_a_file_of_tokens(tmp_path):
@@ -88,12 +79,6 @@ def test_a_file_of_tokens(tmp_path):
     assert opened.valid[0].loader.batch([0]).targets.tolist() == [list(range(1, 17))]
     other = megatron(tmp_path, [list(range(100)), [*range(99), 5]], valid_fraction=0.3)
     assert open_data(other, TRAIN, 100).fingerprint != opened.fingerprint
-
-
-def test_a_file_with_ids_beyond_the_model(tmp_path):
-    found = wrong(megatron(tmp_path, [[1] * 50 + [100]]), vocab=100)
-    assert (found.key, found.suggestions) == ("model.vocab", ("model.vocab=101",))
-    assert wrong(megatron(tmp_path, [[1] * 50 + [-1]])).key == "model.vocab"
 
 
 def test_a_files_tokenizer(tmp_path):

@@ -91,25 +91,6 @@ def test_every_layout_trains_on_the_same_samples(tmp_path, dp, micro, consumed):
     assert sorted(seen) == sorted(wanted)
 
 
-def test_steps_go_through_the_epoch_once(tmp_path):
-    loader = loader_of(tmp_path, 12 * SEQ + 1)
-    firsts = []
-    for consumed in range(0, 12, 4):
-        for rank in range(2):
-            for batch in loader.micro_batches(consumed, 4, rank, 2, 1):
-                firsts.append(batch.inputs[0, 0] // SEQ)
-    assert sorted(firsts) == list(range(12))
-    assert firsts != list(range(12))
-
-
-def test_a_seed_has_an_order_of_its_own(tmp_path):
-    orders = [
-        next(loader_of(tmp_path, 1000, seed=seed).micro_batches(0, 20, 0, 1, 20)).inputs.tolist()
-        for seed in (1, 1, 2)
-    ]
-    assert orders[0] == orders[1] != orders[2]
-
-
 @pytest.mark.parametrize("layout", [(24, 0, 5, 1), (24, 0, 2, 5), (24, 2, 2, 1), (24, -1, 2, 1)])
 def test_batches_that_do_not_divide_are_refused(tmp_path, layout):
     with pytest.raises(ValueError, match="does not divide"):

@@ -26,6 +26,7 @@ from nanoscale.data.prepare.sources import Reading, find_sources, opened
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.processes.pool import LostProcessError, Pool
 from tests.data.texts import (
+    Interrupter,
     Silent,
     as_bytes,
     every_file,
@@ -192,15 +193,9 @@ def _must_end(pid: int) -> None:
 
 
 def test_ctrl_c_commits_and_the_same_request_goes_on(tmp_path, small_chunks):
-    class Interrupter(Silent):
-        def progress(self, progress, total):
-            super().progress(progress, total)
-            if len(self.seen) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-
     source = write_jsonl(tmp_path / "a.jsonl", texts(100))
     with pytest.raises(KeyboardInterrupt):
-        prepared(tmp_path / "out", source, watcher=Interrupter())
+        prepared(tmp_path / "out", source, watcher=Interrupter(3))
     watcher = Silent()
     prepared(tmp_path / "out", source, watcher=watcher)
     assert watcher.notes[0].startswith("continues after")
@@ -246,13 +241,9 @@ def test_a_request_that_was_done_is_not_done_again_and_another_is_refused(tmp_pa
 
 
 def test_unfinished_work_of_another_request_is_not_mixed_in(tmp_path, small_chunks):
-    class Interrupter(Silent):
-        def progress(self, progress, total):
-            os.kill(os.getpid(), signal.SIGINT)
-
     source = write_jsonl(tmp_path / "a.jsonl", texts(50))
     with pytest.raises(KeyboardInterrupt):
-        prepared(tmp_path / "out", source, watcher=Interrupter())
+        prepared(tmp_path / "out", source, watcher=Interrupter(1))
     with pytest.raises(UserError, match="other settings: --validation"):
         prepared(tmp_path / "out", source, validation=0.3)
 

@@ -6,7 +6,9 @@ import csv
 import gzip
 import io
 import json
+import os
 import random
+import signal
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,13 +49,8 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 def write_jsonl(path: Path, documents: Sequence[str], field: str = "text") -> Path:
-    raw = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in documents).encode()
-    if path.suffix == ".gz":
-        raw = gzip.compress(raw)
-    elif path.suffix == ".zst":
-        raw = pa.compress(raw, codec="zstd", asbytes=True)
-    path.write_bytes(raw)
-    return path
+    lines = (json.dumps({"id": 1, field: text}) + "\n" for text in documents)
+    return _write(path, "".join(lines).encode())
 
 
 def write_records(path: Path, documents: Sequence[str]) -> Path:
@@ -66,7 +63,11 @@ def write_records(path: Path, documents: Sequence[str]) -> Path:
         writer = csv.DictWriter(text, ["id", "text"])
         writer.writeheader()
         writer.writerows(rows)
-    raw = text.getvalue().encode()
+    return _write(path, text.getvalue().encode())
+
+
+def _write(path: Path, raw: bytes) -> Path:
+    """Write bytes, compressed as the ending says."""
     if path.suffix == ".gz":
         raw = gzip.compress(raw)
     elif path.suffix == ".zst":
@@ -93,6 +94,19 @@ class Silent:
 
     def progress(self, progress: PreparationProgress, total: int) -> None:
         self.seen.append(progress)
+
+
+class Interrupter(Silent):
+    """A listener that presses Ctrl-C at the report of this number."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def progress(self, progress: PreparationProgress, total: int) -> None:
+        super().progress(progress, total)
+        if len(self.seen) == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def prepared(out: Path, *sources: Path | str, **settings: Any) -> dict[str, Any]:

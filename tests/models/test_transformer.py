@@ -115,16 +115,6 @@ def test_llama_equals_its_equations(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(model(tokens[None])[0], expected, rtol=1e-10, atol=1e-10)
 
 
-def test_scaled_rotation_turns_slow_pairs_more_slowly() -> None:
-    shape = replace(LLAMA, rope_theta=100.0, rope_scaling=STRETCH)
-    cos, sin = rope_rotation(shape, torch.tensor([0, 1, 7]), torch.float64)
-    frequencies = [llama31_frequency(100 ** (-i / 4), STRETCH) for i in range(4)]
-    angles = [[position * frequency for frequency in frequencies] for position in (0, 1, 7)]
-    assert frequencies[-1] == pytest.approx(100 ** (-3 / 4) / 8) and frequencies[0] != 1 / 8
-    torch.testing.assert_close(cos, torch.tensor(angles, dtype=torch.double).cos())
-    torch.testing.assert_close(sin, torch.tensor(angles, dtype=torch.double).sin())
-
-
 def test_gpt2_equals_torch_encoder_layers() -> None:
     model = make(GPT2)
     with torch.no_grad():

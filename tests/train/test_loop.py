@@ -44,6 +44,11 @@ EVAL_SAMPLES = 7  # no multiple of dp or of the micro batch: the last batches ar
 SPLIT = {"samples": 20, "valid_fraction": 0.4}  # 321 tokens, of them 129 for validation
 
 
+@pytest.fixture(autouse=True)
+def tokens(tmp_path: Path) -> np.ndarray:
+    return write_tokens(tmp_path, samples=SPLIT["samples"])
+
+
 def config_for(folder: Path, *, every: dict[str, int], **changes: Any) -> Config:
     """Ten steps with these changes to the training's settings."""
     checkpoint = changes.pop("checkpoint", Checkpoint(every=0, at_end=False))
@@ -106,9 +111,13 @@ def without_evaluation(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     ("dp", "stage", "dp_replicate"), [(1, 0, 1), (2, 0, 1), (2, 3, 1), (4, 2, 2)]
 )
 def test_evaluation_is_that_of_the_plain_model_and_changes_nothing(
-    tmp_path: Path, without_evaluation: np.ndarray, dp: int, stage: int, dp_replicate: int
+    tmp_path: Path,
+    tokens: np.ndarray,
+    without_evaluation: np.ndarray,
+    dp: int,
+    stage: int,
+    dp_replicate: int,
 ) -> None:
-    tokens = write_tokens(tmp_path, samples=SPLIT["samples"])
     config = config_for(
         tmp_path,
         every={"eval_every": 3},
@@ -126,7 +135,6 @@ def test_evaluation_is_that_of_the_plain_model_and_changes_nothing(
 
 
 def test_logged_evaluated_and_kept_steps(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     kept = Checkpoint(every=2, keep_last=1, keep_every=4, at_end=False)
     config = config_for(tmp_path, every={"log_every": 3, "eval_every": 4}, checkpoint=kept)
     run = trained(config, "run")
@@ -137,7 +145,6 @@ def test_logged_evaluated_and_kept_steps(tmp_path: Path) -> None:
 
 
 def test_the_last_step_is_logged_and_kept_whatever_the_cadence(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     kept = Checkpoint(every=3, keep_last=2, keep_every=None, at_end=True)
     config = config_for(tmp_path, every={"log_every": 4, "eval_every": 0}, checkpoint=kept)
     run = trained(config, "run")
@@ -156,7 +163,6 @@ class StopOneBefore(StopBefore):
 
 @pytest.mark.slow
 def test_one_rank_that_is_asked_stops_all_at_the_same_step(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     config = config_for(tmp_path, every={}, dp=2, stage=1)
     run = make_run(config)
     assert train(run, config, StopOneBefore(5)) == ["stopped"] * 2
@@ -170,7 +176,6 @@ def test_one_rank_that_is_asked_stops_all_at_the_same_step(tmp_path: Path) -> No
 def diverging(folder: Path, checkpoint: Checkpoint, log_every: int, **changes: Any) -> Config:
     """Return a job whose first update moves the weights so far that the second step's gradients are not
     finite."""
-    write_tokens(folder, samples=SPLIT["samples"])
     return config_for(
         folder,
         every={"log_every": log_every},
@@ -239,7 +244,6 @@ def fail_beside_a_lost_peer(rank: int, run: RunDirectory) -> None:
 
 
 def test_a_lost_peer_of_a_checkpoint_and_a_failing_sink_hide_no_cause(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     in_background = Checkpoint(every=2, asynchronous=True)
     run = make_run(config_for(tmp_path, every={}, checkpoint=in_background))
     with pytest.raises(RuntimeError, match=r"ValueError: the cause\s*$"):
@@ -262,7 +266,6 @@ def wait_for_another_host(rank: int, run: RunDirectory) -> None:
 
 def test_waiting_for_another_host_is_a_part_of_the_step(tmp_path: Path) -> None:
     """On a GPU steps are queued, so the fastest host waits there, while its device computes."""
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     run = make_run(config_for(tmp_path, every={"log_every": 5}))
     run_ranks(wait_for_another_host, 1, run)
     assert [record["step_time_s"] for record in records(run)] == [3.0, 3.0]
@@ -271,7 +274,6 @@ def test_waiting_for_another_host_is_a_part_of_the_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_best_checkpoints_are_kept_beside_the_newest(tmp_path: Path) -> None:
     """The data are noise, so the evaluation loss of a small model rises again; a resume changes nothing."""
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     kept = Checkpoint(every=0, keep_last=1, keep_best=2, at_end=True, at_stop=True)
     config = config_for(tmp_path, every={"eval_every": 2}, checkpoint=kept, dp=2)
     run = trained(config, "run")
@@ -292,7 +294,6 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_training_ends_when_its_evaluations_say_so(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=SPLIT["samples"])
     config = config_for(tmp_path, every={"eval_every": 2}, checkpoint=Checkpoint(at_end=True))
     every = trained(config, "every")
     losses = {r["step"]: r["eval_loss"] for r in records(every) if "eval_loss" in r}

@@ -36,6 +36,11 @@ LION = {"optimizer": Optimizer(name="lion", lr=1e-3, clip_norm=0.5)}
 HSDP = {"dp_replicate": 2}
 
 
+@pytest.fixture(autouse=True)
+def _tokens(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "stage", "precision", "changes"),
@@ -53,7 +58,6 @@ HSDP = {"dp_replicate": 2}
 def test_stopped_and_resumed_bit_for_bit(
     tmp_path: Path, dp: int, stage: int, precision: str, changes: dict[str, Any]
 ) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=dp, stage=stage, precision=precision, **changes)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
@@ -66,24 +70,7 @@ def test_stopped_and_resumed_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "stage"), [(1, 0), exhaustive(2, 0), (2, 3)])
-def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> None:
-    write_tokens(tmp_path, samples=100)
-    config = saving_config(tmp_path, dp=dp, stage=stage, precision="fp32")
-    whole = never_stopped(tmp_path, config)
-    run = make_run(config)
-    with pytest.raises(RuntimeError, match="died|failed"):
-        train(run, config, KillBefore(6))
-    assert list_checkpoints(run.checkpoints)[-1].step == 3
-    train(run, config)
-    assert resumed_at(run) == [3]
-    assert curve(run) == curve(whole)
-    assert_same_weights(run, whole)
-
-
-@pytest.mark.slow
 def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=2, stage=2, precision="fp32")
     run = make_run(config)
     train(run, config, StopBefore(3))
@@ -102,7 +89,6 @@ def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
     """Steps after the last checkpoint are logged again, and no others."""
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, precision="fp32", checkpoint=Checkpoint(every=4))
     config = replace(config, train=replace(config.train, log_every=3))
     whole = make_run(replace(config, run=replace(config.run, root=str(tmp_path / "whole"))))
@@ -131,7 +117,6 @@ def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
 def test_resumed_in_other_layouts(
     tmp_path: Path, first: dict[str, int], second: dict[str, int], optimizer: Optimizer
 ) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
@@ -147,7 +132,6 @@ def test_resumed_in_other_layouts(
 @pytest.mark.slow
 def test_resumed_along_every_axis(tmp_path: Path) -> None:
     """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
@@ -168,21 +152,24 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "degrees"),
     [
+        (0, {}),
+        exhaustive(0, {"dp": 2}),
+        (3, {"dp": 2}),
         exhaustive(1, {"tp": 2, "pp": 2}),
         (3, {"dp": 2, "cp": 2}),
         (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
     ],
     ids=str,
 )
-def test_killed_in_a_layout_and_resumed_bit_for_bit(
+def test_killed_and_resumed_bit_for_bit(
     tmp_path: Path, stage: int, degrees: dict[str, Any]
 ) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, stage=stage, precision="fp32", parallel=degrees)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
         train(run, config, KillBefore(6))
+    assert list_checkpoints(run.checkpoints)[-1].step == 3
     train(run, config)
     assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
@@ -191,7 +178,6 @@ def test_killed_in_a_layout_and_resumed_bit_for_bit(
 
 @pytest.mark.slow
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=2, stage=3, precision="fp32")
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
@@ -210,7 +196,6 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path)
     run = make_run(config)
     train(run, config, StopBefore(4))
@@ -221,7 +206,6 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path)
     run = make_run(config)
     train(run, config, StopBefore(4))
@@ -231,7 +215,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_corpus_is_refused(tmp_path: Path) -> None:
-    write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path)
     run = make_run(config)
     train(run, config, StopBefore(4))
