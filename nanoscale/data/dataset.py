@@ -62,7 +62,7 @@ class _OpenSource:
 
     name: str
     weight: float
-    """By its size, unless it is set."""
+    """The weight that is set, else the number of training samples."""
     train: Loader
     valid: Loader | None
     description: str
