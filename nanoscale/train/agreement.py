@@ -34,8 +34,7 @@ class Agreement:
 
         `failed`: something other than the training has failed on this rank, and all ranks shall stop to check.
         """
-        save = 0 < self._save_every_s <= time.monotonic() - self._since
-        stop = self._flag.requested or failed
+        stop, save = self._flag.requested or failed, self._time_is_over()
         if not dist.is_initialized():
             self.save_is_due = save
             return stop
@@ -61,3 +60,6 @@ class Agreement:
         if self._question is not None:
             self._question.wait()
             self._question = None
+
+    def _time_is_over(self) -> bool:
+        return 0 < self._save_every_s <= time.monotonic() - self._since
