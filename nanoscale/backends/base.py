@@ -14,9 +14,8 @@ from torch import Tensor
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import load, load_any_model
-from nanoscale.config.layout import Coordinates
+from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.stages import stage_layers
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models.hf_model import HFModel
 from nanoscale.models.transformer import Transformer

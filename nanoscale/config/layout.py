@@ -1,10 +1,17 @@
-"""The coordinates of ranks: tp varies fastest, then cp, then dp, then pp."""
+"""The coordinates of ranks, pipeline stages, and the numbers of micro batches that each schedule supports.
+
+In the order of ranks tp varies fastest, then cp, then dp, then pp. The numbers of micro batches are those of
+torch.distributed.pipelining's schedules: their constructors' limits, and the results of a simulation of their
+actions, which deadlock or not.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoscale.config.parameters import block_products
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
+from nanoscale.config.schema import Model
 
 GRADIENT_BUCKET = 25 << 20
 """Bytes of gradients that replicas send together, as in DistributedDataParallel."""
@@ -37,3 +44,77 @@ def is_replicated(config: ResolvedConfig) -> bool:
     whole = config.zero.stage == 0 and layout.tp == layout.pp == layout.ep == 1
     alike = precision.params == precision.compute == precision.reduce
     return whole and alike and layout.dp * layout.cp > 1
+
+
+# --- pipeline stages ------------------------------------------------------------------------------
+
+ONE_STAGE = frozenset({"gpipe", "1f1b"})
+"""A rank has one stage."""
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""A rank has two stages; the first rank has the first and the last."""
+SPLIT_BACKWARD = frozenset({"zero-bubble", *V_SHAPED})
+"""Gradients of inputs and of weights are computed separately."""
+IN_ROUNDS = frozenset({"interleaved-1f1b", "zero-bubble"})
+"""Micro batches go through in rounds of equal length, each of at least pp if there are enough."""
+
+
+def usual_virtual_stages(schedule: str) -> int:
+    """Return the default number of stages a rank."""
+    return 1 if schedule in ONE_STAGE else 2
+
+
+def stages_of(schedule: str, pp: int, virtual_stages: int, rank: int) -> list[int]:
+    """Return the stages of a pipeline rank, in the order in which tokens pass through them."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * turn for turn in range(virtual_stages)]
+
+
+def rank_of(schedule: str, pp: int, stage: int) -> int:
+    """Return the pipeline rank that holds a stage."""
+    if schedule in V_SHAPED:
+        return min(stage, 2 * pp - 1 - stage)
+    return stage % pp
+
+
+def takes(schedule: str, pp: int, micro_batches: int) -> bool:
+    """True if a schedule can run a step of this many micro batches."""
+    if pp == 1:
+        return True
+    if schedule == "1f1b":
+        return micro_batches >= pp
+    if schedule == "dualpipev":
+        return micro_batches >= 2 * pp
+    if schedule in IN_ROUNDS:
+        return micro_batches % max(1, micro_batches // pp) == 0
+    return True
+
+
+def keeps_busy(schedule: str, pp: int) -> int:
+    """Return the least number of micro batches with which every rank has work at once."""
+    return 2 * pp if schedule in V_SHAPED else pp
+
+
+def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) -> list[int]:
+    """Return the number of blocks of every stage, in the model's order.
+
+    Without a user's list, the costliest stage is as cheap as possible, and the costs are otherwise as even as
+    possible. A stage costs the parameters of its products: the last one carries the head, and the embedding of
+    the first multiplies nothing.
+    """
+    if layers_per_stage is not None:
+        return list(layers_per_stage)
+    assert 1 <= stages <= model.layers
+    block, head = block_products(model), model.hidden * model.vocab
+    layers = [1] * stages
+
+    def cost(stage: int) -> tuple[int, int]:
+        """Return a sort key: among equally cheap stages the later comes first, since the first stage holds the
+        embedding and most activations."""
+        return layers[stage] * block + (head if stage == stages - 1 else 0), -stage
+
+    # Blocks cost the same, so choosing the cheapest stage first is exact, for the largest cost and for the sum
+    # of squares.
+    for _ in range(model.layers - stages):
+        layers[min(range(stages), key=cost)] += 1
+    return layers

@@ -1,11 +1,23 @@
-"""A host of a job and the devices that the job uses there."""
+"""A host of a job and its devices. Names of hosts: those safe for ssh, those that are equal, and those of this
+machine.
+
+No name server is queried: its answer may take seconds, and may change.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoscale.config import hostnames
+from nanoscale.config.violations import override
+
+_LONGEST = 253
+_FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
+"""Characters that a shell, ssh or a file name could misread."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Host:
 
     def entry(self, devices: Sequence[int]) -> str:
         """Return the entry of `--include` for some of its devices."""
-        name = hostnames.in_filter(self.name)
+        name = in_filter(self.name)
         if self.devices is None and len(devices) == self.slots:
             return name
         return f"{name}:{','.join(map(str, devices))}"
@@ -36,4 +48,114 @@ class Host:
     @property
     def address(self) -> str:
         """The name without `user@` and without the brackets of IPv6."""
-        return hostnames.address(self.name)
+        return address(self.name)
+
+
+def address(name: str) -> str:
+    """Return a name without `user@` and without the brackets of IPv6."""
+    host = name.rpartition("@")[2]
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def canonical(name: str) -> str:
+    """Return the same text for two names of one host, as far as the names show it."""
+    host = address(name).lower()
+    number = _number(host)
+    return host if number is None else str(number)
+
+
+def problem(name: str) -> str:
+    """Return a problem of a name, as a sentence without it; empty if there is none."""
+    user, at, host = name.rpartition("@")
+    if name.startswith("-") or host.startswith("-"):
+        return "starts with `-`, like an option of ssh"
+    if at and (not user or _FOREIGN.search(user) or user.startswith("-")):
+        return "has a user before its `@` that a shell could misread"
+    plain = address(name)
+    if not plain or len(plain) > _LONGEST:
+        return f"must have 1 to {_LONGEST} characters"
+    if ":" in plain or plain != host:
+        return _ipv6_problem(plain)
+    foreign = _FOREIGN.search(plain)
+    if foreign:
+        return f"holds {foreign[0]!r}; letters, digits, dots, dashes and underscores make a name"
+    return ""
+
+
+def in_filter(name: str) -> str:
+    """Return a host in the form of `--include` and `--exclude`: an IPv6 address is in brackets."""
+    plain = address(name)
+    return f"[{plain}]" if ":" in plain else plain
+
+
+def own_python(name: str, python: str = "/path/to/python") -> str:
+    """Return the override that gives a host an interpreter of its own, ready to paste into a shell."""
+    if _FOREIGN.search(name):  # cannot be part of a key on the command line
+        return override("cluster.pythons", {name: python})
+    return override(f"cluster.pythons.{name}", python)
+
+
+def is_here(name: str) -> bool:
+    """True if a name is `localhost`, this machine's own, or one of its addresses.
+
+    Another user's account on it does not count.
+    """
+    user = name.rpartition("@")[0]
+    if user and user != _own_user():
+        return False
+    host, own = canonical(name), socket.gethostname().lower()
+    return is_loopback(name) or host in (own, own.partition(".")[0]) or host in _addresses(host)
+
+
+def is_loopback(name: str) -> bool:
+    """True if a name means a different machine on every machine."""
+    host = address(name).lower()
+    number = _number(host)
+    return host == "localhost" if number is None else number.is_loopback
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a name is, if it is one; thousands of other names are rejected quickly."""
+    if ":" not in host and not host[-1:].isdecimal():
+        return None
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _ipv6_problem(host: str) -> str:
+    plain, percent, zone = host.partition("%")
+    try:
+        ipaddress.IPv6Address(plain)
+    except ValueError:
+        return (
+            "is not an IPv6 address, and no other name has a colon or brackets; set a port in "
+            "~/.ssh/config or launcher.ssh_args"
+        )
+    if percent and (not zone or _FOREIGN.search(zone)):
+        return "has an IPv6 zone that names no interface"
+    return ""
+
+
+def _own_user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""
+
+
+def _addresses(host: str) -> set[str]:
+    """Return this machine's addresses, if `host` is an address."""
+    if _number(host) is None:
+        return set()
+    import psutil
+
+    return {
+        canonical(entry.address)
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }

@@ -26,7 +26,6 @@ from typing import Any
 
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_sources import TOKENIZER, TOKENS, manifest
 from nanoscale.config.schema import Data
 from nanoscale.data.prepare.folder import PreparationProgress
 from nanoscale.data.prepare.preparation import (

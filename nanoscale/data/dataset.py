@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_sources import MixtureSource, answers_of, sources_of
 from nanoscale.config.schema import Data, Train
+from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
 from nanoscale.data import corpus
 from nanoscale.data.loader import Form, Loader, Mixture, outside_vocabulary, split_tokens, too_small
 from nanoscale.data.samples import ENDLESS, HELD_OUT, RandomSamples, Split

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.config.data import token_sources
-from nanoscale.config.data.token_sources import answers_of
+from nanoscale.config import token_files
+from nanoscale.config.token_files import answers_of
 from nanoscale.data.tokens.files import (
     DatatroveTokens,
     IndexedTokens,
@@ -34,13 +34,13 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     `tokenizer` decodes if the files do not name theirs, and `vocab` is a model's. The returned document lists
     `problems`, a sentence for each inconsistency. Raises UserError for files that are missing or damaged.
     """
-    folder = token_sources.folder_of(path)
-    manifest = token_sources.manifest(folder) if folder else None
+    folder = token_files.folder_of(path)
+    manifest = token_files.manifest(folder) if folder else None
     split_paths = (
-        {"train": folder / token_sources.TOKENS} if folder else {"train": Path(path).expanduser()}
+        {"train": folder / token_files.TOKENS} if folder else {"train": Path(path).expanduser()}
     )
-    if folder and bin_path(folder / token_sources.VALID).exists():
-        split_paths["valid"] = folder / token_sources.VALID
+    if folder and bin_path(folder / token_files.VALID).exists():
+        split_paths["valid"] = folder / token_files.VALID
     files = {name: _open(path_of_split) for name, path_of_split in split_paths.items()}
     decoder = _decoder(folder, tokenizer)
     splits = {
@@ -77,7 +77,7 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
         return load(find(tokenizer, "--tokenizer"), key="--tokenizer")
     if folder is None:
         return None
-    file = folder / token_sources.TOKENIZER
+    file = folder / token_files.TOKENIZER
     return load(file) if file.exists() else ByteTokenizer()
 
 
@@ -202,13 +202,13 @@ def _manifest_problems(
     folder: Path, manifest: dict[str, Any] | None, splits: dict[str, dict[str, Any]]
 ) -> list[str]:
     if manifest is None:
-        return [f"{folder / token_sources.MANIFEST} cannot be read"]
+        return [f"{folder / token_files.MANIFEST} cannot be read"]
     problems = []
     for name, split in splits.items():
         recorded = manifest[name]
         if any(recorded[key] != split[key] for key in ("documents", "tokens")):
             problems.append(f"{name}: its documents and tokens are not those of the manifest")
-    file = folder / token_sources.TOKENIZER
+    file = folder / token_files.TOKENIZER
     if (digest(file) if file.exists() else "byte") != manifest["tokenizer"]:
         problems.append(f"{file} is not the tokenizer that made the tokens")
     return problems

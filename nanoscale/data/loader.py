@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_sources import training_end
+from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices
 from nanoscale.data.samples import Packed, Samples, Split, TokenStream

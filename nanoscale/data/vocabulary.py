@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.config.schema import Config
+from nanoscale.config.token_files import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.data import corpus
 from nanoscale.data.tokens.tokenizer import (
     CONFIG,

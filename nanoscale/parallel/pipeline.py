@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils.checkpoint import GraphExecGroup
 
 from nanoscale.common.errors import UserError
-from nanoscale.config import stages
+from nanoscale.config import layout as config_layout
 from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.transformer import Transformer
 
@@ -60,7 +60,7 @@ class Boundary:
 
 def stages_of(parallel: ResolvedParallel, rank: int) -> list[int]:
     """Return the stages of a pipeline rank, in the order in which tokens pass through them."""
-    return stages.stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
+    return config_layout.stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
 
 
 class Pipeline:
@@ -115,7 +115,7 @@ class Pipeline:
         return hidden
 
     def _peer(self, stage: int) -> int:
-        return stages.rank_of(self._parallel.schedule, self._parallel.pp, stage)
+        return config_layout.rank_of(self._parallel.schedule, self._parallel.pp, stage)
 
     def _make_schedule(self, accumulation: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
         name = self._parallel.schedule
@@ -148,7 +148,7 @@ class Pipeline:
 def _require_torch(schedule: str) -> None:
     """Refuse torch before 2.13, which cannot split a backward pass through an autograd.Function, such as the
     loss."""
-    if schedule in stages.SPLIT_BACKWARD and torch.__version__ < "2.13":
+    if schedule in config_layout.SPLIT_BACKWARD and torch.__version__ < "2.13":
         text = f"needs torch 2.13 or newer, and this is {torch.__version__}"
         others = "1f1b and interleaved-1f1b do not"
         raise UserError("layout", f"parallel.schedule={schedule} {text}: {others}")

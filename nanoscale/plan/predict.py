@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB
+from nanoscale.config.layout import takes
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
-from nanoscale.config.stages import takes
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import NANOSCALE, Software

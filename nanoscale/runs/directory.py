@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.run_name import LONGEST, RULE, legal_name
+from nanoscale.config.values.forms import LONGEST, RULE, legal_name
 from nanoscale.config.violations import override
 
 Stream = Literal["out", "err"]

@@ -12,9 +12,9 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from nanoscale.common.units import duration
-from nanoscale.config import profile_steps
-from nanoscale.config.profile_steps import Steps
 from nanoscale.config.schema import Profile
+from nanoscale.config.values import forms
+from nanoscale.config.values.forms import Steps
 from nanoscale.metrics.meter import wait_for
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.metrics.trace import events_of, parts_of
@@ -58,7 +58,7 @@ class Recorder:
     ) -> None:
         """Record into `folder`, which is created when there is something to write."""
         self._folder = folder
-        self._series = profile_steps.series_of(settings.steps)
+        self._series = forms.series_of(settings.steps)
         self._is_recorded = rank in settings.ranks
         self._rank = rank
         self._device = device

@@ -6,12 +6,12 @@ import json
 from typing import Any, Literal
 
 from nanoscale.common.units import counted
-from nanoscale.config.data.token_sources import times_seen
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
+from nanoscale.config.layout import stage_layers
 from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision, Zero
-from nanoscale.config.stages import stage_layers
+from nanoscale.config.token_files import times_seen
 
 Document = dict[str, Any]
 

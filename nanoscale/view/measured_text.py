@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
-from nanoscale.config.hardware.usual_mfu import usual_mfu_text
+from nanoscale.config.hardware.data_sheets import usual_mfu_text
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves

@@ -12,10 +12,10 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.data.token_sources import times_seen, training_samples
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
+from nanoscale.config.token_files import times_seen, training_samples
 from nanoscale.data.dataset import open_data
 from tests.support.token_files import write_indexed
 

@@ -9,7 +9,6 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.data.token_sources import MixtureSource, sources_of
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
 from tests.support.token_files import write_indexed

@@ -6,7 +6,7 @@ import pytest
 
 from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.composing.nodes import elastic, node_range, violation
+from nanoscale.config.values.forms import elastic, node_range, nodes_violation
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_anything_else_is_refused_with_what_it_may_have_meant(nodes, meant):
     with pytest.raises(ValueError, match="must be|MIN"):
         node_range(nodes)
     assert not elastic(nodes)
-    wrong = violation(compose([], options={"launcher.nodes": Setting(nodes, "here")}))
+    wrong = nodes_violation(compose([], options={"launcher.nodes": Setting(nodes, "here")}))
     assert wrong is not None and wrong.source == "here"
     assert wrong.suggestions == ((f"launcher.nodes={meant}",) if meant else ())
-    assert meant is None or violation(compose([*wrong.suggestions])) is None
+    assert meant is None or nodes_violation(compose([*wrong.suggestions])) is None
 
 
 def test_a_range_is_no_number_in_base_sixty(tmp_path: Path, monkeypatch):

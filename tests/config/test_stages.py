@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.schema import Model
-from nanoscale.config.stages import (
+from nanoscale.config.layout import (
     ONE_STAGE,
     V_SHAPED,
     stage_layers,
     takes,
     usual_virtual_stages,
 )
+from nanoscale.config.schema import Model
 
 
 def model(layers: int, vocab: int, **more: object) -> Model:

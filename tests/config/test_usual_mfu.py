@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from benchmarks.plan.published_runs import read
-from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
+from nanoscale.config.hardware.data_sheets import usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Precision
 from tests.plan.machines import job

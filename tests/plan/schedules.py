@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoscale.config.stages import ONE_STAGE, V_SHAPED, takes
+from nanoscale.config.layout import ONE_STAGE, V_SHAPED, takes
 
 SCHEDULES = [
     ("gpipe", 1),

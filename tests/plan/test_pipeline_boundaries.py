@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.stages import stages_of
+from nanoscale.config.layout import stages_of
 from nanoscale.plan.pipeline import KeptBoundary, boundaries
 from nanoscale.plan.pipeline.boundaries import NONE
 from tests.plan.schedules import SCHEDULES

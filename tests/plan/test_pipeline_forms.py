@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nanoscale.config.stages import ONE_STAGE
+from nanoscale.config.layout import ONE_STAGE
 from nanoscale.plan.pipeline import (
     Costs,
     bubble,

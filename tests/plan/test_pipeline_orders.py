@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.stages import ONE_STAGE, V_SHAPED, stages_of
+from nanoscale.config.layout import ONE_STAGE, V_SHAPED, stages_of
 from nanoscale.plan.pipeline import Action, order
 from tests.plan.schedules import SCHEDULES, batches
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from nanoscale.config.stages import rank_of
+from nanoscale.config.layout import rank_of
 from nanoscale.plan.pipeline import (
     Action,
     Costs,

@@ -8,7 +8,7 @@ import pytest
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.hardware import cpu_speed
+from nanoscale.config.hardware import data_sheets
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.launch.lifecycle.examination import measure_cpu
@@ -32,14 +32,14 @@ def test_a_plan_is_rough_until_the_speed_is_measured():
     config = resolved("recipe=tiny")
     rough = predict(config)
     assert any(line.startswith("rough: ") for line in outcome(rough))
-    cpu_speed.keep_speed(2.0)
+    data_sheets.keep_speed(2.0)
     measured = predict(config)
     assert not any(line.startswith("rough: ") for line in outcome(measured))
     assert measured.time.seconds == pytest.approx(rough.time.seconds / 2, rel=0.1)
 
 
 def test_keys_of_the_user_win_over_the_measured_speed():
-    cpu_speed.keep_speed(2.0)
+    data_sheets.keep_speed(2.0)
     own = resolved("recipe=tiny", "cluster.memory_gbs=33")
     assert hardware_of(own).memory_bandwidth == 33e9
     assert hardware_of(resolved("recipe=tiny")).memory_bandwidth == 16e9
@@ -54,7 +54,7 @@ def test_keys_of_the_user_win_over_the_measured_speed():
 )
 def test_a_speed_that_is_damaged_or_another_cpu_s_is_ignored(content: str, tmp_path: Path):
     (tmp_path / "cpu-speed.json").write_text(content)
-    assert cpu_speed.known_speed() is None
+    assert data_sheets.known_speed() is None
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_the_speed_is_measured_whatever_the_users_files_say(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     measure_cpu(lambda _: None)
-    assert cpu_speed.known_speed() is not None
+    assert data_sheets.known_speed() is not None
 
 
 def test_one_rank_that_computes_with_its_weights_copies_nothing():

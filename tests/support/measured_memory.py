@@ -30,10 +30,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanoscale.config.layout import coordinates
+from nanoscale.config.layout import SPLIT_BACKWARD, coordinates
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Backend, Lora, Model, Optimizer, Zero
-from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
 from nanoscale.plan.predict import predict

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.profile_steps import series_of
 from nanoscale.config.schema import Checkpoint, Config, Profile
+from nanoscale.config.values.forms import series_of
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import (

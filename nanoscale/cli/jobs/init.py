@@ -96,7 +96,7 @@ def _checked(task: Task, model: str, data: str) -> FirstRecipe:
     Raises:
         UserError: the model or the data does not exist.
     """
-    from nanoscale.config.data.token_sources import folder_of
+    from nanoscale.config.token_files import folder_of
 
     if task == "pretrain":
         shape = _own_shape(model)

@@ -17,7 +17,6 @@ import nanoscale
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import interpolation
-from nanoscale.config.composing.reopen import reopen, unknown_names
 from nanoscale.config.values.convert import unknown_key
 from nanoscale.config.violations import nearest, refuse, shown
 
@@ -167,6 +166,7 @@ class Library:
         ]
 
     def _load(self, config: str) -> YamlDocument:
+        from nanoscale.config.composing.frozen import reopen, unknown_names
         from nanoscale.config.values.yaml_file import YamlDocument, read
 
         group, _, name = config.partition("/")

@@ -1,17 +1,23 @@
-"""The data sheets of devices: the `cluster` section, completed from `conf/cluster`."""
+"""The data sheets of devices: the `cluster` section, completed from `conf/cluster`. The measured speed of this
+machine's CPU, and the MFU that is usual on GPUs."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import platform
 import re
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import detect
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.library import packaged
-from nanoscale.config.hardware.cpu_speed import known_speed
+from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.convert import to_config
@@ -180,3 +186,67 @@ def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
         host_memory_gib=own.host_memory_gib or total,
         peaks=replace(cluster.peaks, **peaks),
     )
+
+
+# --- the measured speed of this machine's CPU -----------------------------------------------------
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's CPU, or its architecture where the kernel tells no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def known_speed() -> float | None:
+    """Return the speed in the cache; None if none was measured, or another CPU's."""
+    try:
+        content = json.loads(_speed_path().read_text(encoding="utf-8"))
+        speed, measured_on = float(content["speed"]), content["cpu"]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
+    return speed if measured_on == cpu_name() and 0 < speed < 1000 else None
+
+
+def keep_speed(speed: float) -> None:
+    """Write the measured speed, as a factor on the assumed one, into the cache.
+
+    Raises:
+        OSError: the folder cannot be written.
+        RuntimeError: the user has no home.
+    """
+    path = _speed_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"cpu": cpu_name(), "speed": speed}) + "\n", encoding="utf-8")
+
+
+def _speed_path() -> Path:
+    return cache_path(None) / "cpu-speed.json"
+
+
+# --- the usual MFU --------------------------------------------------------------------------------
+
+_16_BITS = ((1e9, 0.38, 0.53), (4e9, 0.37, 0.60), (20e9, 0.29, 0.56), (math.inf, 0.32, 0.56))
+_8_BITS = ((20e9, 0.13, 0.29), (math.inf, 0.10, 0.43))
+"""Parameters up to which a line holds, and between which MFUs eight of ten runs are: 289 runs in 16 bits and 40
+in 8 bits on A100, H100, H200, B200 and MI300X, of llm-foundry's scaling tables, Korthikanti et al. 2022
+(arXiv:2205.05198), SimuMax, torchtitan, torchao, KempnerForge and NVIDIA's dgxc-benchmarking."""
+
+
+def usual_mfu(config: Config) -> tuple[float, float] | None:
+    """Return the lowest and highest usual MFU; None for mixtures of experts and for other dtypes."""
+    bits = {"bf16": _16_BITS, "fp16": _16_BITS, "fp8": _8_BITS}.get(kind(config.precision))
+    if bits is None or config.model.experts or config.model.source == "hf":
+        return None
+    size = parameters(config.model)
+    return next((low, high) for most, low, high in bits if size <= most)
+
+
+def usual_mfu_text(usual: tuple[float, float] | None) -> str | None:
+    """Return the sentence about the usual MFU."""
+    if usual is None:
+        return None
+    return f"published runs of this size and dtype reach an MFU of {usual[0]:.0%} to {usual[1]:.0%}"

@@ -11,17 +11,20 @@ from typing import Any, Literal
 
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import listed
-from nanoscale.config.data import token_sources
-from nanoscale.config.data.token_headers import (
-    DamagedError,
-    glance_at_datatrove,
-    glance_at_megatron,
-)
-from nanoscale.config.data.token_sources import MEMBERS, MixtureSource, answers_of, sources_of
+from nanoscale.config import token_files
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import of_kind, refused
 from nanoscale.config.schema import Data
+from nanoscale.config.token_files import (
+    MEMBERS,
+    DamagedError,
+    MixtureSource,
+    answers_of,
+    glance_at_datatrove,
+    glance_at_megatron,
+    sources_of,
+)
 from nanoscale.config.violations import nearest, override
 
 BYTE_VOCAB = 257
@@ -286,7 +289,7 @@ def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
     """Return the files of a source, all of which must exist."""
     found = TokenFiles(source.path, source.valid_path)
     if source.path and resolution.config.data.source == "megatron":
-        folder = token_sources.folder_of(source.path)
+        folder = token_files.folder_of(source.path)
         if folder is not None:
             found = _taken_apart(resolution, source, folder)
     _present(resolution, source, "path", found.path)
@@ -308,7 +311,7 @@ def refuse(
 
 def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) -> TokenFiles:
     """Return a prepared folder's own files in place of the folder, unless others are requested."""
-    manifest = token_sources.manifest(folder) or {}
+    manifest = token_files.manifest(folder) or {}
     vocab, needed = resolution.config.model.vocab, manifest.get("vocabulary", 0)
     if needed > vocab:
         enough = resolution.more_rows(-(-needed // 64) * 64)
@@ -316,10 +319,10 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
         resolution.refuse("model.vocab", message, enough, kind="data")
     path, valid_path = source.path, source.valid_path
     if Path(path or "").expanduser().absolute() == folder.absolute():
-        path = str(folder / token_sources.TOKENS)
-        if valid_path is None and (folder / f"{token_sources.VALID}.idx").is_file():
-            valid_path = str(folder / token_sources.VALID)
-    tokenizer = folder / token_sources.TOKENIZER
+        path = str(folder / token_files.TOKENS)
+        if valid_path is None and (folder / f"{token_files.VALID}.idx").is_file():
+            valid_path = str(folder / token_files.VALID)
+    tokenizer = folder / token_files.TOKENIZER
     return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import counted
-from nanoscale.config.composing import nodes
 from nanoscale.config.rules.resolution import Resolution, divisors
 from nanoscale.config.schema import Parallel
+from nanoscale.config.values import forms
 
 _MOST_ENTRIES = 8
 """The most entries; a longer filter would not help."""
@@ -98,7 +98,7 @@ def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
     layout, slots = resolution.config.parallel, resolution.slots
     _check_slots(resolution, device)
     copy = ranks_of_copy(layout)
-    asked = "auto" if nodes.elastic(resolution.config.launcher.nodes) else layout.dp
+    asked = "auto" if forms.elastic(resolution.config.launcher.nodes) else layout.dp
     dp = max(1, slots // copy) if asked == "auto" else asked
     if copies(layout, slots) is None:
         fewer = _first_hosts(resolution, lambda slots: copies(layout, slots) is not None)
@@ -197,7 +197,7 @@ def _slots_of(resolution: Resolution) -> str:
 
 def _first_hosts(resolution: Resolution, fits: Callable[[int], bool]) -> str | None:
     """Return the option for fewer hosts: as many of the first ones as have slots that fit."""
-    if nodes.elastic(resolution.config.launcher.nodes):
+    if forms.elastic(resolution.config.launcher.nodes):
         return None
     counts = [
         n for n, slots in enumerate(accumulate(h.slots for h in resolution.hosts), 1) if fits(slots)

@@ -10,13 +10,13 @@ from typing import Literal
 
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import listed
-from nanoscale.config import hostnames, reference
-from nanoscale.config.composing import nodes
+from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.slurm import check_slurm
 from nanoscale.config.schema import Launcher, Slurm
+from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 
 _CONCERNS: dict[str, tuple[str, ...]] = {
@@ -116,11 +116,11 @@ def _check_ssh_args(resolution: Resolution) -> None:
 
 
 def _check_nodes(resolution: Resolution) -> None:
-    wrong = nodes.violation(resolution.composed)
+    wrong = forms.nodes_violation(resolution.composed)
     if wrong is not None:
         resolution.add("config", wrong)
     count, dp = resolution.config.launcher.nodes, resolution.config.parallel.dp
-    if nodes.elastic(count) and dp != "auto":
+    if forms.elastic(count) and dp != "auto":
         message = f"must be auto with launcher.nodes={count}: it follows from the number of remaining hosts"
         most = str(count).partition(":")[2]
         resolution.refuse(
@@ -132,16 +132,16 @@ def _check_master(resolution: Resolution) -> None:
     """Check the master address: the other hosts must reach the first one under this name."""
     key, given = "launcher.master_addr", resolution.config.launcher.master_addr
     if given is not None:
-        problem = hostnames.problem(given) or ("holds a user" if "@" in given else "")
+        problem = machines.problem(given) or ("holds a user" if "@" in given else "")
         if problem:
-            address = hostnames.address(given)
-            fits = address != given and not hostnames.problem(address)
+            address = machines.address(given)
+            fits = address != given and not machines.problem(address)
             resolution.refuse(key, problem, f"{key}={address}" if fits else f"{key}=null")
         return
     if (
         len(resolution.hosts) > 1
         and resolution.remote
-        and hostnames.is_loopback(resolution.hosts[0].name)
+        and machines.is_loopback(resolution.hosts[0].name)
     ):
         first = resolution.hosts[0]
         message = (
@@ -168,7 +168,7 @@ def _check_cluster(resolution: Resolution) -> None:
                 resolution.composed.source("cluster.pythons"),
                 "must be a path, as a text",
             )
-            example = (hostnames.own_python(name),)
+            example = (machines.own_python(name),)
             wrong = Violation(f"cluster.pythons.{name}", python, source, message, example)
             resolution.add("config", wrong)
 

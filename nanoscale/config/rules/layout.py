@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterator
 
 from nanoscale.common.units import counted, listed
+from nanoscale.config.layout import SPLIT_BACKWARD
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Data, Model
-from nanoscale.config.stages import SPLIT_BACKWARD
 
 _PADDING = 128
 """The padding of vocabularies, a multiple of which suits the tiles of a GPU's products."""

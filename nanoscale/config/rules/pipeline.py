@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from nanoscale.config.rules.resolution import divisors
-from nanoscale.config.rules.rule import Rule, data_parallel, refused, several
-from nanoscale.config.schema import Config, Parallel
-from nanoscale.config.stages import (
+from nanoscale.config.layout import (
     IN_ROUNDS,
     ONE_STAGE,
     V_SHAPED,
@@ -14,6 +11,9 @@ from nanoscale.config.stages import (
     takes,
     usual_virtual_stages,
 )
+from nanoscale.config.rules.resolution import divisors
+from nanoscale.config.rules.rule import Rule, data_parallel, refused, several
+from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.violations import override
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import Violation
 from nanoscale.common.versions import install_command
-from nanoscale.config import hostnames, reference
+from nanoscale.config import machines, reference
 from nanoscale.config.machines import Host
 from nanoscale.config.reference import value_of
 from nanoscale.config.rules.neighbors import advice, completed
@@ -44,7 +44,7 @@ class Resolution:
         """True if ranks are started on other machines, whose devices are not known here."""
         if self.config.launcher.name == "slurm":
             return bool(self.hosts)
-        return any(not hostnames.is_here(host.name) for host in self.hosts)
+        return any(not machines.is_here(host.name) for host in self.hosts)
 
     @property
     def slots(self) -> int:

@@ -14,14 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoscale.common.units import counted
-from nanoscale.config.data.token_sources import training_samples
-from nanoscale.config.profile_steps import series_of
 from nanoscale.config.reference import declared
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, data_parallel, of_kind, other_than, refused, reset
-from nanoscale.config.run_name import RULE, legal_name
 from nanoscale.config.schema import Config, Run, Scheduler, Train
+from nanoscale.config.token_files import training_samples
+from nanoscale.config.values.forms import RULE, legal_name, series_of
 from nanoscale.config.violations import override, shown
 
 # --- batch ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
-from nanoscale.config.data.token_sources import TEMPLATE
+from nanoscale.config.token_files import TEMPLATE
 from nanoscale.data.prepare import render
 from nanoscale.data.prepare.render import Chat, RecordError, Template
 from nanoscale.data.tokens.tokenizer import (

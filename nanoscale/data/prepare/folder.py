@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_sources import MANIFEST, TOKENS, VALID, answers_of
+from nanoscale.config.token_files import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
 from nanoscale.data.prepare.records import Bad

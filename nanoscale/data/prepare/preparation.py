@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER, manifest
+from nanoscale.config.token_files import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks

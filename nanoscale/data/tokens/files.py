@@ -1,6 +1,6 @@
 """Tokens on disk, in documents: Megatron-LM's files and datatrove's, read and checked when opened.
 
-Megatron-LM's `.bin` holds the tokens, `.idx` the position of each text (`config.data.token_headers`).
+Megatron-LM's `.bin` holds the tokens, `.idx` the position of each text (`config.token_files`).
 datatrove's DocumentTokenizer writes:
 
 NAME.ds           every token, 2 or 4 bytes each, unsigned, little-endian
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_headers import (
+from nanoscale.config.token_files import (
     HEADER,
     MAGIC,
     VERSION,
@@ -30,7 +30,7 @@ from nanoscale.config.data.token_headers import (
     read_ends,
     read_index,
 )
-from nanoscale.config.data.token_sources import answers_of
+from nanoscale.config.token_files import answers_of
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),

@@ -20,7 +20,7 @@ from typing import Any
 
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.versions import install_command
-from nanoscale.config.data.token_sources import TEMPLATE, TOKENIZER
+from nanoscale.config.token_files import TEMPLATE, TOKENIZER
 
 SUFFIX = ".model"
 FORMAT = 1

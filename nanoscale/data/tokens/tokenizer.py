@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.token_sources import TEMPLATE
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
+from nanoscale.config.token_files import TEMPLATE
 from nanoscale.data.tokens.sentencepiece_model import SUFFIX, ConversionError, as_json
 
 END = "<|endoftext|>"

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoscale.config import hostnames
+from nanoscale.config import machines
 from nanoscale.config.rules import Host
 from nanoscale.processes.messages import HandshakeError, admit
 from nanoscale.processes.network import address_towards, addresses, is_loopback, resolve
@@ -92,7 +92,7 @@ class ReverseListener:
     def addresses(self, hosts: Sequence[Host]) -> str:
         """Return the addresses of this machine for these hosts, the likeliest first: `A:PORT,B:PORT`."""
         port = self._socket.getsockname()[1]
-        remote_hosts = [host for host in hosts if not hostnames.is_here(host.name)]
+        remote_hosts = [host for host in hosts if not machines.is_here(host.name)]
         likeliest = address_towards((remote_hosts or hosts)[0].address) or socket.gethostname()
         other_addresses = [
             address for address in addresses() if ":" not in address and not is_loopback(address)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nanoscale.common.errors import Violation
-from nanoscale.config.hostnames import canonical
+from nanoscale.config.machines import canonical
 from nanoscale.config.rules import Host
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import nearest

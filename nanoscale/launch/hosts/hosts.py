@@ -15,9 +15,9 @@ from pathlib import Path
 
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import counted
-from nanoscale.config import hostnames
-from nanoscale.config.composing import nodes
+from nanoscale.config import machines
 from nanoscale.config.rules import Host
+from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import nearest, override, refuse
 from nanoscale.launch.hosts import filters
@@ -43,7 +43,7 @@ def read_hostfile(composed: Composed) -> tuple[Host, ...]:
         return ()
     text, name = _read(composed)
     hosts, violations = parse(text, name)
-    node_violation = nodes.violation(composed)
+    node_violation = forms.nodes_violation(composed)
     if node_violation is not None:
         violations.append(node_violation)
     if not violations:
@@ -69,7 +69,7 @@ def parse(text: str, name: str) -> tuple[list[Host], list[Violation]]:
         source = f"{name}:{number}"
         problem = _line_problem(fields)
         host = Host(fields[0], 0, source=source)
-        canonical_name = hostnames.canonical(host.name)
+        canonical_name = machines.canonical(host.name)
         first = hosts.setdefault(canonical_name, host)
         if problem is None and first is not host:
             problem = f"names {host.name} again, which is in {first.source}", f"# {text_of_line}"
@@ -91,12 +91,12 @@ def _line_problem(fields: Sequence[str]) -> tuple[str, str] | None:
     number = _ANY_NUMBER.fullmatch(" ".join(options)) if slots is None else slots
     count = int(number[1]) if number is not None else 0
     proposed = f"slots={count if 1 <= count <= MOST_SLOTS else 'N'}"
-    problem = hostnames.problem(name)
+    problem = machines.problem(name)
     if problem:
         host_only = _PORT.sub("", name)
         return (
             f"{name!r} {problem}",
-            f"{'HOST' if hostnames.problem(host_only) else host_only} {proposed}",
+            f"{'HOST' if machines.problem(host_only) else host_only} {proposed}",
         )
     if slots is None:
         wrong = (
@@ -156,7 +156,7 @@ def _limit_hosts(
 ) -> tuple[list[Host], list[Violation]]:
     """Return the first hosts, `launcher.nodes` of them, each with `launcher.devices` slots."""
     launcher, violations = composed.config.launcher, []
-    fewest, most = nodes.node_range(launcher.nodes) or (1, len(hosts))
+    fewest, most = forms.node_range(launcher.nodes) or (1, len(hosts))
     if fewest > len(hosts):
         filtered = launcher.include is not None or launcher.exclude is not None
         message = f"is more than the {counted(len(hosts), 'host')} of {name}"

@@ -17,8 +17,7 @@ from typing import Any
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.hardware.data_sheets import kind, peak_of
-from nanoscale.config.hardware.usual_mfu import usual_mfu
+from nanoscale.config.hardware.data_sheets import kind, peak_of, usual_mfu
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import parameters, trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig

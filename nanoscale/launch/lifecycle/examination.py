@@ -21,7 +21,7 @@ from nanoscale.common.units import counted
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.composing.library import packaged
-from nanoscale.config.hardware.cpu_speed import keep_speed, known_speed
+from nanoscale.config.hardware.data_sheets import keep_speed, known_speed
 from nanoscale.config.machines import Host
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.rules import check, check_machines

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
-from nanoscale.config.composing.nodes import elastic, node_range
 from nanoscale.config.machines import Host
+from nanoscale.config.values.forms import elastic, node_range
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals

@@ -10,8 +10,8 @@ from math import lcm
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
-from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
+from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
 from nanoscale.launch.slurm.slurm import SlurmError, host_names
@@ -26,10 +26,10 @@ def requested_nodes(composed: Composed) -> tuple[Host, ...]:
     Raises:
         UserError: the number of nodes, or of ranks on each, is not known here.
     """
-    violation = nodes.violation(composed)
+    violation = forms.nodes_violation(composed)
     if violation is not None:
         refuse([violation])
-    _, most = nodes.node_range(composed.config.launcher.nodes) or (1, 1)
+    _, most = forms.node_range(composed.config.launcher.nodes) or (1, 1)
     slots = _ranks_per_node(composed, most)
     return tuple(Host(f"node{number + 1}", slots) for number in range(most))
 
@@ -40,7 +40,7 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     Raises:
         UserError: this is not a job of SLURM, or it has too few nodes.
     """
-    violation = nodes.violation(composed)
+    violation = forms.nodes_violation(composed)
     if violation is not None:
         refuse([violation])
     node_list = os.environ.get("SLURM_JOB_NODELIST")
@@ -58,7 +58,7 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
         raise UserError(
             "slurm", f"SLURM cannot expand the list of nodes {node_list}: {error}"
         ) from error
-    least, most = nodes.node_range(composed.config.launcher.nodes) or (1, len(names))
+    least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
         key = "launcher.nodes"
         message = f"is more than the {len(names)} nodes of this job ({node_list})"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.composing.nodes import elastic
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.forms import elastic
 from nanoscale.launch.transport.transport import source_path
 from nanoscale.runs.directory import RunDirectory
 

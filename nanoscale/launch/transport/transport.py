@@ -15,11 +15,11 @@ from itertools import chain
 from pathlib import Path
 
 import nanoscale
-from nanoscale.config import hostnames
-from nanoscale.config.composing.nodes import elastic
+from nanoscale.config import machines
 from nanoscale.config.machines import Host
 from nanoscale.config.rules.launcher import requested_launcher
 from nanoscale.config.schema import Config
+from nanoscale.config.values.forms import elastic
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.hosts.hosts import read_hostfile
 from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
@@ -147,12 +147,12 @@ class Ssh(Transport):
         return {}
 
     def python_remedy(self, host: Host) -> str:
-        override = hostnames.own_python(host.address)
+        override = machines.own_python(host.address)
         return f"{super().python_remedy(host)}, or {override} for this host"
 
     def exclusion_remedy(self, host: Host) -> str:
         """Return the remedy that excludes a host, in addition to the present filter."""
-        launcher, entry = self.config.launcher, hostnames.in_filter(host.name)
+        launcher, entry = self.config.launcher, machines.in_filter(host.name)
         if launcher.include is not None:
             return f"take {entry} out of --include {shlex.quote(launcher.include)}"
         excluded = launcher.exclude.split("@") if launcher.exclude else []

@@ -6,8 +6,8 @@ import math
 from contextlib import suppress
 
 from nanoscale.common.devices import Devices, cores, detect
-from nanoscale.config.composing import nodes
 from nanoscale.config.hardware.data_sheets import CPU, UnknownHardwareError, described
+from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 
@@ -40,7 +40,7 @@ def planned_devices(composed: Composed) -> Devices:
 
 def _asked(composed: Composed) -> int | None:
     """Return the most hosts of `launcher.nodes`; the rules check invalid values."""
-    if nodes.violation(composed) is not None:
+    if forms.nodes_violation(composed) is not None:
         return None
-    span = nodes.node_range(composed.config.launcher.nodes)
+    span = forms.node_range(composed.config.launcher.nodes)
     return span[1] if span else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoscale.config.stages import SPLIT_BACKWARD, rank_of
+from nanoscale.config.layout import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.memory.activations import StageActivations, stage_activations
 from nanoscale.plan.memory.loss import loss_memory
 from nanoscale.plan.memory.setting import MemorySetting

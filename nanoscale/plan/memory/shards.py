@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nanoscale.config import lora, parameters
+from nanoscale.config.layout import stage_layers, stages_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
-from nanoscale.config.stages import stage_layers, stages_of
 
 EXPERT_MATRICES = 3
 """Gate, up and down."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nanoscale.config.stages import ONE_STAGE, rank_of, stages_of
+from nanoscale.config.layout import ONE_STAGE, rank_of, stages_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoscale.config.stages import takes
+from nanoscale.config.layout import takes
 from nanoscale.plan.pipeline.orders import round_length
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from nanoscale.config.stages import takes
+from nanoscale.config.layout import takes
 from nanoscale.plan.pipeline.orders import order, round_length, warmup
 from nanoscale.plan.pipeline.residents import residents
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from nanoscale.config.stages import (
+from nanoscale.config.layout import (
     ONE_STAGE,
     V_SHAPED,
     stages_of,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from nanoscale.config.stages import ONE_STAGE, SPLIT_BACKWARD
+from nanoscale.config.layout import ONE_STAGE, SPLIT_BACKWARD
 from nanoscale.plan.pipeline.orders import Action, Kind, Order, order
 from nanoscale.plan.pipeline.residents import residents
 

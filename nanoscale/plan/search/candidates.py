@@ -14,13 +14,13 @@ from itertools import islice
 from typing import Literal, TypeVar, get_args
 
 from nanoscale.config import rules
+from nanoscale.config.layout import ONE_STAGE, V_SHAPED, usual_virtual_stages
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules.devices import copies
 from nanoscale.config.rules.layout import expert_ranks
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.config.rules.rule import Rule, data_parallel
 from nanoscale.config.schema import Parallel, Schedule
-from nanoscale.config.stages import ONE_STAGE, V_SHAPED, usual_virtual_stages
 
 T = TypeVar("T")
 Recomputation = Literal["none", "full", "selective", "sqrt"]

@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanoscale.common.devices import Devices
+from nanoscale.config.layout import usual_virtual_stages
 from nanoscale.config.reference import value_of
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
-from nanoscale.config.stages import usual_virtual_stages
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 from nanoscale.plan.hardware.hardware import Hardware

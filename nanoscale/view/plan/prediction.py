@@ -7,9 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nanoscale.common.units import GIB, byte_size, duration, share, three_digits
-from nanoscale.config.hardware.cpu_speed import known_speed
-from nanoscale.config.hardware.data_sheets import CPU
-from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
+from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.schema import Parallel
 from nanoscale.plan.hardware.software import NANOSCALE

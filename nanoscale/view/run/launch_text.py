@@ -12,8 +12,8 @@ from typing import Any
 from nanoscale.common import display
 from nanoscale.common.units import GIB, counted, duration, share
 from nanoscale.config.composing.variants import Variant
-from nanoscale.config.data.token_sources import times_seen
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.token_files import times_seen
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
 from nanoscale.launch.submission.batch_job import BatchJob

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoscale.common.units import GIB, byte_size, clock, counted, duration
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.hardware.usual_mfu import usual_mfu, usual_mfu_text
+from nanoscale.config.hardware.data_sheets import usual_mfu, usual_mfu_text
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.lifecycle.command import read_plan
 from nanoscale.runs import events, failure, metrics, status

@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from nanoscale.config.hostnames import address, canonical, is_here, is_loopback, problem
+from nanoscale.config.machines import address, canonical, is_here, is_loopback, problem
 
 
 @pytest.mark.parametrize(
