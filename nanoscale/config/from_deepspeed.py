@@ -398,15 +398,3 @@ def _nearest(path: str, table: Mapping[str, _Row]) -> _Row | None:
     while path and path not in table:
         path = path.rpartition(".")[0]
     return table.get(path)
-
-
-def recipe(result: Translation) -> dict[str, Any]:
-    """Return the translation as a recipe's content."""
-    content: dict[str, Any] = {}
-    for key, value in result.values.items():
-        *sections, leaf = key.split(".")
-        inner = content
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[leaf] = value
-    return content

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -102,6 +102,25 @@ def declared() -> dict[str, Key]:
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a key by its dotted name."""
     return reduce(getattr, key.split("."), config)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values of keys `SECTION.NAME`."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        changed: Any = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: changed})
+    return config
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted names as nested mappings."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        result = merged(result, value)
+    return result
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -200,19 +219,7 @@ def _sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:
 
 
 def _key(name: str, annotation: Any, field: Field[Any]) -> Key:
-    about = field.metadata
-    return Key(
-        name=name,
-        annotation=annotation,
-        default=_default(field),
-        meaning=about["meaning"],
-        unit=about["unit"],
-        at_least=about["at_least"],
-        at_most=about["at_most"],
-        scaled=about["scaled"],
-        executes=about["executes"],
-        path=about["path"],
-    )
+    return Key(name, annotation, _default(field), **field.metadata)
 
 
 def _default(field: Field[Any]) -> Any:

@@ -92,8 +92,8 @@ def test_what_an_option_sets_stays_set_in_the_frozen_file():
         resumed = _request(
             held.run, CommandLine([], held.run.config, options=as_settings(num_gpus=2))
         )
-        assert (resumed.asked.launcher.devices, resumed.config.parallel.dp) == (2, 2)
-        assert resumed.asked.parallel.dp == "auto"
+        assert (resumed.composed.requested.launcher.devices, resumed.config.parallel.dp) == (2, 2)
+        assert resumed.composed.requested.parallel.dp == "auto"
 
 
 @pytest.mark.parametrize("verb", ["train", "resume"])

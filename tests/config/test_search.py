@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from nanoscale.config.composing.compose import _merge
-from nanoscale.config.composing.hydra_search import searching
+from nanoscale.config.composing.compose import _merged
 from nanoscale.config.composing.library import RECIPE, Library
+from nanoscale.config.composing.merge_order import merge_order
 from nanoscale.config.composing.overrides import read_words
+from nanoscale.config.values.provenance import Layer
 
 CHOSEN = (
     *([f"recipe={name}"] for name in Library().options(RECIPE)),
@@ -28,16 +28,13 @@ def test_files_merge_as_in_omegaconf(words, tmp_path, monkeypatch):
     Path("base.yaml").write_text(BASE)
     Path("top.yaml").write_text(TOP)
     library = Library()
-    with searching(library), initialize_config_dir(str(tmp_path), version_base="1.3"):
-        asked = read_words(words, library)
-        library.choices, library.touched = asked.choices, asked.touched()
-        merged, layers = _merge(library, asked)
+    asked = read_words(words, library)
+    library.choices, library.touched = asked.choices, asked.touched()
+    layers = [Layer(library.serve(file), section) for file, section in merge_order(library)]
+    merged = _merged(layers, [])
     assert len(layers) > 10
     expected = OmegaConf.create()
     for layer in layers:
-        content = {n: value for n, value in layer.document.content.items() if n != "defaults"}
-        file = OmegaConf.create()
-        OmegaConf.update(file, layer.section, content) if layer.section else file.update(content)
-        expected = OmegaConf.merge(expected, file)
+        expected = OmegaConf.merge(expected, OmegaConf.create(layer.content))
     assert merged == OmegaConf.to_container(expected, resolve=False)
     assert merged["train"]["seed"] == 0

@@ -82,11 +82,12 @@ def from_deepspeed(
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
     from nanoscale.common.errors import UserError
-    from nanoscale.config.from_deepspeed import read_deepspeed, recipe, translate
+    from nanoscale.config.from_deepspeed import read_deepspeed, translate
+    from nanoscale.config.reference import nested
     from nanoscale.config.values.yaml_file import to_yaml
 
     translation = translate(read_deepspeed(file), dp)
-    text = f"# {file.name}, translated for nanoscale.\n{to_yaml(recipe(translation))}"
+    text = f"# {file.name}, translated for nanoscale.\n{to_yaml(nested(translation.values))}"
     if out is not None:
         try:
             with out.open("x", encoding="utf-8") as recipe_file:

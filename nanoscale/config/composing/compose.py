@@ -10,12 +10,12 @@ come last.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.errors import Violation
+from nanoscale.config import reference
 from nanoscale.config.composing.interpolation import escape, resolve
 from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.hf import any_model, pretrained
@@ -24,16 +24,16 @@ from nanoscale.config.values.convert import convert
 from nanoscale.config.values.provenance import (
     COMMAND_LINE,
     DEFAULT,
+    Composed,
     Layer,
     Setting,
     record,
     trace,
-)
+)  # fmt: skip
 from nanoscale.config.violations import refuse, shown
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.overrides import Words
-from nanoscale.config.values.provenance import Composed
 
 __all__ = ["Composed", "Setting", "compose"]
 
@@ -56,59 +56,60 @@ def compose(
     Raises:
         UserError: with all problems of the overrides and the files.
     """
-    from hydra import initialize_config_dir
-
-    from nanoscale.config.composing.hydra_search import searching
+    from nanoscale.config.composing.merge_order import merge_order
     from nanoscale.config.composing.overrides import read_words, with_good_advice
 
     library = Library(config_dir, config_file)
-    with searching(library), initialize_config_dir(str(Path.cwd()), version_base="1.3"):
-        asked = read_words(words, library)
-        settings = [(key, Setting(value, COMMAND_LINE)) for key, value in asked.settings]
-        settings += _take_options(options or {}, asked)
-        if config_file is not None:
-            asked.violations += _take_file(library, asked.choices)
-        library.choices, library.touched = asked.choices, asked.touched()
-        merged, layers = _merge(library, asked)
-    history = trace(layers, settings)
-    for key, setting in settings:
-        _set(merged, key, setting.value)
-    unasked = library.unasked() | {DEFAULT}
+    asked = read_words(words, library)
+    settings = [(key, Setting(value, COMMAND_LINE)) for key, value in asked.settings]
+    settings += _take_options(options or {}, asked)
+    if config_file is not None:
+        asked.violations += _take_file(library, asked.choices)
+    library.choices, library.touched = asked.choices, asked.touched()
+    layers = [Layer(library.serve(file), section) for file, section in merge_order(library)]
+    merged = _merged(layers, settings)
     composed = Composed(
-        Config(), history, _recipe_name(library), tuple(words), unasked, asked.typed
-    )
-    raw, broken = resolve(merged, composed.source)
-    config, mistyped = convert(raw, composed.source)
-    if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
+        Config(), trace(layers, settings), _recipe_name(library), tuple(words),
+        library.unasked() | {DEFAULT}, asked.typed, library.opened,
+    )  # fmt: skip
+    composed, wrong = _converted(composed, merged)
+    if violations := [*asked.violations, *library.violations, *wrong]:
         refuse([with_good_advice(violation, asked, library) for violation in violations])
-    composed = replace(composed, config=config)
+    config = composed.config
     if config.model.source == "hf":
         frozen = config_file is not None and not composed.by_hand(any_model.KEY)
         return _with_shape(composed, merged, *any_model.take(composed, frozen=frozen))
     frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
     if config.model.init_from is None or frozen:  # a frozen file has the complete shape
         return composed
-    found = pretrained.read(composed)
-    values = pretrained.take_shape(composed, found)
-    return _with_shape(composed, merged, str(found.folder / "config.json"), values)
+    model = pretrained.read(composed)
+    values = pretrained.take_shape(composed, model)
+    return _with_shape(composed, merged, str(model.folder / "config.json"), values)
+
+
+def _converted(composed: Composed, merged: dict[str, Any]) -> tuple[Composed, list[Violation]]:
+    """Return the request with its values, references resolved and types checked, and what is wrong."""
+    raw, broken = resolve(merged, composed.source)
+    config, mistyped = convert(raw, composed.source)
+    return replace(composed, config=config), [*broken, *mistyped]
 
 
 def _with_shape(
     composed: Composed, merged: dict[str, Any], source: str, values: dict[str, Any]
 ) -> Composed:
     """Return the configuration with a model's shape, which the values of other keys may refer to."""
+    model = dict(merged["model"])
     for name, value in values.items():
         plain = asdict(value) if isinstance(value, RopeScaling) else value
         if value != getattr(composed.config.model, name):
             leaves = {f".{k}": v for k, v in plain.items()} if plain is not value else {"": value}
             for path, leaf in leaves.items():
                 record(composed.history, f"model.{name}{path}", Setting(leaf, source))
-        merged["model"][name] = escape(f"model.{name}", plain)
-    raw, _ = resolve(merged, composed.source)
-    config, violations = convert(raw, composed.source)
+        model[name] = escape(f"model.{name}", plain)
+    shaped, violations = _converted(composed, {**merged, "model": model})
     if violations:
         refuse(violations)
-    return replace(composed, config=config)
+    return shaped
 
 
 def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tuple[str, Setting]]:
@@ -138,60 +139,27 @@ def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violati
     return violations
 
 
-def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]:
-    """Merge the files of the chosen options; also return them, in the order in which they were merged."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-
-    words = asked.for_hydra()
-    try:
-        loader = GlobalHydra.instance().config_loader()
-        order = loader.compute_defaults_list(ROOT, words, RunMode.RUN)
-    except RecursionError:
-        name = library.circle()
-        refuse([Violation("defaults", None, name, "lead back to the file itself")])
-    except (HydraException, ValueError) as error:
-        refuse([Violation("", " ".join(words), "", f"cannot be composed: {error}")])
-    layers = [
-        Layer(library.serve(entry.config_path), entry.package or "")
-        for entry in order.defaults
-        if entry.config_path is not None and not entry.config_path.startswith("hydra/")
-    ]
-    merged: dict[str, Any] = {}
+def _merged(layers: list[Layer], settings: list[tuple[str, Setting]]) -> dict[str, Any]:
+    """Merge the files in their order, then the keys of the command line."""
+    values: dict[str, Any] = {}
     for layer in layers:
-        content = {n: value for n, value in layer.document.content.items() if n != "defaults"}
-        for section in reversed(layer.section.split(".") if layer.section else []):
-            content = {section: content}
-        _overlay(merged, content)
-    return merged, layers
+        values = reference.merged(values, layer.content)
+    for key, setting in settings:
+        values = _with(values, key.split("."), setting.value)
+    return values
 
 
-def _overlay(values: dict[str, Any], content: dict[str, Any]) -> None:
-    """Merge a file into the values of the files before: mappings by key; any other value replaces the old."""
-    for name, value in content.items():
-        old = values.get(name)
-        if isinstance(old, dict) and isinstance(value, dict):
-            _overlay(old, value)
-        else:
-            values[name] = deepcopy(value)
-
-
-def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+def _with(values: Any, path: list[str], new: Any) -> dict[str, Any]:
     """Set a key as the command line does: a mapping is merged into the existing one, {} empties it."""
-    *sections, leaf = key.split(".")
-    values = raw
-    for section in sections:
-        if not isinstance(values.get(section), dict):
-            values[section] = {}
-        values = values[section]
-    values[leaf] = _merged(values.get(leaf), value)
-
-
-def _merged(old: Any, new: Any) -> Any:
-    if not isinstance(old, dict) or not isinstance(new, dict) or not new:
-        return deepcopy(new)
-    return old | {name: _merged(old.get(name), entry) for name, entry in new.items()}
+    old, (name, *inner) = values if isinstance(values, dict) else {}, path
+    if inner:
+        return {**old, name: _with(old.get(name), inner, new)}
+    if not isinstance(new, dict) or not new or not isinstance(old.get(name), dict):
+        return {**old, name: new}
+    merged = old[name]
+    for key, entry in new.items():
+        merged = _with(merged, [key], entry)
+    return {**old, name: merged}
 
 
 def _recipe_name(library: Library) -> str | None:

@@ -17,6 +17,7 @@ import nanoscale
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import interpolation
+from nanoscale.config.composing.interpolation import unescape
 from nanoscale.config.values.convert import unknown_key
 from nanoscale.config.violations import nearest, refuse, shown
 
@@ -72,6 +73,8 @@ class Library:
     """Keys set on the command line."""
     violations: list[Violation] = field(default_factory=list)
     """The problems of the files served so far."""
+    opened: dict[str, Any] = field(default_factory=dict)
+    """Keys that the frozen configuration had left open, with their requested values."""
     served: dict[str, YamlDocument] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -183,6 +186,10 @@ class Library:
             for name, value in unknown_names(document.content).items():
                 source = document.source(f"resolved.{name}")
                 self.violations.append(unknown_key(name, value, source))
+            if path == self.config_file:
+                opened = document.content.get("resolved")
+                values = opened if isinstance(opened, dict) else {}
+                self.opened = {key: unescape(key, value) for key, value in values.items()}
             document = replace(document, content=reopen(document.content, self.touched))
         defaults = self._defaults(document, group, path)
         section = "" if group == RECIPE else group

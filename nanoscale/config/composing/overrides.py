@@ -47,14 +47,6 @@ class Words:
     """Key or group → the text after its last `=`."""
     violations: list[Violation] = field(default_factory=list)
 
-    def for_hydra(self) -> list[str]:
-        """Return the choices of groups, which decide the merged files and their order."""
-        return [
-            f"~{group}" if option is None else f"{group}={quoted(option)}"
-            for group, option in self.choices.items()
-            if option is not None or group != RECIPE
-        ]
-
     def touched(self) -> frozenset[str]:
         """Return every key that the overrides decide, by name or by their group."""
         keys = reference.declared()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from nanoscale.config import reference
-from nanoscale.config.reference import value_of
+from nanoscale.config.reference import value_of, with_values
 from nanoscale.config.rules.rule import Rule
 from nanoscale.config.schema import Config
 from nanoscale.config.violations import override
@@ -74,7 +73,7 @@ def _corrected(
     config: Config, changes: Changes, rule: Rule | None, kept: Sequence[Rule]
 ) -> Changes | None:
     """Return the changes, with those that the kept rules then advise; None if a rule stays broken."""
-    changed = _with(config, changes)
+    changed = with_values(config, changes)
     if rule is not None and not rule.holds(changed):
         return None
     broken = next((other for other in kept if not other.holds(changed)), None)
@@ -107,11 +106,3 @@ def _read(text: str) -> Changes:
 
 def _written(changes: Changes) -> str:
     return " ".join(override(key, value) for key, value in changes.items())
-
-
-def _with(config: Config, changes: Changes) -> Config:
-    for key, value in changes.items():
-        section, name = key.split(".")
-        changed: Any = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: changed})
-    return config

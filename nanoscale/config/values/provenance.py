@@ -35,36 +35,39 @@ class Layer:
     document: YamlDocument
     section: str
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """Its values, without its list of defaults, as a part of the configuration."""
+        values = {name: it for name, it in self.document.content.items() if name != "defaults"}
+        return {self.section: values} if self.section else values
+
+    def source(self, key: str) -> str:
+        """Return the file and the line of a key."""
+        return self.document.source(key.removeprefix(f"{self.section}."))
+
 
 def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Setting]]) -> History:
     """Return the writers of every key, the effective one last; the command line's overrides come last."""
     history: History = {}
     for layer in layers:
-        for path, value in _leaves(layer.document.content, "", layer.section):
-            key = f"{layer.section}.{path}" if layer.section else path
-            record(history, key, Setting(value, layer.document.source(path)))
+        for key, value in _leaves(layer.content):
+            record(history, key, Setting(value, layer.source(key)))
     for key, setting in settings:
         mapping = reference.mapping_around(key)
         if mapping is not None:
-            nested = _nested(key.removeprefix(f"{mapping}."), setting.value)
-            setting, key = replace(setting, value=nested), mapping
+            inner = {key.removeprefix(f"{mapping}."): setting.value}
+            setting, key = replace(setting, value=reference.nested(inner)), mapping
         record(history, key, setting)
     return history
 
 
-def _nested(path: str, value: object) -> object:
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    return value
-
-
-def _leaves(content: Mapping[str, Any], prefix: str, section: str) -> Iterator[tuple[str, Any]]:
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
-        whole = f"{section}.{prefix}{name}" if section else f"{prefix}{name}"
-        if isinstance(value, Mapping) and not reference.is_mapping(whole):
-            yield from _leaves(value, f"{prefix}{name}.", section)
-        elif name != "defaults":
-            yield f"{prefix}{name}", value
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not reference.is_mapping(key):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def record(history: History, key: str, setting: Setting) -> None:
@@ -96,6 +99,14 @@ class Composed:
     """Sources that nobody chose for this job: defaults, default options of groups, a frozen file."""
     typed: Mapping[str, str] = field(default_factory=dict)
     """Key → the text of its value on the command line."""
+    opened: Mapping[str, object] = field(default_factory=dict)
+    """The keys that the frozen configuration had left open, with their requested values."""
+
+    @property
+    def requested(self) -> Config:
+        """The configuration before it was resolved; open keys of a frozen one stay open."""
+        values = {key: value for key, value in self.opened.items() if not self.by_hand(key)}
+        return reference.with_values(self.config, values)
 
     def source(self, key: str) -> str:
         """Return the source that set a key last."""

@@ -131,7 +131,7 @@ def new_run(request: Request) -> Iterator[RunLock]:
 
 def write_configuration(run: RunDirectory, request: Request) -> None:
     """Freeze the configuration of the ranks, and the source of each value."""
-    write_atomically(run.config, dump(request.config, request.asked))
+    write_atomically(run.config, dump(request.config, request.composed.requested))
     write_json(run.provenance, provenance(request.composed))
     if request.config.backend.name == "deepspeed":
         write_json(run.deepspeed, deepspeed_settings(request.config))
@@ -145,7 +145,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     if request.composed.by_hand(TAGS_KEY):
         run.tags.unlink(missing_ok=True)
     previous = run.config.read_text(encoding="utf-8")
-    if dump(request.config, request.asked) != previous:
+    if dump(request.config, request.composed.requested) != previous:
         write_atomically(run.attempt_config(last_attempt), previous)
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
