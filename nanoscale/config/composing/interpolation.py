@@ -40,7 +40,7 @@ class _Reference:
 def problem(key: str, value: object) -> str:
     """Return a problem of the references in a key's value; empty if there is none."""
     for text in _texts(key, value):
-        references = [part for part in _parts(text) if isinstance(part, _Reference)]
+        references = _references(text)
         for it in references:
             if it.variable is None and it.key is None:
                 return (
@@ -62,10 +62,9 @@ def problem(key: str, value: object) -> str:
     return ""
 
 
-def variables(value: object) -> list[str]:
-    """Return the names of the environment variables that a value refers to."""
-    parts = (part for text in _all_texts(value) for part in _parts(text))
-    named = (part.variable for part in parts if isinstance(part, _Reference))
+def variables(key: str, value: object) -> list[str]:
+    """Return the names of the environment variables that a key's value refers to."""
+    named = (it.variable for text in _texts(key, value) for it in _references(text))
     return list(dict.fromkeys(name for name in named if name is not None))
 
 
@@ -90,17 +89,18 @@ def resolve(
 
 def escaped(config: Mapping[str, Any]) -> dict[str, Any]:
     r"""Return a resolved configuration as `unescaped` and `resolve` read it back: with `\${` for `${`."""
-    result = deepcopy(dict(config))
-    for name, values, leaf in _keys(result):
-        values[leaf] = escape(name, values[leaf])
-    return result
+    return _changed(config, escape)
 
 
 def unescaped(config: Mapping[str, Any]) -> dict[str, Any]:
     r"""Return the content of a frozen file, which holds no references: with `${` for `\${`."""
+    return _changed(config, unescape)
+
+
+def _changed(config: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
     result = deepcopy(dict(config))
     for name, values, leaf in _keys(result):
-        values[leaf] = unescape(name, values[leaf])
+        values[leaf] = change(name, values[leaf])
     return result
 
 
@@ -154,12 +154,15 @@ def _fits(key: str, other: str) -> bool:
 def _resolved(key: str, value: Any, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
     """Return the value of `key` with its references replaced; `trail` lists the keys that refer to each other
     so far."""
-    if isinstance(value, str) and (parts := list(_parts(value))) and parts != [value]:
+
+    def replaced(text: str) -> Any:
+        parts = list(_parts(text))
         if len(parts) == 1 and isinstance(parts[0], _Reference):
             return _target(parts[0], raw, trail)
         texts = (p if isinstance(p, str) else _in_text(p, _target(p, raw, trail)) for p in parts)
         return "".join(texts)
-    return _map_entries(key, value, lambda entry: _resolved(key, entry, raw, trail))
+
+    return _map_texts(key, value, replaced)
 
 
 def _in_text(it: _Reference, value: object) -> str:
@@ -196,6 +199,10 @@ def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> A
     return _resolved(declared, value, raw, (*trail, it.key))
 
 
+def _references(text: str) -> list[_Reference]:
+    return [part for part in _parts(text) if isinstance(part, _Reference)]
+
+
 def _parts(text: str) -> Iterator[str | _Reference]:
     """Yield the parts of a text: literal texts and references."""
     start, plain = 0, ""
@@ -226,36 +233,30 @@ def _reference(body: str) -> _Reference:
 # --- texts within values --------------------------------------------------------------------------
 
 
-def _texts(key: str, value: object) -> list[str]:
-    """List the texts of a value that may hold references."""
-    texts: list[str] = []
-
-    def note(text: str) -> str:
-        texts.append(text)
-        return text
-
-    _map_texts(key, value, note)
-    return texts
-
-
-def _all_texts(value: object) -> Iterator[str]:
+def _texts(key: str, value: object) -> Iterator[str]:
+    """Yield the texts of a value that may hold references."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (dict, list)):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _all_texts(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _texts(key, entry)
+    elif isinstance(value, list) and not _is_literal(key):
+        for entry in value:
+            yield from _texts(key, entry)
 
 
-def _map_texts(key: str, value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(key: str, value: Any, change: Callable[[str], Any]) -> Any:
+    """Return the value with its texts that may hold references changed."""
     if isinstance(value, str):
         return change(value) if "${" in value else value
-    return _map_entries(key, value, lambda entry: _map_texts(key, entry, change))
-
-
-def _map_entries(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the mapping or list with other entries; lists of texts for other programs are unchanged."""
     if isinstance(value, dict):
-        return {name: change(entry) for name, entry in value.items()}
+        return {name: _map_texts(key, entry, change) for name, entry in value.items()}
+    if isinstance(value, list) and not _is_literal(key):
+        return [_map_texts(key, entry, change) for entry in value]
+    return value
+
+
+def _is_literal(key: str) -> bool:
+    """True if a key's lists hold texts for other programs."""
     declared = reference.declared().get(key)
-    literal = declared is not None and declared.takes_list and not declared.path
-    return [change(entry) for entry in value] if isinstance(value, list) and not literal else value
+    return declared is not None and declared.takes_list and not declared.path

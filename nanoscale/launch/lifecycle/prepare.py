@@ -161,8 +161,8 @@ def provenance(composed: Composed) -> dict[str, Any]:
     """Return the content of provenance.json: every key's value and source, and the values that it replaced."""
     return {
         key: {
-            **_provenance_entry(settings[-1]),
-            "overrode": [_provenance_entry(setting) for setting in reversed(settings[:-1])],
+            **_provenance_entry(key, settings[-1]),
+            "overrode": [_provenance_entry(key, setting) for setting in reversed(settings[:-1])],
         }
         for key, settings in composed.history.items()
     }
@@ -194,9 +194,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _provenance_entry(setting: Any) -> dict[str, Any]:
+def _provenance_entry(key: str, setting: Any) -> dict[str, Any]:
     entry = asdict(setting)
-    if names := variables(entry["value"]):
+    if names := variables(key, entry["value"]):
         entry["environment"] = names
     if not isinstance(entry["value"], (str, int, float, bool, list, type(None))):
         entry["value"] = str(entry["value"])
