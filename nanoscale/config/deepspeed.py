@@ -30,15 +30,16 @@ SAME = {
 }
 """Settings with a key of the same meaning and unit, by their path in DeepSpeed's configuration. A JSON of
 DeepSpeed is read and written by this table."""
-_STAGES = {
-    "reduce_bucket_size": (1, 2, 3),
-    "allgather_bucket_size": (1, 2),
-    "stage3_prefetch_bucket_size": (3,),
-    "zero_hpz_partition_size": (3,),
-    "zero_quantized_weights": (3,),
-    "zero_quantized_gradients": (3,),
+STAGES = {
+    "backend.overlap_comm": (1, 2, 3),
+    "backend.reduce_bucket": (1, 2, 3),
+    "backend.allgather_bucket": (1, 2),
+    "backend.prefetch_bucket": (3,),
+    "zero.hpz": (3,),
+    "zero.quantized_weights": (3,),
+    "zero.quantized_gradients": (3,),
 }
-"""Settings of `zero_optimization`, and the ZeRO stages with which they are written."""
+"""Keys that DeepSpeed reads with some ZeRO stages only, with these stages."""
 
 OWNED = SAME | {
     "gradient_accumulation_steps": "train.global_batch",
@@ -81,9 +82,9 @@ def _zero(config: ResolvedConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"stage": zero.stage}
     if zero.stage > 0:
         settings["overlap_comm"] = overlap == "on" or (overlap == "auto" and zero.stage == 3)
-    for name, stages in _STAGES.items():
-        if zero.stage in stages:
-            settings[name] = value_of(config, SAME[f"zero_optimization.{name}"])
+    for path, key in SAME.items():
+        if zero.stage in STAGES.get(key, ()):
+            settings[path.removeprefix("zero_optimization.")] = value_of(config, key)
     for name in ("offload_optimizer", "offload_param"):
         device = getattr(zero, name)
         if device != "none":

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import listed
@@ -50,43 +50,52 @@ _VALUES: dict[str, dict[str, Any]] = {
 }
 """Settings whose values, here as JSON, have other names or units as keys."""
 _NO_KEY = "has no key of nanoscale"
-_PYTORCH, _DEFAULT = "the optimizer is PyTorch's", "it is DeepSpeed's default"
-_IDLE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "zero_allow_untested_optimizer": (None, _PYTORCH),
-    "zero_force_ds_cpu_optimizer": (None, _PYTORCH),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+
+
+class _Fixed(NamedTuple):
+    """The accepted values of a setting (None: all) and the reason why they need no key. The fault of all other
+    values (empty: they may have a key) and its remedy."""
+
+    accepted: tuple[Any, ...] | None = ()
+    reason: str = ""
+    fault: str = ""
+    remedy: str = ""
+
+
+_PYTORCH = _Fixed(None, "the optimizer is PyTorch's")
+_DEFAULT = "it is DeepSpeed's default"
+_FROM_0 = _Fixed(
+    (0, "auto"),
+    "the warm-up begins at 0",
+    "is above 0, where the warm-up begins here",
+    "set it to 0",
+)
+_FIXED: dict[str, _Fixed] = {
+    "zero_allow_untested_optimizer": _PYTORCH,
+    "zero_force_ds_cpu_optimizer": _PYTORCH,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _Fixed(
         None, "see `nanoscale checkpoints export`"),
-    "zero_optimization.cpu_offload": ((False,), "it is off"),
-    "fp16.loss_scale": ((0, "auto"), "the loss scale adapts"),
-    "fp16.hysteresis": ((2, "auto"), _DEFAULT),
-    "fp16.min_loss_scale": ((1, "auto"), _DEFAULT),
-    "optimizer.params.betas": (None, _PYTORCH),
-    "optimizer.params.adam_w_mode": (None, _PYTORCH),
-    "optimizer.params.torch_adam": (None, _PYTORCH),
-    "optimizer.params.bias_correction": (None, _PYTORCH),
-    "scheduler.params.warmup_min_lr": ((0, "auto"), "the warm-up begins at 0"),
-    "scheduler.params.warmup_min_ratio": ((0, "auto"), "the warm-up begins at 0"),
-    "scheduler.params.warmup_type": (("linear",), "the warm-up is linear"),
-    "activation_checkpointing": ((False, None, 0), "it is off"),
-}  # fmt: skip
-"""Values (None: all) that need no key, with the reason, by setting or by the object that contains it."""
-_FROM_0 = ("is above 0, where the warm-up begins here", "set it to 0")
-_REFUSED = {
-    "fp16.initial_scale_power": ("must be an integer from 0 to 127", ""),
-    "fp16.loss_scale": (
+    "zero_optimization.cpu_offload": _Fixed((False,), "it is off"),
+    "fp16.initial_scale_power": _Fixed(fault="must be an integer from 0 to 127"),
+    "fp16.loss_scale": _Fixed((0, "auto"), "the loss scale adapts",
         "is a constant loss scale; here it adapts from precision.loss_scale on",
         "remove it, or set it to 0"),
-    "fp16.hysteresis": ("has no key", "set it to 2"),
-    "fp16.min_loss_scale": ("has no key", "set it to 1"),
-    "optimizer.params": ("has no key", ""),
-    "scheduler.params": ("has no key", ""),
+    "fp16.hysteresis": _Fixed((2, "auto"), _DEFAULT, "has no key", "set it to 2"),
+    "fp16.min_loss_scale": _Fixed((1, "auto"), _DEFAULT, "has no key", "set it to 1"),
+    "optimizer.params": _Fixed(fault="has no key"),
+    "optimizer.params.betas": _PYTORCH,
+    "optimizer.params.adam_w_mode": _PYTORCH,
+    "optimizer.params.torch_adam": _PYTORCH,
+    "optimizer.params.bias_correction": _PYTORCH,
+    "scheduler.params": _Fixed(fault="has no key"),
     "scheduler.params.warmup_min_lr": _FROM_0,
     "scheduler.params.warmup_min_ratio": _FROM_0,
-    "scheduler.params.warmup_type": ("is not a warm-up here, which is linear", "set it to linear"),
-    "activation_checkpointing": (
+    "scheduler.params.warmup_type": _Fixed(("linear",), "the warm-up is linear",
+        "is not a warm-up here, which is linear", "set it to linear"),
+    "activation_checkpointing": _Fixed((False, None, 0), "it is off",
         "has no key; recomputation is parallel.activation_checkpointing", "remove it"),
 }  # fmt: skip
-"""The fault of all other values, and the remedy, by setting or by the object that contains it."""
+"""Settings without a key, by their path or by that of the object that contains them."""
 _OBJECTS = (
     *("bf16", "fp16", "data_types", "optimizer", "optimizer.params", "scheduler"),
     *("scheduler.params", "zero_optimization", "activation_checkpointing"),
@@ -373,11 +382,12 @@ def _rest(settings: Mapping[str, Any], result: Translation, prefix: str = "") ->
             continue
         if path in result.taken:
             continue
-        refusal = None if value == "auto" and path in _VALUES else _nearest(path, _REFUSED)
+        fixed = _nearest(path, _FIXED) or _Fixed()
+        may_be_left = value == "auto" and path in _VALUES
         if (reason := _why_idle(path, value)) is not None:
             result.leave(path, reason)
-        elif refusal is not None:
-            result.refuse(path, value, *refusal)
+        elif fixed.fault and not may_be_left:
+            result.refuse(path, value, fixed.fault, fixed.remedy)
         elif value == "auto":
             result.leave(path, 'it is "auto"')
         elif _nearest(path, OWNED) is not None:
@@ -389,8 +399,8 @@ def _rest(settings: Mapping[str, Any], result: Translation, prefix: str = "") ->
 
 def _why_idle(path: str, value: Any) -> str | None:
     """Return why a value needs no key; None if it may need one."""
-    values, reason = _nearest(path, _IDLE) or ((), "")
-    return reason if values is None or value in values else None
+    fixed = _nearest(path, _FIXED) or _Fixed()
+    return fixed.reason if fixed.accepted is None or value in fixed.accepted else None
 
 
 def _nearest(path: str, table: Mapping[str, _Row]) -> _Row | None:

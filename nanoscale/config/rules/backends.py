@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoscale.common.units import listed
 from nanoscale.config import reference
-from nanoscale.config.deepspeed import owner, unowned
+from nanoscale.config.deepspeed import STAGES, owner, unowned
 from nanoscale.config.optimizers import OPTIMIZERS
 from nanoscale.config.reference import value_of
 from nanoscale.config.rules.resolution import Resolution
@@ -93,11 +93,13 @@ def _limit(key: str, supported: str, where: Where, why: str, *instead: str) -> R
     return refused(key, {**_ON, **where}, why, *instead, supported=supported)
 
 
-def _of_stages(key: str, stages: tuple[int, ...], supported: str) -> Rule:
+def _of_stages(key: str, stages: tuple[int, ...]) -> Rule:
     """Return the limit of a key that has a meaning with some stages only."""
     where = {"zero.stage": other_than(*stages), key: other_than(reference.declared()[key].default)}
-    why = f"belongs to {supported.removeprefix('with ')} and would be ignored"
-    return _limit(key, supported, where, why, reset(key), f"zero.stage={stages[-1]}")
+    among = f"stages {stages[0]} {'to' if len(stages) > 2 else 'and'} {stages[-1]}"
+    among = among if len(stages) > 1 else f"stage {stages[0]}"
+    why = f"belongs to {among} and would be ignored"
+    return _limit(key, f"with {among}", where, why, reset(key), f"zero.stage={stages[-1]}")
 
 
 DEEPSPEED = (
@@ -174,13 +176,7 @@ DEEPSPEED = (
         {"zero.stage": other_than(3), "zero.offload_param": other_than("none")},
         "needs sharded parameters, which only zero.stage=3 has",
         "zero.stage=3", "zero.offload_param=none"),
-    _of_stages("backend.overlap_comm", (1, 2, 3), "with stages 1 to 3"),
-    _of_stages("backend.reduce_bucket", (1, 2, 3), "with stages 1 to 3"),
-    _of_stages("backend.allgather_bucket", (1, 2), "with stages 1 and 2"),
-    _of_stages("backend.prefetch_bucket", (3,), "with stage 3"),
-    _of_stages("zero.hpz", (3,), "with stage 3"),
-    _of_stages("zero.quantized_weights", (3,), "with stage 3"),
-    _of_stages("zero.quantized_gradients", (3,), "with stage 3"),
+    *(_of_stages(key, stages) for key, stages in STAGES.items()),
 )  # fmt: skip
 
 RULES = (
