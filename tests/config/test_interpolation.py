@@ -90,6 +90,7 @@ def test_a_file_follows_the_same_rule() -> None:
         ("launcher.env.A='${launcher.env.A}'", "refers to itself"),
         ("data.path='${now:%Y}'", "other resolvers are not supported"),
         ("data.path='x${'", "other resolvers are not supported"),
+        ("data.path='${run.root}${run.root}'", "may refer to one other key"),
         ("data.path='${run.name}/x'", "refers to run.name within a text, which is null"),
     ],
 )
@@ -114,21 +115,8 @@ NASTY = [
     "${run.root}", "x\\\\\\${y}z${", "a, b: [c] {d}", "'\"", "= é\t", "",
 ]  # fmt: skip
 KEYS = [
-    "A",
-    "a b",
-    "a\\b",
-    "a\\",
-    "a,b",
-    "a:b",
-    "{a}",
-    "a.b",
-    "1",
-    "true",
-    "${A}",
-    "a'b",
-    "é",
-    "[a]",
-]
+    "A", "a b", "a\\b", "a\\", "a,b", "a:b", "{a}", "a.b", "1", "true", "${A}", "a'b", "é", "[a]",
+]  # fmt: skip
 
 
 def nasty() -> Config:

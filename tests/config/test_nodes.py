@@ -12,15 +12,10 @@ from nanoscale.config.values.forms import elastic, node_range, nodes_violation
 @pytest.mark.parametrize(
     ("nodes", "span"),
     [
-        (None, None),
-        (4, (4, 4)),
-        ("4", (4, 4)),
-        ("2:4", (2, 4)),
-        ("02:04", (2, 4)),
-        ("1:1", (1, 1)),
+        (None, None), (4, (4, 4)), ("4", (4, 4)), ("2:4", (2, 4)), ("02:04", (2, 4)), ("1:1", (1, 1)),
         (" 2:4 ", (2, 4)),
     ],
-)
+)  # fmt: skip
 def test_a_number_or_a_range(nodes, span):
     assert node_range(nodes) == span
     assert elastic(nodes) == (span is not None and span[0] < span[1])
@@ -29,21 +24,10 @@ def test_a_number_or_a_range(nodes, span):
 @pytest.mark.parametrize(
     ("nodes", "meant"),
     [
-        (0, "1"),
-        (-2, "2"),
-        ("4:2", "2:4"),
-        ("0:4", "1:4"),
-        ("2-4", "2:4"),
-        ("2..4", "2:4"),
-        ("2:", "2"),
-        (":4", "4"),
-        ("2:4:8", None),
-        ("all", None),
-        ("", None),
-        ("1e3", None),
-        ("99999999999", None),
+        (0, "1"), (-2, "2"), ("4:2", "2:4"), ("0:4", "1:4"), ("2-4", "2:4"), ("2..4", "2:4"), ("2:", "2"),
+        (":4", "4"), ("2:4:8", None), ("all", None), ("", None), ("1e3", None), ("99999999999", None),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_refused_with_what_it_may_have_meant(nodes, meant):
     with pytest.raises(ValueError, match="must be|MIN"):
         node_range(nodes)

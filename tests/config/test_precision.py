@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.common.options import as_settings
-from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
@@ -100,19 +99,6 @@ def test_fp32_on_a_gpu_has_tf32_products_where_the_gpu_has_them():
     assert on(gpus(A100), "precision=bf16").tf32 is False
     assert on(CPU, fp32) == Precision(compute="fp32", tf32=False)
     assert on(CPU, fp32, "precision.tf32=false").tf32 is False
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [(CPU, []), (CPU, ["precision=fp32"]), (gpus(H100), []), (gpus(H100), ["precision=fp64"])],
-)
-def test_tf32_is_not_promised_where_it_cannot_hold(devices: Devices, words: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
-        on(devices, *words, "precision.tf32=true")
-    (violation,) = caught.value.violations
-    assert violation.key == "precision.tf32"
-    assert violation.suggestions == ("precision.tf32=auto",)
-    on(devices, *words, "precision.tf32=auto")
 
 
 def freeze(devices: Devices, *words: str) -> Config:

@@ -8,6 +8,7 @@ import pytest
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.violations import nearest_key
 
 
 @pytest.fixture(autouse=True)
@@ -97,21 +98,6 @@ def test_all_mistakes_are_reported_at_once_and_in_order():
     assert keys == ["model.layer", "recipe", "x y=3", "zero.stage", "train.steps"]
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
-        ("data.path=epoch=1.ckpt", "'data.path=\"epoch=1.ckpt\"'"),
-        ("run.name=a(b", "'run.name=\"a(b\"'"),
-    ],
-)
-def test_a_value_that_needs_quotes_gets_them(word, meant):
-    found = violation(word)
-    assert "quotes" in found.message
-    assert found.suggestions == (meant,)
-    pasted = meant.strip("'")  # after the shell removed the quotes
-    assert not [key for key in compose([pasted]).history if key == "never"]
-
-
 def test_quoted_values_arrive_as_they_are():
     assert compose(["data.path='a=b, c'"]).config.data.path == "a=b, c"
     assert compose([r"data.path='it\'s C:\\'"]).config.data.path == "it's C:\\"
@@ -189,12 +175,6 @@ def test_words_that_are_too_short_or_too_far_off_suggest_nothing(word):
     assert violation(word).suggestions == ()
 
 
-def test_a_reference_to_nothing_or_to_itself_is_refused():
-    assert violation("data.path='${run.rot}'").suggestions == ("'data.path=${run.root}'",)
-    assert "itself" in violation("data.path='${data.path}'").message
-    assert violation("data.path='${run.name}${run.root}'").key == "data.path"  # at most one
-
-
 def test_deleting_goes_back_to_the_schema():
     assert compose(["recipe=tiny"]).config.logger.tensorboard == "auto"
     assert compose(["recipe=tiny", "~logger"]).config.logger.tensorboard == "off"
@@ -252,3 +232,21 @@ def test_scaled_integers():
 def test_an_integer_is_a_number():
     assert compose(["optimizer.lr=1"]).config.optimizer.lr == 1.0
     assert isinstance(compose(["optimizer.lr=1"]).config.optimizer.lr, float)
+
+
+KEYS = ("optimizer.lr", "scheduler.warmup_steps", "train.steps", "train.seed", "profile.steps")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("steps", ("train.steps", "profile.steps")),
+        ("train.stepz", ("train.steps",)),
+        ("trian.steps", ("train.steps",)),
+        ("profil.steps", ("profile.steps",)),
+        ("train.lr", ("optimizer.lr",)),
+        ("train.nothing", ()),
+    ],
+)
+def test_the_section_counts_too(typed: str, meant: tuple[str, ...]) -> None:
+    assert nearest_key(typed, KEYS) == meant
