@@ -91,7 +91,7 @@ def sections() -> dict[str, type]:
 def declared() -> dict[str, Key]:
     """Return every key by its dotted name, in the schema's order."""
     return {
-        f"{prefix}.{name}": _key(f"{prefix}.{name}", annotation, field)
+        f"{prefix}.{name}": Key(f"{prefix}.{name}", annotation, _default(field), **field.metadata)
         for prefix, section in sections().items()
         if prefix
         for name, (annotation, field) in members(section).items()
@@ -216,10 +216,6 @@ def _sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:
         inner = section_of(annotation)
         if inner is not None:
             yield from _sections(inner, f"{prefix}.{name}" if prefix else name)
-
-
-def _key(name: str, annotation: Any, field: Field[Any]) -> Key:
-    return Key(name, annotation, _default(field), **field.metadata)
 
 
 def _default(field: Field[Any]) -> Any:

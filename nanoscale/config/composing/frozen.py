@@ -180,7 +180,8 @@ def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any
     if not isinstance(asked, dict):
         return content
     changed = set(touched)
-    if _is_elastic(content):
+    launcher = content.get("launcher")
+    if isinstance(launcher, dict) and elastic(launcher.get("nodes")):
         changed.add("launcher.nodes")  # its layout is that of the hosts in use this time
     for key in FOLLOWS:
         if key in asked and key not in touched and changed.intersection(FOLLOWS[key]):
@@ -189,11 +190,6 @@ def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any
     if "run.name" in asked and "run.name" not in touched:
         content = _set(content, "run.name", asked["run.name"])
     return content
-
-
-def _is_elastic(content: Mapping[str, Any]) -> bool:
-    launcher = content.get("launcher")
-    return isinstance(launcher, dict) and elastic(launcher.get("nodes"))
 
 
 def _set(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
+from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import nearest_key, shown
 
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
@@ -111,7 +112,11 @@ def escape(key: str, value: Any) -> Any:
 
 def unescape(key: str, value: Any) -> Any:
     """Return the value of one key as `unescaped` does."""
-    return _map_texts(key, value, lambda text: _START.sub(_literal, text))
+
+    def literal(match: re.Match[str]) -> str:
+        return "\\" * (len(match[1]) // 2) + "${"
+
+    return _map_texts(key, value, lambda text: _START.sub(literal, text))
 
 
 def _keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -125,10 +130,6 @@ def _keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
             yield name, values, leaf
 
 
-def _literal(match: re.Match[str]) -> str:
-    return "\\" * (len(match[1]) // 2) + "${"
-
-
 class _BrokenError(Exception):
     """A reference that leads to no value."""
 
@@ -140,15 +141,9 @@ class _BrokenError(Exception):
         instead: tuple[str, ...] = ()
         if self.near is not None and isinstance(text, str):
             near = (other for other in nearest_key(self.near, reference.declared()) if other != key)
-            usable = (other for other in near if _fits(key, other))
+            usable = (other for other in near if fits(key, reference.example(other)))
             instead = tuple(f"'{key}=${{{other}}}'" for other in usable)
         return Violation(key, text, source, str(self), instead, remedy=self.remedy)
-
-
-def _fits(key: str, other: str) -> bool:
-    from nanoscale.config.values.convert import fits
-
-    return fits(key, reference.example(other))
 
 
 def _resolved(key: str, value: Any, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:

@@ -105,7 +105,7 @@ class Library:
         ours = packaged()
         for folder in self.folders(group):
             packed = folder.resolve().parent == ours[0] or folder.resolve() == ours[1]
-            for path in _yaml_files(folder):
+            for path in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
                 name = path.relative_to(folder).with_suffix("").as_posix()
                 origin = "nanoscale" if packed else str(folder)
                 found.setdefault(name, Option(group, name, path, origin))
@@ -205,7 +205,7 @@ class Library:
         Each replaces the whole section: keys that the option does not set return to the schema's defaults.
         """
         entries = [
-            {RECIPE: str(self.config_file)} if _is_recipe(entry) and self.config_file else entry
+            {RECIPE: str(self.config_file)} if RECIPE in entry and self.config_file else entry
             for entry in document.content["defaults"]
         ]
         last = []
@@ -362,12 +362,3 @@ def _overridden(document: YamlDocument) -> Iterator[str]:
         for name in entry if isinstance(entry, dict) else ():
             if name.startswith("override /"):
                 yield name.removeprefix("override /")
-
-
-def _is_recipe(entry: object) -> bool:
-    return isinstance(entry, dict) and RECIPE in entry
-
-
-def _yaml_files(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from sorted(path for path in folder.rglob("*.yaml") if path.is_file())

@@ -269,7 +269,9 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
     except HydraException:
         names = tuple(to_override(near, value) for near in nearest_key(name, reference.declared()))
         return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
-    if name not in library.groups() and not _is_key(name):
+    known = name in reference.declared() or name in reference.sections()
+    known = known or reference.mapping_around(name) is not None
+    if name not in library.groups() and not known:
         return _unknown(name, value, library)
     message = "has a value that needs quotes of its own, inside those of the shell"
     if value[:1] in _BRACKETS and (missing := _missing_brackets(value)):
@@ -280,11 +282,6 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
         advice = shlex.quote(f"{key}={quoted(entries)}")
         return Violation(name, value, COMMAND_LINE, message, (advice,))
     return Violation(name, value, COMMAND_LINE, message, (to_override(key, value),))
-
-
-def _is_key(name: str) -> bool:
-    known = name in reference.declared() or name in reference.sections()
-    return known or reference.mapping_around(name) is not None
 
 
 _BRACKETS = {"{": "}", "[": "]", "(": ")"}

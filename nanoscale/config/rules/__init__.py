@@ -22,7 +22,7 @@ from nanoscale.config.rules import (
     pipeline,
     training,
 )
-from nanoscale.config.rules.devices import resolve_device, resolve_layout
+from nanoscale.config.rules.devices import resolve_degrees, resolve_device
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule
@@ -92,15 +92,16 @@ def check(
     if resolution.violations:  # the other rules depend on degrees that must change
         _refuse(resolution)
     resolution.decide(model=model.resolve_model(resolution))
-    degrees = resolve_layout(resolution)
-    resolution.decide(parallel=replace(config.parallel, dp=degrees.dp))
-    resolution.decide(launcher=replace(config.launcher, device=degrees.device))
-    resolution.decide(precision=numbers.resolve_precision(resolution, degrees.device))
+    device = resolve_device(resolution)
+    dp, ranks = resolve_degrees(resolution, device)
+    resolution.decide(parallel=replace(config.parallel, dp=dp))
+    resolution.decide(launcher=replace(config.launcher, device=device))
+    resolution.decide(precision=numbers.resolve_precision(resolution, device))
     resolution.apply(rule for rule in RULES if searched.isdisjoint(rule.reads))
     resolution.decide(data=data.resolve_data(resolution))
     resolution.decide(train=training.resolve_train(resolution))
     resolution.apply(JOB)
-    training.check_profile(resolution, degrees.ranks)
+    training.check_profile(resolution, ranks)
     numbers.check_fp8(resolution)
     numbers.check_kernel(resolution)
     backends.check_backend(resolution)
@@ -114,8 +115,8 @@ def check(
         resolution.config,
         run=run,
         parallel=replace(parallel, virtual_stages=pipeline.virtual_stages(parallel)),
-        backend=replace(config.backend, compile=_compile(resolution.config, degrees.device)),
-        launcher=resolve_ranks(resolution, launcher, degrees.device, degrees.ranks),
+        backend=replace(config.backend, compile=_compile(resolution.config, device)),
+        launcher=resolve_ranks(resolution, launcher, device, ranks),
         scheduler=training.resolve_scheduler(resolution.config),
     )
     return resolved(final)

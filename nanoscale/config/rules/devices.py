@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -18,23 +17,10 @@ _MOST_ENTRIES = 8
 """The most entries; a longer filter would not help."""
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """The resolved degrees."""
-
-    device: Literal["cpu", "cuda"]
-    dp: int
-    ranks: int
-    """The world size."""
-
-
-def resolve_layout(resolution: Resolution) -> Degrees:
-    """Resolve the world size and dp from the devices."""
-    device = resolve_device(resolution)
-    dp, ranks = (
-        _degrees_on_hosts(resolution, device) if resolution.hosts else _degrees(resolution, device)
-    )
-    return Degrees(device, dp, ranks)
+def resolve_degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """Return the data-parallel degree and the world size, resolved from the devices."""
+    degrees = _degrees_on_hosts if resolution.hosts else _degrees
+    return degrees(resolution, device)
 
 
 def ranks_of_copy(layout: Parallel) -> int:

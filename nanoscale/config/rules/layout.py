@@ -22,18 +22,15 @@ _BLOCKS = ("model.heads", "model.kv_heads", "model.ffn")
 """The sizes of a block that tp divides."""
 
 
-def _block_sizes(model: Model) -> dict[str, int]:
-    return dict(zip(_BLOCKS, (model.heads, model.kv_head_count, model.ffn), strict=True))
-
-
 def _divides_blocks(config: Config) -> bool:
     model, tp = config.model, config.parallel.tp
     return not (model.heads % tp or model.kv_head_count % tp or model.ffn % tp)
 
 
 def _undivided_blocks(config: Config) -> str:
-    tp = config.parallel.tp
-    broken = [f"{key}={size}" for key, size in _block_sizes(config.model).items() if size % tp]
+    model, tp = config.model, config.parallel.tp
+    sizes = zip(_BLOCKS, (model.heads, model.kv_head_count, model.ffn), strict=True)
+    broken = [f"{key}={size}" for key, size in sizes if size % tp]
     why = "a rank holds whole heads, of keys and values too, and an equal share of the block"
     return f"must divide {listed(broken)}: {why}"
 
@@ -165,15 +162,12 @@ _OFF = "backend.compile=off"
 _COMPILED = {"backend.compile": "on"}
 
 
-def _skips_every_block(config: Config) -> bool:
-    layout = config.parallel
-    full = layout.activation_checkpointing == "full"
-    return full and layout.checkpoint_every > config.model.layers
-
-
 EXECUTION = (
     Rule("parallel.checkpoint_every", ("parallel.checkpoint_every", _MODE, "model.layers"),
-        lambda config: not _skips_every_block(config),
+        lambda config: (
+            config.parallel.activation_checkpointing != "full"
+            or config.parallel.checkpoint_every <= config.model.layers
+        ),
         "is more than model.layers={c.model.layers}: nothing would be recomputed",
         ("parallel.checkpoint_every<",)),
     refused(_MODE, {_MODE: "selective", **_SPLITS},

@@ -145,11 +145,6 @@ def _fits_decay(config: Config) -> bool:
     return scheduler.name != "wsd" or warmup > steps or warmup + decay <= steps
 
 
-def _keeps_saved(config: Config) -> bool:
-    saving = config.checkpoint
-    return not saving.every or (saving.keep_every or 0) % saving.every == 0
-
-
 def _has_split(config: Config) -> bool:
     data = config.data
     held_out = data.valid_fraction or data.valid_path is not None or data.mixture
@@ -195,7 +190,11 @@ SAVING = of_kind("config",
     refused(_KEEP, {_KEEP: other_than(None), "checkpoint.every": 0},
         "needs checkpoint.every: checkpoints by time or at the end have no fixed step",
         "checkpoint.every={c.checkpoint.keep_every}", f"{_KEEP}=null"),
-    Rule(_KEEP, (_KEEP, "checkpoint.every"), _keeps_saved,
+    Rule(_KEEP, (_KEEP, "checkpoint.every"),
+        lambda config: (
+            not config.checkpoint.every
+            or (config.checkpoint.keep_every or 0) % config.checkpoint.every == 0
+        ),
         "must be a multiple of checkpoint.every={c.checkpoint.every}: only its multiples are saved",
         (_KEEP,)),
 )  # fmt: skip
