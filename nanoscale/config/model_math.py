@@ -1,10 +1,12 @@
-"""Parameters and floating-point operations of a model, in closed form."""
+"""Parameters and floating-point operations of a model, in closed form, and of its adapters (LoRA)."""
 
 from __future__ import annotations
 
-from nanoscale.config import lora
 from nanoscale.config.parameters import block, block_products, ends
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.schema import Config, Lora, Model
+
+ATTENTION = ("wq", "wk", "wv", "wo")
+FEED_FORWARD = ("gate", "up", "down")
 
 
 def parameters(model: Model) -> int:
@@ -53,17 +55,45 @@ def trained_flops_per_token(config: Config) -> int:
     full = flops_per_token(config.model, config.train.seq_len)
     if not config.lora.rank:
         return full
-    return full - 2 * matmul_parameters(config.model) + 6 * lora.parameters(config)
-
-
-def describe_adapters(config: Config) -> str:
-    """Describe the trained and the frozen parameters, for people."""
-    chosen = ", ".join(lora.modules(config.model, config.lora))
-    return (
-        f"{lora.parameters(config):,} parameters of adapters ({chosen}) beside "
-        f"{parameters(config.model):,} of the model, which are frozen"
-    )
+    return full - 2 * matmul_parameters(config.model) + 6 * adapter_parameters(config)
 
 
 def _half_attention(model: Model, seq_len: int) -> int:
     return 6 * model.layers * model.q_width * seq_len
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def adapted_layers(model: Model, lora: Lora) -> dict[str, str]:
+    """Return a block's layers with adapters: their names in the block by those in `lora.targets`."""
+    if not lora.rank:
+        return {}
+    chosen = adaptable_layers(model) if lora.targets is None else lora.targets
+    return {name: f"{'attention' if name in ATTENTION else 'mlp'}.{name}" for name in chosen}
+
+
+def adaptable_layers(model: Model) -> tuple[str, ...]:
+    """Return the linear layers of a block."""
+    if model.experts:
+        return ATTENTION
+    return ATTENTION + (FEED_FORWARD if model.mlp == "swiglu" else FEED_FORWARD[1:])
+
+
+def adapter_parameters(config: Config) -> int:
+    """Count all parameters of the adapters."""
+    model, lora = config.model, config.lora
+    table = block(model)
+    each = sum(
+        sum(table[f"{module}.weight"].shape) for module in adapted_layers(model, lora).values()
+    )
+    return model.layers * lora.rank * each
+
+
+def describe_adapters(config: Config) -> str:
+    """Describe the trained and the frozen parameters, for people."""
+    chosen = ", ".join(adapted_layers(config.model, config.lora))
+    return (
+        f"{adapter_parameters(config):,} parameters of adapters ({chosen}) beside "
+        f"{parameters(config.model):,} of the model, which are frozen"
+    )

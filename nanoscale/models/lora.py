@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.config import lora
+from nanoscale.config import model_math
 from nanoscale.config.schema import Lora
 from nanoscale.models.transformer import Transformer
 
@@ -45,7 +45,7 @@ def attach(model: Transformer, settings: Lora) -> None:
 def adapted_layers(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
     """Yield the layers that have adapters, or will have them."""
     for block in model.layers.values():
-        for name in lora.modules(model.shape, settings).values():
+        for name in model_math.adapted_layers(model.shape, settings).values():
             layer = block.get_submodule(name)
             assert isinstance(layer, nn.Linear)
             yield layer

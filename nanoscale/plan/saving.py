@@ -9,8 +9,7 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
-from nanoscale.config import lora
-from nanoscale.config.model_math import parameters
+from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
@@ -211,7 +210,7 @@ def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) 
 def checkpoint_bytes(config: ResolvedConfig) -> int:
     """Return the bytes of the trained parameters and their moments, in any layout; 0 if the number is
     unknown."""
-    trained = lora.parameters(config) if config.lora.rank else parameters(config.model)
+    trained = adapter_parameters(config) if config.lora.rank else parameters(config.model)
     width = BYTES[config.precision.params]
     stored = 4 if rule_of(config.optimizer).quantized else width
     return int(trained * (width + stored * len(moments_of(config.optimizer))))

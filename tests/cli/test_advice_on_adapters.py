@@ -17,7 +17,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.measure.eval import _of_run
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
-from nanoscale.config import lora
+from nanoscale.config import model_math
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.runs import fence, status
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     status.write(made, status.Status("prepared", 0, 100.0).starting(1).ending("stopped", 130))
     sizes, state = shapes(shape), {}
     for block in range(shape.layers):
-        for module in lora.modules(shape, config.lora).values():
+        for module in model_math.adapted_layers(shape, config.lora).values():
             name = f"layers.{block}.{module}"
             outputs, inputs = sizes[f"{name}.weight"]
             state[f"model.{name}.adapter.a"] = torch.zeros(2, inputs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoscale.config.lora import available
+from nanoscale.config.model_math import adaptable_layers
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Lora, Model
 from nanoscale.data.dataset import open_data
@@ -86,7 +86,7 @@ def mixture(stage: int, micro_batch: int = 2, shape: Model = MOE, **degrees: Any
 def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: Any) -> Row:
     """Return a row with adapters, whose rank nothing divides."""
     words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
-    settings = Lora(rank=3, alpha=12.0, targets=available(shape))
+    settings = Lora(rank=3, alpha=12.0, targets=adaptable_layers(shape))
     return Row(f"LoRA, {words}, stage {stage}", degrees, stage, micro_batch, shape, lora=settings)
 
 

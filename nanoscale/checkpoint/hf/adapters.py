@@ -12,7 +12,7 @@ from nanoscale.checkpoint.hf.load import find, fingerprint, read_part
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config import lora
+from nanoscale.config import model_math
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.resolved import ResolvedConfig
 
@@ -69,7 +69,7 @@ class Merged:
         self._config, self._read = config, read
         self._stored = find(Path(str(config.model.init_from)), config.model)
         self._sizes = shapes(config.model)
-        self._adapted = set(lora.modules(config.model, config.lora).values())
+        self._adapted = set(model_math.adapted_layers(config.model, config.lora).values())
 
     def __call__(self, name: str) -> Tensor:
         """Return one of our parameters, whole."""

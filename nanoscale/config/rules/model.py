@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanoscale.common.units import listed
 from nanoscale.config.hf.pretrained import absolute_name
 from nanoscale.config.hf.shape import FAMILIES
-from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
+from nanoscale.config.model_math import ATTENTION, FEED_FORWARD, adaptable_layers
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
 from nanoscale.config.schema import Config, Model
@@ -119,13 +119,13 @@ _HF_NAMES = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict
 
 
 def _absent(config: Config) -> list[str]:
-    layers = available(config.model)
+    layers = adaptable_layers(config.model)
     return [name for name in config.lora.targets or [] if name not in layers]
 
 
 def _absent_layers(config: Config) -> str:
     absent = _absent(config)
-    why = f"a block here has {listed(list(available(config.model)))}"
+    why = f"a block here has {listed(list(adaptable_layers(config.model)))}"
     if config.model.experts and any(name in FEED_FORWARD for name in absent):
         why += ", and experts have no adapters"
     return f"names {listed(absent)}, and {why}"
@@ -133,7 +133,7 @@ def _absent_layers(config: Config) -> str:
 
 def _near_targets(config: Config) -> list[str]:
     """Return the layers that were meant, each once."""
-    layers, targets = available(config.model), config.lora.targets or []
+    layers, targets = adaptable_layers(config.model), config.lora.targets or []
     named = [_HF_NAMES.get(name, name) for name in targets]
     meant = [name if name in layers else "".join(nearest(name, layers)[:1]) for name in named]
     kept = list(dict.fromkeys(name for name in meant if name))

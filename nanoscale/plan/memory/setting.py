@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanoscale.config import lora
+from nanoscale.config import model_math
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
@@ -89,7 +89,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         shape=replace(
             shape_of(config.model, layout, config.train.micro_batch, config.train.seq_len),
             adapter_rank=config.lora.rank,
-            adapted=tuple(lora.modules(config.model, config.lora)),
+            adapted=tuple(model_math.adapted_layers(config.model, config.lora)),
         ),
         run=run,
         compute=compute,

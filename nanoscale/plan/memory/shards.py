@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nanoscale.config import lora, parameters
+from nanoscale.config import model_math, parameters
 from nanoscale.config.layout import stage_layers, stages_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -178,7 +178,7 @@ def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
         layout.schedule,
         tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
         config.backend.name == "deepspeed" if whole_ends is None else whole_ends,
-        (config.lora.rank, tuple(lora.modules(config.model, config.lora).values())),
+        (config.lora.rank, tuple(model_math.adapted_layers(config.model, config.lora).values())),
     )
 
 

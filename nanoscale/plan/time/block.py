@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nanoscale.config import lora, parameters
+from nanoscale.config import model_math, parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -83,7 +83,7 @@ def slice_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBat
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
         adapter_rank=config.lora.rank,
-        adapted=tuple(lora.modules(config.model, config.lora).values()),
+        adapted=tuple(model_math.adapted_layers(config.model, config.lora).values()),
     )
 
 
