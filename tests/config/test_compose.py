@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.composing import library
 from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.schema import Optimizer
@@ -238,18 +237,9 @@ def test_a_bad_value_below_a_good_one_does_not_matter():
     assert compose(["recipe=mine", "train.steps=3"]).config.train.steps == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "line"), [("a: 1\na: 2\n", 2), ("train:\n\tsteps: 3\n", 2), ("- a\n", 1)]
-)
-def test_malformed_yaml_is_refused_with_file_and_line(text, line):
-    write("recipes/mine.yaml", text)
-    assert violations("recipe=mine") == [("", f"recipes/mine.yaml:{line}")]
-
-
-def test_a_folder_for_a_file():
-    Path("mine.yaml").mkdir()
-    assert violations("recipe=./mine.yaml") == [("", "mine.yaml")]
-    assert violations(config_file=Path("mine.yaml")) == [("", "mine.yaml")]
+def test_malformed_yaml_is_refused_with_file_and_line():
+    write("recipes/mine.yaml", "a: 1\na: 2\n")
+    assert violations("recipe=mine") == [("", "recipes/mine.yaml:2")]
 
 
 @pytest.mark.parametrize(
@@ -293,11 +283,6 @@ def test_a_recipe_that_is_not_there_names_the_ones_beside_it():
     with pytest.raises(UserError) as caught:
         compose(["recipe=./sub/mien.yaml"])
     assert caught.value.violations[0].suggestions[0] == "recipe=./sub/mine.yaml"
-
-
-def test_the_packaged_folders_exist():
-    for folder in library.packaged():
-        assert folder.is_dir()
 
 
 # --- options and who asked ------------------------------------------------------------------------

@@ -291,12 +291,6 @@ def test_a_hostfile_of_this_machine_leaves_the_keys_of_other_hosts_alone():
 # --- numbers of ranks -----------------------------------------------------------------------------
 
 
-def test_without_hosts_nothing_changes():
-    composed = asked("parallel.dp=2")
-    assert check(composed, CPU) == check(composed, CPU, ())
-    assert check(composed, CPU).launcher.devices == 2
-
-
 def test_dp_takes_what_the_slots_leave():
     assert checked("--hostfile two").parallel.dp == 8
     assert checked("--hostfile two parallel.tp=2").parallel.dp == 4

@@ -13,16 +13,10 @@ from nanoscale.config.machines import address, canonical, is_here, is_loopback, 
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
-        ("h1", "h1"),
-        ("me@h1.example.org", "h1.example.org"),
-        ("::1", "::1"),
-        ("[fe80::1%eth0]", "fe80::1%eth0"),
-        ("me@[::1]", "::1"),
-        ("me@::1", "::1"),
-        ("10.0.0.7", "10.0.0.7"),
-        ("node_1", "node_1"),
+        ("h1", "h1"), ("me@h1.example.org", "h1.example.org"), ("::1", "::1"), ("me@::1", "::1"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"), ("me@[::1]", "::1"), ("10.0.0.7", "10.0.0.7"), ("node_1", "node_1"),
     ],
-)
+)  # fmt: skip
 def test_a_legal_name_and_its_address(name, plain):
     assert problem(name) == ""
     assert address(name) == plain

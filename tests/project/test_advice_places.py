@@ -13,6 +13,7 @@ _POSITION = {
     "Violation": 4,
     "refuse": 2,
     "refuse_idle": 2,
+    "refuse_value": 3,
     "refused": 3,
     "Rule": 4,
     "Verdict": 4,

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoscale.common.errors import Violation
 from nanoscale.common.units import listed
 from nanoscale.config import token_files
 from nanoscale.config.rules.only_with import OF_TEXT
@@ -178,7 +177,9 @@ def resolve_mixture(resolution: Resolution) -> Data:
         value = getattr(data, name)
         if value is not None:
             message = f"and {KEY} both name token files"
-            refuse(resolution, f"data.{name}", value, message, f"data.{name}=null")
+            resolution.refuse_value(
+                f"data.{name}", value, message, f"data.{name}=null", kind="data"
+            )
     before = len(resolution.violations)
     sources = list(_sources(resolution, data.mixture))
     # otherwise a mistyped weight would be reported as missing, too
@@ -206,12 +207,14 @@ def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[Mixtur
         if not isinstance(entry, dict):
             example = override(f"{key}.path", entry) if isinstance(entry, str) else f"{key}.path=…"
             message = f"is a section of {listed(list(MEMBERS))}"
-            refuse(resolution, key, entry, message, example)
+            resolution.refuse_value(key, entry, message, example, kind="data")
             continue
         for unknown in entry.keys() - set(MEMBERS):
             near = nearest(unknown, MEMBERS) or MEMBERS
             proposals = [override(f"{key}.{member}", entry[unknown]) for member in near]
-            refuse(resolution, f"{key}.{unknown}", entry[unknown], "unknown key", *proposals)
+            resolution.refuse_value(
+                f"{key}.{unknown}", entry[unknown], "unknown key", *proposals, kind="data"
+            )
         yield MixtureSource(**_typed(resolution, key, entry), name=name)
 
 
@@ -223,14 +226,14 @@ def _typed(resolution: Resolution, key: str, entry: dict[str, Any]) -> dict[str,
         if value is None or isinstance(value, str):
             found[name] = absolute(value)
         else:
-            refuse(resolution, f"{key}.{name}", value, "must be a text or null")
+            resolution.refuse_value(f"{key}.{name}", value, "must be a text or null", kind="data")
     weight = entry.get("weight")
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if weight is None or (number and math.isfinite(weight) and weight >= 0):
         found["weight"] = weight
     else:
-        refuse(
-            resolution, f"{key}.weight", weight, "must be a number, at least 0", f"{key}.weight=1"
+        resolution.refuse_value(
+            f"{key}.weight", weight, "must be a number, at least 0", f"{key}.weight=1", kind="data"
         )
     return found
 
@@ -241,10 +244,12 @@ def _weights(resolution: Resolution, sources: list[MixtureSource]) -> None:
     missing = [f"{source.key}.weight=1" for source in sources if source.weight is None]
     if given and missing:
         message = "has weights for some sources only; without weights, sources count by their sizes"
-        refuse(resolution, KEY, given, message, " ".join(missing))
+        resolution.refuse_value(KEY, given, message, " ".join(missing), kind="data")
     elif not given and not missing:
         names = [source.name for source in sources]
-        refuse(resolution, KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1")
+        resolution.refuse_value(
+            KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1", kind="data"
+        )
 
 
 def _require_one_tokenizer(resolution: Resolution, folders: dict[str, TokenFiles]) -> None:
@@ -259,7 +264,7 @@ def _require_one_tokenizer(resolution: Resolution, folders: dict[str, TokenFiles
                 "a model is trained on the tokens of one tokenizer"
             )
             alone = f"{KEY}.{name}.weight=0"
-            refuse(resolution, f"{KEY}.{name}", other.path, message, alone)
+            resolution.refuse_value(f"{KEY}.{name}", other.path, message, alone, kind="data")
 
 
 def _vocabulary(files: TokenFiles) -> bytes | None:
@@ -298,17 +303,6 @@ def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
     return found
 
 
-def refuse(
-    resolution: Resolution, key: str, value: Any, message: str, *suggestions: str | None
-) -> None:
-    """Record a violation like `Resolution.refuse`, also of a key within `data.mixture`."""
-    where = "data.mixture" if key.startswith("data.mixture") else key
-    proposals = tuple(text for text in suggestions if text)
-    resolution.add(
-        "data", Violation(key, value, resolution.composed.source(where), message, proposals)
-    )
-
-
 def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) -> TokenFiles:
     """Return a prepared folder's own files in place of the folder, unless others are requested."""
     manifest = token_files.manifest(folder) or {}
@@ -334,7 +328,7 @@ def _present(resolution: Resolution, source: MixtureSource, name: str, path: str
             "datatrove": "the .ds file",
         }[kind]
         message = f"is needed by data.source={kind}: {what}"
-        refuse(resolution, key, None, message, f"{key}=/path/to/corpus")
+        resolution.refuse_value(key, None, message, f"{key}=/path/to/corpus", kind="data")
         return
     ends = {"megatron": (".bin", ".idx"), "datatrove": ("", ".index")}[kind]
     missing = [end for end in ends if not Path(f"{path}{end}").expanduser().is_file()]
@@ -342,7 +336,9 @@ def _present(resolution: Resolution, source: MixtureSource, name: str, path: str
         files = " and ".join(f"{path}{end}" for end in missing)
         stem = path.removesuffix(".bin").removesuffix(".idx")
         plain = stem != path and Path(f"{stem}.bin").is_file()
-        refuse(resolution, key, path, f"has no {files}", override(key, stem) if plain else None)
+        resolution.refuse_value(
+            key, path, f"has no {files}", override(key, stem) if plain else None, kind="data"
+        )
         return
     _glance(resolution, key, str(Path(path).expanduser()))
 
@@ -353,7 +349,7 @@ def _glance(resolution: Resolution, key: str, path: str) -> None:
     try:
         largest = look[resolution.config.data.source](path)
     except (DamagedError, OSError) as error:
-        refuse(resolution, key, path, str(error))
+        resolution.refuse_value(key, path, str(error), kind="data")
         return
     vocab = resolution.config.model.vocab
     if largest >= vocab and not any(it.key == "model.vocab" for it in resolution.violations):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from nanoscale.common.errors import Violation
 from nanoscale.common.units import listed
 from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
@@ -164,13 +163,8 @@ def _check_cluster(resolution: Resolution) -> None:
         resolution.refuse("cluster.python", message, "cluster.python=null")
     for name, python in cluster.pythons.items():
         if not _is_path(python):
-            source, message = (
-                resolution.composed.source("cluster.pythons"),
-                "must be a path, as a text",
-            )
-            example = (machines.own_python(name),)
-            wrong = Violation(f"cluster.pythons.{name}", python, source, message, example)
-            resolution.add("config", wrong)
+            message, example = "must be a path, as a text", machines.own_python(name)
+            resolution.refuse_value(f"cluster.pythons.{name}", python, message, example)
 
 
 def _is_path(value: object) -> bool:
@@ -189,12 +183,10 @@ _OURS = re.compile(
 
 def check_environment(resolution: Resolution) -> None:
     """Check `launcher.env` and `launcher.pass_env`."""
-    source = resolution.composed.source("launcher.env")
     for name, value in resolution.config.launcher.env.items():
         for message, suggestions in _wrong_variable(name, value):
             # Not the value: it may be a secret.
-            wrong = Violation(f"launcher.env.{name}", None, source, message, suggestions)
-            resolution.add("config", wrong)
+            resolution.refuse_value(f"launcher.env.{name}", None, message, *suggestions)
     for entry in resolution.config.launcher.pass_env:
         if not _PASSED.fullmatch(entry):
             message = (

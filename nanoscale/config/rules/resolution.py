@@ -59,9 +59,16 @@ class Resolution:
         self, key: str, message: str, *suggestions: str | None, kind: str = "config"
     ) -> None:
         """Record a violation of `key` as it was set."""
-        value = value_of(self.config, key)
+        value, typed = value_of(self.config, key), self.composed.as_typed(key)
+        self.refuse_value(key, value, message, *suggestions, kind=kind, typed=typed)
+
+    def refuse_value(
+        self, key: str, value: Any, message: str, *suggestions: str | None,
+        kind: str = "config", typed: str = "",
+    ) -> None:  # fmt: skip
+        """Record a violation of a key or of an entry of a mapping, with the value to show."""
+        source = self.composed.source(reference.mapping_around(key) or key)
         proposals = tuple(dict.fromkeys(text for text in suggestions if text))
-        typed, source = self.composed.as_typed(key), self.composed.source(key)
         self.add(kind, Violation(key, value, source, message, proposals, typed=typed))
 
     def apply(self, rules: Iterable[Rule]) -> None:
