@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.devices import detect
-from nanoscale.config.composing.interpolation import unescape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, Host, check
-from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
-from nanoscale.config.values.yaml_file import read
 from nanoscale.launch.preflight.by_library import check_extra
 from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.plan.predict import with_fitting_micro_batch
@@ -36,18 +33,6 @@ class Request:
     """The content of plan.json: the prediction; None if there is none."""
     program: dict[str, Any] | None = None
     """The content of program.json: the rehearsal; None if there is none."""
-
-    @property
-    def asked(self) -> Config:
-        """The configuration before it was resolved; open keys of a frozen one stay open."""
-        config = self.composed.config
-        open_values = read(self.repeats).content.get("resolved") if self.repeats else None
-        for key, value in (open_values or {}).items():
-            if not self.composed.by_hand(key):
-                section, name = key.split(".")
-                changed = replace(getattr(config, section), **{name: unescape(key, value)})
-                config = replace(config, **{section: changed})
-        return config
 
     @property
     def run(self) -> RunDirectory:
