@@ -16,7 +16,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import listed
 from nanoscale.config.deepspeed import OWNED, SAME
 from nanoscale.config.optimizers import OPTIMIZERS, by_other_name
-from nanoscale.config.reference import flat
+from nanoscale.config.reference import flat, nested
 from nanoscale.config.violations import refuse
 
 _Row = TypeVar("_Row")
@@ -123,6 +123,11 @@ class Translation:
     violations: list[Violation] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     """The paths of the settings that are dealt with."""
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The values as the content of a recipe."""
+        return nested(self.values)
 
     def set(self, path: str, key: str, value: Any, note: str = "") -> None:
         """Take a setting as a key; "auto" leaves the key alone."""

@@ -16,7 +16,6 @@ SAME_THING = {
     "deepspeed",
     "devices",
     "layout",
-    "lora",
     "main",
     "moe",
     "native",

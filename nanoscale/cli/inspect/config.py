@@ -83,11 +83,10 @@ def from_deepspeed(
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
     from nanoscale.common.errors import UserError
     from nanoscale.config.from_deepspeed import read_deepspeed, translate
-    from nanoscale.config.reference import nested
     from nanoscale.config.values.yaml_file import to_yaml
 
     translation = translate(read_deepspeed(file), dp)
-    text = f"# {file.name}, translated for nanoscale.\n{to_yaml(nested(translation.values))}"
+    text = f"# {file.name}, translated for nanoscale.\n{to_yaml(translation.recipe)}"
     if out is not None:
         try:
             with out.open("x", encoding="utf-8") as recipe_file:
