@@ -27,6 +27,7 @@ from typing import Any
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Data
+from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
 from nanoscale.data.prepare.folder import PreparationProgress
 from nanoscale.data.prepare.preparation import (
     PreparationRequest,

@@ -11,6 +11,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
+from nanoscale.config.token_files import MixtureSource, sources_of
 from tests.support.token_files import write_indexed
 
 

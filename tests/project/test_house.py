@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2591,
     "cli": 4890,
     "common": 624,
-    "config": 9515,
+    "config": 9396,
     "data": 4444,
     "generate": 1090,
     "launch": 5612,

@@ -25,12 +25,12 @@ from nanoscale.config.token_files import (
     MAGIC,
     VERSION,
     DamagedError,
+    answers_of,
     bytes_a_token,
     check_sizes,
     read_ends,
     read_index,
 )
-from nanoscale.config.token_files import answers_of
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
