@@ -142,11 +142,8 @@ def request_lines(request: Request) -> list[str]:
 
 def precision_lines(request: Request) -> list[str]:
     """Describe the dtypes, and the speed in bf16 if fp32 was chosen on GPUs."""
-    chosen = (
-        " (precision.compute=auto)"
-        if request.composed.requested.precision.compute == "auto"
-        else ""
-    )
+    requested = request.composed.requested.precision.compute
+    chosen = " (precision.compute=auto)" if requested == "auto" else ""
     lines = [f"precision: {describe_precision(request.config.precision)}{chosen}"]
     advice = forecast(request.plan).get("in bf16") if request.plan else None
     return [*lines, advice] if advice else lines
