@@ -17,6 +17,7 @@ from nanoscale.common.units import listed
 from nanoscale.config.deepspeed import OWNED, SAME
 from nanoscale.config.optimizers import OPTIMIZERS, by_other_name
 from nanoscale.config.reference import flat, nested
+from nanoscale.config.schedulers import SCHEDULERS
 from nanoscale.config.violations import refuse
 
 _Row = TypeVar("_Row")
@@ -104,7 +105,9 @@ _OBJECTS = (
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _ACCUMULATION = "gradient_accumulation_steps"
 _FOLLOWS = "it follows from train.global_batch and train.micro_batch"
-_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_SCHEDULERS = {
+    rule.deepspeed_name: name for name, rule in SCHEDULERS.items() if rule.deepspeed_name
+}
 _MONITORS = {
     "tensorboard": ("logger.tensorboard", "on"),
     "csv_monitor": ("logger.csv", True),

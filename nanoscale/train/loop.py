@@ -16,6 +16,7 @@ from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schedulers import lr_factor
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.loader import Prefetched, SampleSource
@@ -27,7 +28,6 @@ from nanoscale.runs.directory import checkpoint_path
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.profile import Recorder
-from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 
 Write = Callable[[State, dict[str, Any]], Saved | None]

@@ -18,6 +18,7 @@ from nanoscale.config.reference import declared
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, data_parallel, of_kind, other_than, refused, reset
+from nanoscale.config.schedulers import SCHEDULERS
 from nanoscale.config.schema import Config, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
 from nanoscale.config.values.forms import RULE, legal_name, series_of
@@ -102,6 +103,9 @@ def resolve_train(resolution: Resolution) -> Train:
     return replace(train, steps=lengths[first])
 
 
+_STABLE = tuple(name for name, rule in SCHEDULERS.items() if rule.has_own_steps)
+
+
 def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
     """Return the steps that each given key means: steps, tokens, epochs."""
     lengths = {}
@@ -142,7 +146,8 @@ def _fits_decay(config: Config) -> bool:
     """True if the warm-up and the final decay fit the training, or if the warm-up alone does not."""
     scheduler, steps = config.scheduler, config.train.steps or 1
     warmup, decay = scheduler.warmup_steps, scheduler.decay_steps or 0
-    return scheduler.name != "wsd" or warmup > steps or warmup + decay <= steps
+    decays_at_end = SCHEDULERS[scheduler.name].has_own_steps
+    return not decays_at_end or warmup > steps or warmup + decay <= steps
 
 
 def _has_split(config: Config) -> bool:
@@ -172,9 +177,9 @@ JOB = of_kind("config",
             f"is more than the {counted(config.train.steps or 1, 'step')} of the training"
         ), lambda config: [f"scheduler.warmup_steps={(config.train.steps or 1) // 10}"]),
     refused("scheduler.decay_steps",
-        {"scheduler.name": other_than("wsd"), "scheduler.decay_steps": other_than(None)},
-        "is a setting of wsd; {c.scheduler.name} has no decay of its own",
-        "scheduler.decay_steps=null", "scheduler.name=wsd"),
+        {"scheduler.name": other_than(*_STABLE), "scheduler.decay_steps": other_than(None)},
+        f"is a setting of {', '.join(_STABLE)}; {{c.scheduler.name}} has no decay of its own",
+        "scheduler.decay_steps=null", *(f"scheduler.name={name}" for name in _STABLE)),
     Rule("scheduler.decay_steps",
         ("scheduler.name", "scheduler.decay_steps", "scheduler.warmup_steps", "train.steps"),
         _fits_decay,
@@ -203,7 +208,7 @@ SAVING = of_kind("config",
 def resolve_scheduler(config: Config) -> Scheduler:
     """Return the schedule of the learning rate; the steps are resolved before."""
     scheduler, steps = config.scheduler, config.train.steps or 1
-    if scheduler.name != "wsd" or scheduler.decay_steps is not None:
+    if not SCHEDULERS[scheduler.name].has_own_steps or scheduler.decay_steps is not None:
         return scheduler
     left = max(0, steps - scheduler.warmup_steps)
     return replace(scheduler, decay_steps=min(left, max(1, steps // 10)))
