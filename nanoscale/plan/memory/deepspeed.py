@@ -59,58 +59,30 @@ def _phases(
     """
     weights, copies, optimizer = static
     before, during, after = gradients
-    acts, buffers_all = fly.activations, buffers + fly.received
+    phase = partial(
+        Phase,
+        weights=weights,
+        optimizer=optimizer,
+        compute_copies=copies,
+        gathered=units,
+        communication=buffers + fly.received,
+    )
     return (
-        Phase(
+        phase(
             "loss",
-            weights=weights,
-            compute_copies=copies,
             gradients=before,
-            optimizer=optimizer,
-            gathered=units,
-            activations=acts,
+            activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
-            communication=buffers_all,
             fragmented=fly.fragmented,
         ),
-        Phase(
+        phase(
             "backward of the last block",
-            weights=weights,
-            compute_copies=copies,
             gradients=before,
-            optimizer=optimizer,
-            gathered=units,
-            activations=acts - fly.ends + fly.extra,
-            communication=buffers_all,
+            activations=fly.activations - fly.ends + fly.extra,
         ),
-        Phase(
-            "backward of the first block",
-            weights=weights,
-            compute_copies=copies,
-            gradients=during,
-            optimizer=optimizer,
-            gathered=units,
-            activations=fly.last + fly.extra,
-            communication=buffers_all,
-        ),
-        Phase(
-            "end of the backward pass",
-            weights=weights,
-            compute_copies=copies,
-            gradients=after,
-            optimizer=optimizer,
-            gathered=units,
-            activations=fly.last,
-            communication=buffers_all,
-        ),
-        Phase(
-            "update",
-            weights=weights,
-            compute_copies=copies,
-            gradients=after + step,
-            optimizer=optimizer,
-            communication=fly.received,
-        ),
+        phase("backward of the first block", gradients=during, activations=fly.last + fly.extra),
+        phase("end of the backward pass", gradients=after, activations=fly.last),
+        phase("update", gradients=after + step, gathered=0, communication=fly.received),
     )
 
 

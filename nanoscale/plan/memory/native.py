@@ -14,6 +14,7 @@ The memory of FSDP2 follows from torch.distributed.fsdp._fully_shard as of 2.13 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from nanoscale.common.units import byte_size
@@ -83,43 +84,28 @@ def _single(
     full_bucket = GRADIENT_BUCKET if done > GRADIENT_BUCKET else 0
     if setting.peers == 1:
         bucket = full_bucket = 0
+    phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
     return (
-        Phase(
+        phase(
             "loss",
-            weights=weights,
-            compute_copies=copies,
             gradients=before,
-            optimizer=optimizer,
             activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
             fragmented=fly.fragmented,
         ),
-        Phase(
+        phase(
             "backward of the last block",
-            weights=weights,
-            compute_copies=copies,
             gradients=before + first + product,
-            optimizer=optimizer,
             activations=fly.activations - fly.ends + fly.extra,
         ),
-        Phase(
+        phase(
             "backward of the first block",
-            weights=weights,
-            compute_copies=copies,
             gradients=max(before, done) + product,
-            optimizer=optimizer,
             activations=fly.last + fly.extra,
             communication=full_bucket,
         ),
-        Phase(
-            "end of the backward pass",
-            weights=weights,
-            compute_copies=copies,
-            gradients=grads * trained.numel,
-            optimizer=optimizer,
-            communication=bucket,
-        ),
-        _update(setting, held, weights, optimizer, copies=copies),
+        phase("end of the backward pass", gradients=grads * trained.numel, communication=bucket),
+        _update(setting, held, phase(""), received=0),
     )
 
 
@@ -156,97 +142,83 @@ def _sharded(
     # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered in addition to the
     # blocks.
     first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
-    later = Phase(
-        "forward of a later micro batch",
-        weights=weights,
-        compute_copies=copies,
-        gradients=sharded,
-        optimizer=optimizer,
-        gathered=first_gathers if apart else 0,
-        communication=reduce * trained.embedding,
-        pooled=sharded,
-    )
-    return (
-        Phase(
+    phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
+    phase_at_end = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=left)
+    # From stage 2 on, gradients that wait were reduced on another stream.
+    reduced_before = before if setting.stage >= 2 else 0
+    reduced = max(before, done) if setting.stage >= 2 else 0
+    with_head = before if setting.stage >= 2 else head
+    phases = (
+        phase(
             "loss",
-            weights=weights,
-            compute_copies=copies,
             gradients=before,
-            optimizer=optimizer,
             gathered=compute * held.head if apart else 0,
             activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
-            pooled=before if setting.stage >= 2 else 0,
+            pooled=reduced_before,
             fragmented=fly.fragmented,
         ),
-        Phase(
+        phase(
             "reduction of the head",
-            weights=weights,
             compute_copies=copies
             - (0 if apart or tied else _resharded_head(setting, held, before)),
             gradients=before
             + (0 if tied else head_sharded + (compute * trained.head if sent_now else 0)),
-            optimizer=optimizer,
             gathered=ahead,
             activations=fly.activations,
             communication=0 if tied else reducing * trained.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
-        Phase(
+        phase(
             "backward of the last block",
-            weights=weights,
-            compute_copies=copies,
             gradients=before + head + compute * _product(setting, trained),
-            optimizer=optimizer,
             gathered=gathered,
             activations=fly.activations - fly.ends + fly.extra,
             communication=0 if tied else reduce * trained.head,
-            pooled=ahead + (before if setting.stage >= 2 else head),
+            pooled=ahead + with_head,
         ),
-        Phase(
+        phase(
             "reduction of the last block",
-            weights=weights,
-            compute_copies=copies,
             gradients=before + head + compute * trained.block,
-            optimizer=optimizer,
             gathered=ahead,
             activations=max(0, fly.activations - fly.ends - fly.last),
             communication=reducing * trained.block,
-            pooled=ahead + (before if setting.stage >= 2 else head),
+            pooled=ahead + with_head,
         ),
-        Phase(
+        phase_at_end(
             "backward of the first block",
-            weights=weights,
-            compute_copies=left,
             gradients=max(before, done) + compute * _product(setting, trained),
-            optimizer=optimizer,
             gathered=needed if apart else 0,
             activations=fly.last + fly.extra,
             communication=sent,
-            pooled=max(before, done) if setting.stage >= 2 else 0,
+            pooled=reduced,
         ),
-        Phase(
+        phase_at_end(
             "backward of the embedding",
-            weights=weights,
-            compute_copies=left,
             # A tied table has two gradients, and their sum is a third.
             gradients=max(before, done) + compute * trained.embedding * (3 if tied else 1),
-            optimizer=optimizer,
             gathered=needed if apart else 0,
-            pooled=max(before, done) if setting.stage >= 2 else 0,
+            pooled=reduced,
         ),
-        Phase(
+        phase(
             "reduction of the embedding",
-            weights=weights,
             compute_copies=copies if several and sent_now else 0,
             gradients=max(sharded, before) + compute * trained.embedding,
-            optimizer=optimizer,
             communication=reducing * trained.embedding,
             pooled=sharded,
         ),
-        _update(setting, held, weights, optimizer),
-        *((later,) if several and sent_now else ()),
+        _update(setting, held, Phase("", weights, optimizer), received=0),
     )
+    if not (several and sent_now):
+        return phases
+    later = phase(
+        "forward of a later micro batch",
+        gradients=sharded,
+        gathered=first_gathers if apart else 0,
+        communication=reduce * trained.embedding,
+        pooled=sharded,
+    )
+    return (*phases, later)
 
 
 def _reducing(setting: MemorySetting) -> int:
@@ -282,66 +254,52 @@ def _pipelined(
     one = fly.activations // max(1, deepest)
     # If every micro batch is in flight before the first backward pass, there is no gradient yet.
     before = waiting if setting.micro_batches > deepest else 0
+    phase = partial(
+        Phase,
+        weights=weights,
+        optimizer=optimizer,
+        compute_copies=copies,
+        communication=fly.received,
+    )
     phases = [
-        Phase(
+        phase(
             "loss",
-            weights=weights,
-            compute_copies=copies,
             gradients=before,
-            optimizer=optimizer,
             activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
-            communication=fly.received,
             fragmented=fly.fragmented,
         ),
-        Phase(
+        phase(
             "backward of the last block",
-            weights=weights,
-            compute_copies=copies,
             gradients=before + compute * _product(setting, trained),
-            optimizer=optimizer,
             activations=fly.activations - fly.ends + fly.extra,
             logits=fly.loss_kept - fly.gone,
-            communication=fly.received,
         ),
-        Phase(
+        phase(
             "reduction",
-            weights=weights,
-            compute_copies=copies,
             gradients=max(waiting, sharded) + reduce * trained.block // setting.shards,
-            optimizer=optimizer,
             communication=fly.received
             + reducing * max(trained.block, trained.head, trained.embedding),
             pooled=sharded,
         ),
-        _update(setting, held, weights, optimizer, fly.received),
+        _update(setting, held, Phase("", weights, optimizer), fly.received),
     ]
     if trained.embedding and setting.micro_batches > 1:
         # Of a later micro batch: its gradient of the whole table is added to the one that waits.
         phases.append(
-            Phase(
+            phase(
                 "backward of the embedding",
-                weights=weights,
-                compute_copies=copies,
                 gradients=waiting + compute * trained.embedding,
-                optimizer=optimizer,
                 activations=max(0, fly.activations - (one if before else 2 * one)),
-                communication=fly.received,
             )
         )
     if not before:
-        rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
-        logits = max(0, fly.loss_kept - fly.loss_kept // max(1, deepest) - fly.gone)
         phases.append(
-            Phase(
+            phase(
                 "second micro batch's backward pass",
-                weights=weights,
-                compute_copies=copies,
                 gradients=waiting,
-                optimizer=optimizer,
-                activations=rest + extra,
-                logits=logits,
-                communication=fly.received,
+                activations=max(0, fly.activations - one - fly.ends) + fly.extra,
+                logits=max(0, fly.loss_kept - fly.loss_kept // max(1, deepest) - fly.gone),
             )
         )
     return tuple(phases)
@@ -361,14 +319,7 @@ def _waiting(setting: MemorySetting) -> int:
     return setting.reduce if setting.reduce != setting.compute else setting.compute
 
 
-def _update(
-    setting: MemorySetting,
-    held: RankParameters,
-    weights: int,
-    optimizer: int,
-    received: int = 0,
-    copies: int = 0,
-) -> Phase:
+def _update(setting: MemorySetting, held: RankParameters, before: Phase, received: int) -> Phase:
     """Return the phase of the update, whose temporary tensors are those of the largest parameter.
 
     The update of 8-bit AdamW is compiled on GPUs; on a CPU it consists of single operations on a matrix.
@@ -377,17 +328,14 @@ def _update(
     allocated = rule.copies * setting.states.weights
     if rule.quantized and not setting.gpu:
         allocated = _QUANTIZING
-    if allocated:
-        optimizer += int(allocated * _largest_shard(setting, held))
     gradients = int(setting.states.gradients * held.trained.shard)
     if setting.gpu and rule.decay_copies_gradients and setting.config.optimizer.weight_decay:
         gradients *= 2
-    return Phase(
-        "update",
-        weights=weights,
-        compute_copies=copies,
+    return replace(
+        before,
+        name="update",
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=before.optimizer + int(allocated * _largest_shard(setting, held)),
         communication=received,
         pooled=0 if setting.single else gradients,
     )
