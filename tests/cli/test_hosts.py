@@ -106,7 +106,7 @@ def test_errors_name_the_option_the_key_and_the_line(capsys, verb):
     assert [(each["key"], each["source"]) for each in wrong] == [
         ("launcher.include", "command line: --include")
     ]
-    assert wrong[0]["suggestions"] == ["--include h1:3"]
+    assert wrong[0]["suggestions"] == ["launcher.include=null"]
     assert "hosts:1" in wrong[0]["message"]
     (wrong,) = error(capsys, *first, "--num-nodes", "0", "--hostfile", "hosts")["violations"]
     assert (wrong["key"], wrong["value"]) == ("launcher.nodes", 0)

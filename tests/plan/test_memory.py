@@ -18,7 +18,8 @@ from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.peak import rank_memory, setting_memory
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shards import rank_stages
-from nanoscale.plan.memory.states import BytesPerParameter, bytes_per_parameter
+from nanoscale.plan.memory.states import bytes_per_parameter
+
 
 def job(
     *words: str,
@@ -407,7 +408,3 @@ def test_every_part_explains_itself(backend: str):
         assert rank.allocated == sum(part.bytes for part in rank.parts[:-2])
         assert rank.total == sum(part.bytes for part in rank.parts)
         assert rank.allocated <= rank.reserved < rank.total
-
-
-def test_states_of_other_software_are_given_by_hand():
-    assert BytesPerParameter(4, 2, 4, 8).training == 18
