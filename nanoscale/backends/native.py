@@ -163,7 +163,9 @@ class NativeEngine(Engine):
         if self.layout.data is not None or precision.compute == precision.params:
             return None
         (model,) = self.stages.values()
-        return MasterWeights(model.named_parameters(), data_parallel.DTYPES[precision.compute])
+        return MasterWeights(
+            model.named_parameters(), data_parallel.TORCH_DTYPES[precision.compute]
+        )
 
     def _after_forward(self) -> None:
         for stage in self.stages.values():
@@ -183,7 +185,7 @@ class NativeEngine(Engine):
         seq = train.seq_len // parallel.cp // shards
         boundary = Boundary(
             (self.config.train.micro_batch, seq, self.config.model.hidden),
-            data_parallel.DTYPES[self.config.precision.compute],
+            data_parallel.TORCH_DTYPES[self.config.precision.compute],
             self.device,
         )
         return Pipeline(
@@ -206,12 +208,12 @@ def build_stages(
     for number in local_stages:
         with torch.device("meta"):
             stage = make_stage(config, number)
-        stage.to(data_parallel.DTYPES[config.precision.params])
+        stage.to(data_parallel.TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:
             float8.apply(stage, config.precision.fp8_recipe)
         parallelize(stage, config, layout)
         if layout.data is None:  # FSDP2 casts what it gathers
-            cast_frozen(stage, data_parallel.DTYPES[config.precision.compute])
+            cast_frozen(stage, data_parallel.TORCH_DTYPES[config.precision.compute])
         stage.materialize(device)
         is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
         if not is_pretrained or config.lora.rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.reference import merged, value_of
 from nanoscale.config.resolved import ResolvedConfig
 
@@ -101,7 +102,7 @@ def _precision(config: ResolvedConfig) -> dict[str, Any]:
         return settings
     if config.zero.stage == 0:
         # Its other optimizers for stage 0 sum gradients in the compute dtype.
-        full = {"bf16": "bfloat16", "fp16": "float16"}[precision.compute]
+        full = DTYPES[precision.compute].torch_name
         return settings | {"torch_autocast": {"enabled": True, "dtype": full}}
     settings["data_types"] = {"grad_accum_dtype": precision.reduce}
     if precision.compute == "bf16":

@@ -48,14 +48,36 @@ def is_replicated(config: ResolvedConfig) -> bool:
 
 # --- pipeline stages ------------------------------------------------------------------------------
 
-ONE_STAGE = frozenset({"gpipe", "1f1b"})
-"""A rank has one stage."""
-V_SHAPED = frozenset({"zbv", "dualpipev"})
-"""A rank has two stages; the first rank has the first and the last."""
-SPLIT_BACKWARD = frozenset({"zero-bubble", *V_SHAPED})
-"""Gradients of inputs and of weights are computed separately."""
-IN_ROUNDS = frozenset({"interleaved-1f1b", "zero-bubble"})
-"""Micro batches go through in rounds of equal length, each of at least pp if there are enough."""
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRule:
+    """A row of the table of pipeline schedules."""
+
+    one_stage: bool = False
+    """True if a rank has one stage."""
+    v_shaped: bool = False
+    """True if a rank has two stages, and the first rank has the first stage and the last."""
+    splits_backward: bool = False
+    """True if gradients of inputs and of weights are computed in separate passes."""
+    in_rounds: bool = False
+    """True if micro batches go through in rounds of equal length, each of at least pp if there are enough."""
+    fewest: int = 0
+    """The fewest micro batches of a step, as a multiple of pp."""
+
+
+SCHEDULES = {
+    "gpipe": ScheduleRule(one_stage=True),
+    "1f1b": ScheduleRule(one_stage=True, fewest=1),
+    "interleaved-1f1b": ScheduleRule(in_rounds=True),
+    "looped-bfs": ScheduleRule(),
+    "zero-bubble": ScheduleRule(in_rounds=True, splits_backward=True),
+    "zbv": ScheduleRule(v_shaped=True, splits_backward=True),
+    "dualpipev": ScheduleRule(v_shaped=True, splits_backward=True, fewest=2),
+}
+ONE_STAGE = frozenset(name for name, rule in SCHEDULES.items() if rule.one_stage)
+V_SHAPED = frozenset(name for name, rule in SCHEDULES.items() if rule.v_shaped)
+SPLIT_BACKWARD = frozenset(name for name, rule in SCHEDULES.items() if rule.splits_backward)
+IN_ROUNDS = frozenset(name for name, rule in SCHEDULES.items() if rule.in_rounds)
 
 
 def usual_virtual_stages(schedule: str) -> int:
@@ -81,13 +103,9 @@ def takes(schedule: str, pp: int, micro_batches: int) -> bool:
     """True if a schedule can run a step of this many micro batches."""
     if pp == 1:
         return True
-    if schedule == "1f1b":
-        return micro_batches >= pp
-    if schedule == "dualpipev":
-        return micro_batches >= 2 * pp
-    if schedule in IN_ROUNDS:
-        return micro_batches % max(1, micro_batches // pp) == 0
-    return True
+    rule = SCHEDULES[schedule]
+    in_equal_rounds = micro_batches % max(1, micro_batches // pp) == 0
+    return micro_batches >= rule.fewest * pp and (in_equal_rounds or not rule.in_rounds)
 
 
 def keeps_busy(schedule: str, pp: int) -> int:

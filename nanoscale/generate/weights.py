@@ -29,14 +29,9 @@ from nanoscale.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, Tokeni
 from nanoscale.data.tokens.tokenizer import load as load_tokenizer
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
+from nanoscale.parallel.fsdp import TORCH_DTYPES
 from nanoscale.runs.directory import RunDirectory
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 _ENDS = ("config.json", "generation_config.json")
 """Files of a folder that may name several end-of-text tokens."""
 
@@ -97,7 +92,7 @@ def open_model(
     Args:
         step: the checkpoint of this step, by default the newest.
         device: one of this machine (`find_devices`); by default the first GPU if there is one.
-        dtype: a key of DTYPES, by default bf16 on a GPU and fp32 elsewhere.
+        dtype: a key of TORCH_DTYPES, by default bf16 on a GPU and fp32 elsewhere.
         tokenizer: `byte`, or a tokenizer.json or its folder, in place of the model's own.
         weights: False: the parameters stay on the meta device, to encode prompts for other processes.
 
@@ -105,7 +100,7 @@ def open_model(
         UserError: the name has no model, it is damaged, or no tokenizer is known.
     """
     (place,) = map(torch.device, find_devices(device))
-    kind = DTYPES[dtype or ("bf16" if place.type == "cuda" else "fp32")]
+    kind = TORCH_DTYPES[dtype or ("bf16" if place.type == "cuda" else "fp32")]
     if not weights:
         place = torch.device("meta")
     folder = Path(name).expanduser()

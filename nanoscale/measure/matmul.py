@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.schema import Precision
 from nanoscale.metrics.meter import wait_for
-from nanoscale.parallel.fsdp import DTYPES
+from nanoscale.parallel.fsdp import TORCH_DTYPES
 
 _SIDES = {"cuda": (8192,), "cpu": (512, 1024)}
 _BATCH_S = {"cuda": 0.2, "cpu": 0.005}
@@ -44,7 +44,7 @@ def _product(precision: Precision, side: int, device: torch.device) -> Callable[
         return torch.randn(side, side, device=device).to(dtype)
 
     if kind(precision) != "fp8":
-        a, b = (draw(DTYPES[precision.compute]) for _ in range(2))
+        a, b = (draw(TORCH_DTYPES[precision.compute]) for _ in range(2))
         return lambda: a @ b
     eight, one = torch.float8_e4m3fn, torch.ones((), device=device)
     left, right = draw(eight), draw(eight).t()

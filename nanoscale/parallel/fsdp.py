@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from nanoscale.common.errors import UserError
+from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision
 from nanoscale.models.moe import MixtureOfExperts
@@ -34,11 +35,8 @@ from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.expert import shard_dimension
 from nanoscale.parallel.mesh import ExpertLayout
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()
 }
 
 
@@ -147,10 +145,10 @@ def _expert_placement(
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    compute, params = DTYPES[precision.compute], DTYPES[precision.params]
+    compute, params = TORCH_DTYPES[precision.compute], TORCH_DTYPES[precision.params]
     return MixedPrecisionPolicy(
         param_dtype=None if compute == params else compute,
-        reduce_dtype=DTYPES[precision.reduce],
+        reduce_dtype=TORCH_DTYPES[precision.reduce],
         output_dtype=None,
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel.attention_kernels import choose_kernel, has_cuda_flash
-from nanoscale.parallel.fsdp import DTYPES
+from nanoscale.parallel.fsdp import TORCH_DTYPES
 
 _SWITCHES = {
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,
@@ -47,7 +47,7 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
     if model.source == "hf":
         return None  # transformers chooses it
     head_dim = model.head_width
-    dtype = DTYPES[config.precision.compute]
+    dtype = TORCH_DTYPES[config.precision.compute]
     if layout.cp > 1 and layout.cp_method == "ring":
         return choose_kernel(torch.empty(0, head_dim, dtype=dtype, device=device), has_cuda_flash())
     seq, head_shards = config.train.seq_len, layout.tp * layout.cp

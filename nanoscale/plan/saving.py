@@ -9,11 +9,11 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
+from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
-from nanoscale.plan.memory.states import BYTES
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
     """Return the bytes of the trained parameters and their moments, in any layout; 0 if the number is
     unknown."""
     trained = adapter_parameters(config) if config.lora.rank else parameters(config.model)
-    width = BYTES[config.precision.params]
+    width = DTYPES[config.precision.params].bytes
     stored = 4 if rule_of(config.optimizer).quantized else width
     return int(trained * (width + stored * len(moments_of(config.optimizer))))
 

@@ -17,6 +17,7 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import saver, sharded
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
+from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
@@ -61,10 +62,12 @@ def _without_numbers(opened: Any, name: str, slices: tuple[slice, ...]) -> Tenso
     stored = opened.get_slice(name)
     whole = stored.get_shape()
     sizes = [len(range(*part.indices(size))) for part, size in zip(slices, whole, strict=False)]
-    return torch.empty([*sizes, *whole[len(sizes) :]], dtype=_DTYPES[stored.get_dtype()])
+    return torch.empty([*sizes, *whole[len(sizes) :]], dtype=_BY_SAFETENSORS[stored.get_dtype()])
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BY_SAFETENSORS = {
+    dtype.safetensors_name: getattr(torch, dtype.torch_name) for dtype in DTYPES.values()
+}
 
 
 def shortened(config: ResolvedConfig, steps: int) -> ResolvedConfig:

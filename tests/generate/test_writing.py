@@ -15,7 +15,7 @@ from nanoscale.config.schema import Config, Data
 from nanoscale.data.tokens.tokenizer import ByteTokenizer
 from nanoscale.generate import writing
 from nanoscale.generate.sampling import Sampling
-from nanoscale.generate.weights import DTYPES, Opened, open_model
+from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, batches, encode, write
 from tests.support import hf_families
 from tests.support.hf_families import FAMILIES
@@ -145,7 +145,7 @@ def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:
     for number, block in opened.model.layers.items():
         assert block.mlp.router.choice_bias.tolist() == [int(number), -1, 2, 3]
         assert block.mlp.router.load.tolist() == [0, 0, 0, 0]
-    assert {p.dtype for p in opened.model.parameters()} == {DTYPES["bf16"]}
+    assert {p.dtype for p in opened.model.parameters()} == {torch.bfloat16}
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:

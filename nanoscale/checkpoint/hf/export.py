@@ -26,7 +26,8 @@ from nanoscale.checkpoint.hf.safetensors_files import divide, file_names, write_
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
-from nanoscale.config.hf.safetensors_headers import INDEX, WIDTH, Shapes
+from nanoscale.config.dtypes import DTYPES, Dtype
+from nanoscale.config.hf.safetensors_headers import INDEX, Shapes
 from nanoscale.config.hf.shape import UnsupportedError, write_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
@@ -35,9 +36,6 @@ from nanoscale.data import vocabulary
 from nanoscale.models.hf_model import PREFIX
 from nanoscale.runs.directory import sync_folder
 
-TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 Tensors = dict[str, tuple[Shape, tuple[TensorPosition, ...]]]
 """Our parameters by name, each with its shape and its positions in the Hugging Face tensors."""
 Note = Callable[[str, int, int], None]
@@ -82,15 +80,15 @@ def export(
         raise UserError("usage", f"{out} already exists; name another folder with --out")
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
-    kind, tensors = TYPES[dtype], _tensors(stored, config.model)
+    kind, tensors = DTYPES[dtype], _tensors(stored, config.model)
     hf_shapes = {
         position.name: position.shape(shape)
         for shape, positions in tensors.values()
         for position in positions
     }
-    files = divide(hf_shapes, kind, largest)
+    files = divide(hf_shapes, kind.safetensors_name, largest)
     names = file_names(len(files))
-    size = sum(WIDTH[kind] * math.prod(shape) for shape in hf_shapes.values())
+    size = sum(kind.bytes * math.prod(shape) for shape in hf_shapes.values())
     hf_config = _config(config.model, kind)
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
@@ -155,12 +153,12 @@ def _copy_code(model: Model, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _config(model: Model, kind: str) -> dict[str, Any]:
+def _config(model: Model, kind: Dtype) -> dict[str, Any]:
     if model.source == "hf":
         plain = {name: value for name, value in model.hf_config.items() if name != "dtype"}
-        return plain | {"torch_dtype": _HF_DTYPES[kind]}
+        return plain | {"torch_dtype": kind.torch_name}
     try:
-        return write_shape(model) | {"torch_dtype": _HF_DTYPES[kind]}
+        return write_shape(model) | {"torch_dtype": kind.torch_name}
     except UnsupportedError as error:
         raise UserError("model", f"transformers has no such model: {error}") from error
 
@@ -208,7 +206,7 @@ def _write_weights(
     source: _Source, files: list[Shapes], names: list[str], folder: Path, size: int
 ) -> None:
     for name, tensors in zip(names, files, strict=True):
-        write_file(folder / name, tensors, source.kind, source.bytes_of(tensors))
+        write_file(folder / name, tensors, source.kind.safetensors_name, source.bytes_of(tensors))
     if len(names) > 1:
         file_of = {
             tensor: name for name, contents in zip(names, files, strict=True) for tensor in contents
@@ -232,7 +230,7 @@ class _Source:
     """The Hugging Face tensors, made from those of a checkpoint one after another."""
 
     def __init__(
-        self, path: Path, config: ResolvedConfig, tensors: Tensors, kind: str, note: Note
+        self, path: Path, config: ResolvedConfig, tensors: Tensors, kind: Dtype, note: Note
     ) -> None:
         self.kind = kind
         self._note = note
@@ -260,7 +258,9 @@ class _Source:
         """Yield one Hugging Face tensor; several of ours side by side form one, along its last dimension."""
         values = []
         for parameter_name, position in self._positions[name]:
-            value = self._read_parameter(parameter_name, position).to(_DTYPES[self.kind])
+            value = self._read_parameter(parameter_name, position).to(
+                getattr(torch, self.kind.torch_name)
+            )
             values.append(value.T if position.transposed else value)
         yield values[0] if len(values) == 1 else torch.cat(values, dim=position.axis)
 

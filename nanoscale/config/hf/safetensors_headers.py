@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.config.dtypes import DTYPES
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+WIDTH = {dtype.safetensors_name: dtype.bytes for dtype in DTYPES.values()}
 """Bytes of a number of each dtype that weights may have."""
 Shapes = dict[str, tuple[int, ...]]
 _LONGEST_HEADER = 100_000_000

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nanoscale.config import model_math
+from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.activations import shape_of
 from nanoscale.plan.memory.block_shape import Execution, Shape
-from nanoscale.plan.memory.states import BYTES, BytesPerParameter, bytes_per_parameter
+from nanoscale.plan.memory.states import BytesPerParameter, bytes_per_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
     """Return the setting of a configuration that `rules.check` has resolved."""
     layout, precision = config.parallel, config.precision
     deepspeed = config.backend.name == "deepspeed"
-    compute, params = BYTES[precision.compute], BYTES[precision.params]
+    compute, params = DTYPES[precision.compute].bytes, DTYPES[precision.params].bytes
     single = not deepspeed and (config.world_size == 1 or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu, compiled = config.launcher.device != "cpu", config.backend.compile == "on"
@@ -93,7 +94,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         ),
         run=run,
         compute=compute,
-        reduce=BYTES[precision.reduce],
+        reduce=DTYPES[precision.reduce].bytes,
         flat=deepspeed,
         whole_ends=deepspeed,
         single=single,

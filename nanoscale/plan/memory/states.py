@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.schema import Optimizer, Precision
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one number of a dtype."""
 QUANTIZED = 1 + 4 / 256
 """Bytes of an 8-bit moment, with an fp32 scale for every 256 of them."""
 
@@ -39,7 +38,7 @@ def moments(optimizer: Optimizer, params: int) -> float:
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:
     """Return the bytes per parameter of one of our jobs: gradients end in the dtype of the weights, in either
     backend."""
-    params, compute = BYTES[precision.params], BYTES[precision.compute]
+    params, compute = DTYPES[precision.params].bytes, DTYPES[precision.compute].bytes
     return BytesPerParameter(
         weights=params,
         copy=compute if compute != params else 0,

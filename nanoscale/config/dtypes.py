@@ -1,0 +1,24 @@
+"""The dtypes of weights, products and sums: a row for each, with its size and its names elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A row of the table."""
+
+    bytes: int
+    """Bytes of a number."""
+    torch_name: str
+    """Its name in torch, and in Hugging Face's and DeepSpeed's settings."""
+    safetensors_name: str
+
+
+DTYPES = {
+    "fp64": Dtype(8, "float64", "F64"),
+    "fp32": Dtype(4, "float32", "F32"),
+    "bf16": Dtype(2, "bfloat16", "BF16"),
+    "fp16": Dtype(2, "float16", "F16"),
+}
