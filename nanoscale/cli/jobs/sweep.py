@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, exit_code_of_signal, print_json
+from nanoscale.cli.common.output import DONE, FAILED, answer, exit_code_of_signal
 from nanoscale.cli.common.request import (
     HOSTS,
     CommandLine,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanoscale.sweep.slots import Slot
     from nanoscale.sweep.space import Space
     from nanoscale.sweep.sweep import Settings, State, Sweep, Trial
+    from nanoscale.view.run.sweep_table import SweepTable
 
 
 @requesting("config_dir", *HOSTS, "no_preflight")
@@ -62,13 +63,13 @@ def sweep(
 ) -> int:
     """Train once for each combination of values, as in `optimizer.lr=1e-3,3e-4 train.seed=1,2`."""
     from nanoscale.config.violations import quoted
-    from nanoscale.sweep.samplers import check_sampler
+    from nanoscale.sweep.samplers import check_sampler, first_trials
     from nanoscale.sweep.space import read_space
     from nanoscale.sweep.sweep import Settings, Sweep
 
     overrides = [*(line.overrides or ())]
     overrides += [f"{key}={quoted(setting.value)}" for key, setting in line.options.items()]
-    options = _Options(at_once, dry_run, force, as_json, retry)
+    known: list[Trial] | None = None
     if resume is not None:
         given = {
             "overrides": overrides,
@@ -82,192 +83,159 @@ def sweep(
             "--slurm": slurm or None,
         }
         _refuse_settings([option for option, value in given.items() if value not in (None, [])])
-        existing = Sweep(_folder(root, resume, "--resume"))
-        return _run(existing, *existing.read(), options)
-    settings = Settings(
-        overrides,
-        sampler or "grid",
-        trials,
-        pruner or "none",
-        metric or "",
-        seed or 0,
-        str(line.config_dir.absolute()) if line.config_dir else None,
-        slurm,
-    )
-    space = read_space(overrides, line.config_dir)
-    check_sampler(settings, space)
-    new = Sweep(_folder(root, name or _default_name(overrides), "--name"))
-    if new.file.exists():
-        earlier, known = new.read()
-        _require_same(new, earlier, settings)
-        return _run(new, settings, known, options)
-    return _run(new, settings, None, options)
+        folder = Sweep(_folder(root, resume, "--resume"))
+        settings, known = folder.read()
+    else:
+        config_dir = str(line.config_dir.absolute()) if line.config_dir else None
+        figures = sampler or "grid", trials, pruner or "none", metric or "", seed or 0
+        settings = Settings(overrides, *figures, config_dir, slurm)
+        check_sampler(settings, read_space(overrides, line.config_dir))
+        folder = Sweep(_folder(root, name or _default_name(overrides), "--name"))
+        if folder.file.exists():
+            earlier, known = folder.read()
+            _require_same(folder, earlier, settings)
+    space = read_space(settings.overrides, _config_dir(settings))
+    present = first_trials(settings, space) if known is None else known
+    options = at_once, dry_run, force, as_json, retry
+    return _run(_Start(folder, settings, space, present, known is None, *options))
 
 
 @dataclass(frozen=True)
-class _Options:
-    """The options of a sweep that may differ each time it is started."""
+class _Start:
+    """One start of a sweep: what it is, and the options that may differ each time."""
 
+    sweep: Sweep
+    settings: Settings
+    space: Space
+    trials: list[Trial]
+    is_new: bool
     at_once: int | None
     dry_run: bool
     force: bool
     as_json: bool
     retry: bool
 
+    def table(self) -> SweepTable:
+        """Return the view of all trials."""
+        from nanoscale.view.run.sweep_table import SweepTable
 
-def _run(sweep: Sweep, settings: Settings, known: list[Trial] | None, options: _Options) -> int:
-    """Check and plan the trials, and run those that are missing.
+        return SweepTable(sys.stderr if self.as_json else sys.stdout)
 
-    Args:
-        known: the trials of a sweep that exists; None: it is new.
-    """
-    from nanoscale.sweep.samplers import first_trials, with_metric
+    def rows(self, trials: Sequence[Trial], failed: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Return the rows of the table; a trial whose launcher refused to start has no state of its own."""
+        row, metric = self.sweep.row, self.settings.metric
+        return [row(one, metric, "failed" if one.name in failed else None) for one in trials]
+
+
+def _run(start: _Start) -> int:
+    """Check and plan the trials, and run those that are missing."""
+    from nanoscale.sweep.samplers import with_metric
     from nanoscale.sweep.slots import slots_of
-    from nanoscale.sweep.space import read_space
     from nanoscale.view.run.sweep_table import show_plan
 
-    space = read_space(settings.overrides, _config_dir(settings))
-    trials = first_trials(settings, space) if known is None else known
-    unfinished = _unfinished(sweep, trials, retry=options.retry)
-    new = _new_requests(sweep, space, settings, unfinished, options)
-    settings = with_metric(settings, new)
-    begun = [] if settings.slurm else _begun_requests(sweep, unfinished)
+    space, trials, slurm = start.space, start.trials, start.settings.slurm
+    ended = ("completed", "pruned") if start.retry else ("completed", "pruned", "failed")
+    unfinished = [one for one in trials if start.sweep.state(one) not in ended]
+    new = _new_requests(start, unfinished)
+    start = replace(start, settings=with_metric(start.settings, new))
+    requests = [*new, *([] if slurm else _begun_requests(start.sweep, unfinished))]
     slots: list[Slot] = []
-    if not settings.slurm and (new or begun):
+    if not slurm and requests:
         values = unfinished[0].values if unfinished else space.probes()[0]
-        line = CommandLine(space.overrides(values), config_dir=_config_dir(settings))
+        line = CommandLine(space.overrides(values), config_dir=_config_dir(start.settings))
         keys = [one.key for one in space.dimensions]
-        slots = slots_of([*new, *begun], line.compose(), options.at_once, keys)
-    count = len(trials) if settings.sampler == "grid" else settings.trials or 0
+        slots = slots_of(requests, line.compose(), start.at_once, keys)
+    count = len(trials) if start.settings.sampler == "grid" else start.settings.trials or 0
     left = len(unfinished) + count - len(trials)
-    at_once = options.at_once if settings.slurm else max(1, len(slots))
-    if not options.force:
-        _require_disk(space, settings, [*new, *begun], left, at_once, is_new=known is None)
-    show_plan(sweep, count, [*map(_cost, filter(_is_planned, [*new, *begun]))], left, at_once)
-    if options.dry_run:
-        return _show_trials(sweep, trials, at_once, options)
-    if settings.slurm:
-        return _run_array(sweep, settings, known, trials, new, options)
-    return _run_here(sweep, settings, space, known, trials, slots, options)
+    at_once = start.at_once if slurm else max(1, len(slots))
+    if not start.force:
+        _require_disk(start, requests, left, at_once)
+    costs = [_cost(one, one.plan) for one in requests if one.plan is not None]
+    show_plan(start.sweep, count, costs, left, at_once)
+    if start.dry_run:
+        rows = [{"trial": one.name, **one.values} for one in trials]
+        document = {"sweep": str(start.sweep.path), "trials": rows, "at_once": at_once}
+        answer(start.as_json, document, _show_trials, start)
+        return DONE
+    return _run_array(start, new) if slurm else _run_here(start, slots)
 
 
-def _show_trials(
-    sweep: Sweep, trials: Sequence[Trial], at_once: int | None, options: _Options
-) -> int:
+def _show_trials(start: _Start) -> None:
     """Show the result of a dry run."""
-    rows = [{"trial": one.name, **one.values} for one in trials]
-    if options.as_json:
-        print_json({"sweep": str(sweep.path), "trials": rows, "at_once": at_once})
-    else:
-        for row in rows:
-            display.show(row["trial"])
-        display.note(f"this would be {sweep.path}; nothing was written or started")
-    return DONE
+    for trial in start.trials:
+        display.show(trial.name)
+    display.note(f"this would be {start.sweep.path}; nothing was written or started")
 
 
-def _run_here(
-    sweep: Sweep,
-    settings: Settings,
-    space: Space,
-    known: list[Trial] | None,
-    trials: list[Trial],
-    slots: Sequence[Slot],
-    options: _Options,
-) -> int:
+def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
     """Run the missing trials from this process, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep.runner import Runner
     from nanoscale.sweep.samplers import source_of
-    from nanoscale.view.run.sweep_table import SweepTable
 
-    if known is None:
-        sweep.create(settings, trials)
+    sweep, settings, space = start.sweep, start.settings, start.space
+    if start.is_new:
+        sweep.create(settings, start.trials)
     shown_at = 0.0
 
     def show(current: Sequence[Trial], *, changed: bool, stopping: bool) -> None:
         nonlocal shown_at
         if changed or time.monotonic() - shown_at > 1.0:
             shown_at = time.monotonic()
-            rows = _rows(sweep, settings, current, runner.failed)
+            rows = start.rows(current, runner.failed)
             view.show(rows, stopping=stopping)
             if changed:
                 sweep.keep_table(rows)
 
-    with (
-        sweep.held(),
-        Signals() as signals,
-        SweepTable(sys.stderr if options.as_json else sys.stdout) as view,
-    ):
+    with sweep.held(), Signals() as signals, start.table() as view:
         source = source_of(sweep, space, settings)
-        force = ["--force"] if options.force else []
-        runner = Runner(
-            sweep,
-            settings,
-            space,
-            source,
-            trials,
-            slots,
-            show,
-            arguments=force,
-            retry=options.retry,
-        )
+        options = (["--force"] if start.force else [], start.retry)
+        runner = Runner(sweep, settings, space, source, start.trials, slots, show, *options)
         whole = runner.run(signals)
-    rows = _rows(sweep, settings, runner.trials, runner.failed)
+    rows = start.rows(runner.trials, runner.failed)
     failed = [trial for trial in runner.trials if trial.name in runner.failed]
-    return _report(sweep, settings, rows, failed, None if whole else signals, options)
+    return _report(start, rows, failed, None if whole else signals)
 
 
-def _run_array(
-    sweep: Sweep,
-    settings: Settings,
-    known: list[Trial] | None,
-    trials: Sequence[Trial],
-    requests: Sequence[Request],
-    options: _Options,
-) -> int:
+def _run_array(start: _Start, requests: Sequence[Request]) -> int:
     """Submit the missing trials to SLURM, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep import slurm_array
-    from nanoscale.view.run.sweep_table import SweepTable
 
+    sweep, trials = start.sweep, start.trials
     if shutil.which("sbatch") is None:
         raise UserError("slurm", "sbatch is not installed here; run the sweep on a login node")
-    if known is None:
-        sweep.create(settings, trials)
+    if start.is_new:
+        sweep.create(start.settings, trials)
     with sweep.held():
-        with _removed_on_refusal(sweep if known is None else None):
+        with _removed_on_refusal(sweep if start.is_new else None):
             states = slurm_array.states(sweep, trials)
-            missing = slurm_array.missing(trials, states, retry=options.retry)
-            jobs = slurm_array.submit(sweep, missing, requests, options.at_once)
+            missing = slurm_array.missing(trials, states, retry=start.retry)
+            jobs = slurm_array.submit(sweep, missing, requests, start.at_once)
         for job in jobs:
             display.note(f"queued as job {job.job}; to end it: scancel {shlex.quote(job.job)}")
         rows: list[dict[str, Any]] = []
-        with (
-            Signals() as signals,
-            SweepTable(sys.stderr if options.as_json else sys.stdout) as view,
-        ):
+        with Signals() as signals, start.table() as view:
 
             def show(states: Sequence[State]) -> None:
                 nonlocal rows
                 pairs = zip(trials, states, strict=True)
-                rows = [sweep.row(one, settings.metric, state) for one, state in pairs]
+                rows = [sweep.row(one, start.settings.metric, state) for one, state in pairs]
                 view.show(rows)
                 sweep.keep_table(rows)
 
             whole = slurm_array.follow(sweep, trials, signals, show)
-    rows = rows or _rows(sweep, settings, trials)
+    rows = rows or start.rows(trials)
     failed = [one for one, row in zip(trials, rows, strict=True) if row["state"] == "failed"]
     more = {"jobs": [job.job for job in jobs]}
-    return _report(sweep, settings, rows, failed, None if whole else signals, options, more)
+    return _report(start, rows, failed, None if whole else signals, more)
 
 
 def _report(
-    sweep: Sweep,
-    settings: Settings,
+    start: _Start,
     rows: Sequence[dict[str, Any]],
     failed: Sequence[Trial],
     stopped_by: Signals | None,
-    options: _Options,
     more: Mapping[str, Any] | None = None,
 ) -> int:
     """Keep and show the result; return the exit code of the command.
@@ -279,24 +247,13 @@ def _report(
     """
     from nanoscale.view.run.sweep_table import print_table, show_end
 
-    sweep.keep_table(rows)
-    if options.as_json:
-        print_json({"sweep": str(sweep.path), "trials": rows, **(more or {})})
-    else:
-        print_table(rows, sys.stdout)
-    show_end(sweep, settings, rows, failed, stopped_by is not None)
+    start.sweep.keep_table(rows)
+    document = {"sweep": str(start.sweep.path), "trials": rows, **(more or {})}
+    answer(start.as_json, document, print_table, rows, sys.stdout)
+    show_end(start.sweep, start.settings, rows, failed, stopped_by is not None)
     if stopped_by is not None and stopped_by.first is not None:
         return exit_code_of_signal(stopped_by.first)
     return DONE if all(row["state"] in ("completed", "pruned") for row in rows) else FAILED
-
-
-def _rows(
-    sweep: Sweep, settings: Settings, trials: Sequence[Trial], failed: Collection[str] = ()
-) -> list[dict[str, Any]]:
-    """Return the rows of the table; a trial whose launcher has refused to start has no state of its own."""
-    return [
-        sweep.row(one, settings.metric, "failed" if one.name in failed else None) for one in trials
-    ]
 
 
 @contextmanager
@@ -366,12 +323,6 @@ def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
 # --- the requests of the trials -------------------------------------------------------------------
 
 
-def _unfinished(sweep: Sweep, trials: Sequence[Trial], *, retry: bool) -> list[Trial]:
-    """Return the trials that this process starts; with `retry`, failed ones too."""
-    ended = {"completed", "pruned"} if retry else {"completed", "pruned", "failed"}
-    return [one for one in trials if sweep.state(one) not in ended]
-
-
 def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
     """Return the requests of the trials that are resumed, which continue whatever the plan says.
 
@@ -384,9 +335,7 @@ def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
     return [planned(request, Refusals(), force=True) for request in requests]
 
 
-def _new_requests(
-    sweep: Sweep, space: Space, settings: Settings, unfinished: Sequence[Trial], options: _Options
-) -> list[Request]:
+def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
     """Check and plan every trial that has no run yet; examples, if a sampler chooses them.
 
     Raises:
@@ -394,6 +343,7 @@ def _new_requests(
     """
     from nanoscale.config.composing.compose import Setting
 
+    sweep, space, settings = start.sweep, start.space, start.settings
     if settings.sampler == "grid":
         new = [one for one in unfinished if not sweep.run(one).config.exists()]
         named = [(one.name, one.values) for one in new]
@@ -407,12 +357,11 @@ def _new_requests(
         overrides = space.overrides(values)
         line = CommandLine(overrides, config_dir=_config_dir(settings), options=own)
         try:
-            request = (
-                _request_for_slurm(line, fetch=not options.dry_run)
-                if settings.slurm
-                else request_job(line)
-            )
-            requests.append(planned(request, Refusals(), force=options.force))
+            if settings.slurm:
+                request = _request_for_slurm(line, fetch=not start.dry_run)
+            else:
+                request = request_job(line)
+            requests.append(planned(request, Refusals(), force=start.force))
         except UserError as error:
             if not error.violations:
                 raise
@@ -437,13 +386,7 @@ def _request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
 
 
 def _require_disk(
-    space: Space,
-    settings: Settings,
-    requests: Sequence[Request],
-    left: int,
-    at_once: int | None,
-    *,
-    is_new: bool,
+    start: _Start, requests: Sequence[Request], left: int, at_once: int | None
 ) -> None:
     """Require that the disk has room for the checkpoints of all trials that are left.
 
@@ -452,30 +395,25 @@ def _require_disk(
     """
     from nanoscale.sweep.disk import fits, refuse
 
-    savings = [one.saving for one in requests]
-    trials = len(requests) if settings.sampler == "grid" else left
+    space, savings = start.space, [one.saving for one in requests]
+    trials = len(requests) if start.settings.sampler == "grid" else left
     if fits(savings, trials, at_once):
         return
     alternatives = None
-    if is_new:
+    if start.is_new:
         varied = any(one.key.partition(".")[0] == "checkpoint" for one in space.dimensions)
         alternatives = {}
         for override in () if varied else ("checkpoint.keep_last=1", "checkpoint=none"):
             overrides = (*space.overrides(space.probes()[0]), override)
-            composed = CommandLine(overrides, config_dir=_config_dir(settings)).compose()
+            composed = CommandLine(overrides, config_dir=_config_dir(start.settings)).compose()
             alternatives[override] = composed.config.checkpoint
     refuse(savings, trials, at_once, alternatives)
 
 
-def _is_planned(request: Request) -> bool:
-    return request.plan is not None
-
-
-def _cost(request: Request) -> tuple[float, int]:
+def _cost(request: Request, plan: Mapping[str, Any]) -> tuple[float, int]:
     """Return the planned seconds that are left of a trial, and its ranks."""
     from nanoscale.runs import metrics
 
-    assert request.plan is not None
     trained = metrics.last(request.run) if request.repeats else None
     steps = request.config.train.steps - (trained["step"] if trained else 0)
-    return request.plan["step_time_s"] * steps, request.config.world_size
+    return plan["step_time_s"] * steps, request.config.world_size
