@@ -93,7 +93,8 @@ def table(columns: Sequence[Column], rows: Iterable[Any], title: str = "") -> Ta
 def show(screen: Console, report: Report) -> None:
     """Print a report: its title, and its blocks separated by empty lines."""
     width = screen.width
-    screen.print(report.title, soft_wrap=True)
+    if report.title:
+        screen.print(report.title, soft_wrap=True)
     separated = True
     for block in report.blocks:
         text = block.draw(width) if isinstance(block, Chart) else ""

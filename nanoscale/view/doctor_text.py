@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import byte_size
+from nanoscale.view.blocks import Column, rich_table, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,16 +19,15 @@ _FEW_HOSTS = 4
 """Up to this many hosts, everything is shown."""
 _FEW_FIGURES = 6
 """Up to this many hosts or pairs are shown with their bandwidth, or the slowest of more."""
-_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "host": ("host", str),
-    "ends": ("between", " – ".join),
-    "bytes": ("size", byte_size),
-    "latency_us": ("latency µs", "{:,.0f}".format),
-    "bus_gb_s": ("bus bandwidth GB/s", "{:.3g}".format),
-    "gb_s": ("bandwidth GB/s", "{:.3g}".format),
+_COLUMNS = {
+    "host": Column("host", lambda row: row["host"], is_text=True),
+    "ends": Column("between", lambda row: " – ".join(row["ends"]), is_text=True),
+    "bytes": Column("size", lambda row: byte_size(row["bytes"])),
+    "latency_us": Column("latency µs", lambda row: f"{row['latency_us']:,.0f}"),
+    "bus_gb_s": Column("bus bandwidth GB/s", lambda row: f"{row['bus_gb_s']:.3g}"),
+    "gb_s": Column("bandwidth GB/s", lambda row: f"{row['gb_s']:.3g}"),
 }
-"""The header and the format of each figure."""
-_NAMES = ("host", "ends")
+"""The column of each figure."""
 
 
 def print_doctor(
@@ -121,19 +121,14 @@ def _print_figures(
 
 def _print_table(screen: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print figures, slow ones in red; nothing if there are none."""
-    from rich.table import Table
-
     if not rows:
         return
-    keys = [key for key in _COLUMNS if key in rows[0]]
-    table = Table(box=None, pad_edge=False)
-    for key in keys:
-        table.add_column(_COLUMNS[key][0], justify="left" if key in _NAMES else "right")
-    for row in rows:
-        texts = [_COLUMNS[key][1](row[key]) for key in keys]
-        table.add_row(*texts, style="red" if row.get("slow") else None)
+    shown = rich_table(table([it for key, it in _COLUMNS.items() if key in rows[0]], rows))
+    shown.columns[0].justify = "left" if {"host", "ends"} & rows[0].keys() else "right"
+    for line, row in zip(shown.rows, rows, strict=True):
+        line.style = "red" if row.get("slow") else None
     screen.print(f"\n{title}", style="bold")
-    display.print_table(screen, table)
+    display.print_table(screen, shown)
 
 
 def document(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from nanoscale.view.blocks import Report
 
 DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 
@@ -30,6 +31,35 @@ def print_json(document: Any) -> None:
     ascii_only = not display.has_utf8(sys.stdout)
     text = json.dumps(document, indent=2, ensure_ascii=ascii_only)
     display.show(re.sub(r"[^\n -~]", _escaped, text))
+
+
+def answer(as_json: bool, document: Any, show: Callable[..., object], *shown: Any) -> None:
+    """Print the JSON document of a command, or show its output to people.
+
+    Args:
+        shown: the arguments of `show`; none: the document.
+    """
+    if as_json:
+        print_json(document)
+    else:
+        show(*(shown or (document,)))
+
+
+def show_report(report: Report, file: Path | None = None) -> None:
+    """Print a report to standard output, and name the file of its page if it has one."""
+    from nanoscale.view.blocks import show
+
+    show(console(), report)
+    if file is not None:
+        display.show(f"page  {file}")
+
+
+def write_page(file: Path | None, report: Report, *, overwrite: bool) -> None:
+    """Write a report to the page that --html names, if it names one. Errors as of `write_file`."""
+    if file is not None:
+        from nanoscale.view.blocks import page
+
+        write_file("--html", file, page(report), overwrite=overwrite)
 
 
 def print_yaml(text: str) -> None:
@@ -75,6 +105,17 @@ def exit_code(error: UserError) -> int:
 def exit_code_of_signal(first: Signals) -> int:
     """Return the exit code of a command that a signal has stopped: Ctrl-C is the user's own."""
     return INTERRUPTED if first is Signals.SIGINT else PREEMPTED
+
+
+def refuse_option(option: str, value: object, message: str, *advice: str) -> NoReturn:
+    """Refuse the value of an option or argument; None stands for one that is missing.
+
+    Raises:
+        UserError: of kind `usage`, with what to type instead.
+    """
+    violation = Violation(option, value, "command line", message, advice)
+    shown = option if value is None else f"{option} {value}"
+    raise UserError("usage", f"{shown}: {message}", [violation])
 
 
 def error_document(error: UserError) -> dict[str, Any]:
@@ -154,16 +195,23 @@ def saying() -> Iterator[Callable[[str], None]]:
 
 
 def require_writable(
-    option: str, file: Path, *, overwrite: bool, is_own: Callable[[Path], bool] | None = None
+    option: str,
+    file: Path | None,
+    *,
+    overwrite: bool,
+    is_own: Callable[[Path], bool] | None = None,
 ) -> None:
     """Refuse a file that exists already or cannot be written, before anything is computed.
 
     Args:
+        file: None if the option is not given.
         is_own: returns True for a file that this command wrote itself, which it may replace.
 
     Raises:
         UserError: the file exists, is a folder, or its folder is not writable.
     """
+    if file is None:
+        return
     if file.is_dir() or not file.parent.is_dir():
         raise UserError("usage", f"{file} cannot be written: name a file in a folder that exists")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -171,8 +219,7 @@ def require_writable(
     if overwrite or not file.is_file() or (is_own is not None and is_own(file)):
         return  # a device or a pipe, as /dev/stdout, loses nothing
     instead = ("--overwrite", f"{option} {shlex.quote(_free(file))}")
-    found = Violation(option, str(file), "command line", "the file already exists", instead)
-    raise UserError("usage", f"{option} {file}: the file already exists", [found])
+    refuse_option(option, str(file), "the file already exists", *instead)
 
 
 def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import FAILED, print_json
+from nanoscale.cli.common.output import FAILED, answer, print_json
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 
@@ -51,10 +51,7 @@ def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
     stored = find_checkpoint(_open(run).checkpoints, step)
     document = {"path": str(stored.path), **_manifest(stored)}
     document["damage"] = find_damage(stored.path, sums=False)
-    if as_json:
-        print_json(document)
-    else:
-        print_manifest(document)
+    answer(as_json, document, print_manifest)
 
 
 @app.command("verify")
@@ -76,14 +73,11 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
         chosen = [newest] if step is not None else list_checkpoints(folder)
     damage = {stored.path: find_damage(stored.path) for stored in chosen}
     damage |= {path: find_damage(path) for path in aside}
-    if as_json:
-        rows: list[dict[str, Any]] = [
-            {"name": path.name, "whole": not found, "damage": found, **aside.get(path, {})}
-            for path, found in damage.items()
-        ]
-        print_json(rows)
-    else:
-        print_damage(damage, aside)
+    rows: list[dict[str, Any]] = [
+        {"name": path.name, "whole": not found, "damage": found, **aside.get(path, {})}
+        for path, found in damage.items()
+    ]
+    answer(as_json, rows, print_damage, damage, aside)
     if any(found for path, found in damage.items() if path not in aside):
         raise typer.Exit(FAILED)
 
@@ -147,10 +141,7 @@ def export_checkpoint(
     kind = dtype or opt.Dtype(config.precision.compute)
     exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     written = asdict(exported) | {"folder": str(folder)}
-    if as_json:
-        print_json(written)
-    else:
-        print_exported(stored.path.name, written)
+    answer(as_json, written, print_exported, stored.path.name, written)
 
 
 def _with_base(config: ResolvedConfig, base: Path | None) -> ResolvedConfig:

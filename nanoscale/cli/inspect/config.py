@@ -9,7 +9,7 @@ import typer
 
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import print_json, print_yaml
+from nanoscale.cli.common.output import answer, print_json, print_yaml
 from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
 
@@ -37,10 +37,7 @@ def show(
 
     composed = line.compose()
     values = _for_deepspeed(composed) if deepspeed else asdict(composed.config)
-    if as_json or deepspeed:
-        print_json(values)
-    else:
-        print_yaml(to_yaml(values))
+    answer(as_json or deepspeed, values, print_yaml, to_yaml(values))
     if deepspeed and composed.config.backend.extra:
         added = ", ".join(composed.config.backend.extra)
         display.note(f"backend.extra ({composed.source('backend.extra')}) sets {added}")
@@ -110,10 +107,8 @@ def backends(as_json: opt.AsJson = False) -> None:
     from nanoscale.view.config_text import print_backends
 
     rows = table()
-    if as_json:
-        print_json([{"key": key, "native": a, "deepspeed": b} for key, a, b in rows])
-    else:
-        print_backends(rows, OUTSIDE)
+    document = [{"key": key, "native": a, "deepspeed": b} for key, a, b in rows]
+    answer(as_json, document, print_backends, rows, OUTSIDE)
 
 
 @app.command("ls")
@@ -143,20 +138,17 @@ def list_groups(
             }
             for name in library.groups()
         }
-        if as_json:
-            print_json(groups)
-        else:
-            print_rows([(name, ", ".join(about["options"])) for name, about in groups.items()])
+        names = [(name, ", ".join(about["options"])) for name, about in groups.items()]
+        answer(as_json, groups, print_rows, names)
         return
     _require_group(group, library)
     options = library.options(group)
     keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
-    if as_json:
-        fields = ("type", "unit", "meaning")
-        rows = [{"key": key.name} | {name: getattr(key, name) for name in fields} for key in keys]
-        print_json({"options": options_document(options), "keys": rows})
-        return
-    print_rows([*option_rows(options, f"{group}="), *((key.name, key.meaning) for key in keys)])
+    fields = ("type", "unit", "meaning")
+    rows = [{"key": key.name} | {name: getattr(key, name) for name in fields} for key in keys]
+    document = {"options": options_document(options), "keys": rows}
+    meanings = [*option_rows(options, f"{group}="), *((key.name, key.meaning) for key in keys)]
+    answer(as_json, document, print_rows, meanings)
 
 
 def _require_group(name: str, library: Library) -> None:

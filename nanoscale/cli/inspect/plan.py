@@ -13,10 +13,12 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import (
     DOES_NOT_FIT,
     DONE,
+    answer,
     console,
-    print_json,
     require_writable,
+    show_report,
     write_file,
+    write_page,
 )
 from nanoscale.cli.common.rehearsal import with_memory
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
@@ -69,8 +71,7 @@ def plan(
     """
     from nanoscale.plan.hardware.software import RECORDS
 
-    if html is not None:
-        require_writable("--html", html, overwrite=overwrite)
+    require_writable("--html", html, overwrite=overwrite)
     if calibrate:
         if line.options or line.config_file or html or search or explain:
             raise UserError(
@@ -123,20 +124,15 @@ def _one(
     from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
-    from nanoscale.view.blocks import page, show
     from nanoscale.view.plan.prediction import document, prediction_report
 
     config = request_job(line, starts=False, devices=planned_devices).config
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_memory(prediction, known_of(config))
-    if html is not None:
-        report = prediction_report(prediction, explain=True)
-        write_file("--html", html, page(report), overwrite=overwrite)
-    if as_json:
-        print_json(document(prediction))
-    else:
-        show(console(), prediction_report(prediction, explain=explain))
+    write_page(html, prediction_report(prediction, explain=True), overwrite=overwrite)
+    report = prediction_report(prediction, explain=explain)
+    answer(as_json, document(prediction), show_report, report)
     return DONE
 
 
@@ -152,7 +148,6 @@ def _search(
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.search.search import search
     from nanoscale.plan.search.search_space import recipe_of, search_space
-    from nanoscale.view.blocks import page
     from nanoscale.view.plan.search_text import print_found, search_document, search_report
 
     devices = planned_devices(composed)
@@ -160,14 +155,12 @@ def _search(
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
     result = search(space, hardware, software)
     if html is not None and result.best is not None:
-        write_file("--html", html, page(search_report(result)), overwrite=overwrite)
+        write_page(html, search_report(result), overwrite=overwrite)
     if write is not None and result.best is not None:
         recipe = recipe_of(composed, result.best.config)
         write_file("--write", write, recipe, overwrite=overwrite)
-    if as_json:
-        print_json(search_document(composed, result))
-    else:
-        print_found(console(), composed, space, result)
+    found = search_document(composed, result)
+    answer(as_json, found, print_found, console(), composed, space, result)
     return DONE if result.best is not None else DOES_NOT_FIT
 
 
@@ -189,7 +182,7 @@ def _calibrate(
     """
     from nanoscale.config.composing.compose import compose
     from nanoscale.plan.calibration import calibrate, observed_runs
-    from nanoscale.view.plan.calibration_text import document, print_calibration
+    from nanoscale.view.plan.calibration_text import calibration_report, document
 
     names, overrides = _sorted(words)
     # Without overrides, each run's own machine is used.
@@ -201,10 +194,7 @@ def _calibrate(
     about = document(runs, found, file)
     text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
     write_file("--write", file, text, overwrite=overwrite or _is_calibration(file))
-    if as_json:
-        print_json(about)
-    else:
-        print_calibration(console(), about)
+    answer(as_json, about, show_report, calibration_report(about))
     return DONE
 
 

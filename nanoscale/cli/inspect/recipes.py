@@ -11,7 +11,7 @@ import typer
 
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import print_json, print_yaml
+from nanoscale.cli.common.output import answer, print_yaml
 from nanoscale.common import display
 from nanoscale.config.violations import override
 
@@ -37,10 +37,7 @@ def list_recipes(config_dir: opt.ConfigDir = None, as_json: opt.AsJson = False) 
     from nanoscale.view.config_text import option_rows, options_document, print_rows
 
     options = Library(config_dir).options(RECIPE)
-    if as_json:
-        print_json(options_document(options))
-    else:
-        print_rows(option_rows(options))
+    answer(as_json, options_document(options), print_rows, option_rows(options))
 
 
 @app.command("show")
@@ -49,10 +46,8 @@ def show(name: Name, config_dir: opt.ConfigDir = None, as_json: opt.AsJson = Fal
     from nanoscale.config.values.yaml_file import read
 
     option = _find(name, config_dir)
-    if as_json:
-        print_json({"name": name, "path": str(option.path), "content": read(option.path).content})
-    else:
-        print_yaml(option.path.read_text("utf-8"))
+    document = {"name": name, "path": str(option.path), "content": read(option.path).content}
+    answer(as_json, document, print_yaml, option.path.read_text("utf-8"))
 
 
 @app.command("copy")

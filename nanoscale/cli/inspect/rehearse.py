@@ -11,10 +11,10 @@ from nanoscale.cli.common.output import (
     DOES_NOT_FIT,
     DONE,
     FAILED,
-    console,
-    print_json,
+    answer,
     require_writable,
-    write_file,
+    show_report,
+    write_page,
 )
 from nanoscale.cli.common.rehearsal import rehearsed
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
@@ -47,25 +47,19 @@ def rehearse(
     """
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.rehearse.document import failed
-    from nanoscale.view.blocks import page, show
     from nanoscale.view.rehearsal_text import rehearsal_report
 
     opt.require_at_least(1, {"--steps": steps})
-    if html is not None:
-        require_writable("--html", html, overwrite=overwrite)
+    require_writable("--html", html, overwrite=overwrite)
     request = request_job(line, starts=False, devices=planned_devices)
     if snapshots is not None:
         _require_snapshots(request.config, snapshots)
     result = rehearsed(request.config, ranks, steps, snapshots)
     fits, changes = (True, []) if result["fits"] else _planned(request, result)
     report = rehearsal_report(result, changes)
-    if html is not None:
-        write_file("--html", html, page(report), overwrite=overwrite)
-    if as_json:
-        shown = {name: value for name, value in result.items() if name != "program"}
-        print_json(shown | {"changes": changes})
-    else:
-        show(console(), report)
+    write_page(html, report, overwrite=overwrite)
+    shown = {name: value for name, value in result.items() if name != "program"}
+    answer(as_json, shown | {"changes": changes}, show_report, report)
     if failed(result):
         return FAILED
     return DONE if fits else DOES_NOT_FIT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, print_json
+from nanoscale.cli.common.output import DONE, FAILED, answer, print_json, refuse_option
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
@@ -43,25 +43,18 @@ def tag_run(
     for tag in tags or ():
         if not _TAG.fullmatch(tag):
             message = "must not contain spaces or commas, and must not start with `-`"
-            raise _refused("TAG", tag, message)
+            refuse_option("TAG", tag, message)
     for tag in remove or ():
         if tag not in present:
             near = difflib.get_close_matches(tag, present, n=3)
             message = f"the run has no such tag; its tags: {', '.join(present) or 'none'}"
-            raise _refused("--remove", tag, message, *(f"--remove {one}" for one in near))
+            refuse_option("--remove", tag, message, *(f"--remove {one}" for one in near))
     kept = [tag for tag in present if tag not in (remove or ())]
     final = list(dict.fromkeys([*kept, *(tags or ())]))
     if final != present:
         write_tags(directory, final)
-    if as_json:
-        print_json({"run": str(directory.path), "tags": final})
-    else:
-        display.show(", ".join(final) or "no tags")
-
-
-def _refused(option: str, tag: str, message: str, *advice: str) -> UserError:
-    violation = Violation(option, tag, "command line", message, advice)
-    return UserError("usage", f"{option} {tag}: {message}", [violation])
+    document = {"run": str(directory.path), "tags": final}
+    answer(as_json, document, display.show, ", ".join(final) or "no tags")
 
 
 _MARGIN_S = 30.0
@@ -196,7 +189,6 @@ def _is_agreed(key: str, sizes: dict[str, int], *, yes: bool) -> bool:
         UserError: nobody can be asked.
     """
     from nanoscale.cli.common.trust import can_ask, is_confirmed
-    from nanoscale.common.errors import UserError, Violation
 
     if yes:
         return True

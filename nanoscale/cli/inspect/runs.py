@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import console, print_json, require_writable, write_file
+from nanoscale.cli.common.output import (
+    answer,
+    print_json,
+    require_writable,
+    show_report,
+    write_page,
+)
 from nanoscale.cli.inspect.run_changes import remove_runs, stop_run, tag_run
 from nanoscale.cli.inspect.run_output import show_logs, watch_run
 from nanoscale.common import display
@@ -34,10 +40,7 @@ def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     load(directory.config)  # refuses a damaged one
     job = job_of(directory)
     about = document(directory, job)
-    if as_json:
-        print_json(about)
-    else:
-        print_run(directory, about, job)
+    answer(as_json, about, print_run, directory, about, job)
 
 
 def list_runs(
@@ -108,23 +111,16 @@ def compare_runs(
     """Compare runs: keys that differ, losses at equal steps, tokens and time, speed, memory."""
     from nanoscale.common.errors import UserError
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.blocks import page, show
     from nanoscale.view.run.comparison import comparison_report, document
 
     opened = list(dict.fromkeys(RunDirectory.open(name) for name in runs))
     if not 2 <= len(opened) <= _MOST:
         raise UserError("usage", f"name 2 to {_MOST} different runs, not {len(opened)}")
-    if html is not None:
-        require_writable("--html", html, overwrite=overwrite)
+    require_writable("--html", html, overwrite=overwrite)
     about = document(opened)
-    if html is not None:
-        write_file("--html", html, page(comparison_report(about)), overwrite=overwrite)
-    if as_json:
-        print_json(about)
-        return
-    show(console(), comparison_report(about))
-    if html is not None:
-        display.show(f"page  {html}")
+    report = comparison_report(about)
+    write_page(html, report, overwrite=overwrite)
+    answer(as_json, about, show_report, report, html)
 
 
 def report_run(
@@ -137,28 +133,22 @@ def report_run(
 ) -> None:
     """Report a run's course and its figures compared with the plan, also as a page."""
     from nanoscale.runs.directory import RunDirectory, write_atomically
-    from nanoscale.view.blocks import page, show
+    from nanoscale.view.blocks import page
     from nanoscale.view.run.run_report import document, run_report
 
     directory = RunDirectory.open(run)
-    if html is not None:
-        require_writable("--html", html, overwrite=overwrite)
+    require_writable("--html", html, overwrite=overwrite)
     about = document(directory)
-    file = html or directory.report
-    if html is not None:
-        write_file("--html", html, page(run_report(about)), overwrite=overwrite)
-    else:
+    report, file = run_report(about), html or directory.report
+    write_page(html, report, overwrite=overwrite)
+    if html is None:
         try:
-            write_atomically(file, page(run_report(about)))
+            write_atomically(file, page(report))
         except OSError as error:
             display.note(
                 f"{file} cannot be written: {error.strerror}; choose another file with --html FILE"
             )
-    if as_json:
-        print_json(about)
-    else:
-        show(console(), run_report(about))
-        display.show(f"page  {file}")
+    answer(as_json, about, show_report, report, file)
 
 
 _COMMANDS: dict[str, Callable[..., int | None]] = {

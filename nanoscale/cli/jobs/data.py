@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, print_json
+from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.common.devices import cores
 
 app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
@@ -106,10 +106,8 @@ def prepare_data(
         except KeyboardInterrupt:
             screen.note("interrupted; the same command continues from here")
             raise
-    if as_json:
-        print_json({"path": str(out.expanduser().absolute()), **manifest})
-    else:
-        print_prepared(out, manifest)
+    document = {"path": str(out.expanduser().absolute()), **manifest}
+    answer(as_json, document, print_prepared, out, manifest)
     return DONE
 
 
@@ -138,10 +136,7 @@ def inspect_data(
     from nanoscale.view.data_text import print_inspected
 
     document = inspect(path, tokenizer, _vocab(overrides), samples)
-    if as_json:
-        print_json(document)
-    else:
-        print_inspected(document)
+    answer(as_json, document, print_inspected)
     return FAILED if document["problems"] else DONE
 
 

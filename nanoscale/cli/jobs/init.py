@@ -6,12 +6,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import print_json
+from nanoscale.cli.common.output import answer, refuse_option
 from nanoscale.common import display
 from nanoscale.config.composing.first_recipe import ABOUT, FirstRecipe, Task
 
@@ -46,24 +46,24 @@ def init(
     data = _asked("data", None if tunes else _STDLIB) if data is None else data
     name = _asked("name", task) if name is None else name
     if not _NAME.fullmatch(name):
-        _refuse(
+        refuse_option(
             "--name", name, "must begin with a letter or digit, and have only these, -, _ and ."
         )
     recipe = _checked(task, model, data)
     target = folder / f"{name}.yaml"
     if target.exists():
-        _refuse("--name", name, f"{target} already exists", f"--name {shlex.quote(_free(target))}")
+        refuse_option(
+            "--name", name, f"{target} already exists", f"--name {shlex.quote(_free(target))}"
+        )
     commands = recipe.commands(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as stream:
             stream.write(recipe.text(target))
     except OSError as error:
-        _refuse("DIR", str(folder), f"{target} cannot be written: {error.strerror}")
-    if as_json:
-        print_json({"recipe": str(target), "commands": commands})
-    else:
-        display.show("\n".join([str(target), *(f"  {line}" for line in commands)]))
+        refuse_option("DIR", str(folder), f"{target} cannot be written: {error.strerror}")
+    lines = "\n".join([str(target), *(f"  {line}" for line in commands)])
+    answer(as_json, {"recipe": str(target), "commands": commands}, display.show, lines)
 
 
 def _asked_task() -> Task:
@@ -86,7 +86,7 @@ def _asked(option: str, default: str | None) -> str:
     if sys.stdin.isatty():
         return str(typer.prompt(option, default=default, err=True))
     if default is None:
-        _refuse(f"--{option}", None, "is needed by this task", f"--{option} PATH")
+        refuse_option(f"--{option}", None, "is needed by this task", f"--{option} PATH")
     return default
 
 
@@ -109,7 +109,7 @@ def _checked(task: Task, model: str, data: str) -> FirstRecipe:
     path = Path(data).expanduser().absolute()
     prepared = folder_of(path) is not None or Path(f"{path}.idx").is_file()
     if not prepared and not path.exists():
-        _refuse("--data", data, "does not exist")
+        refuse_option("--data", data, "does not exist")
     return FirstRecipe(task, model, vocab, seq_len, path, prepared)
 
 
@@ -121,7 +121,7 @@ def _own_shape(model: str) -> dict[str, Any]:
     known = {name: it for name, it in Library().options("model").items() if name != "hf"}
     if model not in known:
         near = tuple(f"--model {each}" for each in nearest(model, known))
-        _refuse("--model", model, "unknown model; there are " + ", ".join(known), *near)
+        refuse_option("--model", model, "unknown model; there are " + ", ".join(known), *near)
     return read(known[model].path).content
 
 
@@ -135,9 +135,9 @@ def _pretrained(model: str) -> tuple[str, int]:
         try:
             return absolute_name(model), read_shape(Path(model).expanduser()).max_seq_len
         except UnsupportedError as error:
-            _refuse("--model", model, str(error))
+            refuse_option("--model", model, str(error))
     if (why := missing_path(model)) is not None:
-        _refuse("--model", model, why)
+        refuse_option("--model", model, why)
     return model, _LONGEST
 
 
@@ -147,11 +147,3 @@ def _free(target: Path) -> str:
     while target.with_stem(f"{target.stem}-{number}").exists():
         number += 1
     return f"{target.stem}-{number}"
-
-
-def _refuse(option: str, value: str | None, message: str, *advice: str) -> NoReturn:
-    from nanoscale.common.errors import UserError, Violation
-
-    violation = Violation(option, value, "command line", message, advice)
-    shown = option if value is None else f"{option} {value}"
-    raise UserError("usage", f"{shown}: {message}", [violation])

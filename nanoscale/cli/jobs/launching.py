@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from nanoscale.cli.common.output import console, exit_code_of_signal, print_json
+from nanoscale.cli.common.output import answer, exit_code_of_signal, print_json, show_report
 from nanoscale.cli.common.request import Refusals
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -19,7 +19,6 @@ from nanoscale.launch.request import Request
 from nanoscale.runs import submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
-from nanoscale.view.blocks import show
 from nanoscale.view.run import launch_text
 from nanoscale.view.run.launch_text import request_lines
 from nanoscale.view.run.live import LiveView
@@ -73,9 +72,7 @@ def attempt(
             view.line(line)
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
-    with suppress(
-        OSError, UserError
-    ):  # a full disk or a damaged file must not hide the outcome from the user
+    with suppress(OSError, UserError):  # a full disk or a damaged file must not hide the outcome
         write_report(run)
     print_outcome(run, outcome, stream)
     if as_json:
@@ -90,8 +87,6 @@ def show_plan(
 ) -> int:
     """Show the result of a dry run of `train` or `resume`; return the exit code of the command."""
     plan = plan_launch(request.config, run, number, request.hosts)
-    if as_json:
-        print_json({**launch_text.document(request, plan, run), **refusals.document()})
-    else:
-        show(console(), launch_text.launch_report(request, plan, run))
+    document = {**launch_text.document(request, plan, run), **refusals.document()}
+    answer(as_json, document, show_report, launch_text.launch_report(request, plan, run))
     return refusals.show()

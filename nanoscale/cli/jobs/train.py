@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, print_json
+from nanoscale.cli.common.output import DONE, answer, print_json
 from nanoscale.cli.common.request import (
     LAUNCH,
     CommandLine,
@@ -172,16 +172,12 @@ def submit(
         batch.check()
     batch.require_one_script()
     if dry_run:
-        if as_json:
-            print_json({**text.script_document(batch, variants), **refusals.document()})
-        else:
-            text.print_script(batch, variants)
+        document = {**text.script_document(batch, variants), **refusals.document()}
+        answer(as_json, document, text.print_script, batch, variants)
         return refusals.show()
     job = batch.submit()
-    if as_json:
-        print_json(text.submission_document(batch, variants, job))
-    else:
-        text.print_submission(batch, variants, job)
+    document = text.submission_document(batch, variants, job)
+    answer(as_json, document, text.print_submission, batch, variants, job)
     return DONE
 
 

@@ -12,11 +12,11 @@ from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import (
     DONE,
     FAILED,
-    console,
-    print_json,
+    answer,
     require_writable,
     saying,
-    write_file,
+    show_report,
+    write_page,
 )
 from nanoscale.cli.common.request import CommandLine, request_new_run
 from nanoscale.common import display
@@ -66,7 +66,6 @@ def bench(
     plan's.
     """
     from nanoscale.launch.lifecycle.bench import compare_figures, read_other
-    from nanoscale.view.blocks import page, show
     from nanoscale.view.measured_text import bench_report, scaling_report
 
     opt.require_at_least(1, {"--steps": steps})
@@ -81,32 +80,23 @@ def bench(
             {"--compare": compare},
         ),
     )
-    if html is not None:
-        require_writable("--html", html, overwrite=overwrite)
+    require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
     nodes = None if scale is not None and scale.axis == "hosts" else num_nodes
     options = as_settings(hostfile, include, exclude, nodes, num_gpus, no_preflight)
     line = CommandLine(overrides, config, config_dir, options, trust)
     if scale is not None:
         about = _test_scaling(line, scale, weak, warmup, steps, force)
-        if html is not None:
-            write_file("--html", html, page(scaling_report(about)), overwrite=overwrite)
-        if as_json:
-            print_json(about)
-        else:
-            show(console(), scaling_report(about))
-            if html is not None:
-                display.show(f"page  {html}")
+        report = scaling_report(about)
+        write_page(html, report, overwrite=overwrite)
+        answer(as_json, about, show_report, report, html)
         return DONE if len(about["points"]) == len(scale.counts) else FAILED
     told = _measure(_request(line, force), warmup, steps)
     if told is None:
         return FAILED
     if other is not None:
         told["compared"] = compare_figures(told, other)
-    if as_json:
-        print_json(told)
-    else:
-        show(console(), bench_report(told))
+    answer(as_json, told, show_report, bench_report(told))
     return DONE
 
 

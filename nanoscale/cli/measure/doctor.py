@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
+from nanoscale.cli.common.output import DONE, FAILED, answer, console, saying
 from nanoscale.cli.common.request import HOSTS, CommandLine, requesting
 
 
@@ -31,9 +33,8 @@ def doctor(
         if not quick and config.launcher.device == "cpu":
             measure_cpu(say)
     names = list(dict.fromkeys(verdict.host for verdict in verdicts))
-    if as_json:
-        print_json(doctor_text.document(names, verdicts, measured))
-    else:
-        doctor_text.print_doctor(console(), names, verdicts, measured, verbose=verbose)
+    document = doctor_text.document(names, verdicts, measured)
+    show = partial(doctor_text.print_doctor, verbose=verbose)
+    answer(as_json, document, show, console(), names, verdicts, measured)
     all_of_them = [*verdicts, *(measured.verdicts if measured is not None else ())]
     return DONE if all(verdict.good for verdict in all_of_them) else FAILED

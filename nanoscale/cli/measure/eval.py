@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
+from nanoscale.cli.common.output import DONE, FAILED, answer, print_json, saying
 from nanoscale.cli.common.request import LAUNCH, CommandLine, request_job, requesting
 from nanoscale.cli.jobs.generate import calm_threads
 from nanoscale.common import display
@@ -100,10 +100,7 @@ def _loss(
             display.note(f"error: {error}")
             return FAILED
     about = evaluation_document(config, task, figures)
-    if as_json:
-        print_json(about)
-    else:
-        print_loss(about)
+    answer(as_json, about, print_loss)
     return DONE
 
 

@@ -5,48 +5,38 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.hardware.data_sheets import CPU
 from nanoscale.config.violations import override
 from nanoscale.plan.calibration import SLOWER, Calibration, ObservedRun, predicted
 from nanoscale.plan.predict import predict
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from nanoscale.view.blocks import Column, Lines, Report, table
 
 _OFF = 0.1
 """Differences above it are mentioned."""
 
 
-def print_calibration(screen: Console, document: dict[str, Any]) -> None:
-    """Print prediction and measurement of each run, and what was learned."""
-    from rich.table import Table
-
-    table = Table("run", "steps", "measured", "as assumed", "as learned", box=None, pad_edge=False)
+def calibration_report(document: dict[str, Any]) -> Report:
+    """Return prediction and measurement of each run, and what was learned."""
     has_memory = any(run["memory_gib"] is not None for run in document["runs"])
-    if has_memory:
-        table.add_column("memory")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for run in document["runs"]:
-        memory = [_memory(run)] if has_memory else []
-        table.add_row(
-            run["run"],
-            str(run["steps"]),
-            duration(run["measured_s"]),
-            *(
-                f"{duration(run[f'{when}_s'])} {run[f'{when}_error']:+.1%}"
-                for when in ("before", "after")
-            ),
-            *memory,
-        )
-    display.print_table(screen, table)
-    screen.print()
-    for line in [*_learned(document), "", *_advice(document)]:
-        screen.print(line, markup=False, soft_wrap=True)
+    columns = [*_RUNS, *([Column("memory", _memory)] if has_memory else [])]
+    lines = Lines(_learned(document)), Lines(_advice(document))
+    return Report("", [table(columns, document["runs"]), *lines])
+
+
+def _planned(run: dict[str, Any], when: str) -> str:
+    return f"{duration(run[f'{when}_s'])} {run[f'{when}_error']:+.1%}"
+
+
+_RUNS = (
+    Column("run", lambda run: run["run"]),
+    Column("steps", lambda run: str(run["steps"])),
+    Column("measured", lambda run: duration(run["measured_s"])),
+    Column("as assumed", lambda run: _planned(run, "before")),
+    Column("as learned", lambda run: _planned(run, "after")),
+)
 
 
 def _memory(run: dict[str, Any]) -> str:
