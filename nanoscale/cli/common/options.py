@@ -120,7 +120,7 @@ Model = Annotated[
 Step = Annotated[int | None, _shared("Take the checkpoint of this step", shown="the newest")]
 
 
-class Dtype(StrEnum):
+class DtypeName(StrEnum):
     """The dtypes of weights and computations."""
 
     fp32 = "fp32"
@@ -130,7 +130,7 @@ class Dtype(StrEnum):
 
 
 ComputeDtype = Annotated[
-    Dtype | None, _shared("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
+    DtypeName | None, _shared("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
 ]
 Device = Annotated[
     str | None, _shared("Use cpu, cuda or cuda:N", shown="the first GPU, if there is one")

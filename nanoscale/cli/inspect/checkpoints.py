@@ -101,7 +101,7 @@ def export_checkpoint(
         "Write to this folder, which must not exist yet", metavar="DIR", shown="RUN/hf/step-…"
     ),
     step: opt.Step = None,
-    dtype: opt.Dtype | None = opt.option(
+    dtype: opt.DtypeName | None = opt.option(
         "Write the weights in this dtype", shown="what the run computed in"
     ),
     base: Path | None = opt.option(
@@ -138,7 +138,7 @@ def export_checkpoint(
     config = _with_base(config, base)
     require_whole(stored)
     require_model(directory, stored)
-    kind = dtype or opt.Dtype(config.precision.compute)
+    kind = dtype or opt.DtypeName(config.precision.compute)
     exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     written = asdict(exported) | {"folder": str(folder)}
     answer(as_json, written, print_exported, stored.path.name, written)
