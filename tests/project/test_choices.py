@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from nanoscale.cli.common.options import Dtype
+from nanoscale.cli.common.options import DtypeName
 from nanoscale.config import schema
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.layout import SCHEDULES
@@ -24,7 +24,7 @@ from nanoscale.plan.pipeline.closed_forms import _FORMS
         (schema.Scheduler, "name", [SCHEDULERS]),
         (schema.Launcher, "name", [_BY_LAUNCHER]),
         (schema.Parallel, "schedule", [SCHEDULES, _FORMS]),
-        (schema.Precision, "reduce", [DTYPES, Dtype.__members__]),
+        (schema.Precision, "reduce", [DTYPES, DtypeName.__members__]),
     ],
 )
 def test_tables_have_every_choice(section: type, key: str, tables: list[Collection[str]]) -> None:
