@@ -51,11 +51,7 @@ def _figures(told: dict[str, Any]) -> Iterator[str]:
 
     spread = f"{duration(told['step_time_least_s'])} to {duration(told['step_time_most_s'])}"
     timed = f"the median of {told['steps']} after {told['warmup']} of warm-up, {spread}"
-    yield row(
-        "step",
-        f"{duration(told['step_time_s'])}, {timed}",
-        planned("step_time_s", duration),
-    )
+    yield row("step", f"{duration(told['step_time_s'])}, {timed}", planned("step_time_s", duration))
     yield row(
         "throughput",
         f"{told['tokens_per_s']:,.0f} tokens/s, {told['tokens_per_s_per_device']:,.0f} a device",
@@ -74,21 +70,16 @@ def _use(told: dict[str, Any], row: Any) -> Iterator[str]:
         return
     yield row("computes", f"{_flops(told['model_tflops'])} of the model, per device")
     roofs = (
-        ("peak", "the maker's peak", "peak_tflops", "mfu", "hfu"),
-        (
-            "products",
-            "large matrix products here",
-            "matmul_tflops",
-            "mfu_of_measured",
-            "hfu_of_measured",
-        ),
+        ("peak", "the maker's peak", "peak_tflops", ""),
+        ("products", "large matrix products here", "matmul_tflops", "_of_measured"),
     )
-    for label, words, roof, mfu, hfu in roofs:
+    for label, words, roof, of in roofs:
         if told[roof] is None:
             yield row(f"of {label}", f"unknown: no data sheet gives one for {told['device']}")
             continue
-        again = f", HFU {told[hfu]:.1%}" if told[hfu] is not None else ""
-        yield row(f"of {label}", f"MFU {told[mfu]:.1%}{again} of {_flops(told[roof])}, {words}")
+        mfu, hfu = told[f"mfu{of}"], told[f"hfu{of}"]
+        further = f", HFU {hfu:.1%}" if hfu is not None else ""
+        yield row(f"of {label}", f"MFU {mfu:.1%}{further} of {_flops(told[roof])}, {words}")
         usual = usual_mfu_text(told.get("usual_mfu"))
         if roof == "peak_tflops" and usual:
             yield row("", usual)
@@ -111,12 +102,9 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
     if parts["kernels"]:
         yield "  the most expensive kernels"
     for name, spent in list(parts["kernels"].items())[:_KERNELS]:
-        yield f"    {_shortened(name):68}{spent / parts['step_s']:7.1%} {duration(spent):>12}"
-
-
-def _shortened(name: str) -> str:
-    """Shorten the names of templates, which are many lines long."""
-    return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+        # The names of templates are many lines long.
+        short = name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+        yield f"    {short:68}{spent / parts['step_s']:7.1%} {duration(spent):>12}"
 
 
 def _checkpoint(told: dict[str, Any]) -> Iterator[str]:

@@ -125,7 +125,7 @@ def test_a_conversation(
 ) -> None:
     """Ctrl-C while typing and while it answers, an empty line, a prompt that is too long, and Ctrl-D."""
     lines = iter(["abc", KeyboardInterrupt, "", "x" * 60, "slow", "abc", EOFError])
-    stream = generate._stream
+    stream = generate.Writer.stream
 
     def typed(_: str) -> str:
         line = next(lines)
@@ -133,14 +133,14 @@ def test_a_conversation(
             return line
         raise line
 
-    def answer(opened, tokens, *rest, **how):  # type: ignore[no-untyped-def]
+    def answer(writer, tokens, *rest, **how):  # type: ignore[no-untyped-def]
         if tokens[-4:] == list(b"slow"):
             raise KeyboardInterrupt
-        return stream(opened, tokens, *rest, **how)
+        return stream(writer, tokens, *rest, **how)
 
     alone = said(capsys, "--prompt", "abc", *GREEDY)
     monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(generate, "_stream", answer)
+    monkeypatch.setattr(generate.Writer, "stream", answer)
     monkeypatch.setattr(sys, "stdin", Typed())
     monkeypatch.setattr(sys, "stdout", screen := Typed())
     assert nanoscale(["generate", "run", *GREEDY]) == 0

@@ -101,7 +101,7 @@ def test_the_conversation_is_remembered(
     typed = iter(["Hi", "Why?", "/new", "Hi", "x" * 400, "<|im_end|>", "Yes"])
     seen: list[tuple[list[int], set[int]]] = []
     answers: list[str] = []
-    stream = generate._stream
+    stream = generate.Writer.stream
 
     def line(_: str) -> str:
         try:
@@ -109,16 +109,16 @@ def test_the_conversation_is_remembered(
         except StopIteration:
             raise EOFError from None
 
-    def answer(opened: Any, tokens: list[int], wish: Wish, written: Any, **how: Any) -> Any:
-        seen.append((tokens, set(opened.ends)))
-        stream(opened, tokens, wish, written, **how)
+    def answer(writer: Any, tokens: list[int], written: Any, **how: Any) -> Any:
+        seen.append((tokens, set(writer.opened.ends)))
+        stream(writer, tokens, written, **how)
         answers.append(written.text.strip())
         if len(seen) == 1:
             raise KeyboardInterrupt
         return written
 
     monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(generate, "_stream", answer)
+    monkeypatch.setattr(generate.Writer, "stream", answer)
     monkeypatch.setattr(sys, "stdin", Typed())
     monkeypatch.setattr(sys, "stdout", Typed())
     assert nanoscale(["generate", str(folder), "--chat", *GREEDY]) == 0

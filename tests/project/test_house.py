@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-    "cli": 4785,
+    "cli": 4730,
     "common": 624,
     "config": 9498,
     "data": 4444,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4469,
+    "view": 4403,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -118,6 +118,16 @@ def refuse_option(option: str, value: object, message: str, *advice: str) -> NoR
     raise UserError("usage", f"{shown}: {message}", [violation])
 
 
+def refuse_name(name: str, message: str, *advice: str) -> NoReturn:
+    """Refuse a name that nothing has: an argument of the command, in the form of an unknown key.
+
+    Raises:
+        UserError: of kind `config`, with what to type instead.
+    """
+    violation = Violation(name, None, "command line", message, advice)
+    raise UserError("config", f"{name}: {message}", [violation])
+
+
 def error_document(error: UserError) -> dict[str, Any]:
     """Return `kind`, `message` and every violation with its key, value, source and suggestions."""
     violations = [

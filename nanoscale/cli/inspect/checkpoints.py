@@ -14,10 +14,10 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, answer, print_json
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="Show, verify, export and prune a run's checkpoints.")
@@ -124,7 +124,7 @@ def export_checkpoint(
     Any layout and backend may have saved it. One tensor at a time is in memory, and the folder is complete or
     absent. Adapters (lora) are merged into the weights of their model.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.hf.export import export, require_whole
@@ -135,7 +135,12 @@ def export_checkpoint(
     directory, largest = _open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
     folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
-    config = _with_base(config, base)
+    if base is not None:
+        if not config.lora.rank:
+            what = "--base is for runs with lora; the checkpoints of this run hold the whole model"
+            raise UserError("usage", what)
+        init_from = str(base.expanduser().absolute())
+        config = replace(config, model=replace(config.model, init_from=init_from))
     require_whole(stored)
     require_model(directory, stored)
     kind = dtype or opt.DtypeName(config.precision.compute)
@@ -144,29 +149,11 @@ def export_checkpoint(
     answer(as_json, written, print_exported, stored.path.name, written)
 
 
-def _with_base(config: ResolvedConfig, base: Path | None) -> ResolvedConfig:
-    from dataclasses import replace
-
-    from nanoscale.common.errors import UserError
-
-    if base is None:
-        return config
-    if not config.lora.rank:
-        raise UserError(
-            "usage",
-            "--base is for runs with lora; the checkpoints of this run hold the whole model",
-        )
-    found = str(base.expanduser().absolute())
-    return replace(config, model=replace(config.model, init_from=found))
-
-
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?")
 
 
 def _bytes(text: str) -> int:
     """Parse `5GB` and the like; KB are 1000 bytes, KiB 1024."""
-    from nanoscale.common.errors import UserError
-
     parts = _SIZE.fullmatch(text.strip())
     size = 0
     if parts is not None:
@@ -199,7 +186,6 @@ def _open(run: str) -> RunDirectory:
 
 def _manifest(stored: StoredCheckpoint) -> dict[str, Any]:
     from nanoscale.checkpoint.store import DamagedCheckpointError
-    from nanoscale.common.errors import UserError
 
     try:
         return stored.manifest

@@ -9,7 +9,7 @@ import typer
 
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import answer, print_json, print_yaml
+from nanoscale.cli.common.output import answer, print_json, print_yaml, refuse_name
 from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
 
@@ -153,16 +153,14 @@ def list_groups(
 
 def _require_group(name: str, library: Library) -> None:
     """Raise a UserError unless a group or a section has this name."""
-    from nanoscale.common.errors import Violation
     from nanoscale.config.reference import sections
-    from nanoscale.config.violations import nearest, refuse
+    from nanoscale.config.violations import nearest
 
     tops = [section for section in sections() if section and "." not in section]
     known = list(dict.fromkeys([*library.groups(), *tops]))
     if name not in known:
-        near = tuple(f"nanoscale config ls {each}" for each in nearest(name, known))
-        message = "unknown group; the groups are " + ", ".join(library.groups())
-        refuse([Violation(name, None, "command line", message, near)])
+        near = (f"nanoscale config ls {each}" for each in nearest(name, known))
+        refuse_name(name, "unknown group; the groups are " + ", ".join(library.groups()), *near)
 
 
 def _for_deepspeed(composed: Composed) -> dict[str, Any]:
@@ -190,21 +188,18 @@ def _named(name: str) -> list[str]:
     Raises:
         UserError: there is none of this name.
     """
-    from nanoscale.common.errors import Violation
     from nanoscale.config.reference import declared, sections
     from nanoscale.config.values.equivalents import equivalent
-    from nanoscale.config.violations import nearest, nearest_key, refuse
+    from nanoscale.config.violations import nearest, nearest_key
 
     if name not in declared() and (name not in sections() or not name):
         top = [section for section in sections() if section and "." not in section]
         meant = equivalent(name)
         near = tuple(dict.fromkeys([*nearest(name, top), *nearest_key(name, declared())]))
         near = meant.about if meant is not None else near
-        message = "unknown key or section"
-        if not near:
-            message += "; the sections are " + ", ".join(top)
-        proposals = tuple(f"nanoscale config explain {key}" for key in near)
-        refuse([Violation(name, None, "command line", message, proposals)])
+        others = "" if near else "; the sections are " + ", ".join(top)
+        proposals = (f"nanoscale config explain {key}" for key in near)
+        refuse_name(name, f"unknown key or section{others}", *proposals)
     return [key for key in declared() if key == name or key.startswith(f"{name}.")]
 
 

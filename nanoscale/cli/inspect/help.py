@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from nanoscale.cli.common.output import refuse_name
 from nanoscale.common import display
 
 TOPICS = {
@@ -82,14 +83,8 @@ def help(
     elif topic in TOPICS:
         display.show(TOPICS[topic])
     else:
-        _refuse(topic, [*TOPICS, *VERBS])
+        from nanoscale.config.violations import nearest
+
+        near = (f"nanoscale help {name}" for name in nearest(topic, [*TOPICS, *VERBS]))
+        refuse_name(topic, "unknown topic; the topics are " + ", ".join(TOPICS), *near)
     return 0
-
-
-def _refuse(topic: str, known: list[str]) -> None:
-    from nanoscale.common.errors import Violation
-    from nanoscale.config.violations import nearest, refuse
-
-    message = "unknown topic; the topics are " + ", ".join(TOPICS)
-    near = tuple(f"nanoscale help {name}" for name in nearest(topic, known))
-    refuse([Violation(topic, None, "command line", message, near)])

@@ -11,7 +11,7 @@ import typer
 
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import answer, print_yaml
+from nanoscale.cli.common.output import answer, print_yaml, refuse_name
 from nanoscale.common import display
 from nanoscale.config.violations import override
 
@@ -81,31 +81,22 @@ def copy(
         _refuse_copy(target, "already exists and is not overwritten", name)
     except OSError as error:
         _refuse_copy(target, f"cannot be written: {error.strerror}", name)
-    display.show(f"{target}\n  nanoscale train {override('recipe', _as_recipe(target))}")
-
-
-def _as_recipe(path: Path) -> str:
-    """Return a path as the value of an override."""
-    return str(path) if path.is_absolute() else f"./{path}"
+    recipe = str(target) if target.is_absolute() else f"./{target}"
+    display.show(f"{target}\n  nanoscale train {override('recipe', recipe)}")
 
 
 def _find(name: str, config_dir: Path | None) -> Option:
-    from nanoscale.common.errors import Violation
     from nanoscale.config.composing.library import RECIPE, Library
-    from nanoscale.config.violations import nearest, refuse
+    from nanoscale.config.violations import nearest
 
     options = Library(config_dir).options(RECIPE)
     if name not in options:
         near = nearest(name, options)
-        message = "unknown recipe" + ("" if near else "; there are " + ", ".join(options))
-        refuse([Violation(name, None, "command line", message, near)])
+        others = "" if near else "; there are " + ", ".join(options)
+        refuse_name(name, f"unknown recipe{others}", *near)
     return options[name]
 
 
 def _refuse_copy(target: Path, message: str, name: str) -> None:
-    from nanoscale.common.errors import Violation
-    from nanoscale.config.violations import refuse
-
     copy = ["nanoscale", "recipes", "copy", name, f"recipes/my-{Path(name).name}.yaml"]
-    other = (shlex.join(copy),)
-    refuse([Violation(str(target), None, "command line", message, other)])
+    refuse_name(str(target), message, shlex.join(copy))

@@ -132,10 +132,12 @@ def inspect_data(
 
     The exit code is 1 if the files, the tokenizer or the model's vocabulary do not match.
     """
+    from nanoscale.config.composing.compose import compose
     from nanoscale.data.inspect import inspect
     from nanoscale.view.data_text import print_inspected
 
-    document = inspect(path, tokenizer, _vocab(overrides), samples)
+    vocab = compose(overrides).config.model.vocab if overrides else None
+    document = inspect(path, tokenizer, vocab, samples)
     answer(as_json, document, print_inspected)
     return FAILED if document["problems"] else DONE
 
@@ -169,11 +171,3 @@ def _unescaped(separator: str | None) -> str | None:
 
         raise UserError("usage", "--separator is empty; leave it out where each file is a document")
     return plain
-
-
-def _vocab(overrides: list[str] | None) -> int | None:
-    if not overrides:
-        return None
-    from nanoscale.config.composing.compose import compose
-
-    return compose(overrides).config.model.vocab

@@ -8,8 +8,8 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,7 +20,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import duration
 
 if TYPE_CHECKING:
-    from nanoscale.generate.conversation import ChatFormat
+    from nanoscale.generate.conversation import ChatFormat, Conversation
     from nanoscale.generate.replicas import RunAll
     from nanoscale.generate.weights import Opened
     from nanoscale.generate.writing import Wish, Written
@@ -77,6 +77,7 @@ def generate(
         raise UserError("usage", "there is no prompt: give --prompt, --prompts or standard input")
 
     calm_threads()
+    from nanoscale.generate.conversation import conversing
     from nanoscale.generate.replicas import replicated
     from nanoscale.generate.sampling import Sampling
     from nanoscale.generate.weights import find_devices, open_model
@@ -87,17 +88,19 @@ def generate(
     opened = open_model(model, **options, device=devices[0], weights=len(devices) == 1)
     first = random.randrange(2**31) if seed is None else seed
     wish = Wish(Sampling(temperature, top_k, top_p), max_tokens, tuple(stop or ()), first)
-    with _chat_format(opened, opened.on_chats if chat is None else chat) as template:
+    chats = opened.on_chats if chat is None else chat
+    with conversing(opened) if chats else nullcontext() as template:
         if template is not None:
             opened, wish = template.ending(wish)
+        writer = Writer(opened, wish, template)
         if records is None:
-            _talk(opened, wish, template)
+            writer.talk()
         elif prompts is None:
-            _answer_one(opened, records[0]["prompt"], wish, template, as_json)
+            writer.answer_one(records[0]["prompt"], as_json)
         else:
-            questions = _encoded(opened, records, template)  # all errors come first
+            questions = [writer.encoded(record["prompt"]) for record in records]  # errors first
             with replicated(model, options, opened, devices) as run_all:
-                _answer_all(opened, records, questions, wish, template, run_all, out, as_json)
+                writer.answer_all(records, questions, run_all, out, as_json)
     return DONE
 
 
@@ -161,116 +164,103 @@ def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] |
 # --- answers --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _chat_format(opened: Opened, chat: bool) -> Iterator[ChatFormat | None]:
-    if not chat:
-        yield None
-        return
-    from nanoscale.generate.conversation import conversing
+@dataclass(frozen=True)
+class Writer:
+    """A model that answers prompts, and shows its answers."""
 
-    with conversing(opened) as template:
-        yield template
+    opened: Opened
+    wish: Wish
+    template: ChatFormat | None
+    """The form of conversations; None: a prompt is text to continue."""
 
+    def encoded(self, prompt: str, conversation: Conversation | None = None) -> list[int]:
+        """Return the tokens of a prompt; in a chat without a conversation, it begins one."""
+        from nanoscale.generate.conversation import Conversation
+        from nanoscale.generate.writing import encode
 
-def _encoded(
-    opened: Opened, records: list[dict[str, Any]], template: ChatFormat | None
-) -> list[list[int]]:
-    """Return the tokens of prompts; in a chat, each begins a conversation."""
-    from nanoscale.generate.conversation import Conversation
-    from nanoscale.generate.writing import encode
+        if self.template is None:
+            return encode(self.opened, prompt)
+        return self.template.encode((conversation or Conversation()).ask(prompt))
 
-    if template is None:
-        return [encode(opened, record["prompt"]) for record in records]
-    return [template.encode(Conversation().ask(record["prompt"])) for record in records]
+    def answer_one(self, prompt: str, as_json: bool) -> None:
+        from nanoscale.generate.writing import Written
 
-
-def _answer_one(
-    opened: Opened, prompt: str, wish: Wish, template: ChatFormat | None, as_json: bool
-) -> None:
-    (tokens,) = _encoded(opened, [{"prompt": prompt}], template)
-    began = time.perf_counter()
-    try:
-        written = _stream(opened, tokens, wish, chat=template is not None, shown=not as_json)
-    except KeyboardInterrupt:
-        if not as_json:
-            display.show()
-        raise
-    seconds = time.perf_counter() - began
-    if as_json:
-        answer = _document(written, template)
-        about = {"model": opened.source, "seed": wish.seed, "chat": template is not None}
-        print_json({**about, "prompt": prompt, **answer, "seconds": seconds})
-    _say_end(opened, written, seconds)
-
-
-def _answer_all(
-    opened: Opened,
-    records: list[dict[str, Any]],
-    questions: list[list[int]],
-    wish: Wish,
-    template: ChatFormat | None,
-    run_all: RunAll,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Answer every prompt with the same seed, so that its answer does not depend on the others."""
-    from nanoscale.generate.writing import batches
-
-    began, count = time.perf_counter(), 0
-    results: list[dict[str, Any]] = []
-    remaining = iter(records)
-    with _results(out) as file:
-        for texts in run_all(batches(opened, questions, wish)):
-            for written in texts:
-                result = next(remaining) | _document(written, template)
-                count += len(written.tokens)
-                results.append(result)
-                if not as_json:
-                    file.write(json.dumps(result, ensure_ascii=False) + "\n")
-                    file.flush()
-            if sys.stderr.isatty() and not file.isatty():
-                display.progress(f"{len(results)} of {len(records)} prompts")
-    if as_json:
-        about = {"model": opened.source, "seed": wish.seed, "chat": template is not None}
-        print_json({**about, "results": results})
-    if sys.stderr.isatty():
-        display.note()
-    _say_speed(count, time.perf_counter() - began)
-
-
-def _talk(opened: Opened, wish: Wish, template: ChatFormat | None) -> None:
-    from nanoscale.generate.conversation import Conversation
-    from nanoscale.generate.writing import Written, encode
-
-    with suppress(ImportError):
-        import readline  # noqa: F401 - lets `input` edit lines
-
-    keys = "Ctrl-C ends an answer, Ctrl-D ends"
-    new = f", {_NEW} begins a new conversation" if template is not None else ""
-    display.note(f"{opened.source}; {keys}{new}")
-    conversation = Conversation()
-    while True:
+        tokens, written = self.encoded(prompt), Written()
+        began = time.perf_counter()
         try:
-            prompt = input("> ")
-        except EOFError:
-            display.show()
-            return
+            self.stream(tokens, written, shown=not as_json)
         except KeyboardInterrupt:
-            display.show()
-            continue
-        if not prompt.strip():
-            continue
-        if template is not None and prompt.strip() == _NEW:
-            conversation.forget()
-            continue
+            if not as_json:
+                display.show()
+            raise
+        seconds = time.perf_counter() - began
+        if as_json:
+            answer = {"prompt": prompt, **self.document(written), "seconds": seconds}
+            print_json({**self.about(), **answer})
+        self.say_end(written, seconds)
+
+    def answer_all(
+        self,
+        records: list[dict[str, Any]],
+        questions: list[list[int]],
+        run_all: RunAll,
+        out: Path | None,
+        as_json: bool,
+    ) -> None:
+        """Answer every prompt with the same seed, so that its answer does not depend on the others."""
+        from nanoscale.generate.writing import batches
+
+        began, results = time.perf_counter(), list[dict[str, Any]]()
+        remaining = iter(records)
+        with _results(out) as file:
+            for texts in run_all(batches(self.opened, questions, self.wish)):
+                for written in texts:
+                    results.append(next(remaining) | self.document(written))
+                    if not as_json:
+                        file.write(json.dumps(results[-1], ensure_ascii=False) + "\n")
+                        file.flush()
+                if sys.stderr.isatty() and not file.isatty():
+                    display.progress(f"{len(results)} of {len(records)} prompts")
+        if as_json:
+            print_json({**self.about(), "results": results})
+        if sys.stderr.isatty():
+            display.note()
+        _say_speed(sum(one["tokens"] for one in results), time.perf_counter() - began)
+
+    def talk(self) -> None:
+        """Ask for prompts on the terminal until the user ends the command."""
+        from nanoscale.generate.conversation import Conversation
+
+        with suppress(ImportError):
+            import readline  # noqa: F401 - lets `input` edit lines
+
+        keys = "Ctrl-C ends an answer, Ctrl-D ends"
+        new = f", {_NEW} begins a new conversation" if self.template is not None else ""
+        display.note(f"{self.opened.source}; {keys}{new}")
+        conversation, writer = Conversation(), self
+        while True:
+            try:
+                prompt = input("> ")
+            except EOFError:
+                display.show()
+                return
+            except KeyboardInterrupt:
+                display.show()
+                continue
+            if self.template is not None and prompt.strip() == _NEW:
+                conversation.forget()
+            elif prompt.strip():
+                writer._reply(prompt, conversation)
+                writer = replace(writer, wish=replace(writer.wish, seed=writer.wish.seed + 1))
+
+    def _reply(self, prompt: str, conversation: Conversation) -> None:
+        """Answer in a conversation, which remembers it; also an answer that Ctrl-C ends."""
+        from nanoscale.generate.writing import Written
+
         began, written = time.perf_counter(), Written()
         try:
-            if template is None:
-                tokens = encode(opened, prompt)
-            else:
-                tokens = template.encode(conversation.ask(prompt))
-            _stream(opened, tokens, wish, written, chat=template is not None, shown=True)
-            _say_end(opened, written, time.perf_counter() - began)
+            self.stream(self.encoded(prompt, conversation), written, shown=True)
+            self.say_end(written, time.perf_counter() - began)
         except KeyboardInterrupt:
             display.show()
         except UserError as error:
@@ -279,40 +269,43 @@ def _talk(opened: Opened, wish: Wish, template: ChatFormat | None) -> None:
                 display.note(f"{_NEW} begins a new conversation")
         if written.text.strip():
             conversation.remember(prompt, written.text.strip())
-        wish = replace(wish, seed=wish.seed + 1)
 
+    def stream(self, tokens: list[int], written: Written, *, shown: bool) -> None:
+        """Write an answer; if `shown`, print it as it comes, in a chat without leading white space."""
+        from nanoscale.generate.writing import write
 
-def _stream(
-    opened: Opened,
-    tokens: list[int],
-    wish: Wish,
-    written: Written | None = None,
-    *,
-    chat: bool,
-    shown: bool,
-) -> Written:
-    """Write an answer; if `shown`, print it as it comes, in a chat without the white space at its beginning."""
-    from nanoscale.generate.writing import Written, write
+        begun = self.template is None
+        for text in write(self.opened, tokens, self.wish, written):
+            new = text if begun else text.lstrip()
+            begun = begun or bool(new)
+            if shown and new:
+                display.content(new)
+        if shown and not written.text.endswith("\n"):
+            display.content("\n")
 
-    written = Written() if written is None else written
-    begun = not chat
-    for text in write(opened, tokens, wish, written):
-        new = text if begun else text.lstrip()
-        begun = begun or bool(new)
-        if shown and new:
-            display.content(new)
-    if shown and not written.text.endswith("\n"):
-        display.content("\n")
-    return written
+    def about(self) -> dict[str, Any]:
+        """Return the values that the document of one and of several answers have in common."""
+        chat = self.template is not None
+        return {"model": self.opened.source, "seed": self.wish.seed, "chat": chat}
 
+    def document(self, written: Written) -> dict[str, Any]:
+        return {
+            "text": written.text if self.template is None else written.text.strip(),
+            "finish": written.finish,
+            "prompt_tokens": written.prompt_tokens,
+            "tokens": len(written.tokens),
+        }
 
-def _document(written: Written, template: ChatFormat | None) -> dict[str, Any]:
-    return {
-        "text": written.text if template is None else written.text.strip(),
-        "finish": written.finish,
-        "prompt_tokens": written.prompt_tokens,
-        "tokens": len(written.tokens),
-    }
+    def say_end(self, written: Written, seconds: float) -> None:
+        from nanoscale.generate.writing import CONTEXT
+
+        context, known = self.opened.context, self.opened.trained_len
+        if written.finish == CONTEXT:
+            display.note(f"note: it ends at {context:,} tokens, the model's longest context")
+        length = written.prompt_tokens + len(written.tokens)
+        if known is not None and length > known:
+            display.note(f"note: {length:,} tokens, and it was trained on samples of {known:,}")
+        _say_speed(len(written.tokens), seconds)
 
 
 @contextmanager
@@ -326,18 +319,6 @@ def _results(out: Path | None) -> Iterator[TextIO]:
         raise UserError("usage", f"--out {out}: {error.strerror}") from error
     with file:
         yield file
-
-
-def _say_end(opened: Opened, written: Written, seconds: float) -> None:
-    from nanoscale.generate.writing import CONTEXT
-
-    if written.finish == CONTEXT:
-        display.note(f"note: it ends at {opened.context:,} tokens, the model's longest context")
-    length, known = written.prompt_tokens + len(written.tokens), opened.trained_len
-    if known is not None and length > known:
-        display.note(f"note: {length:,} tokens, and it was trained on samples of {known:,}")
-    if sys.stderr.isatty():
-        _say_speed(len(written.tokens), seconds)
 
 
 def _say_speed(tokens: int, seconds: float) -> None:

@@ -72,13 +72,10 @@ def bench(
     opt.require_at_least(0, {"--warmup": warmup})
     scale = _scale(devices, num_nodes, num_gpus)
     need = "is for a scaling test: add --devices 1,2 or --num-nodes 1,2"
+    single = "is for one measurement, not for a scaling test"
     opt.refuse_unused(
         (scale is None, need, {"--weak": weak, "--html": html}),
-        (
-            scale is not None,
-            "is for one measurement, not for a scaling test",
-            {"--compare": compare},
-        ),
+        (scale is not None, single, {"--compare": compare}),
     )
     require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
@@ -129,11 +126,13 @@ def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Docu
 class _Scale:
     """The numbers of devices or hosts to measure with."""
 
-    axis: str
-    """`devices` or `hosts`."""
     option: str
-    key: str
+    """`--devices` or `--num-nodes`."""
     counts: tuple[int, ...]
+
+    @property
+    def axis(self) -> str:
+        return "devices" if self.option == "--devices" else "hosts"
 
 
 def _scale(devices: str | None, num_nodes: str | None, num_gpus: int | None) -> _Scale | None:
@@ -151,13 +150,9 @@ def _scale(devices: str | None, num_nodes: str | None, num_gpus: int | None) -> 
     words = str(text).split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     if len(numbers) < max(2, len(words)) or numbers != sorted({*numbers} - {0}):
-        raise UserError(
-            "usage", f"{option} {text}: must be ascending numbers, as in {option} 1,2,4"
-        )
-    axis, key = (
-        ("devices", "launcher.devices") if option == "--devices" else ("hosts", "launcher.nodes")
-    )
-    return _Scale(axis, option, key, tuple(numbers))
+        what = f"must be ascending numbers, as in {option} 1,2,4"
+        raise UserError("usage", f"{option} {text}: {what}")
+    return _Scale(option, tuple(numbers))
 
 
 def _test_scaling(
@@ -196,7 +191,8 @@ def _with_count(line: CommandLine, scale: _Scale, count: int) -> CommandLine:
     from nanoscale.config.values.provenance import COMMAND_LINE
 
     source = f"{COMMAND_LINE}: {scale.option} {count}"
-    scaled = {scale.key: Setting(count, source), "parallel.dp": Setting("auto", source)}
+    key = "launcher.devices" if scale.axis == "devices" else "launcher.nodes"
+    scaled = {key: Setting(count, source), "parallel.dp": Setting("auto", source)}
     return replace(line, options={**line.options, **scaled})
 
 
@@ -212,11 +208,8 @@ def _with_batch(line: CommandLine, first: int, scale: _Scale, count: int) -> Com
 def _refuse_profile(composed: Composed) -> None:
     steps = composed.config.profile.steps
     if steps is not None:
-        raise UserError(
-            "usage",
-            f"profile.steps={steps} writes into a run, and a bench creates none: leave it out, or "
-            f"type nanoscale train",
-        )
+        what = "writes into a run, and a bench creates none: leave it out, or type nanoscale train"
+        raise UserError("usage", f"profile.steps={steps} {what}")
 
 
 def _measured(config: ResolvedConfig, steps: int) -> ResolvedConfig:

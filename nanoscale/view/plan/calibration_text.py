@@ -62,10 +62,7 @@ def _advice(document: dict[str, Any]) -> list[str]:
     off = max((abs(run["after_error"]) for run in document["runs"]), default=0.0)
     lines = [f"written; type  {document['override']}"]
     if off > _OFF:
-        lines.insert(
-            0,
-            f"the runs agree only to {off:.0%}: something else decides their speed",
-        )
+        lines.insert(0, f"the runs agree only to {off:.0%}: something else decides their speed")
     too_much = [
         name for name, value in document["efficiency"].items() if value > 1 and name not in SLOWER
     ]

@@ -111,12 +111,19 @@ def comparison_report(about: Document) -> Report:
 
 
 def _blocks(about: Document, names: Sequence[str]) -> Iterator[Block]:
+    figures = [
+        (name, *(_figure(run[name], unit) for run in about["runs"])) for name, unit in _ROWS.items()
+    ]
     keys = [(row["key"], *map(shown, row["values"])) for row in about["keys"]]
     losses = [
         (f"loss at {_point(row)}", *(_figure(loss, "loss") for loss in row["losses"]))
         for row in about["losses"]
     ]
-    tables = {"": _figures(about), "keys that differ": keys, "losses": losses}
+    tables = {
+        "": [row for row in figures if any(row[1:])],
+        "keys that differ": keys,
+        "losses": losses,
+    }
     for title, rows in tables.items():
         if rows:
             yield Table(("", *names), rows, title)
@@ -136,14 +143,6 @@ def _curve_lines(metric: str, names: Sequence[str], series: Sequence[Curve], wid
         if points
     ]
     return "".join(f"{line}\n" for line in [metric, *lines])
-
-
-def _figures(about: Document) -> list[tuple[str, ...]]:
-    """Return the rows that a run has a value for."""
-    rows = [
-        (name, *(_figure(run[name], unit) for run in about["runs"])) for name, unit in _ROWS.items()
-    ]
-    return [row for row in rows if any(row[1:])]
 
 
 def _point(row: Document) -> str:

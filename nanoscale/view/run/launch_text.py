@@ -35,14 +35,9 @@ def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str,
     return {
         "world_size": plan.world_size,
         "hosts": [
-            {
-                "host": host.host,
-                "slots": host.slots,
-                "devices": list(host.used_devices),
-                "ranks": list(host.ranks),
-                "command": list(host.command),
-            }
-            for host in plan.hosts
+            {"host": it.host, "slots": it.slots, "devices": list(it.used_devices)}
+            | {"ranks": list(it.ranks), "command": list(it.command)}
+            for it in plan.hosts
         ],
         "master_addr": plan.master_addr,
         "master_port": plan.master_port,
@@ -131,10 +126,11 @@ def _rank_table(config: ResolvedConfig, plan: LaunchPlan) -> Table:
 
 
 def request_lines(request: Request) -> list[str]:
-    """Describe what a launch begins with: dtypes, data, rehearsal and checkpoints."""
+    """Describe what a launch begins with: dtypes, data if its size is known, rehearsal and checkpoints."""
+    seen = times_seen(request.config)
     return [
         *precision_lines(request),
-        *_data_lines(request),
+        *([] if seen is None else [f"data: {seen_text(seen)}"]),
         *rehearsal_lines(request),
         *saving_lines(request),
     ]
@@ -147,12 +143,6 @@ def precision_lines(request: Request) -> list[str]:
     lines = [f"precision: {describe_precision(request.config.precision)}{chosen}"]
     advice = forecast(request.plan).get("in bf16") if request.plan else None
     return [*lines, advice] if advice else lines
-
-
-def _data_lines(request: Request) -> list[str]:
-    """Describe how often the data is seen; nothing if its size is not known before the launch."""
-    times = times_seen(request.config)
-    return [] if times is None else [f"data: {seen_text(times)}"]
 
 
 def rehearsal_lines(request: Request) -> list[str]:
@@ -206,7 +196,7 @@ def print_script(batch: BatchJob, variants: Sequence[Variant]) -> None:
         _print_runs(batch, variants)
     if shutil.which("sbatch") is None:
         display.note("sbatch is not installed here: submit from a login node")
-    for line in (*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])):
+    for line in _batch_lines(batch):
         display.note(line)
     display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
@@ -221,10 +211,14 @@ def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submissi
     else:
         display.show(f"  run     {runs[0].path}")
     display.show(f"  script  {batch.path}")
-    for line in (*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])):
+    for line in _batch_lines(batch):
         display.show(f"  {line}")
     display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
     display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")
+
+
+def _batch_lines(batch: BatchJob) -> list[str]:
+    return [*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])]
 
 
 def _runs_document(
@@ -232,11 +226,8 @@ def _runs_document(
 ) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for number, (request, variant) in enumerate(zip(batch.requests, variants, strict=True)):
-        entry = {
-            "name": request.run.name,
-            "run_dir": str(request.run.path),
-            "values": variant.chosen,
-        }
+        named = {"name": request.run.name, "run_dir": str(request.run.path)}
+        entry = {**named, "values": variant.chosen}
         if job is not None:
             entry["job"] = str(replace(job, task=number) if batch.is_array else job)
         runs.append(entry)

@@ -107,15 +107,14 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     checkpoints = run.checkpoint_steps()
     compared = _against_plan(run, last)
     lines = [" ".join(words), f"  run         {run.path}"]
-    if checkpoints:
-        lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
-    lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
-    if run.profile.exists():
-        lines.append(f"  profile     {run.profile}")
-    if run.report.exists():
-        lines.append(f"  report      {run.report}")
-    if compared:
-        lines.append(f"  plan        {compared}")
+    known = {
+        "checkpoint": checkpoints and run.checkpoint(checkpoints[-1]),
+        "logs": run.attempt_logs(now.attempt),
+        "profile": run.profile.exists() and run.profile,
+        "report": run.report.exists() and run.report,
+        "plan": compared,
+    }
+    lines += [f"  {label:<11} {what}" for label, what in known.items() if what]
     if outcome.state != "completed":
         lines += _ways_on(run)
     with display.survive_lost_stream(stream):
@@ -144,16 +143,13 @@ def _against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
         return None
     try:
         plan = prediction(run)
-        return None if plan is None else _beside(plan, last)
+        if plan is None:
+            return None
+        measured = number(last["tokens_per_s"], ",.0f")
+        speed = f"{measured} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
+        if plan["hardware"]["device"] == "cpu":
+            return speed  # the measurement covers a process with its libraries
+        seen, planned = last["memory_gib"], plan["memory"]["allocated_gib"]
+        return f"{speed}; {byte_size(GIB * seen)}, predicted {byte_size(GIB * planned)}"
     except (UserError, KeyError, TypeError):  # `runs report` names the damaged file
         return None
-
-
-def _beside(plan: dict[str, Any], last: dict[str, Any]) -> str:
-    speed = (
-        f"{number(last['tokens_per_s'], ',.0f')} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
-    )
-    if plan["hardware"]["device"] == "cpu":
-        return speed  # the measurement covers a process with its libraries
-    memory = plan["memory"]["allocated_gib"]
-    return f"{speed}; {byte_size(GIB * last['memory_gib'])}, predicted {byte_size(GIB * memory)}"

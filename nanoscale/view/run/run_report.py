@@ -29,7 +29,7 @@ Document = dict[str, Any]
 def document(run: RunDirectory) -> Document:
     """Return the whole report; unknown values are null. Times are UNIX seconds, sizes GiB."""
     now, records, happened = status.require(run), metrics.read(run), events.read(run)
-    cause, config = failure.read(run), load(run.config)
+    cause, config, plan = failure.read(run), load(run.config), read_plan(run)
     return {
         "run": run.name,
         "path": str(run.path),
@@ -39,8 +39,10 @@ def document(run: RunDirectory) -> Document:
         "started": now.started,
         "ended": now.ended,
         "what": what(config),
-        "hosts": _hosts(run),
-        "attempts": list(_attempts(happened)),
+        "hosts": [{"host": host.host, "ranks": len(host.ranks)} for host in plan.hosts]
+        if plan
+        else [],
+        "attempts": _attempts(happened),
         "failure": asdict(cause) if cause else None,
         "step": max((int(record["step"]) for record in records), default=0),
         "steps": config.train.steps,
@@ -62,16 +64,13 @@ def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> lis
         if any(getattr(config.parallel, name) != degree for name, degree in plan["layout"].items()):
             return []
         on_cpu = plan["hardware"]["device"] == "cpu"
+        allocated, memory = plan["memory"]["allocated_gib"], None if on_cpu else seen.memory_gib
+        speed = config.tokens_per_step / seen.seconds if seen.seconds else None
         rows = [
             ("step time", "s", plan["step_time_s"], seen.seconds),
-            ("tokens/s", "", plan["tokens_per_s"], _per_second(config, seen)),
+            ("tokens/s", "", plan["tokens_per_s"], speed),
             ("MFU", "%", 100 * plan["mfu"], _mfu(run)),
-            (
-                "memory allocated",
-                "GiB",
-                plan["memory"]["allocated_gib"],
-                None if on_cpu else seen.memory_gib,
-            ),
+            ("memory allocated", "GiB", allocated, memory),
         ]
         if on_cpu:  # the measurement covers a process with its libraries, which is not predicted
             rows.append(("memory of a process", "GiB", None, seen.memory_gib))
@@ -101,10 +100,6 @@ def prediction(run: RunDirectory) -> Document | None:
         return None
 
 
-def _per_second(config: ResolvedConfig, seen: Steady) -> float | None:
-    return config.tokens_per_step / seen.seconds if seen.seconds else None
-
-
 def _mfu(run: RunDirectory) -> float | None:
     """Return the MFU in percent, of the steady steps; it is proportional to the speed."""
     last, seen = metrics.last(run), steady(run)
@@ -113,44 +108,27 @@ def _mfu(run: RunDirectory) -> float | None:
     return 100.0 * float(last["mfu"]) * float(last["step_time_s"]) / seen.seconds
 
 
-def _hosts(run: RunDirectory) -> list[Document]:
-    plan = read_plan(run)
-    return [{"host": host.host, "ranks": len(host.ranks)} for host in plan.hosts] if plan else []
-
-
-def _attempts(happened: list[Object]) -> Iterator[Document]:
-    """Yield the attempts: the step before the first, the ranks, and the end as the ranks report it."""
-    current: Document | None = None
+def _attempts(happened: list[Object]) -> list[Document]:
+    """Return the attempts: the step before the first, the ranks, and the end as the ranks report it."""
+    attempts: list[Document] = []
     for event in happened:
         kind = event.get("kind")
         if kind == "attempt":
-            if current is not None:
-                yield current
-            current = {
-                "attempt": event.get("attempt"),
-                "time": event.get("time"),
-                "world_size": event.get("world_size"),
-                "after_step": 0,
-                "end": None,
-            }
-        elif current is not None and kind == "resumed":
-            current["after_step"] = int(event.get("step", 0))
-        elif current is not None and kind in ("end", "failure", "restart"):
-            current["end"] = str(event.get("message", ""))
-    if current is not None:
-        yield current
+            known = {name: event.get(name) for name in ("attempt", "time", "world_size")}
+            attempts.append({**known, "after_step": 0, "end": None})
+        elif attempts and kind == "resumed":
+            attempts[-1]["after_step"] = int(event.get("step", 0))
+        elif attempts and kind in ("end", "failure", "restart"):
+            attempts[-1]["end"] = str(event.get("message", ""))
+    return attempts
 
 
 def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Document]:
     """List the existing checkpoints, with the time and duration of their saving if an event has them."""
     saved = {event.get("step"): event for event in happened if event.get("kind") == "checkpoint"}
     return [
-        {
-            "step": step,
-            "path": str(run.checkpoint(step)),
-            "time": saved.get(step, {}).get("time"),
-            "seconds": saved.get(step, {}).get("seconds"),
-        }
+        {"step": step, "path": str(run.checkpoint(step))}
+        | {name: saved.get(step, {}).get(name) for name in ("time", "seconds")}
         for step in run.checkpoint_steps()
     ]
 
@@ -168,10 +146,7 @@ def thinned(points: Curve) -> Curve:
     kept: set[int] = {0, len(points) - 1}
     for start in range(0, len(points), stretch):
         places = range(start, min(start + stretch, len(points)))
-        kept |= {
-            min(places, key=lambda i: _size(points[i])),
-            max(places, key=lambda i: _size(points[i])),
-        }
+        kept |= {least(places, key=lambda i: _size(points[i])) for least in (min, max)}
     return [points[i] for i in sorted(kept)]
 
 
@@ -254,9 +229,7 @@ def figure(value: float | None, unit: str) -> str:
         return duration(value)
     if unit == "GiB":
         return byte_size(GIB * value)
-    if unit == "%":
-        return f"{value:.1f} %"
-    return f"{value:,.0f}"
+    return f"{value:.1f} %" if unit == "%" else f"{value:,.0f}"
 
 
 def _charts(about: Document) -> Iterator[str]:
@@ -286,15 +259,11 @@ def _curve_lines(about: Document, width: int) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _measured(row: Document) -> str:
-    return figure(row["measured"], row["unit"]) or "not known"
-
-
 _NAMES = {"eval_loss": "eval loss", "grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
 _COMPARED = (
     Column("", lambda row: row["what"]),
     Column("predicted", lambda row: figure(row["predicted"], row["unit"])),
-    Column("measured", _measured),
+    Column("measured", lambda row: figure(row["measured"], row["unit"]) or "not known"),
     Column("difference", lambda row: "" if row["error"] is None else f"{row['error']:+.1%}"),
 )
 _ATTEMPTS = (

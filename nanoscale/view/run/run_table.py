@@ -101,12 +101,11 @@ def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> 
     if name in logged:
         return RunColumn(name, name)
     words = {key.rpartition(".")[2] for key in keys}
-    known = [*STATES, *metrics.NAMES, *sorted(logged), *keys, *sorted(words)]
-    near = nearest_key(name, list(dict.fromkeys(known)))
-    unambiguous = [it for it in near if it in (*STATES, *logged, *metrics.NAMES) or it in keys]
-    raise _ill_named(
-        name, "is not a metric, a key or a state of runs", unambiguous or near, option, typed
-    )
+    known = dict.fromkeys([*STATES, *metrics.NAMES, *sorted(logged), *keys])
+    near = nearest_key(name, list(dict.fromkeys([*known, *sorted(words)])))
+    clear = [it for it in near if it in known]
+    what = "is not a metric, a key or a state of runs"
+    raise _ill_named(name, what, clear or near, option, typed)
 
 
 def condition(text: str, runs: Sequence[RunDirectory]) -> Condition:
@@ -118,8 +117,7 @@ def condition(text: str, runs: Sequence[RunDirectory]) -> Condition:
     match = _CONDITION.fullmatch(text)
     if match is None:
         message = "must be a column, one of = != < > <= >= and a value"
-        found = Violation("--where", text, "command line", message, ("--where state=failed",))
-        raise UserError("usage", f"--where {text}: {message}", [found])
+        raise _refused("--where", text, message, "--where state=failed")
     name, operator, operand = match.groups()
     return Condition(column(name, runs, "--where", text), operator, operand)
 
@@ -130,12 +128,8 @@ def values(run: RunDirectory, columns: Iterable[RunColumn]) -> Row:
     keys = read_values(run.config, {it.key for it in wanted if it.is_key})
     if TAGS_KEY in keys:
         keys[TAGS_KEY] = current_tags(run, keys[TAGS_KEY])
-    return {it.name: keys[it.key] if it.is_key else _metric(run, it.key) for it in wanted}
-
-
-def _metric(run: RunDirectory, name: str) -> float | None:
-    record = metrics.last(run, name)
-    return record[name] if record else None
+    logged = {it.key: metrics.last(run, it.key) or {} for it in wanted if not it.is_key}
+    return {it.name: keys[it.key] if it.is_key else logged[it.key].get(it.key) for it in wanted}
 
 
 def _last(run: RunDirectory) -> Row:
@@ -153,20 +147,20 @@ def _number(text: str) -> float | None:
 
 
 def _compare(value: Any, operator: str, operand: Any) -> bool:
-    if operator in ("=", "!="):
-        return bool(value == operand) == (operator == "=")
-    below = value < operand or (operator == "<=" and value == operand)
-    return (
-        below if operator in ("<", "<=") else not below and (value != operand or operator == ">=")
-    )
+    equal, below = value == operand, operator in ("<", "<=") and value < operand
+    above = operator in (">", ">=") and value > operand
+    return bool(not equal if operator == "!=" else below or above or (equal and "=" in operator))
 
 
 def _ill_named(name: str, what: str, near: Iterable[str], option: str, typed: str) -> UserError:
     """Return the error for a name within the value of an option."""
     word = re.compile(rf"(?<![\w./]){re.escape(name)}(?![\w./])")
     instead = tuple(f"{option} {shlex.quote(word.sub(it, typed))}" for it in near)
-    message = f"`{name}` {what}"
-    found = Violation(option, typed, "command line", message, instead)
+    return _refused(option, typed, f"`{name}` {what}", *instead)
+
+
+def _refused(option: str, typed: str, message: str, *advice: str) -> UserError:
+    found = Violation(option, typed, "command line", message, advice)
     return UserError("usage", f"{option} {typed}: {message}", [found])
 
 
