@@ -108,6 +108,23 @@ def test_the_type_that_auto_becomes_is_planned(capsys):
     assert mine > 2 * usual
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ([], 8),
+        (["--hostfile", "hosts"], 16),
+        (["--hostfile", "hosts", "--include", "h1:0,1"], 2),
+        (["--num-gpus", "4"], 4),
+        (["launcher.devices=4", "cluster.hosts=2"], 8),
+        (["launcher=slurm", "launcher.nodes=2", "launcher.devices=2"], 4),
+    ],
+)
+def test_a_search_is_for_the_ranks_that_are_asked_for(capsys, words, ranks):
+    Path("hosts").write_text("h1 slots=8\nh2 slots=8\n")
+    job = ["recipe=debug", "cluster=h100-sxm", "launcher.device=cuda"]
+    assert f"debug on {ranks} × h100-sxm" in output(capsys, *job, "--search", *words)
+
+
 def test_the_start_of_a_run_says_what_has_which_type():
     def lines(*words: str) -> list[str]:
         composed = compose(["recipe=llama-1b", "cluster=h100-sxm", *words])

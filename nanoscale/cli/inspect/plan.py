@@ -26,6 +26,7 @@ from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
+    from nanoscale.config.machines import Host
     from nanoscale.config.values.provenance import Composed
     from nanoscale.plan.hardware.software import Software
 
@@ -126,7 +127,7 @@ def _one(
     from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.prediction import document, prediction_report
 
-    config = request_job(line, starts=False, devices=planned_devices).config
+    config = request_job(line, starts=False, devices=planned_devices, hosts=_planned_hosts).config
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_memory(prediction, known_of(config))
@@ -145,13 +146,14 @@ def _search(
     as_json: bool,
 ) -> int:
     from nanoscale.plan.hardware.hardware import hardware_of
-    from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.hardware.planned_devices import planned_devices, planned_ranks
     from nanoscale.plan.search.search import search
     from nanoscale.plan.search.search_space import recipe_of, search_space
     from nanoscale.view.plan.search_text import print_found, search_document, search_report
 
     devices = planned_devices(composed)
-    space = search_space(composed, devices, hardware_of(composed.config))
+    ranks = planned_ranks(composed, devices, _planned_hosts(composed))
+    space = search_space(composed, devices, hardware_of(composed.config), ranks)
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
     result = search(space, hardware, software)
     if html is not None and result.best is not None:
@@ -162,6 +164,15 @@ def _search(
     found = search_document(composed, result)
     answer(as_json, found, print_found, console(), composed, space, result)
     return DONE if result.best is not None else DOES_NOT_FIT
+
+
+def _planned_hosts(composed: Composed) -> tuple[Host, ...]:
+    """Return the hosts of the hostfile, or the nodes that SLURM would be asked for."""
+    from nanoscale.config.rules.launcher import requested_launcher
+    from nanoscale.launch.slurm.allocation import requested_nodes
+    from nanoscale.launch.transport.transport import read_hosts
+
+    return (requested_nodes if requested_launcher(composed) == "slurm" else read_hosts)(composed)
 
 
 # --- calibration ----------------------------------------------------------------------------------

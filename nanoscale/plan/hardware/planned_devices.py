@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 from nanoscale.common.devices import Devices, cores, detect
 from nanoscale.config.hardware.data_sheets import CPU, UnknownHardwareError, described
+from nanoscale.config.machines import Host
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
@@ -36,6 +38,23 @@ def planned_devices(composed: Composed) -> Devices:
     if name == CPU:
         return Devices("cpu", count, cores=cores())
     return Devices("cuda", count, (name,) * count, cores())
+
+
+def planned_ranks(composed: Composed, devices: Devices, hosts: Sequence[Host]) -> int:
+    """Return the number of ranks that the user asks for: slots of hosts, or `launcher.devices` of each host.
+
+    Args:
+        devices: those of `planned_devices`.
+        hosts: those of the hostfile; none if all ranks are on machines like the planned ones.
+    """
+    if hosts:
+        return sum(host.slots for host in hosts)
+    config = composed.config
+    if config.launcher.devices == "auto":
+        return devices.count
+    per_host = described(config).devices_per_host if config.cluster.device is not None else None
+    count = devices.count // per_host if per_host else _asked(composed) or 1
+    return count * config.launcher.devices
 
 
 def _asked(composed: Composed) -> int | None:
