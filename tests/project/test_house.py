@@ -86,7 +86,11 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
+<<<<<<< HEAD
     "cli": 4730,
+=======
+    "cli": 4741,
+>>>>>>> 3f2abee (Let the plan grow by the search of the requested ranks)
     "common": 624,
     "config": 9498,
     "data": 4444,
@@ -96,7 +100,7 @@ BUDGET = {
     "metrics": 1020,
     "models": 1309,
     "parallel": 2074,
-    "plan": 6406,
+    "plan": 6425,
     "processes": 1034,
     "rehearse": 2785,
     "runs": 2419,
