@@ -119,7 +119,6 @@ def _be(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
         gpu = Gpu(**task.gpu) if task.gpu is not None else None
         snapshot = snapshot_file(folder, rank) if task.snapshots else None
         record = play(config, rank, task.steps, gpu, snapshot)
-        record.rss = psutil.Process().memory_info().rss
         write_json(record_file(folder, rank), record.as_json())
         code = 0
     except BaseException:

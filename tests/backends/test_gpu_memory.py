@@ -18,6 +18,7 @@ from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import predict
 from nanoscale.rehearse.life import build, world_of
 from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.played.world import World
 from nanoscale.rehearse.rehearsed_job import EqualSamples
 from tests.support.ranks import run_ranks
@@ -70,7 +71,7 @@ def with_engine(config: ResolvedConfig, act: Callable[[Any, World], T]) -> T:
 
     `gpu.peak` is that of the last step then, bytes.
     """
-    with world_of(config, 0, H200) as gpu:
+    with world_of(config, RankRecord(0), H200) as gpu:
         engine = build(config, gpu)
         for _ in range(2):
             gpu.reset_peak()

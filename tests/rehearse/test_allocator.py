@@ -29,31 +29,31 @@ def test_sizes_are_rounded_up() -> None:
 def test_segments(sizes: list[int], reserved: int) -> None:
     allocator = Allocator()
     for key, size in enumerate(sizes):
-        allocator.take(key, size, 0)
+        allocator.allocate(key, size, 0)
     assert allocator.reserved == reserved
 
 
 def test_freed_neighbors_are_one_block_again() -> None:
     allocator = Allocator()
     for key in range(2):
-        allocator.take(key, 9 * MIB, 0)
+        allocator.allocate(key, 9 * MIB, 0)
     for key in range(2):
-        allocator.give(key)
-    assert allocator.take(2, 18 * MIB, 0) == 0
+        allocator.free(key)
+    assert allocator.allocate(2, 18 * MIB, 0) == 0
     assert allocator.reserved == 20 * MIB
 
 
 def test_streams_do_not_share() -> None:
     allocator = Allocator()
-    allocator.take(0, 10 * MIB, 0)
-    allocator.give(0)
-    allocator.take(1, 10 * MIB, 1)
+    allocator.allocate(0, 10 * MIB, 0)
+    allocator.free(0)
+    allocator.allocate(1, 10 * MIB, 1)
     assert allocator.reserved == 20 * MIB
 
 
 def test_the_smallest_block_that_suffices_is_taken() -> None:
     allocator = Allocator()
-    first = [allocator.take(key, size * MIB, 0) for key, size in enumerate((40, 30, 50))]
+    first = [allocator.allocate(key, size * MIB, 0) for key, size in enumerate((40, 30, 50))]
     for key in range(3):
-        allocator.give(key)
-    assert allocator.take(3, 30 * MIB, 0) == first[1]
+        allocator.free(key)
+    assert allocator.allocate(3, 30 * MIB, 0) == first[1]

@@ -1,42 +1,52 @@
-"""PyTorch's caching allocator: the segments that it reserves on a GPU for the tensors that it gives out.
+"""PyTorch's caching allocator: the segments that it reserves on a GPU, and the blocks of tensors in them.
 
 Sizes and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. Every stream has
-pools of its own. Segments are never returned, since that happens only when the device is full.
+separate pools. Segments are never released: PyTorch releases them only when the device is full.
 """
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from nanoscale.rehearse.played.record import PACKAGE, calling_frames
+
 GRANULE = 512
-"""Bytes that a tensor's size is rounded up to."""
+"""The sizes of tensors are rounded up to a multiple of these bytes."""
 _MIB = 1 << 20
 _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
-"""Tensors up to the first share segments of the second."""
+"""Tensors of at most the first number of bytes share segments of the second."""
 _MIDDLE, _MIDDLE_SEGMENT = 10 * _MIB, 20 * _MIB
-"""Larger ones below the first share segments of the second; those above have segments of whole 2 MiB."""
+"""Larger tensors below the first number of bytes share segments of the second.
+
+Every tensor above this has its own segment, whose size is a multiple of 2 MiB.
+"""
+_BASE = 0x7F0000000000
+"""The address of the first segment in a snapshot."""
+Frames = list[dict[str, Any]]
+Event = dict[str, Any]
 
 
 def rounded(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes takes."""
+    """Return the bytes that the allocator uses for a tensor of `size` bytes."""
     return -(-size // GRANULE) * GRANULE
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
+    """A range of a segment that holds one tensor or is free."""
+
     pool: tuple[int, bool]
+    """The stream, and True for small tensors."""
     address: int
     size: int
     free: bool = True
     before: _Block | None = None
     after: _Block | None = None
     segment: int = 0
-    """Bytes of the segment that begins with it; 0 in the middle of one."""
+    """The bytes of the segment if this is its first block; else 0."""
 
 
 class Allocator:
@@ -50,18 +60,18 @@ class Allocator:
         self._next = 0
         self._used: dict[int, _Block] = {}
         self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-        """Size and address of free blocks, by stream and whether tensors are small."""
+        """The size and the address of each free block in order, by pool."""
         self._at: dict[int, _Block] = {}
 
-    def take(self, key: int, size: int, stream: int) -> int | None:
-        """Give memory to a tensor; `size`: rounded bytes. Return its address, or None if it is empty."""
+    def allocate(self, key: int, size: int, stream: int) -> int | None:
+        """Allocate the rounded bytes of a tensor; return the address, or None if the size is 0."""
         if size == 0:
             return None
         pool = (stream, size <= _SMALL)
         free = self._free[pool]
-        place = bisect_left(free, (size, 0))
-        if place < len(free):
-            block = self._at[free.pop(place)[1]]
+        index = bisect_left(free, (size, 0))
+        if index < len(free):
+            block = self._at[free.pop(index)[1]]
         else:
             block = self._reserve(pool, size)
         block.free = False
@@ -75,8 +85,8 @@ class Allocator:
         """Return the bytes of the block at an address."""
         return self._at[address].size
 
-    def give(self, key: int) -> int | None:
-        """Take a tensor's memory back; return its address, or None if it had none."""
+    def free(self, key: int) -> int | None:
+        """Free a tensor's memory; return its address, or None if it had none."""
         block = self._used.pop(key, None)
         if block is None:
             return None
@@ -126,16 +136,8 @@ class Allocator:
         del free[bisect_left(free, (block.size, block.address))]
 
 
-_BASE = 0x7F0000000000
-"""The address of the first segment."""
-_PACKAGE = str(Path(__file__).parents[2])
-_HERE = str(Path(__file__).parents[1])
-Frames = list[dict[str, Any]]
-Event = dict[str, Any]
-
-
 class MemoryHistory:
-    """Every segment and tensor of an allocator, with the lines of nanoscale's code that asked for it."""
+    """The events of every segment and tensor of an allocator, each with nanoscale's frames that caused it."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
@@ -146,27 +148,28 @@ class MemoryHistory:
         self._frames: dict[tuple[int, ...], Frames] = {}
 
     def change(self, freed: int | None, allocated: int | None, stream: int, kind: str) -> None:
-        """Record that a tensor was freed and allocated: its address before and after, None if there is none."""
+        """Record that a tensor's memory was freed, allocated or both; an address is None if it was not.
+
+        Args:
+            kind: of the tensor. When memory is freed it replaces the kind that was recorded first.
+        """
         if freed is not None:
-            self._free(freed, kind)
+            event = self._held.pop(freed)
+            event["category"] = kind
+            for action in ("free_requested", "free_completed"):
+                self._record(action, freed, event["size"], event["stream"], event["frames"])
         if allocated is not None:
             self._allocate(allocated, stream, kind)
 
     def _allocate(self, address: int, stream: int, kind: str) -> None:
         frames = self._caller()
         for first in self._allocator.segments[self._segments :]:
-            self._note("segment_alloc", first.address, first.segment, stream, frames)
+            self._record("segment_alloc", first.address, first.segment, stream, frames)
         self._segments = len(self._allocator.segments)
         size = self._allocator.size_at(address)
-        self._held[address] = self._note("alloc", address, size, stream, frames, kind)
+        self._held[address] = self._record("alloc", address, size, stream, frames, kind)
 
-    def _free(self, address: int, kind: str) -> None:
-        event = self._held.pop(address)
-        event["category"] = kind  # which is known better than at first
-        for action in ("free_requested", "free_completed"):
-            self._note(action, address, event["size"], event["stream"], event["frames"])
-
-    def _note(
+    def _record(
         self, action: str, address: int, size: int, stream: int, frames: Frames, kind: str = ""
     ) -> Event:
         event = {
@@ -182,14 +185,13 @@ class MemoryHistory:
         return event
 
     def _caller(self) -> Frames:
-        """Return the lines of nanoscale's code that are running, the innermost first."""
-        lines, frame = [], sys._getframe(3)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(_PACKAGE) and not file.startswith(_HERE):
-                lines.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
-        key = tuple(part for code, line in lines for part in (id(code), line))
+        """Return the running lines of nanoscale's code, the innermost first."""
+        lines = [
+            (frame.f_code, frame.f_lineno)
+            for frame in calling_frames()
+            if frame.f_code.co_filename.startswith(PACKAGE)
+        ]
+        key = tuple(number for code, line in lines for number in (id(code), line))
         if key not in self._frames:
             self._frames[key] = [
                 {"filename": code.co_filename, "line": line, "name": code.co_name}

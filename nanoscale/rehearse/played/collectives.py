@@ -1,8 +1,10 @@
-"""Collectives as PyTorch dispatches them: what they are, and the answer of a world that is not there."""
+"""Collectives as PyTorch dispatches them: what they communicate, and their results without any other rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +22,53 @@ _NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 NAMESPACES = ("c10d", "_c10d_functional")
 
 
+@contextmanager
+def identity(rank: int, world_size: int, devices: int) -> Iterator[None]:
+    """Run as one rank of a job whose other ranks do not exist, until the `with` block ends.
+
+    Args:
+        devices: the number of devices of a host.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    env = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % devices,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": min(devices, world_size),
+    }
+    with Patches() as patches:
+        for name, value in env.items():
+            patches.replace_item(os.environ, name, str(value))
+        if world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        patches.wrap(dist, "new_group", _of_fake_backend)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _of_fake_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: new_group(*args, **options | {"backend": "fake"})
+
+
 class Collective(NamedTuple):
-    """One collective of one rank."""
+    """One collective of one rank, or a message to one other rank."""
 
     kind: str
     group: dist.ProcessGroup | None
     bytes: int
+    """Bytes of the larger of this rank's input and output."""
     dtype: str
     peer: int | None
+    """The other rank of a message, or the root of a broadcast, numbered within the group."""
     tensors: list[Tensor]
 
 
 def described(func: Any, args: Any) -> Collective | None:
-    """Return what an operation of one of NAMESPACES communicates; None if nothing, as a wait."""
+    """Return what an operation of one of NAMESPACES communicates; None for an operation that only waits."""
     kind = func.__name__.partition(".")[0]
     if kind in _NO_COLLECTIVES:
         return None
@@ -44,7 +80,9 @@ def described(func: Any, args: Any) -> Collective | None:
         )
         group, size = _resolve_process_group(name), _functional_bytes(kind, args)
     else:
-        group = _unboxed(args)
+        boxed = (arg for arg in args if isinstance(arg, torch.ScriptObject))
+        groups = (arg for arg in boxed if "ProcessGroup" in str(arg._type()))
+        group = next(map(dist.ProcessGroup.unbox, groups), None)
         size = max((_bytes(arg) for arg in args), default=0)
     peer = None
     if kind in _MESSAGES or kind == "broadcast_":
@@ -71,38 +109,25 @@ def _functional_bytes(kind: str, args: Any) -> int:
     return int(x.nbytes)
 
 
-def _unboxed(args: Any) -> dist.ProcessGroup | None:
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg)
-    return None
-
-
 def answer(func: Any, args: Any) -> Any:
-    """Return the result of a collective: tensors of the right shapes, as if all members had the same values."""
+    """Return the result of a collective as if all members of the group had the same values."""
     kind = func.__name__.partition(".")[0]
     if func.namespace == "_c10d_functional":
         return _functional_answer(kind, args)
-    if kind in ("allgather_", "_allgather_base_"):
-        _copy_to_all(args[0], args[1])
+    if kind == "allgather_":  # the callers read real tensors in host memory
+        for outputs, source in zip(args[0], args[1], strict=False):
+            for output in outputs:
+                if type(source) is Tensor and type(output) is Tensor:
+                    output.copy_(source)
     first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
     results: list[Any] = []
-    for returned in (str(it.type) for it in func._schema.returns):
-        if "Work" in returned:
+    for returned in func._schema.returns:
+        type_name = str(returned.type)
+        if "Work" in type_name:
             results.append(torch._C._distributed_c10d.FakeWork().boxed())
         else:
-            results.append(args[0] if "List" in returned or "[]" in returned else first)
+            results.append(args[0] if "List" in type_name or "[]" in type_name else first)
     return results[0] if len(results) == 1 else tuple(results) or None
-
-
-def _copy_to_all(outputs: Any, inputs: Any) -> None:
-    """Gather real tensors of the host, which the callers read."""
-    if not isinstance(outputs, (list, tuple)):
-        return
-    for several, own in zip(outputs, inputs, strict=False):
-        for output in several:
-            if type(own) is Tensor and type(output) is Tensor:
-                output.copy_(own)
 
 
 def _functional_answer(kind: str, args: Any) -> Any:
@@ -120,13 +145,13 @@ def _functional_answer(kind: str, args: Any) -> Any:
 
 
 class _InTransit:
-    """The work of a message, which holds its tensor as NCCL's and gloo's do."""
+    """The work of a message. It holds the tensor of the message, as the works of NCCL and gloo do."""
 
     def __init__(self, work: Any, tensors: list[Tensor], *, until_wait: bool) -> None:
         self._work, self._tensors, self._until_wait = work, tensors, until_wait
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait; NCCL's work then releases its tensors, and gloo's when it ends itself."""
+        """Wait. NCCL then releases the tensors; gloo releases them when the work itself is freed."""
         if self._until_wait:
             self._tensors = []
         self._work.wait(*timeout)
@@ -137,7 +162,7 @@ class _InTransit:
 
 
 def hold_tensors(patches: Patches, *, on_gpu: bool) -> None:
-    """Let the works of messages hold their tensors."""
+    """Let the work of a message hold its tensors."""
 
     def single(plain: Callable[..., Any]) -> Callable[..., Any]:
         def message(tensor: Tensor, *args: Any, **options: Any) -> Any:
@@ -158,5 +183,5 @@ def hold_tensors(patches: Patches, *, on_gpu: bool) -> None:
 
     for name, make in (("isend", single), ("irecv", single), ("batch_isend_irecv", several)):
         replacement = make(getattr(distributed_c10d, name))
-        for module in (dist, distributed_c10d):  # which compare the functions by identity
+        for module in (dist, distributed_c10d):  # PyTorch compares these functions by identity
             patches.replace(module, name, replacement)

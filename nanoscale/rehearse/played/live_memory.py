@@ -1,4 +1,4 @@
-"""PyTorch's memory, counted as torch.cuda counts it on a GPU: bytes of all storages that are held."""
+"""The memory of a device, counted as torch.cuda counts it: the bytes of all storages that tensors hold."""
 
 from __future__ import annotations
 
@@ -17,28 +17,36 @@ from torch.utils._pytree import tree_map_only
 from nanoscale.parallel import ring
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-"""Types of tensors on which operations run as they are; other types call operations on these."""
+"""Types of tensors on which operations run directly. Other types call operations on tensors of these types."""
 _resize = torch.UntypedStorage.resize_
 OPENED: dict[Any, Any] = {
     operation._opoverload: operation._init_fn for operation in (ring._forward, ring._backward)
 }
-"""The Python code of operations that communicate within themselves, by operation. Their own operations are seen
-too; checkpointing of activations, which stands outside, still sees one."""
+"""The Python code of the operations that communicate, by operation.
+
+The operations that this code calls are counted too. Activation checkpointing still sees a single operation.
+"""
 
 
 class LiveMemory(TorchDispatchMode):
-    """While it is entered, `live` and `peak` follow every storage that an operation makes, fills or resizes.
+    """A mode in which `live` and `peak` count every storage that an operation makes, fills or resizes.
 
-    What an operation needs only within itself is not seen, nor what gloo holds.
+    Memory that an operation frees before it returns is not counted, nor are gloo's buffers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Each storage and its bytes, by the storage's address."""
 
     def __enter__(self) -> LiveMemory:
-        torch.UntypedStorage.resize_ = _resizing(self)  # type: ignore[method-assign]
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = _resize(storage, size)
+            self.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *about: Any) -> None:
@@ -50,16 +58,17 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         for kind in types:
             if kind not in PLAIN:
-                return NotImplemented  # it calls operations on plain tensors, which come back here
+                return NotImplemented  # the type calls operations on plain tensors, which come back here
         if func in OPENED:
             return self.open(func, args)
         result = func(*args, **(kwargs or {}))
-        if not (func.is_view and _is_alias(result, args[0])):  # else it is known, or gloo's own
+        # The storage of a view is already counted, or belongs to gloo.
+        if not (func.is_view and _is_alias(result, args[0])):
             tree_map_only(Tensor, self._see, result)
         return result
 
     def open(self, operation: Any, args: Any) -> Any:
-        """Run the operations of one of OPENED one by one, which come back here."""
+        """Run one of OPENED such that the operations that it calls come to this mode."""
         TorchDispatchMode.__enter__(self)
         try:
             return OPENED[operation](*args)
@@ -70,19 +79,21 @@ class LiveMemory(TorchDispatchMode):
         self.peak = self.live
 
     def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage whose size has changed."""
         if storage.device.type != "meta":
             self.see_storage(storage)
 
     def see_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with its present size."""
         key, size = storage._cdata, self._size(storage)
-        known = self._held.get(key)
-        if known is not None and known[0]() is storage:
-            if size != known[1]:
-                self._held[key] = known[0], size
-                self._change(key, known[1], size)
+        reference, counted = self._held.get(key, (None, 0))
+        if reference is not None and reference() is storage:
+            if size != counted:
+                self._held[key] = reference, size
+                self._change(key, counted, size)
             return
-        if known is not None:  # the same address, and its former owner has gone
-            self._change(key, known[1], 0)
+        if reference is not None:  # the former storage at this address no longer exists
+            self._change(key, counted, 0)
         self._held[key] = weakref.ref(storage, partial(self._drop, key)), size
         self._change(key, 0, size)
 
@@ -98,27 +109,16 @@ class LiveMemory(TorchDispatchMode):
             self.see_storage(tensor.untyped_storage())
 
     def _drop(self, key: int, reference: Any) -> None:
-        known = self._held.get(key)
-        if known is not None and known[0] is reference:
-            del self._held[key]
-            self._change(key, known[1], 0)
+        if key in self._held and self._held[key][0] is reference:
+            self._change(key, self._held.pop(key)[1], 0)
 
     def _change(self, key: int, before: int, after: int) -> None:
-        """Count a storage, by its key, that had `before` bytes and has `after` now."""
+        """Count a storage that had `before` bytes and now has `after`."""
         self.live += after - before
         self.peak = max(self.peak, self.live)
 
 
 def _is_alias(result: Any, source: Tensor) -> bool:
-    """True if the result of an operation that may return a view is one."""
+    """Return True if the result of an operation that may return a view has the storage of its source."""
     first = result[0] if isinstance(result, (list, tuple)) else result
     return bool(first.untyped_storage()._cdata == source.untyped_storage()._cdata)
-
-
-def _resizing(memory: LiveMemory) -> Any:
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = _resize(storage, size)
-        memory.resized(storage)
-        return result
-
-    return resize_

@@ -1,4 +1,4 @@
-"""Replacements of attributes of other modules, which are undone in reverse order."""
+"""Replacements of attributes of other modules that are undone in reverse order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Patches(ExitStack):
         owner[key] = value
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a function by what `make` returns for it."""
+        """Replace a function by `make(function)`."""
         self.replace(owner, name, make(getattr(owner, name)))
 
 

@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, Self
+
+PACKAGE = str(Path(__file__).parents[2])
+_REHEARSE = str(Path(__file__).parents[1])
+
+
+def calling_frames() -> Iterator[FrameType]:
+    """Yield the running frames outside of this room, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_REHEARSE):
+            yield frame
+        frame = frame.f_back
+
+
+def calling_line() -> str:
+    """Return the running line of nanoscale's code, or else of the first caller outside of PyTorch."""
+    caller = ""
+    for frame in calling_frames():
+        file = frame.f_code.co_filename
+        if file.startswith(PACKAGE):
+            return f"{file.removeprefix(PACKAGE).lstrip('/')}:{frame.f_lineno}"
+        if not caller and "/torch/" not in file and not file.startswith("<"):
+            caller = f"{Path(file).name}:{frame.f_lineno}"
+    return caller
 
 
 class Call(NamedTuple):
     """A collective, or a message to one other rank, in the order in which the rank asked for it."""
 
     kind: str
-    """PyTorch's name of it, such as `_allgather_base_`."""
+    """PyTorch's name of the operation, such as `_allgather_base_`."""
     group: int
-    """Its group, as an index of `RankRecord.groups`."""
+    """The index of the process group in `RankRecord.groups`."""
     bytes: int
     """Bytes of the larger of this rank's input and output."""
     dtype: str
     peer: int | None
-    """The other rank of a message, or the root of a broadcast: its rank in the group."""
+    """The other rank of a message, or the root of a broadcast, numbered within the group; None for others."""
     phase: str
-    """The phase of the rank's life, such as `step 2`."""
+    """The section of the rank's life, such as `step 2`."""
     repeat: int
-    """The times that it happens: equal micro batches are played once."""
+    """The number of calls for which this one stands, since equal micro batches are played once."""
     block: str
-    """The block of the model that asked, as far as it is known."""
+    """The block of the model whose forward pass began last; empty before the first."""
     line: str
-    """The line of code that asked."""
+    """The line of code that called it, as `file:line`."""
 
     @property
     def signature(self) -> tuple[str, int, str, int | None]:
-        """The properties that the members of a group must have in common."""
+        """The properties that must be equal on all members of the group."""
         return self.kind, self.bytes, self.dtype, self.peer
 
 
 class Wait(NamedTuple):
-    """A place where the host waits for the device."""
+    """A line of code at which the host waits for the device."""
 
     phase: str
     what: str
@@ -50,7 +78,7 @@ class PhaseMemory:
     peak: int = 0
     """Bytes of all tensors."""
     kinds: dict[str, int] = field(default_factory=dict)
-    """These bytes by their purpose."""
+    """The bytes of the peak, by kind of tensor."""
 
 
 @dataclass
@@ -59,33 +87,32 @@ class RankRecord:
 
     rank: int
     groups: list[list[int]] = field(default_factory=list)
-    """The members of each group that it used."""
+    """The members of each process group that the rank used."""
     calls: list[Call] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     phases: dict[str, PhaseMemory] = field(default_factory=dict)
     reserved: int = 0
     """Bytes that the caching allocator reserves."""
     host_peak: int = 0
-    """Bytes of tensors in host memory."""
+    """Peak bytes of tensors in host memory, for a job on GPUs."""
     after: list[int] = field(default_factory=list)
-    """Bytes that tensors hold on the device after each step."""
+    """Bytes of tensors on the device after each step."""
     checkpoint: dict[str, int] = field(default_factory=dict)
-    """Tensors, and bytes of this rank's shards, that a checkpoint would hold."""
+    """The number of tensors in a checkpoint, and the bytes of this rank's shards."""
     timeline: list[int] = field(default_factory=list)
-    """Bytes held on the device in the course of the last step, at evenly spaced changes."""
+    """Bytes of tensors on the device in the last step: maxima of at most 1,500 equal intervals."""
     findings: list[str] = field(default_factory=list)
-    """Mistakes of the code that this rank alone shows."""
+    """Mistakes of the code that one rank shows without the others."""
     notes: list[str] = field(default_factory=list)
-    """Facts that were made up, or played otherwise than on a device."""
+    """Facts about the rank's shards that users should know."""
     error: str = ""
-    """The traceback, if the code failed."""
+    """The traceback if the code failed; else empty."""
     seconds: float = 0.0
-    rss: int = 0
-    """Bytes that the process that played it had resident at most."""
+    """Processor time of the rehearsal."""
 
     @property
     def peak(self) -> int:
-        """Bytes of tensors on the device at the highest point of its life."""
+        """The peak of the bytes of tensors on the device."""
         return max((phase.peak for phase in self.phases.values()), default=0)
 
     @property

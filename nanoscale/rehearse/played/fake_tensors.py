@@ -1,0 +1,145 @@
+"""Replacements that let a rank's code run on tensors without numbers, and keep tensors in host memory real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor as fake
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._device import _device_constructors
+
+from nanoscale.models import moe
+from nanoscale.rehearse.played.patches import Patches
+
+META = torch.device("meta")
+DEVICE_OF = torch.ops.prim.device.default
+_FACTORIES = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
+
+
+def device_in_cpp(tensor: FakeTensor) -> torch.device:
+    """Return the device of a tensor that C++ sees: `meta` in place of `cuda:N`."""
+    device = tensor.fake_device
+    return META if tensor.fake_mode.in_kernel_invocation or device.type == "cuda" else device
+
+
+def report_devices(patches: Patches) -> None:
+    """Report the simulated device to Python and `meta` to C++, for fake tensors and those that wrap them."""
+    dispatch_fake = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return device_in_cpp(args[0])
+        return dispatch_fake(cls, func, types, args, kwargs or {})
+
+    patches.replace(fake, "init_gpu_context", lambda *_: None)
+    handlers = fake._DISPATCH_META_HANDLERS
+    patches.replace_item(handlers, DEVICE_OF, lambda args: device_in_cpp(args[0]))
+    patches.replace(FakeTensor, "__torch_dispatch__", classmethod(dispatch))
+    patches.replace(FakeTensor, "is_cuda", property(lambda self: self.device.type == "cuda"))
+    patches.replace(FakeTensor, "is_meta", property(lambda self: self.device.type == "meta"))
+    patches.replace(FakeTensor, "data_ptr", lambda _: 0)
+    for name in ("device", "is_cuda", "is_meta"):  # C++ would report these of a DTensor
+        local = property(lambda self, name=name: getattr(self._local_tensor, name))  # type: ignore[misc]
+        patches.replace(DTensor, name, local)
+    make = Tensor._make_wrapper_subclass
+
+    def make_wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a tensor of a class such as FlatShard or torchao's 8-bit moments."""
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type != "cuda":
+            return make(cls, *args, **kwargs | {"device": device})
+        if "device" not in vars(cls):
+            patches.replace(cls, "device", property(_device_within))
+            patches.replace(
+                cls, "is_cuda", property(lambda self: _device_within(self).type == "cuda")
+            )
+        return make(cls, *args, **kwargs | {"device": META})
+
+    patches.replace(Tensor, "_make_wrapper_subclass", make_wrapper)
+
+
+def _device_within(tensor: Any) -> torch.device:
+    """Return the device of the first tensor that a wrapper holds."""
+    parts = getattr(tensor, "parts", None)
+    if parts is None:
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return torch.device(parts[0].device)
+
+
+def make_host_tensors_real(
+    patches: Patches, in_host: Callable[[], AbstractContextManager[None]], *, on_gpu: bool
+) -> None:
+    """Replace the factories of tensors such that tensors in host memory have numbers.
+
+    Args:
+        in_host: a context in which new tensors are real.
+    """
+    plain = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> Any:
+        options.pop("pin_memory", None)
+        device = options.pop("device", None)
+        with in_host():
+            host = plain(data, **options)
+        return host if device is None else host.to(device)
+
+    patches.replace(torch, "tensor", tensor)
+    if on_gpu:
+        return
+
+    def host_factory(make: Callable[..., Any]) -> Callable[..., Any]:
+        def factory(*args: Any, **options: Any) -> Any:
+            if options.get("device") is not None:
+                return make(*args, **options)
+            with in_host():
+                return make(*args, **options)
+
+        return factory
+
+    _device_constructors()  # PyTorch caches these functions for `with torch.device(…)` at the first call
+    for name in _FACTORIES:
+        patches.wrap(torch, name, host_factory)
+
+
+def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str], None]) -> None:
+    """Assume that every expert gets equally many tokens, since fake tensors cannot be routed.
+
+    The host reads the loads of the last routing with `tolist`: the rows to send, to receive and to compute.
+
+    Args:
+        rank: this rank's number in the expert-parallel group.
+        ranks: the size of this group.
+        wait: called when the host reads loads from the device.
+    """
+    loads: list[int] = []
+    """The tokens of one rank that choose each expert."""
+
+    def counting(count: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(chosen: Any, experts: int) -> Any:
+            least, remainder = divmod(chosen.numel(), experts)
+            loads[:] = [least + (expert < remainder) for expert in range(experts)]
+            return count(chosen, experts)
+
+        return counted
+
+    def answering(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def tolist(tensor: Any) -> Any:
+            share = len(loads) // ranks
+            shares = [loads[at * share : (at + 1) * share] for at in range(ranks)]
+            if tuple(tensor.shape) == (2, ranks):
+                wait("tolist")
+                return [[sum(each) for each in shares], [sum(shares[rank])] * ranks]
+            if tensor.ndim == 1 and len(tensor) == share:
+                wait("tolist")
+                return [load * ranks for load in shares[rank]]
+            return plain(tensor)
+
+        return tolist
+
+    patches.wrap(moe, "count", counting)
+    patches.wrap(FakeTensor, "tolist", answering)
