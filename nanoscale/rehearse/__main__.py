@@ -26,7 +26,7 @@ from nanoscale.processes.lifeline import die_with, end_group
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
-from nanoscale.rehearse.tasks import Task, record_file, snapshot_file
+from nanoscale.rehearse.rehearsals import Task, record_file, snapshot_file
 from nanoscale.runs.directory import write_json
 
 _LOADED = (

@@ -1,4 +1,4 @@
-"""Rehearsals as the launcher starts them: the process that plays ranks, and the cache. Torch-free."""
+"""Rehearsals as the launcher starts them: their cache, and the process that plays ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import Any, Self
 
 import nanoscale
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+from nanoscale.config.hardware.data_sheets import UnknownHardwareError, described
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
 from nanoscale.rehearse.kinds import distinct_ranks
 from nanoscale.rehearse.played.record import RankRecord
-from nanoscale.rehearse.tasks import Task, device_of, record_file
 from nanoscale.runs.directory import read_json, write_json
 
 STEPS = 2
@@ -38,25 +35,52 @@ _BLOCK_S = 0.04
 """Seconds of processor time to play a block's forward and backward pass, measured with Llama 8B and 70B."""
 _SHARE = 0.8
 """The share of this machine's free memory that ranks may use."""
-_END_S = 10.0
+
+
+def why_unplayable(config: ResolvedConfig) -> Violation | None:
+    """Return why a job cannot be rehearsed; None if it can be."""
+    if config.model.source == "hf" and config.launcher.device != "cpu":
+        return Violation("model", "hf", "", "transformers' models are not rehearsed on GPUs")
+    if config.backend.name == "deepspeed":
+        what = (
+            "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"
+        )
+        return Violation("backend", "deepspeed", "", what, ("backend=native",))
+    return None
+
+
+def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
+    """Return the description of the job's GPUs, and the bytes that are not PyTorch's; None for CPUs."""
+    if config.launcher.device == "cpu":
+        return None, 0
+    cluster = described(config)
+    assert cluster.memory_gib is not None and cluster.devices_per_host is not None
+    name = cluster.recognised[0] if cluster.recognised else cluster.device
+    gpu = {
+        "name": f"NVIDIA {name}",
+        "memory": int(cluster.memory_gib * 2**30),
+        "devices": cluster.devices_per_host,
+        "capability": divmod(round(10 * (cluster.compute_capability or 9.0)), 10),
+    }
+    return gpu, int((cluster.context_gib or 0.0) * 2**30)
 
 
 def digest(config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: int) -> str:
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
     names = [json.dumps([_shaping(config), gpu, ranks, steps], sort_keys=True), sys.version]
     names.append(importlib.metadata.version("torch"))
-    found = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
+    result = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
     for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        result.update(file.read_bytes())
+    return result.hexdigest()
 
 
 def _shaping(config: Config) -> dict[str, Any]:
-    """Return the values that decide what ranks do; others decide numbers, places or times."""
+    """Return the values that decide what a rank runs; the others change only numbers, paths or times."""
     train, data, checkpoint = config.train, config.data, config.checkpoint
     saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
     optimizer = config.optimizer
-    zeros = optimizer.momentum, optimizer.weight_decay  # what an update leaves out if they are 0
+    zeros = optimizer.momentum, optimizer.weight_decay  # an update skips the terms that are 0
     sections = ("model", "parallel", "precision", "zero", "backend", "lora")
     return {
         **{name: asdict(getattr(config, name)) for name in sections},
@@ -93,7 +117,7 @@ def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
 
 
 def estimated_seconds(config: ResolvedConfig) -> float:
-    """Return about how long the rehearsal of a job takes on this machine, for its longest ranks."""
+    """Return the estimated seconds of a rehearsal on this machine, from the ranks that take longest."""
     layout, kinds = config.parallel, len(distinct_ranks(config))
     # Without a pipeline, the micro batches in the middle of a step are played once.
     micro_batches = config.accumulation if layout.pp > 1 else min(3, config.accumulation)
@@ -106,6 +130,39 @@ def keep(name: str, document: dict[str, Any]) -> None:
     with suppress(OSError):
         cached(name).parent.mkdir(parents=True, exist_ok=True)
         write_json(cached(name), document)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The ranks that a process plays, and the resources that it may use."""
+
+    ranks: list[int]
+    steps: int
+    gpu: dict[str, Any] | None
+    """The fields of `rehearse.played.cuda.Gpu`; None for a job on CPUs."""
+    processes: int
+    """The most ranks that are played at once."""
+    memory: int
+    """The most bytes of host memory that one rank may use."""
+    snapshots: bool = False
+    """True to write the history of each GPU's memory."""
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "task.json", asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        return cls(**read_json(folder / "task.json"))
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's record."""
+    return folder / f"rank-{rank}.json"
+
+
+def snapshot_file(folder: Path, rank: int) -> Path:
+    """Return the file with the history of a rank's GPU, for pytorch.org/memory_viz."""
+    return folder / f"rank-{rank}.pickle"
 
 
 def rehearse(
@@ -124,6 +181,8 @@ def rehearse(
     Raises:
         UserError: the process that plays them could not do so.
     """
+    import psutil
+
     with tempfile.TemporaryDirectory(prefix="nanoscale-rehearse-") as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -136,15 +195,9 @@ def rehearse(
                 progress(f"{number} of {len(ranks)} ranks rehearsed …")
             code = process.wait()
         if code != 0:
-            lines = (
-                (folder / "errors")
-                .read_text(encoding="utf-8", errors="replace")
-                .strip()
-                .splitlines()
-            )
-            raise UserError(
-                "rehearse", f"the rehearsal itself failed: {lines[-1] if lines else code}"
-            )
+            errors = (folder / "errors").read_text(encoding="utf-8", errors="replace").split("\n")
+            cause = next((line for line in reversed(errors) if line.strip()), code)
+            raise UserError("rehearse", f"the rehearsal itself failed: {cause}")
         if snapshots is not None:
             snapshots.mkdir(exist_ok=True)
             for file in folder.glob("*.pickle"):

@@ -88,7 +88,7 @@ TYPED_BACK = {
     "launch/slurm/allocation.py": "launch/test_slurm_advice.py",
     "launch/submission/batch_script.py": "cli/test_advice_on_files.py",
     "plan/saving.py": "cli/test_advice_on_plans.py",
-    "rehearse/tasks.py": "rehearse/test_command.py",
+    "rehearse/rehearsals.py": "rehearse/test_command.py",
     "runs/directory.py": "cli/test_advice_on_files.py",
     "runs/failure.py": "runs/test_failure_advice.py",
     "runs/lock.py": "cli/test_advice_on_runs.py",

@@ -96,7 +96,7 @@ def rehearsed(
     """
     from nanoscale.rehearse import rehearsals
     from nanoscale.rehearse.document import document, failed
-    from nanoscale.rehearse.tasks import device_of, why_unplayable
+    from nanoscale.rehearse.rehearsals import device_of, why_unplayable
 
     if (unplayable := why_unplayable(config)) is not None:
         refuse([unplayable])

@@ -14,7 +14,7 @@ from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
-from nanoscale.rehearse.tasks import why_unplayable
+from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, shape
 from nanoscale.view.plan.explain import how

@@ -17,7 +17,7 @@ from nanoscale.config.token_files import times_seen
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
 from nanoscale.launch.submission.batch_job import BatchJob
-from nanoscale.rehearse.tasks import why_unplayable
+from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.view.blocks import Block, Lines, Report, Table, show_table
