@@ -102,7 +102,7 @@ BUDGET = {
     "parallel": 2074,
     "plan": 6425,
     "processes": 1034,
-    "rehearse": 2785,
+    "rehearse": 2781,
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
