@@ -13,6 +13,7 @@ import pytest
 from nanoscale.cli.main import run
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
+from tests.cli import Capsys
 from tests.support.recipes import changed
 
 RECIPES = {
@@ -128,7 +129,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (absent / "config.yaml").write_text("")
 
 
-def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def violations(arguments: list[str], capsys: Capsys) -> list[dict[str, Any]]:
     """Return the violations of a command line; none if it is accepted."""
     code = run([*arguments, "--json"] if "--json" not in arguments else arguments)
     out = capsys.readouterr().out
@@ -172,9 +173,7 @@ def test_what_an_error_of_overrides_advises_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_an_error_of_a_command_advises_is_accepted(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_error_of_a_command_advises_is_accepted(line: str, capsys: Capsys) -> None:
     arguments = shlex.split(line)
     wrong = violations(arguments, capsys)
     advice = [(each, text) for each in wrong for text in each["suggestions"]]
@@ -185,9 +184,7 @@ def test_what_an_error_of_a_command_advises_is_accepted(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_an_error_in_a_recipe_advises_is_accepted(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_error_in_a_recipe_advises_is_accepted(name: str, capsys: Capsys) -> None:
     arguments, path = ["config", "show", f"recipe={name}"], Path(f"recipes/{name}.yaml")
     wrong = violations(arguments, capsys)
     assert wrong and all(each["suggestions"] for each in wrong)
@@ -225,7 +222,7 @@ def _entry(value: object) -> str:
 
 
 def test_the_choice_of_an_option_in_a_recipe_is_shown_as_it_is_written(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     (wrong,) = violations(["config", "show", "recipe=group"], capsys)
     assert wrong["suggestions"] == ["override /model: llama-1b"]
@@ -233,7 +230,7 @@ def test_the_choice_of_an_option_in_a_recipe_is_shown_as_it_is_written(
 
 
 def test_a_device_of_several_options_means_the_usual_one_first(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     (wrong,) = violations(["config", "show", "cluster=h100"], capsys)
     assert wrong["suggestions"][0] == "cluster=h100-sxm"
@@ -250,16 +247,12 @@ def test_a_device_of_several_options_means_the_usual_one_first(
         ("train.eval_samples=1Gb", "train.eval_samples=1Gb: must"),
     ],
 )
-def test_a_value_is_shown_as_it_was_typed(
-    line: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_is_shown_as_it_was_typed(line: str, shown: str, capsys: Capsys) -> None:
     assert run(["config", "show", line]) == 2
     assert f"error: {shown}" in capsys.readouterr().err
 
 
-def test_an_unsupported_family_is_trained_with_its_own_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unsupported_family_is_trained_with_its_own_code(tmp_path: Path, capsys: Capsys) -> None:
     folder = tmp_path / "neox"
     folder.mkdir()
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 320}

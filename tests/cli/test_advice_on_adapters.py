@@ -22,6 +22,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.runs import fence, status
 from nanoscale.runs.directory import RunDirectory
+from tests.cli import Capsys
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 from tests.support.jobs import make_run
@@ -56,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return made
 
 
-def advised(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def advised(capsys: Capsys, *words: str) -> list[str]:
     capsys.readouterr()
     assert nanoscale([*words, "--json"]) == 2
     found = json.loads(capsys.readouterr().out)["error"]["violations"]
@@ -69,7 +70,7 @@ def advised(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("run")
-def test_the_base_is_named_where_it_is_now(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_base_is_named_where_it_is_now(capsys: Capsys) -> None:
     resume = ["resume", "run", "--dry-run"]
     assert nanoscale([*resume, *advised(capsys, *resume)]) == 0
 

@@ -17,6 +17,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
+from tests.cli import Capsys
 from tests.support.jobs import SHAPE, run_of_bytes
 from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
@@ -145,7 +146,7 @@ def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(folder / "out", ignore_errors=True)
 
 
-def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def violations(arguments: list[str], capsys: Capsys) -> list[dict[str, Any]]:
     """Return the violations of a command line; none if it is accepted, or only too large for this machine."""
     code = nanoscale([*arguments, "--json"])
     out = capsys.readouterr().out
@@ -198,7 +199,7 @@ def marked(line: str) -> Any:
 
 @pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("line", [marked(line) for line in LINES])
-def test_what_an_error_advises_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_error_advises_is_accepted(line: str, capsys: Capsys) -> None:
     arguments = shlex.split(line)
     if DEEPSPEED in line and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
@@ -218,14 +219,8 @@ def test_what_an_error_advises_is_accepted(line: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("_here")
-def test_a_folder_that_is_no_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    (wrong,) = violations(shlex.split(f"{DRY} run.name=plain"), capsys)
-    assert wrong["suggestions"] == ["run.name=plain-2"]
-
-
-@pytest.mark.usefixtures("_here")
 def test_bytes_are_not_advised_to_a_model_without_room_for_them(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     config = RunDirectory(Path("runs/small")).config
     text = config.read_text()

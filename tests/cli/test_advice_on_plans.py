@@ -18,6 +18,7 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, write_json
+from tests.cli import Capsys
 from tests.support.recipes import changed
 
 MIB = 2**20
@@ -30,7 +31,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> dict[str, Any]:
+def refused(capsys: Capsys, *words: str, code: int = 2) -> dict[str, Any]:
     capsys.readouterr()
     assert nanoscale([*words, "--json"]) == code
     error: dict[str, Any] = json.loads(capsys.readouterr().out)["error"]
@@ -39,7 +40,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> d
 
 @pytest.mark.parametrize("verb", ["train", "submit"])
 def test_a_disk_without_room_for_a_checkpoint(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    verb: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The disk is full but for 5 MiB, apart from one that is mounted at `FOLDER`."""
 
@@ -61,7 +62,7 @@ def test_a_disk_without_room_for_a_checkpoint(
 
 @pytest.mark.slow
 def test_a_machine_that_is_not_known_from_here_is_named(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     submit = ["submit", "recipe=debug", "--num-gpus", "1", "--dry-run"]
     assert nanoscale(submit) == 0
@@ -73,7 +74,7 @@ def test_a_machine_that_is_not_known_from_here_is_named(
 
 
 def test_a_machine_in_no_table_is_described_by_the_keys_that_are_named(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     plan = ["plan", "recipe=debug", "parallel.dp=1", "cluster.device=mine"]
     message = refused(capsys, *plan)["message"]
@@ -91,7 +92,7 @@ def test_a_machine_in_no_table_is_described_by_the_keys_that_are_named(
 
 
 def test_a_run_on_gpus_that_no_table_has_is_calibrated_with_the_cluster_named(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     _trained_on(RunDirectory.create(Path("runs"), "old"), "Strange 9000")
     calibrate = ["plan", "--calibrate", "old"]

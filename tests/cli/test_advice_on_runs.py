@@ -20,6 +20,7 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import Owner, RunLock, terminate
+from tests.cli import Capsys
 from tests.support.recipes import changed
 from tests.support.token_files import write_indexed
 
@@ -47,7 +48,7 @@ def started(*words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdout=null)
 
 
-def advised(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def advised(capsys: Capsys, *words: str) -> list[str]:
     """Return the suggestions in the error of a command."""
     capsys.readouterr()
     assert nanoscale([*words, "--json"]) == 2
@@ -57,7 +58,7 @@ def advised(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_is_followed_and_stopped_as_advised(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     training = started("train", "recipe=debug", "train.steps=1000000", "run.name=a run")
     run = RunDirectory(Path("runs/a run"))
@@ -100,7 +101,7 @@ def test_the_command_for_the_host_that_holds_a_run_is_read_by_the_shell_there() 
     assert "is not running" in done.stdout
 
 
-def test_a_vocabulary_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vocabulary_that_is_enough_is_enough(capsys: Capsys) -> None:
     write_indexed("tokens", [range(900)])
     inspect = ["data", "inspect", "tokens", "recipe=debug", "--json"]
     assert nanoscale(inspect) == 1
@@ -110,9 +111,7 @@ def test_a_vocabulary_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("text", MISTYPED)
-def test_a_line_of_a_hostfile_is_written_as_advised(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_of_a_hostfile_is_written_as_advised(text: str, capsys: Capsys) -> None:
     Path("hosts").write_text(f"node2 slots=8\n{text}\n")
     launch = ["train", "recipe=debug", "--dry-run", "--hostfile", "hosts", "train.global_batch=480"]
     (line,) = advised(capsys, *launch)

@@ -21,6 +21,7 @@ from nanoscale.launch.lifecycle.bench import compare_figures, document
 from nanoscale.metrics.step_parts import PARTS
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.measured_text import _parts
+from tests.cli import Capsys
 from tests.support.jobs import make_config
 from tests.support.recipes import complete
 
@@ -28,9 +29,7 @@ LIMIT_S = 60.0
 
 
 @pytest.mark.slow
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     """The job has two ranks and a checkpoint, and goes through the launcher; another has one rank."""
     monkeypatch.chdir(tmp_path)
     words = ["recipe=debug", "parallel.dp=2", "train.steps=6", "train.sample_tokens=0"]
@@ -77,9 +76,7 @@ def test_the_command(
 
 
 @pytest.mark.slow
-def test_scaling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
         "bench",
@@ -105,7 +102,7 @@ def test_scaling(
 
 
 def test_what_is_wrong_with_a_scaling_test_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("page.html").touch()
@@ -135,7 +132,7 @@ def test_what_is_wrong_with_a_scaling_test_starts_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_speed_up_and_efficiency_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_up_and_efficiency_by_hand(capsys: Capsys) -> None:
     """Twice as fast on four times as many ranks; the plan expects three times."""
     from nanoscale.common.display import console
     from nanoscale.launch.lifecycle.bench import scaling_document

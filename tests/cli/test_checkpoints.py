@@ -9,6 +9,7 @@ from nanoscale.checkpoint import store
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, checkpoint_path
+from tests.cli import Capsys
 
 ABOUT = {
     "consumed_samples": 40,
@@ -33,7 +34,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def test_ls(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls(run: RunDirectory, capsys: Capsys) -> None:
     assert nanoscale(["checkpoints", "ls", str(run.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step-00000005", "step-00000010"]
@@ -42,7 +43,7 @@ def test_ls(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [5, 10]
 
 
-def test_inspect(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect(run: RunDirectory, capsys: Capsys) -> None:
     assert nanoscale(["checkpoints", "inspect", str(run.path)]) == 0
     text = capsys.readouterr().out
     assert "step              10" in text
@@ -51,14 +52,12 @@ def test_inspect(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["step"] == 5
 
 
-def test_inspect_of_a_missing_step(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_missing_step(run: RunDirectory, capsys: Capsys) -> None:
     assert nanoscale(["checkpoints", "inspect", str(run.path), "--step", "7"]) == 2
     assert "--step 5" in capsys.readouterr().err
 
 
-def test_verify_names_the_damaged_file(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_the_damaged_file(run: RunDirectory, capsys: Capsys) -> None:
     assert nanoscale(["checkpoints", "verify", str(run.path)]) == 0
     assert capsys.readouterr().out.count("whole") == 2
     victim = checkpoint_path(run.checkpoints, 5) / "__0_0.distcp"
@@ -69,7 +68,7 @@ def test_verify_names_the_damaged_file(
     assert nanoscale(["checkpoints", "verify", str(run.path), "--step", "5", "--json"]) == 1
 
 
-def test_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_checkpoints(tmp_path: Path, capsys: Capsys) -> None:
     directory = RunDirectory.create(tmp_path, "run")
     directory.config.write_text("")
     assert nanoscale(["checkpoints", "ls", str(directory.path)]) == 0
@@ -77,9 +76,7 @@ def test_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture
     assert nanoscale(["checkpoints", "verify", str(directory.path)]) == 2
 
 
-def test_what_a_run_set_aside_is_listed_and_verified(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_set_aside_is_listed_and_verified(run: RunDirectory, capsys: Capsys) -> None:
     for stored in reversed(store.list_checkpoints(run.checkpoints)):
         aside = store.set_aside(run.workspace(1), stored)
         undo = f"to undo that: mv {aside} {stored.path}"

@@ -13,6 +13,7 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
+from tests.cli import Capsys
 from tests.support.recipes import changed
 
 BAD = [
@@ -41,7 +42,7 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def test_what_differs_and_losses_at_equal_points(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_and_losses_at_equal_points(capsys: Capsys) -> None:
     assert nanoscale(["runs", "compare", "a", "b", "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
     assert about["keys"] == [{"key": "train.steps", "values": [8, 4]}]
@@ -55,7 +56,7 @@ def test_what_differs_and_losses_at_equal_points(capsys: pytest.CaptureFixture[s
     assert about["curves"]["loss"][1] == [[1, 9.0], [2, 8.0], [3, 7.0], [4, 6.0]]
 
 
-def test_terminal_and_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_and_page(capsys: Capsys) -> None:
     assert nanoscale(["runs", "compare", "a", "b", "--html", "page.html"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "train.steps 8 4" in lines
@@ -69,7 +70,7 @@ def test_terminal_and_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", BAD, ids=" ".join)
-def test_a_bad_line_writes_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_writes_nothing(words: list[str], capsys: Capsys) -> None:
     before = sorted(Path().rglob("*"))
     assert nanoscale(["runs", "compare", *words]) == 2
     out, err = capsys.readouterr()

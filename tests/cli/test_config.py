@@ -11,6 +11,7 @@ import yaml
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
+from tests.cli import Capsys
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +19,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def output(capsys: Capsys, *words: str) -> str:
     assert nanoscale([*words]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(capsys: Capsys, *words: str) -> str:
     assert nanoscale([*words]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err

@@ -22,6 +22,7 @@ from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.view.plan.prediction import document as plan_document
+from tests.cli import Capsys
 
 COMMANDS = {
     "runs ls": ("runs", "ls"),
@@ -153,7 +154,7 @@ def test_a_damaged_file_is_named_in_one_line(
         path.write_bytes(intact)
 
 
-def test_an_event_without_a_message_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_event_without_a_message_is_shown(run: Path, capsys: Capsys) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.write('{"kind": "odd", "time": 3.0}\n{"message": "no kind"}\n')
     assert nanoscale(["runs", "show", "r"]) == 0
@@ -161,9 +162,7 @@ def test_an_event_without_a_message_is_shown(run: Path, capsys: pytest.CaptureFi
     assert "odd" in shown and "no kind" in shown
 
 
-def test_a_run_with_a_damaged_file_does_not_hide_the_others(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_damaged_file_does_not_hide_the_others(run: Path, capsys: Capsys) -> None:
     shutil.copytree(run, run.parent / "other")
     (run / "status.json").write_text("")
     assert nanoscale(["runs", "ls"]) == 0
@@ -173,9 +172,7 @@ def test_a_run_with_a_damaged_file_does_not_hide_the_others(
     assert any(line.startswith("other failed 8/40") for line in lines), shown
 
 
-def test_an_unknown_key_under_resolved_is_named(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_key_under_resolved_is_named(run: Path, capsys: Capsys) -> None:
     config = run / "config.yaml"
     text = config.read_text()
     for name in ("train.stepz", "7", "train", "train.steps.x"):
@@ -186,9 +183,7 @@ def test_an_unknown_key_under_resolved_is_named(
             assert error.startswith(f"error: {name}=3: unknown key") and "config.yaml:" in error
 
 
-def test_a_page_that_cannot_be_written_is_one_line(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_written_is_one_line(run: Path, capsys: Capsys) -> None:
     for words in (
         ["plan", "recipe=debug", "cluster=h100-sxm", "--html", "/proc/x.html"],
         ["runs", "report", "r", "--html", "/proc/x.html"],

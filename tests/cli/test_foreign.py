@@ -13,6 +13,7 @@ import yaml
 
 from nanoscale.checkpoint.hf.load_any_model import judge
 from nanoscale.cli.main import run as nanoscale
+from tests.cli import Capsys
 from tests.support import hf_models
 
 WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
@@ -28,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(capsys: Capsys, *words: str) -> str:
     capsys.readouterr()
     assert nanoscale(["train", *WORDS, *words]) == 2
     assert not Path("runs").exists(), "nothing was written"
@@ -41,7 +42,7 @@ def changed(**keys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shape_is_the_folders(folder: Path, capsys: Capsys) -> None:
     """Whatever the recipe's own model has; and a frozen configuration has all of it."""
     assert nanoscale(["config", "show", *WORDS, *HF]) == 0
     model = yaml.safe_load(capsys.readouterr().out)["model"]
@@ -55,7 +56,7 @@ def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_what_it_cannot_do_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_cannot_do_is_refused(folder: Path, capsys: Capsys) -> None:
     text = refused(capsys, *HF, "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ep=2")
     assert all(f"type instead: parallel.{axis}=1" in text for axis in ("tp", "pp", "cp", "ep"))
     assert "4 things are wrong" in text
@@ -74,7 +75,7 @@ def test_what_it_cannot_do_is_refused(folder: Path, capsys: pytest.CaptureFixtur
     assert "are not predicted" in capsys.readouterr().err
 
 
-def test_what_it_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_is_not_is_refused(folder: Path, capsys: Capsys) -> None:
     for keys, text in (
         ({"is_encoder_decoder": True}, "only decoders"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
@@ -127,7 +128,7 @@ def test_a_head_that_differs_from_its_embedding_is_not_left_out(folder: Path) ->
 
 
 @pytest.mark.slow
-def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_trained_exported_and_read(folder: Path, capsys: Capsys) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     words = [*WORDS, *HF, "run.name=tuned", "optimizer.lr=0", "train.sample_tokens=2", "--json"]

@@ -13,6 +13,7 @@ import pytest
 from nanoscale.cli.jobs import generate
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common import display
+from tests.cli import Capsys
 from tests.support.jobs import run_of_bytes
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
@@ -33,14 +34,12 @@ class Typed(io.StringIO):
         return True
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def said(capsys: Capsys, *words: str) -> str:
     assert nanoscale(["generate", "run", *words]) == 0
     return capsys.readouterr().out
 
 
-def test_one_prompt(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_prompt(folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(capsys, "--prompt", "abc", *GREEDY)
     document = json.loads(said(capsys, "--prompt", "abc", *GREEDY, "--json"))
     assert document["text"] + "\n" * (not document["text"].endswith("\n")) == text
@@ -54,7 +53,7 @@ def test_one_prompt(
     assert pair[0]["text"] == pair[1]["text"] and pair[0]["seed"] == seed
 
 
-def test_a_file_of_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_prompts(folder: Path, capsys: Capsys) -> None:
     Path("p.jsonl").write_text('{"prompt": "abc", "id": 7}\n\n{"prompt": "z"}\r\n')
     Path("p.txt").write_text("abc\nz\n")
     first, second = map(json.loads, said(capsys, "--prompts", "p.jsonl", *GREEDY).splitlines())
@@ -69,7 +68,7 @@ def test_a_file_of_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_prompts_on_several_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_on_several_devices(folder: Path, capsys: Capsys) -> None:
     """More batches than processes, the last one smaller; a process that cannot read the model is an error."""
     Path("p.txt").write_text("".join(f"prompt {number}\n" for number in range(150)))
     both = ["--prompts", "p.txt", *GREEDY, "--dtype", "fp64", "--device", "cpu"]
@@ -84,7 +83,7 @@ def test_prompts_on_several_devices(folder: Path, capsys: pytest.CaptureFixture[
     assert seen.out == "" and "is damaged" in seen.err and "Traceback" not in seen.err
 
 
-def test_what_is_wrong_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_one_error(folder: Path, capsys: Capsys) -> None:
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     Path("empty.txt").write_text("\n \n")
     Path("latin.txt").write_bytes(b"caf\xe9\n")
@@ -120,9 +119,7 @@ def test_what_is_wrong_is_one_error(folder: Path, capsys: pytest.CaptureFixture[
     assert "type instead: run" in capsys.readouterr().err
 
 
-def test_a_conversation(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation(folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while typing and while it answers, an empty line, a prompt that is too long, and Ctrl-D."""
     lines = iter(["abc", KeyboardInterrupt, "", "x" * 60, "slow", "abc", EOFError])
     stream = generate.Writer.stream

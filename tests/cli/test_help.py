@@ -13,6 +13,7 @@ from nanoscale.cli.inspect.help import TOPICS
 from nanoscale.cli.main import VERBS, build, run
 from nanoscale.config.composing.library import Library
 from nanoscale.config.composing.overrides import read_words
+from tests.cli import Capsys
 
 FIRST_WORDS = {
     "Add", "Grow", "Measure", "Remove", "Resume",
@@ -69,9 +70,7 @@ def test_every_command_has_examples_and_no_other_has() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_stand_under_the_help_and_are_accepted(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_stand_under_the_help_and_are_accepted(name: str, capsys: Capsys) -> None:
     assert run([*name.split(), "-h"]) == 0
     shown = capsys.readouterr().out.splitlines()
     for line in EXAMPLES[name]:
@@ -85,7 +84,7 @@ def test_examples_stand_under_the_help_and_are_accepted(
             assert not read_words(overrides, Library()).violations
 
 
-def test_short_and_long_help_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_and_long_help_are_equal(capsys: Capsys) -> None:
     for command in ("", "train", "runs", "runs show"):
         assert run([*command.split(), "-h"]) == 0
         short = capsys.readouterr().out
@@ -94,13 +93,13 @@ def test_short_and_long_help_are_equal(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_topics_fit_a_terminal(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_topics_fit_a_terminal(topic: str, capsys: Capsys) -> None:
     assert run(["help", topic]) == 0
     assert capsys.readouterr().out == TOPICS[topic] + "\n"
     assert all(len(line) <= 80 for line in TOPICS[topic].splitlines())
 
 
-def test_help_of_a_command_and_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_and_of_nothing(capsys: Capsys) -> None:
     assert run(["plan", "--help"]) == 0
     expected = capsys.readouterr().out
     assert run(["help", "plan"]) == 0
@@ -110,7 +109,7 @@ def test_help_of_a_command_and_of_nothing(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_an_unknown_topic_is_refused_and_the_advice_works(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     assert run(["help", "layuots"]) == 2
     error = capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.data.tokens.tokenizer import train_bpe
+from tests.cli import Capsys
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 
@@ -32,7 +33,7 @@ def texts() -> None:
     Path("texts/a.txt").write_text("To be, or not to be, that is the question. " * 400)
 
 
-def commands_of(*words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def commands_of(*words: str, capsys: Capsys) -> list[str]:
     assert nanoscale(["init", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     recipe = Path(document["recipe"]).read_text()
@@ -40,7 +41,7 @@ def commands_of(*words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return document["commands"]
 
 
-def type_until_dry_run(lines: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def type_until_dry_run(lines: list[str], capsys: Capsys) -> str:
     """Type the shown commands up to the dry run; return its output."""
     for line in lines:
         assert nanoscale(shlex.split(line)[1:]) == 0, capsys.readouterr().err

@@ -14,6 +14,7 @@ import yaml
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.hf import pretrained
 from nanoscale.launch.preflight import by_library as weights
+from tests.cli import Capsys
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 
@@ -30,20 +31,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def shown(capsys: Capsys, *words: str) -> dict[str, Any]:
     assert nanoscale(["config", "show", *words]) == 0
     found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)["model"]
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(capsys: Capsys, *words: str) -> str:
     capsys.readouterr()
     assert nanoscale(["train", *WORDS, *words]) == 2
     assert not Path("runs").exists(), "nothing was written"
     return capsys.readouterr().err
 
 
-def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shape_is_the_folders(folder: Path, capsys: Capsys) -> None:
     model = shown(capsys, *WORDS, "model.init_from=small")
     assert (model["layers"], model["hidden"], model["kv_heads"]) == (2, 32, 4)
     assert (model["name"], model["vocab"]) == ("small", 257)
@@ -51,9 +52,7 @@ def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[st
     assert "small/config.json" in capsys.readouterr().out
 
 
-def test_what_is_said_otherwise_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_said_otherwise_is_refused(folder: Path, capsys: Capsys) -> None:
     text = refused(capsys, "model.init_from=small", "model.layers=4", "model.rope_theta=1e4")
     assert "model.layers=4: is 2 in" in text and "small/config.json" in text
     assert "type instead: model.layers=2" in text and "rope_theta" not in text
@@ -72,7 +71,7 @@ def test_what_is_said_otherwise_is_refused(
 
 @pytest.mark.slow
 def test_what_is_no_model_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "is neither a folder nor a possible name" in refused(capsys, "model.init_from=./nowhere")
@@ -96,7 +95,7 @@ def test_what_is_no_model_is_refused(
 
 
 @pytest.mark.slow
-def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_trained_exported_and_read(folder: Path, capsys: Capsys) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     words = [*WORDS, "model.init_from=small", "run.name=tuned", "optimizer.lr=0", "--json"]
@@ -131,9 +130,7 @@ def head_of_its_own(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_that_differs_is_trained_and_exported_as_one(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_differs_is_trained_and_exported_as_one(folder: Path, capsys: Capsys) -> None:
     """transformers 5 does not tie it, in spite of config.json."""
     from transformers import AutoModelForCausalLM
 
@@ -152,7 +149,7 @@ def test_a_head_that_differs_is_trained_and_exported_as_one(
 
 
 def test_a_head_that_differs_is_seen_when_it_has_been_fetched(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name at the hub is planned by its config.json alone."""
     head_of_its_own(Path("small"))
@@ -169,9 +166,7 @@ def test_a_head_that_differs_is_seen_when_it_has_been_fetched(
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_resumed_and_merged(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_are_trained_resumed_and_merged(folder: Path, capsys: Capsys) -> None:
     from transformers import AutoModelForCausalLM
 
     words = [*WORDS, "model.init_from=small", "lora.rank=4", "lora.targets=[wq,down]"]
@@ -209,7 +204,7 @@ def test_adapters_are_trained_resumed_and_merged(
 
 @pytest.mark.slow
 def test_experts_are_trained_as_said_here_and_exported_without_their_bias(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = COMMON | {"vocab_size": 257, "max_position_embeddings": 64, "num_local_experts": 4}
     monkeypatch.setitem(FAMILIES, "mixtral", ("Mixtral", settings))
@@ -228,7 +223,7 @@ def test_experts_are_trained_as_said_here_and_exported_without_their_bias(
 
 
 def test_a_name_is_looked_up_in_the_cache(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 

@@ -21,6 +21,7 @@ from nanoscale.launch.request import Request
 from nanoscale.runs import metrics, status
 from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory
+from tests.cli import Capsys
 
 MISTYPED = {
     ("--columns", "lrr,loss"): "lr,loss",
@@ -63,17 +64,17 @@ def _here(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+def rows(capsys: Capsys, *words: str) -> list[dict[str, Any]]:
     assert nanoscale(["runs", "ls", *words, "--json"]) == 0
     listed: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return listed
 
 
-def names(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def names(capsys: Capsys, *words: str) -> list[str]:
     return [row["name"] for row in rows(capsys, *words)]
 
 
-def test_columns_are_metrics_keys_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_are_metrics_keys_and_states(capsys: Capsys) -> None:
     wanted = "lr,eval_loss,optimizer.lr,mlp,exit_code"
     (row,) = rows(capsys, "--columns", wanted, "--where", "name=r1")
     assert [row[name] for name in wanted.split(",")] == [1e-5, 4.5, 0.002, "swiglu", 0]
@@ -83,7 +84,7 @@ def test_columns_are_metrics_keys_and_states(capsys: pytest.CaptureFixture[str])
     assert lines[1] == ["r1", "completed", "1e-05", "4.5", "0.002", "swiglu", "0"]
 
 
-def test_a_key_whose_last_word_is_a_name_of_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_whose_last_word_is_a_name_of_the_summary(capsys: Capsys) -> None:
     Path("runs/r1/config.yaml").write_text(
         Path("runs/r1/config.yaml").read_text().replace("  path: null", "  path: /corpus", 1)
     )
@@ -110,14 +111,12 @@ def test_a_key_whose_last_word_is_a_name_of_the_summary(capsys: pytest.CaptureFi
         (["created<1971"], ["r0", "r1", "r2"]),
     ],
 )
-def test_conditions(
-    conditions: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conditions(conditions: list[str], expected: list[str], capsys: Capsys) -> None:
     words = [word for condition in conditions for word in ("--where", condition)]
     assert names(capsys, *words) == expected
 
 
-def test_order_and_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_order_and_limit(capsys: Capsys) -> None:
     assert names(capsys, "--sort", "loss") == ["r1", "r2", "r0"]
     assert names(capsys, "--sort", "-loss") == ["r0", "r2", "r1"]
     assert names(capsys, "--sort", "eval_loss", "--limit", "1") == ["r1"]
@@ -125,12 +124,12 @@ def test_order_and_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert names(capsys, "--limit", "2") == ["r1", "r2"]
 
 
-def test_no_run_fulfils_the_conditions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_fulfils_the_conditions(capsys: Capsys) -> None:
     assert nanoscale(["runs", "ls", "--where", "loss>100"]) == 0
     assert capsys.readouterr().out.startswith("no such runs in ")
 
 
-def test_a_damaged_run_is_listed_and_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_is_listed_and_last(capsys: Capsys) -> None:
     Path("runs/r1/config.yaml").write_text("optimizer: [")
     assert names(capsys, "--columns", "optimizer.lr", "--sort", "optimizer.lr") == [
         "r0",
@@ -142,7 +141,7 @@ def test_a_damaged_run_is_listed_and_last(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(("option", "value"), MISTYPED)
 def test_a_mistake_is_one_line_and_its_advice_is_accepted(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, capsys: Capsys
 ) -> None:
     assert nanoscale(["runs", "ls", option, value]) == 2
     out, err = capsys.readouterr()
@@ -177,7 +176,7 @@ def test_the_documented_metrics_are_columns() -> None:
     assert documented == set(metrics.NAMES)
 
 
-def test_tags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tags(capsys: Capsys) -> None:
     """The tags of the configuration count until they are changed, and again after a resume that sets them."""
 
     def tagged(*words: str) -> str:

@@ -22,6 +22,7 @@ from nanoscale.runs.changes import size_of
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.submission import Submission
+from tests.cli import Capsys
 from tests.support.recipes import changed
 
 LOSSES = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: 4.0}
@@ -69,9 +70,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("words", BAD, ids=" ".join)
-def test_a_bad_line_deletes_nothing(
-    words: list[str], run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_line_deletes_nothing(words: list[str], run: RunDirectory, capsys: Capsys) -> None:
     before = files(Path())
     assert nanoscale(words) == 2
     out, err = capsys.readouterr()
@@ -79,9 +78,7 @@ def test_a_bad_line_deletes_nothing(
     assert files(Path()) == before
 
 
-def test_runs_are_deleted_with_all_files(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_deleted_with_all_files(run: RunDirectory, capsys: Capsys) -> None:
     make("second")
     size = size_of(run.path)
     assert size == sum(map(len, files(run.path).values()))
@@ -91,9 +88,7 @@ def test_runs_are_deleted_with_all_files(
     assert [path.name for path in Path("runs").iterdir()] == ["second"]
 
 
-def test_the_advice_without_a_terminal_is_accepted(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advice_without_a_terminal_is_accepted(run: RunDirectory, capsys: Capsys) -> None:
     for words in (["checkpoints", "prune", "first", "--keep-last", "1"], ["runs", "rm", "first"]):
         assert nanoscale([*words, "--json"]) == 2
         found = json.loads(capsys.readouterr().out)["error"]["violations"]
@@ -109,7 +104,7 @@ def test_the_question(
     remains: bool,
     run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(trust, "can_ask", lambda: True)
@@ -125,7 +120,7 @@ def test_an_active_run_is_refused(
     words: list[str],
     run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
 ) -> None:
     words = [*words, "first", "--yes"]
     with RunLock(run):
@@ -154,7 +149,7 @@ def test_an_active_run_is_refused(
 
 
 def test_what_an_interrupted_deletion_leaves_is_no_run(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     make("second")
 
@@ -190,9 +185,7 @@ def test_the_target_of_a_link_is_deleted(run: RunDirectory) -> None:
         (["--keep-last", "9"], [*LOSSES]),
     ],
 )
-def test_prune(
-    options: list[str], kept: list[int], run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune(options: list[str], kept: list[int], run: RunDirectory, capsys: Capsys) -> None:
     assert nanoscale(["checkpoints", "prune", "first", *options, "--yes", "--json"]) == 0
     freed = json.loads(capsys.readouterr().out)
     assert run.checkpoint_steps() == kept

@@ -103,13 +103,6 @@ def test_a_launcher_that_was_killed_is_seen(runs, capsys):
         assert (shown["state"], shown["in_progress"]) == ("running", True)
 
 
-def test_a_damaged_configuration_does_not_hide_the_run(runs, capsys):
-    runs[0].config.write_text("train: [")
-    assert nanoscale(["runs", "ls"]) == 0
-    shown = capsys.readouterr().out
-    assert "damaged: " in shown and "config.yaml" in shown and len(shown.splitlines()) == 3
-
-
 def test_show_tells_what_happened(runs, capsys):
     run = runs[1]
     events.append(run, "checkpoint", "step-00000007 saved")

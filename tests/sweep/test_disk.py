@@ -19,6 +19,7 @@ from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.disk import fits
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
+from tests.cli import Capsys
 
 MIB = 2**20
 LINE = ["recipe=debug", "launcher.device=cpu", "train.seed=1,2,3", "checkpoint.every=1"]
@@ -36,7 +37,7 @@ def free(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", usage)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
+def refused(capsys: Capsys, *line: str) -> dict[str, Any]:
     capsys.readouterr()
     assert nanoscale(["sweep", *line, "--json"]) == 3
     error: dict[str, Any] = json.loads(capsys.readouterr().out)["error"]
@@ -45,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_sweep_whose_checkpoints_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     """Each of three trials keeps two, and the last one writes a third before it deletes."""
     monkeypatch.chdir(tmp_path)
@@ -71,7 +72,7 @@ def test_a_sweep_whose_checkpoints_fill_the_disk(
 
 
 def test_only_trials_that_have_not_ended_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = Sweep(tmp_path / "sweeps" / "s")

@@ -14,6 +14,7 @@ from nanoscale.common.devices import Devices
 from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.sweep.slots import Slot, slots_of
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
+from tests.cli import Capsys
 
 GPUS = Devices("cuda", 8, ("NVIDIA H200",) * 8)
 TRIALS = [Trial(f"seed={seed}", {"train.seed": str(seed)}) for seed in (1, 2)]
@@ -38,7 +39,7 @@ def begin(sweep: Sweep, trial: Trial, *overrides: str) -> None:
         pass
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def planned(capsys: Capsys, *arguments: str) -> dict[str, Any]:
     capsys.readouterr()
     assert nanoscale(["sweep", *arguments, "--dry-run", "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -46,9 +47,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 @pytest.mark.usefixtures("gpus")
-def test_interrupted_trials_get_gpus_of_their_own(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_trials_get_gpus_of_their_own(folder: Path, capsys: Capsys) -> None:
     words = ["recipe=debug", "parallel.tp=4", "parallel.dp=1", "train.seed=1,2"]
     sweep = Sweep(folder / "sweeps" / "s")
     sweep.create(Settings(words), TRIALS)
@@ -62,7 +61,7 @@ def test_interrupted_trials_get_gpus_of_their_own(
 
 @pytest.mark.usefixtures("gpus")
 def test_an_interrupted_trial_counts_when_new_ones_need_fewer_gpus(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: Capsys
 ) -> None:
     words = ["recipe=debug", "parallel.dp=8,1"]
     sweep = Sweep(folder / "sweeps" / "s")

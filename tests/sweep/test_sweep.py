@@ -26,10 +26,17 @@ from nanoscale.sweep.samplers import Grid
 from nanoscale.sweep.slots import Slot
 from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
+from tests.cli import Capsys
 from tests.support.waiting import wait_until
 
 WORDS = ["recipe=debug", "model.layers=1", "train.global_batch=4", "train.log_every=1"]
 WORDS += ["checkpoint.every=2", "launcher.preflight=false"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
@@ -68,26 +75,25 @@ def interrupted(folder: Path, words: list[str], kills: list[int], count: int) ->
     return sweep
 
 
-def compare_with_whole(folder: Path, words: list[str], sweep: Sweep) -> None:
-    assert start(folder, *words, "--name", "whole").wait() == 0
-    assert losses(sweep) == losses(Sweep(folder / "sweeps" / "whole"))
+TWELVE = ["optimizer.lr=1e-3,3e-4,1e-4", "train.seed=1,2,3,4"]
 
 
-@pytest.mark.slow
-def test_a_killed_sweep_runs_what_is_missing(tmp_path: Path) -> None:
-    words = [*WORDS, "train.steps=6", "optimizer.lr=1e-3,3e-4"]
-    sweep = interrupted(tmp_path, words, [3, 8], 2)
-    compare_with_whole(tmp_path, words, sweep)
-    table = (sweep.path / "results.csv").read_text()
-    assert table.count("completed") == 2
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_twelve_trials_killed_at_five_instants(tmp_path: Path) -> None:
-    words = [*WORDS, "train.steps=6", "optimizer.lr=1e-3,3e-4,1e-4", "train.seed=1,2,3,4"]
-    sweep = interrupted(tmp_path, words, [1, 9, 20, 41, 60], 12)
-    compare_with_whole(tmp_path, words, sweep)
+@pytest.mark.parametrize(
+    ("values", "kills", "count"),
+    [
+        pytest.param(["optimizer.lr=1e-3,3e-4"], [3, 8], 2, marks=pytest.mark.slow),
+        pytest.param(TWELVE, [1, 9, 20, 41, 60], 12, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_killed_sweep_runs_what_is_missing(
+    values: list[str], kills: list[int], count: int, tmp_path: Path
+) -> None:
+    words = [*WORDS, "train.steps=6", *values]
+    sweep = interrupted(tmp_path, words, kills, count)
+    assert start(tmp_path, *words, "--name", "whole").wait() == 0
+    assert losses(sweep) == losses(Sweep(tmp_path / "sweeps" / "whole"))
+    assert (sweep.path / "results.csv").read_text().count("completed") == count
 
 
 @pytest.mark.slow
@@ -159,9 +165,8 @@ def test_a_trial_that_still_stops_is_resumed_after_its_end(tmp_path: Path) -> No
 
 
 def test_wrong_trials_are_refused_together_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: Capsys
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     line = ["sweep", "recipe=debug", "parallel.tp=1,3", "train.seed=1,2"]
     assert nanoscale(line) == 2
     said = capsys.readouterr().err
@@ -176,27 +181,23 @@ def test_wrong_trials_are_refused_together_before_anything_is_written(
         assert message in capsys.readouterr().err
     assert nanoscale(["sweep", "--resume", "none"]) == 2
     assert "is not a sweep" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
-def test_a_dry_run_plans_every_trial_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_plans_every_trial_and_writes_nothing(here: Path, capsys: Capsys) -> None:
     line = ["sweep", "recipe=debug", "optimizer.lr=1e-3,3e-4", "--name", "s", "--dry-run"]
     assert nanoscale(line) == 0
     shown = capsys.readouterr()
     assert shown.out.split() == ["lr=1e-3", "lr=3e-4"]
     assert "2 trials, 1 at once; the plan expects" in shown.err
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_a_trial_whose_launcher_refuses_to_start_is_shown_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: Capsys
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    sweep = Sweep(tmp_path / "sweeps" / "s")
+    sweep = Sweep(here / "sweeps" / "s")
     sweep.create(
         Settings(["recipe=debug", "train.seed=1,2"]), [Trial("seed=1", {"train.seed": "1"})]
     )
@@ -208,11 +209,8 @@ def test_a_trial_whose_launcher_refuses_to_start_is_shown_as_failed(
     assert "to resume trials that have failed: nanoscale sweep --resume s --retry" in shown.err
 
 
-def test_resume_takes_no_other_settings_and_names_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sweep = Sweep(tmp_path / "else where" / "s")
+def test_resume_takes_no_other_settings_and_names_its_folder(here: Path, capsys: Capsys) -> None:
+    sweep = Sweep(here / "else where" / "s")
     sweep.create(
         Settings(["recipe=debug", "train.seed=1,2"]), [Trial("seed=1", {"train.seed": "1"})]
     )
@@ -234,11 +232,8 @@ def test_resume_takes_no_other_settings_and_names_its_folder(
     assert nanoscale([*advised(capsys)[1:], "--dry-run"]) == 0
 
 
-def test_the_plan_counts_the_trials_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sweep = Sweep(tmp_path / "sweeps" / "s")
+def test_the_plan_counts_the_trials_that_are_left(here: Path, capsys: Capsys) -> None:
+    sweep = Sweep(here / "sweeps" / "s")
     trials = [Trial(f"seed={seed}", {"train.seed": seed}) for seed in "12"]
     sweep.create(
         Settings(["recipe=debug", "train.seed=interval(1,9)"], "random", 5, metric="loss"), trials
@@ -254,11 +249,8 @@ def test_the_plan_counts_the_trials_that_are_left(
     assert "at once" not in shown.err and "each, 2 of them, " in shown.err
 
 
-def test_another_sweep_does_not_take_the_name_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sweep = Sweep(tmp_path / "sweeps" / "s")
+def test_another_sweep_does_not_take_the_name_of_one(here: Path, capsys: Capsys) -> None:
+    sweep = Sweep(here / "sweeps" / "s")
     sweep.create(Settings(["train.seed=1,2"]), [])
     assert nanoscale(["sweep", "recipe=debug", "train.seed=3,4", "--name", "s"]) == 2
     assert "nanoscale sweep --resume s" in capsys.readouterr().err
@@ -273,10 +265,7 @@ def test_another_sweep_does_not_take_the_name_of_one(
 @pytest.mark.parametrize(
     "wrong", ["optimizer.lr=interval(1e-4,1e-3)", "train.seed=1,1", "run.tags=a,b"]
 )
-def test_advice_on_values_is_accepted(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_advice_on_values_is_accepted(wrong: str, here: Path, capsys: Capsys) -> None:
     others = ["recipe=debug", "zero.stage=0,1"]
     assert nanoscale(["sweep", *others, wrong, "--json"]) == 2
     (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
@@ -286,14 +275,11 @@ def test_advice_on_values_is_accepted(
         assert nanoscale(["sweep", *kept, *advice, "--dry-run"]) == 0
 
 
-def test_advice_on_sweeps_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_advice_on_sweeps_is_accepted(here: Path, capsys: Capsys) -> None:
     assert nanoscale(["sweep", "recipe=debug", "train.steps=4", "--json"]) == 2
     assert nanoscale([*advised(capsys)[1:], "--dry-run"]) == 0
     words = ["recipe=debug", "train.seed=1,2"]
-    Sweep(tmp_path / "sweeps" / "s").create(Settings(words), [Trial("seed=1", {"train.seed": "1"})])
+    Sweep(here / "sweeps" / "s").create(Settings(words), [Trial("seed=1", {"train.seed": "1"})])
     capsys.readouterr()
     assert (
         nanoscale(
@@ -307,11 +293,8 @@ def test_advice_on_sweeps_is_accepted(
     assert nanoscale(["sweep", *advised(capsys), "--dry-run"]) == 0
 
 
-def test_a_metric_that_no_trial_logs_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metric_that_no_trial_logs_is_refused(here: Path, capsys: Capsys) -> None:
     """A sampler would learn nothing from its trials; without evaluations it minimizes the loss."""
-    monkeypatch.chdir(tmp_path)
     sampled = ["recipe=debug", "train.seed=interval(1,9)", "--sampler", "tpe", "--trials", "3"]
     for words, said, advice in (
         ([*sampled, "--metric", "eval_loss"], "never measured", "train.eval_every=2"),
@@ -334,7 +317,7 @@ def test_a_metric_that_no_trial_logs_is_refused(
         assert said in capsys.readouterr().err
 
 
-def advised(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def advised(capsys: Capsys) -> list[str]:
     (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
     return shlex.split(violation["suggestions"][0])
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
-
 from nanoscale.view.run.sweep_table import SweepTable, best_row, most_important
+from tests.cli import Capsys
 
 
 def row(trial: str, state: str, loss: float | None = None) -> dict[str, Any]:
@@ -15,7 +14,7 @@ def row(trial: str, state: str, loss: float | None = None) -> dict[str, Any]:
     return {"trial": trial, "state": state, **figures, "memory_gib": 0.1}
 
 
-def test_states_go_to_the_given_stream(capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_go_to_the_given_stream(capsys: Capsys) -> None:
     """Standard output holds the JSON document alone."""
     stream = io.StringIO()
     with SweepTable(stream) as view:
