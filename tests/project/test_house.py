@@ -86,11 +86,7 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-<<<<<<< HEAD
-    "cli": 4730,
-=======
     "cli": 4741,
->>>>>>> 3f2abee (Let the plan grow by the search of the requested ranks)
     "common": 624,
     "config": 9498,
     "data": 4444,
