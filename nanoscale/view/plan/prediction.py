@@ -172,10 +172,7 @@ def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
 
 
 _PART = Column("part", lambda row: row[0])
-_TIMES = (
-    Column("time", lambda row: duration(row[1])),
-    Column("share", lambda row: row[3]),
-)
+_TIMES = (Column("time", lambda row: duration(row[1])), Column("share", lambda row: row[3]))
 _HOW = Column("how", lambda row: row[2])
 
 

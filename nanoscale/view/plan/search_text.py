@@ -35,15 +35,14 @@ _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
 
 def search_document(composed: Composed, result: SearchResult) -> dict[str, Any]:
     """Return the document of `plan --search --json`."""
+    nearest = result.nearest
     return {
         "considered": result.considered,
         "fitting": len(result.ranked),
         "layouts": [_entry(composed, plan) for plan in _distinct(result.ranked)],
         "left_out": [_entry(composed, plan) for plan in result.left_out[:1]],
         "front": [_entry(composed, plan) for plan in result.front()],
-        "nearest": _entry(composed, result.nearest)
-        if result.nearest and not result.ranked
-        else None,
+        "nearest": _entry(composed, nearest) if nearest and not result.ranked else None,
         "why": reasons(result),
     }
 

@@ -97,7 +97,7 @@ def _legend(timeline: Timeline, width: int) -> Text:
 
     entries = [(f"{kind}0{_FILL[kind]}", _STYLE[kind], MEANINGS[kind]) for kind in kinds(timeline)]
     entries.append((_IDLE * 3, "dim", "idle"))
-    if several_stages(timeline):
+    if len({span.action.stage for span in timeline.ranks[0]}) > 1:
         entries.append(("f, b", "bold", "in later stages of the rank"))
     legend = Text(no_wrap=True)
     used = 0
@@ -172,11 +172,6 @@ def kinds(timeline: Timeline) -> list[Kind]:
 def first_stages(timeline: Timeline) -> list[int]:
     """Return the first stage of each rank: the others are drawn in another shade."""
     return [min(span.action.stage for span in spans) for spans in timeline.ranks]
-
-
-def several_stages(timeline: Timeline) -> bool:
-    """True if ranks have more than one stage."""
-    return len({span.action.stage for span in timeline.ranks[0]}) > 1
 
 
 def percent(share: float) -> str:

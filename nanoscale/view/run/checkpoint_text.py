@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nanoscale.checkpoint.store import (
-    DamagedCheckpointError,
-    StoredCheckpoint,
-    list_set_aside,
-    undo,
-)
+from nanoscale.checkpoint import store
+from nanoscale.checkpoint.store import DamagedCheckpointError, StoredCheckpoint
 from nanoscale.common import display
 from nanoscale.common.units import byte_size, clock, counted
 from nanoscale.view.blocks import Table, rich_table
@@ -37,9 +33,9 @@ def set_aside(folder: Path) -> dict[Path, dict[str, Any]]:
             "path": str(it.path),
             "step": it.step,
             "set_aside": True,
-            "undo": undo(it.path),
+            "undo": store.undo(it.path),
         }
-        for it in list_set_aside(folder)
+        for it in store.list_set_aside(folder)
     }
 
 
