@@ -1,8 +1,8 @@
 """The process that plays ranks: `python -m nanoscale.rehearse FOLDER`.
 
-It loads torch once and copies itself for every rank, as many at a time as there are cores and memory for. The
-folder has the task of `rehearsals.rehearse`; each rank's record is written into it. The process and its copies
-are a process group, which ends with the process that started it.
+The process loads torch once and forks for every rank, as many at a time as cores and free memory allow. The
+folder holds the task of `rehearsals.rehearse`, and receives the record of each rank. The process and its
+copies are a process group, which ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LOADED = (
     "torch._dynamo",
     "nanoscale.backends.native",
 )
-"""Modules that every copy needs."""
-_LOOK_S = 0.05
+"""Modules that every copy needs, which are loaded before the first fork."""
+_CHECK_S = 0.05
 _FIRST_COPY = 1 << 30
 """Bytes of memory that a copy is assumed to need until one has ended."""
 
@@ -49,7 +49,7 @@ class _Copy:
     rank: int
     process: psutil.Process
     most: int = 0
-    """Bytes that it had resident at most."""
+    """Its peak of resident bytes."""
 
 
 class Ranks:
@@ -63,15 +63,15 @@ class Ranks:
         self._parent = os.getppid()
 
     def run(self) -> None:
-        """Play all ranks; report each that ends as a line of JSON."""
+        """Play all ranks, and print a line of JSON when a rank ends."""
         while self._waiting or self._copies:
             while self._waiting and self._may_start():
                 self._start(self._waiting.pop(0))
-            self._look()
+            self._check_copies()
             if os.getppid() != self._parent:
                 end_group(os.getpgid(0))
                 sys.exit(1)
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_S)
 
     def _may_start(self) -> bool:
         if not self._copies:
@@ -85,10 +85,10 @@ class Ranks:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            _be(rank, self._folder, self._task, self._config)
+            _play(rank, self._folder, self._task, self._config)
         self._copies[pid] = _Copy(rank, psutil.Process(pid))
 
-    def _look(self) -> None:
+    def _check_copies(self) -> None:
         for pid, copy in list(self._copies.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -110,7 +110,7 @@ class Ranks:
         print(json.dumps({"rank": copy.rank, "left": len(self._waiting)}), flush=True)
 
 
-def _be(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
+def _play(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
     """Play a rank in a copy of the process, and exit."""
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""The comparison of what ranks do together: a collective that differs between its members hangs. Torch-free."""
+"""The comparison of the collectives of ranks. Ranks that call different collectives hang. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoscale.rehearse.played.record import Call, RankRecord
 
 MESSAGES = ("send", "recv_")
 _ALL_PAIRS = 64
-"""The most ranks of which every pair is compared."""
+"""The most ranks for which every pair is compared."""
 
 
 def mismatches(
@@ -19,22 +19,22 @@ def mismatches(
 ) -> list[str]:
     """Return every difference between ranks that would hang or corrupt the job, as sentences.
 
-    Two ranks must ask for the collectives of all groups that they share in the same order, with the same kind,
-    size and dtype; and every message must be awaited by its receiver.
+    Two ranks must call the collectives of all groups that they share in the same order, with equal kind, size
+    and dtype. The receiver of every message must wait for it.
 
     Args:
-        is_ring: returns True for the members of a group in which every rank passes on what it receives.
+        is_ring: returns True for the members of a group in which every rank sends on what it receives.
     """
     good = [record for record in records if not record.error]
     pairs: Iterable[tuple[RankRecord, RankRecord]] = combinations(good, 2)
     if len(good) > _ALL_PAIRS:
         pairs = _neighbors(good)
-    together = [found for first, second in pairs if (found := _first_difference(first, second))]
-    return [*dict.fromkeys(together), *_lost_messages(good, is_ring)]
+    differences = filter(None, (_first_difference(first, second) for first, second in pairs))
+    return [*dict.fromkeys(differences), *_lost_messages(good, is_ring)]
 
 
 def _neighbors(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
-    """Yield each rank with the first rank of each of its groups that was played."""
+    """Yield each rank with the first played rank of each of its groups."""
     by_rank = {record.rank: record for record in records}
     for record in records:
         firsts = {
@@ -54,7 +54,7 @@ def _first_difference(first: RankRecord, second: RankRecord) -> str | None:
         if _meaning(first, one) != _meaning(second, other):
             return (
                 f"collective {number} that ranks {first.rank} and {second.rank} share differs: rank "
-                f"{first.rank} {_said(first, one)}, rank {second.rank} {_said(second, other)}"
+                f"{first.rank} {_described(first, one)}, rank {second.rank} {_described(second, other)}"
             )
     return None
 
@@ -68,7 +68,7 @@ def _meaning(record: RankRecord, call: Call | None) -> object:
     return call and (tuple(record.groups[call.group]), call.signature, call.repeat)
 
 
-def _said(record: RankRecord, call: Call | None) -> str:
+def _described(record: RankRecord, call: Call | None) -> str:
     if call is None:
         return "asks for no more"
     members = record.groups[call.group]
@@ -100,9 +100,9 @@ def _lost_messages(
         if {sender, receiver} <= played and sent[way] != awaited[way]:
             yield _difference(sender, receiver, sent[way], awaited[way])
     for members in sorted({way[2] for way in (*sent, *awaited)}):
-        here = [rank for rank in members if rank in played]
-        if len(here) < len(members) and is_ring(members):
-            yield from _broken_ring(members, here, sent, awaited)
+        played_members = [rank for rank in members if rank in played]
+        if len(played_members) < len(members) and is_ring(members):
+            yield from _broken_ring(members, played_members, sent, awaited)
 
 
 def _messages(
@@ -129,7 +129,7 @@ def _broken_ring(
     sent: dict[Way, list[Letter]],
     awaited: dict[Way, list[Letter]],
 ) -> Iterator[str]:
-    """Yield differences in a ring of which some ranks are played: each passes on what it receives."""
+    """Yield differences in a ring if only some of its ranks were played: each sends on what it receives."""
     usual: list[Letter] | None = None
     for rank in played:
         at = members.index(rank)
@@ -159,13 +159,13 @@ def axis_of(members: Sequence[int], degrees: dict[str, int]) -> str:
 
     `degrees`: pp, dp, cp and tp, from the slowest to the fastest.
     """
-    places = []
+    indices: dict[str, set[int]] = {axis: set() for axis in degrees}
     for rank in members:
-        place, rest = {}, rank
+        rest = rank
         for axis in reversed(degrees):
-            rest, place[axis] = divmod(rest, degrees[axis])
-        places.append(place)
-    axes = [axis for axis in degrees if len({place[axis] for place in places}) > 1]
+            rest, index = divmod(rest, degrees[axis])
+            indices[axis].add(index)
+    axes = [axis for axis in degrees if len(indices[axis]) > 1]
     if len(axes) == sum(degree > 1 for degree in degrees.values()) > 1:
         return "all ranks"
     return "·".join(axes) or "one rank"

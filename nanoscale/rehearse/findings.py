@@ -1,4 +1,4 @@
-"""Mistakes of the code that one rank shows, and shards that users should know of."""
+"""Mistakes of the code that one rank shows, and uneven shards, as sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 3
 
 
 def of_optimizer(engine: NativeEngine) -> list[str]:
-    """Return the parameters that are trained and in no optimizer."""
+    """Report trained parameters that no optimizer updates."""
     groups = engine._torch_optimizer().param_groups
     updated = {id(parameter) for group in groups for parameter in group["params"]}
     left = [name for name, p in engine.parameters() if id(p) not in updated]
@@ -19,13 +19,13 @@ def of_optimizer(engine: NativeEngine) -> list[str]:
 
 
 def of_gradients(engine: NativeEngine) -> list[str]:
-    """Return the parameters that keep their gradients after a step."""
+    """Report parameters that keep their gradients after a step."""
     kept = [name for name, p in engine.parameters() if p.grad is not None]
     return [f"gradients are kept after the step: {_shown(kept)}"] if kept else []
 
 
 def of_growth(after: list[int]) -> list[str]:
-    """Return by how much memory grows with every step; the first one makes the optimizer's states."""
+    """Report memory that grows with the last step. The first step makes the optimizer's states."""
     if len(after) < 2 or after[-1] <= after[-2]:
         return []
     more = after[-1] - after[-2]
@@ -33,13 +33,13 @@ def of_growth(after: list[int]) -> list[str]:
 
 
 def of_resuming(written: Description, needed: Description) -> list[str]:
-    """Return the tensors in which a checkpoint differs from what a resumed run needs."""
+    """Report tensors that differ between a checkpoint and what a resumed run needs."""
     other = [name for name in sorted({*written, *needed}) if written.get(name) != needed.get(name)]
     return [f"a checkpoint cannot be resumed from: {_shown(other)}"] if other else []
 
 
 def of_shards(engine: NativeEngine) -> list[str]:
-    """Return the parameters whose rows do not divide evenly over the ranks that shard them."""
+    """Report parameters whose rows do not divide evenly among the ranks that shard them."""
     uneven = []
     for name, parameter in engine.parameters():
         if isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""The kinds of ranks of a layout: ranks of one kind do the same, so one of them is played. Torch-free."""
+"""The kinds of ranks of a layout. Ranks of one kind do the same, so one of each kind is played. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def first_of_kind(config: ResolvedConfig) -> list[int]:
 def _kinds(config: ResolvedConfig) -> Callable[[int], Hashable]:
     """Return a function from a rank to its kind.
 
-    Every pipeline rank is a kind. In a ring the last rank of cp computes other halves of the scores; those in
-    the middle compute some halves in another order, which changes peaks by less than 0.1 %. The first
-    rank of tp has the bias of matrices that are split by row, and the last one may have fewer rows. Ranks
-    that shard parameters differ in the rows that they have.
+    Ranks of different pipeline stages are of different kinds. In ring attention the last rank of cp computes
+    other halves of the scores. The order of the halves differs on the ranks in the middle, which changes peaks
+    by less than 0.1 %. The first rank of tp has the bias of matrices that are split by row. The last rank of tp
+    may have fewer rows. Ranks that shard parameters may have different numbers of rows.
     """
     parallel = config.parallel
     shards = parallel.dp // parallel.dp_replicate
@@ -37,19 +37,20 @@ def _kinds(config: ResolvedConfig) -> Callable[[int], Hashable]:
     uneven_tp = any(size % parallel.tp for size in (config.model.vocab, config.model.ffn))
 
     def kind(rank: int) -> Hashable:
-        at = coordinates(rank, parallel)
-        held = rows[at.dp % shards * parallel.cp + at.cp]
-        has_bias = config.model.bias and at.tp == 0
-        return at.pp, held, at.cp == ring - 1, has_bias, uneven_tp and at.tp == parallel.tp - 1
+        own = coordinates(rank, parallel)
+        own_rows = rows[own.dp % shards * parallel.cp + own.cp]
+        has_bias = config.model.bias and own.tp == 0
+        has_last_rows = uneven_tp and own.tp == parallel.tp - 1
+        return own.pp, own_rows, own.cp == ring - 1, has_bias, has_last_rows
 
     return kind
 
 
 def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
-    """Return the rows that each of the ranks that shard parameters has of every matrix."""
+    """Return the numbers of rows of every matrix, for each rank that shards parameters."""
     if not config.zero.stage:
         return [None] * ranks
-    if config.model.source == "hf":  # nothing is known of its matrices
+    if config.model.source == "hf":  # the shapes of its matrices are unknown
         return [rank == ranks - 1 for rank in range(ranks)]
     divided = sorted({*_divided_rows(config, ranks)})
     return [
@@ -59,13 +60,13 @@ def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
 
 
 def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows of each matrix on a rank of tp and ep, and the neighbors that have other matrices."""
+    """Yield the rows of each matrix on a rank of tp and ep, and the number of ranks with other experts."""
     parallel, model = config.parallel, config.model
     table = parameters.ends(model) | parameters.block(model)
     for each in table.values():
         if not each.is_expert:
             yield -(-each.shape[0] // (parallel.tp if each.split == 0 else 1)), 1
-        elif model.hidden % (ranks // parallel.ep):  # else they can be sharded evenly
+        elif model.hidden % (ranks // parallel.ep):  # else experts can be sharded evenly
             yield each.shape[0] // parallel.ep, parallel.ep
     if config.lora.rank:
         yield config.lora.rank, 1

@@ -72,13 +72,12 @@ def play(
 @contextmanager
 def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Iterator[World]:
     """Run as the record's rank of a job until the `with` block ends, on a CPU if `gpu` is None."""
-    rank = record.rank
     devices = gpu.devices if gpu is not None else config.world_size
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", rank % devices)
-    parallel, own = config.parallel, coordinates(rank, config.parallel)
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", record.rank % devices)
+    parallel, own = config.parallel, coordinates(record.rank, config.parallel)
     experts = (own.dp * parallel.cp + own.cp) % parallel.ep, parallel.ep
     with (
-        identity(rank, config.world_size, devices),
+        identity(record.rank, config.world_size, devices),
         played(device, gpu, experts, record) as world,
     ):
         set_kernels(config)

@@ -1,4 +1,4 @@
-"""The training loop of a rehearsed job: its own, with equal samples, and checkpoints that nobody writes."""
+"""The training loop of a rehearsed job, with equal samples and without files of checkpoints."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from nanoscale.train.loop import Progress, Training
 
 @dataclass
 class Disk:
-    """The checkpoints of a rehearsed job: the tensors of the last one, and no files."""
+    """The tensors of the last checkpoint of a rehearsed job, which is not written to a file."""
 
     tensors: Description | None = None
     """Shape and dtype of each of this rank's tensors; None before the first checkpoint."""
 
     def patch(
-        self, patches: Patches, beside: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self, patches: Patches, during: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Describe checkpoints in place of writing them, and read only the headers of weights.
+        """Describe checkpoints instead of writing them, and read only the headers of weights.
 
         Args:
-            beside: entered while a checkpoint is written in the background.
+            during: a context that is entered while a checkpoint is written in the background.
         """
 
         def at_once(act: Callable[[], Any]) -> Future[Any]:
             outcome: Future[Any] = Future()
-            with beside():  # a thread of its own would not be counted
+            with during():  # the memory of a thread would not be counted
                 outcome.set_result(act())
             return outcome
 
@@ -58,11 +58,11 @@ class Disk:
 
 
 def _without_numbers(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
-    """Return memory for a part of a file's tensor."""
+    """Return an empty tensor with the shape and dtype of a slice of a file's tensor."""
     stored = opened.get_slice(name)
-    whole = stored.get_shape()
-    sizes = [len(range(*part.indices(size))) for part, size in zip(slices, whole, strict=False)]
-    return torch.empty([*sizes, *whole[len(sizes) :]], dtype=_BY_SAFETENSORS[stored.get_dtype()])
+    shape = stored.get_shape()
+    sizes = [len(range(*each.indices(size))) for each, size in zip(slices, shape, strict=False)]
+    return torch.empty([*sizes, *shape[len(sizes) :]], dtype=_BY_SAFETENSORS[stored.get_dtype()])
 
 
 _BY_SAFETENSORS = {
@@ -71,7 +71,7 @@ _BY_SAFETENSORS = {
 
 
 def shortened(config: ResolvedConfig, steps: int) -> ResolvedConfig:
-    """Return the configuration with so many steps; the last is logged, and evaluated and saved if any is."""
+    """Return the configuration with `steps` steps. Evaluation and checkpoint, if any, follow the last."""
     train, checkpoint = config.train, config.checkpoint
     saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
     every = steps if train.eval_every else 0
@@ -100,7 +100,7 @@ class EqualSamples:
 
 
 def training_of(config: ResolvedConfig, engine: Engine, rank: int) -> tuple[Training, EqualSamples]:
-    """Return the training loop of a rank with its samples; `config`: shortened."""
+    """Return the training loop of a rank and its samples; `config` is a `shortened` one."""
     samples: Any = EqualSamples(config)
     training = Training(
         workspace=Path(),

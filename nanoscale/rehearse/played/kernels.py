@@ -1,4 +1,4 @@
-"""Fused kernels of GPUs, for tensors without numbers. PyTorch for CPUs composes them of operations."""
+"""Fused kernels of GPUs, for tensors without numbers. PyTorch for CPUs runs several operations instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def use_fused_kernels(patches: Patches) -> None:
-    """Replace what C++ would choose by the device of the tensors."""
+    """Replace functions for which C++ chooses a kernel by the device of the tensors."""
     patches.wrap(F, "scaled_dot_product_attention", _attention)
     patches.wrap(F, "rms_norm", _rms_norm)
     patches.wrap(F, "softmax", _softmax)
@@ -24,7 +24,7 @@ def use_fused_kernels(patches: Patches) -> None:
 
 
 def update_in_place(patches: Patches) -> None:
-    """Let the update of 8-bit AdamW allocate nothing, as when it is compiled."""
+    """Skip the update of 8-bit AdamW, which allocates nothing when it is compiled."""
     patches.replace(import_module("torchao.optim.adam"), "single_param_adam", lambda *_: None)
 
 
@@ -43,7 +43,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Silu(torch.autograd.Function):
-    """SiLU with a backward pass of one kernel, as CUDA's; for tensors on `meta` C++ would compose it."""
+    """SiLU whose backward pass is one kernel, as on CUDA. On `meta` it would be several operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -57,7 +57,7 @@ class _Silu(torch.autograd.Function):
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace attention by a fused kernel's, which keeps no scores, if CUDA has one for it."""
+    """Replace attention by a fused kernel that stores no scores, if CUDA has one for these inputs."""
     enabled = torch.backends.cuda
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
@@ -93,7 +93,7 @@ def _silu(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _softmax(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace softmax by a GPU's, in which the cast is a part of the kernel."""
+    """Replace softmax by the kernel of GPUs, which also casts its input."""
 
     def softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if x.device.type == "cuda" and dtype is torch.float32 and x.dtype != dtype:
