@@ -217,12 +217,22 @@ StartOf = Callable[[int], int]
 """Returns the start of the document that holds the token at a position."""
 
 
+STDLIB_TOKENS = {"byte": 9.9e6, "bpe": 3.7e6}
+"""About how many tokens the embedded corpus has, by tokenizer: CPython 3.11's library, and 1,024 tokens."""
+
+
 def times_seen(config: Config) -> float | None:
-    """Return how often a resolved configuration's training sees its samples; None if it is not known."""
-    samples = training_samples(config.data, config.train.seq_len)
-    if samples is None or config.train.steps is None:
+    """Return how often a resolved configuration's training sees its samples; None if it is not known.
+
+    Of the embedded corpus the size is about that of `STDLIB_TOKENS`.
+    """
+    train, samples = config.train, training_samples(config.data, config.train.seq_len)
+    if config.data.source == "stdlib":
+        tokens = STDLIB_TOKENS.get(config.data.tokenizer, STDLIB_TOKENS["bpe"])
+        samples = max(1, int(tokens / train.seq_len))
+    if samples is None or train.steps is None:
         return None
-    return config.train.steps * config.train.global_batch / samples
+    return train.steps * train.global_batch / samples
 
 
 def training_samples(data: Data, seq_len: int) -> int | None:

@@ -14,6 +14,8 @@ from nanoscale.config.schema import Precision, Zero
 from nanoscale.config.token_files import times_seen
 
 Document = dict[str, Any]
+LONG = 1000
+"""The times after which a training on the embedded corpus is longer than a trial."""
 
 
 def what(config: ResolvedConfig) -> Document:
@@ -154,7 +156,18 @@ def _data(config: ResolvedConfig) -> str:
 
 def seen_text(times: float) -> str:
     """Return how often the data is seen, in words."""
-    return f"seen {times:.3g} times"
+    return f"seen {times:,.0f} times" if times >= 100 else f"seen {times:.3g} times"
+
+
+def trial_data_warning(config: ResolvedConfig) -> list[str]:
+    """Return a warning, as lines, if a long training has no data but the embedded corpus."""
+    times = times_seen(config)
+    if config.data.source != "stdlib" or times is None or times < LONG:
+        return []
+    return [
+        "warning: data=stdlib is for trials: Python's own source code, 10 MB of text, which this training "
+        f"would see about {times:,.0f} times. Prepare your own text with `nanoscale data prepare`"
+    ]
 
 
 def describe_precision(precision: Precision) -> str:

@@ -238,6 +238,12 @@ LARGE = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("recipe", "is_for_gpus"), [("llama-8b", True), ("debug", False)])
+def test_train_says_that_a_job_for_gpus_would_run_on_the_cpu(capsys, recipe, is_for_gpus):
+    nanoscale(["train", f"recipe={recipe}", "--dry-run"])
+    assert ("would train on the CPU" in capsys.readouterr().err) == is_for_gpus
+
+
 def test_train_does_not_launch_what_does_not_fit_and_says_what_would(capsys):
     assert nanoscale(["train", *LARGE, "--json"]) == 3
     error = json.loads(capsys.readouterr().out)["error"]

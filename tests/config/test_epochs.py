@@ -103,9 +103,17 @@ def test_the_dry_run_says_how_often_the_data_is_seen(capsys):
     assert "seen 1.6 times" in capsys.readouterr().out
     assert nanoscale([*words, "train.steps=6", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epochs"] == 1.6
-    assert nanoscale(["train", "recipe=debug", "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["epochs"] is None
     assert not Path("runs").exists()
+
+
+def test_a_long_training_on_the_embedded_corpus_is_warned_of(capsys):
+    steps = {"train.steps=20": False, "train.steps=100M": True}
+    for word, is_long in steps.items():
+        words = ["train", "recipe=debug", word, "--dry-run"]
+        assert nanoscale(words) == 0
+        assert ("would see about 5,17" in capsys.readouterr().out) == is_long
+        assert nanoscale([*words, "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["epochs"] > 1000) == is_long
 
 
 def test_sizes_that_are_not_known():

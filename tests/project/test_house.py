@@ -86,9 +86,9 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-    "cli": 4741,
+    "cli": 4744,
     "common": 624,
-    "config": 9498,
+    "config": 9508,
     "data": 4444,
     "generate": 1085,
     "launch": 5596,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4390,
+    "view": 4416,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -205,7 +205,10 @@ def request_new_run(
 
     refusals = refusals or Refusals()
     checked = request_job(line, verify=verify)
-    composed = checked.composed
+    composed, launcher = checked.composed, checked.config.launcher
+    is_for_gpus = composed.config.cluster.reference and launcher.device == "cpu"
+    if is_for_gpus and composed.config.launcher.device == "auto" and not checked.hosts:
+        display.note("there is no GPU here, so this job would train on the CPU of this machine")
     named = name_run(composed, checked.config, repeats=checked.repeats is not None)
     with refusals.gather():
         check_new_run(named)

@@ -21,7 +21,13 @@ from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.view.blocks import Block, Lines, Report, Table, show_table
-from nanoscale.view.job_text import derived_values, describe_precision, seen_text, settings
+from nanoscale.view.job_text import (
+    derived_values,
+    describe_precision,
+    seen_text,
+    settings,
+    trial_data_warning,
+)
 from nanoscale.view.plan.prediction import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
 
@@ -85,7 +91,12 @@ def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Repo
         Lines(["environment, in addition to the inherited one", *environment]),
         Lines([f"rendezvous at {plan.master_addr}:{plan.master_port}"]),
         Lines(["commands", *commands]),
-        Lines([f"warning: {warning}" for warning in saving.warnings()]),
+        Lines(
+            [
+                *(f"warning: {warning}" for warning in saving.warnings()),
+                *trial_data_warning(request.config),
+            ]
+        ),
         Lines(["nothing was written or started", *rehearsal_lines(request)]),
     ]
     return Report(f"run directory {run.path}", blocks)
@@ -131,6 +142,7 @@ def request_lines(request: Request) -> list[str]:
     return [
         *precision_lines(request),
         *([] if seen is None else [f"data: {seen_text(seen)}"]),
+        *trial_data_warning(request.config),
         *rehearsal_lines(request),
         *saving_lines(request),
     ]
@@ -218,7 +230,8 @@ def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submissi
 
 
 def _batch_lines(batch: BatchJob) -> list[str]:
-    return [*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])]
+    first = batch.requests[0]
+    return [*trial_data_warning(first.config), *rehearsal_lines(first), *saving_lines(first)]
 
 
 def _runs_document(
