@@ -14,7 +14,7 @@ from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.predict import predict
 from nanoscale.plan.time import block, moe
-from nanoscale.plan.time.data_parallel import own_parameters
+from nanoscale.plan.time.data_parallel import updated_parameters
 from nanoscale.plan.time.step import step_time
 from tests.plan.machines import job, machine, model
 
@@ -62,13 +62,15 @@ def test_a_rank_holds_its_share(name: str, degrees: dict[str, int], stage: int) 
     (held,) = rank_holdings(config, setting.shards)
     expected = counted(name, degrees, stage)
     assert held.shard == pytest.approx(expected, rel=2e-3)
-    assert own_parameters(config, held) == pytest.approx(expected, rel=2e-3)
+    assert updated_parameters(config, held) == pytest.approx(expected, rel=2e-3)
 
 
 def test_one_expert_that_all_take_costs_what_a_dense_block_does_and_its_routing() -> None:
     hardware, dense = machine(), replace(model("llama-8b"), ffn=14336)
     one = replace(dense, experts=1, experts_per_token=1)
-    part = replace(block.slice_of(job("llama-8b", seq_len=4096)), model=dense, compiled=False)
+    part = replace(
+        block.micro_batch_shape(job("llama-8b", seq_len=4096)), model=dense, compiled=False
+    )
     with_one = block.block(hardware, replace(part, model=one))
     without = block.block(hardware, part)
     router = block.product(hardware, part, block.linears(one, 1)[4])
@@ -83,7 +85,7 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
     hardware = machine()
     shares = []
     for tokens in (65536, 4096, 256):
-        part = replace(block.slice_of(job("qwen3-30b-a3b", seq_len=tokens)), ep=1)
+        part = replace(block.micro_batch_shape(job("qwen3-30b-a3b", seq_len=tokens)), ep=1)
         linear = block.linears(QWEN, 1)[5]
         flops = 2.0 * tokens * QWEN.experts_per_token * QWEN.hidden * QWEN.ffn
         shares.append(flops / block.product(hardware, part, linear) / hardware.peaks["bf16"])
@@ -94,7 +96,7 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
 
 def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:
     hardware = machine()
-    part = block.slice_of(job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, micro_batch=4))
+    part = block.micro_batch_shape(job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, micro_batch=4))
     rows = 4 * 4096 * 2 * 4096 * 2 * 7 / 8
     wire = rows / (hardware.intra_bandwidth * hardware.efficiency.intra_host * 0.87)
     forward, backward = moe.exchange(hardware, part)

@@ -32,7 +32,7 @@ def test_a_rank_of_two_stages_counts_each_apart():
     """ZB-V's first rank, stages 0 and 3: F0 F0' | F3 I3 W3 | F3' I3' W3' | I0 W0 | I0' W0', where a dash is the
     second micro batch: while anything goes through stage 3, stage 0 holds both."""
     first = moments("zbv", 2, 2, 2, 0)
-    held = {(moment.kind, moment.place): (moment.held, moment.backward) for moment in first}
+    held = {(moment.kind, moment.stage_index): (moment.held, moment.backward) for moment in first}
     assert held == {
         ("F", 0): ((2, 0), (0, 0)),
         ("F", 1): ((2, 1), (0, 1)),

@@ -109,7 +109,7 @@ def test_activations_are_held_until_the_gradients_of_weights_are_done():
         Action("I", 0, 1), Action("W", 0, 1), Action("B", 0, 2),
     ]  # fmt: skip
     peak = residents(actions)
-    assert (peak.held, peak.between) == ([3], [1])
+    assert (peak.held, peak.awaiting_weights) == ([3], [1])
 
 
 def test_the_peak_is_that_of_the_rank_not_of_each_stage():

@@ -57,7 +57,7 @@ def test_operations_on_dtensors_cost_the_host_more_than_small_blocks_take():
 def test_dtensors_copy_what_they_gather_along_the_sequence():
     """Four collectives forward of [1, 8192, 4096] in bf16, each read and written once more."""
     layout = {"tp": 8, "dp": 1, "global_batch": 1}
-    part = block.slice_of(job(**layout))
+    part = block.micro_batch_shape(job(**layout))
     ours, theirs = (
         block.block(machine(), replace(part, software=software)) for software in (NANOSCALE, TORCH)
     )
@@ -143,7 +143,7 @@ def test_a_norm_of_single_operations_keeps_its_steps_in_fp32_until_it_is_compile
 def test_a_token_travels_once_to_each_host_and_rank_of_its_experts():
     """Eight choices of 128 experts on 64 ranks of 8 hosts reach 5.25 hosts, and 7.56 ranks."""
     layout = {"dp": 64, "ep": 64, "global_batch": 64, "seq_len": 4096}
-    part = block.slice_of(job("qwen3-30b-a3b", **layout), MEGATRON)
+    part = block.micro_batch_shape(job("qwen3-30b-a3b", **layout), MEGATRON)
     hardware = machine()
     once, _ = moe.exchange(hardware, part)
     copies, _ = moe.exchange(hardware, replace(part, software=NANOSCALE))
@@ -153,7 +153,7 @@ def test_a_token_travels_once_to_each_host_and_rank_of_its_experts():
 
 
 def test_permutations_of_one_kernel_move_less():
-    part = block.slice_of(job("qwen3-30b-a3b", dp=8, ep=8), MEGATRON)
+    part = block.micro_batch_shape(job("qwen3-30b-a3b", dp=8, ep=8), MEGATRON)
     fused, single = (
         moe.traffic(replace(part, software=software)) for software in (MEGATRON, NANOSCALE)
     )

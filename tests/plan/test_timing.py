@@ -117,7 +117,7 @@ def test_recomputing_everything_but_the_last_product():
 def test_what_selective_recomputation_computes_again(mode, keep, products):
     """Among wq, wk, wv, wo, gate, up, down every 2nd is kept: wk, wo, up; and down is never needed again."""
     config = job(activation_checkpointing=mode, selective_keep=keep)
-    part = blocks.slice_of(config)
+    part = blocks.micro_batch_shape(config)
     assert blocks.block(machine(), part).recomputed_flops == 2 * 8192 * sum(products)
 
 
@@ -217,9 +217,9 @@ def test_a_ring_sends_gradients_of_keys_in_full_width():
     """Links are slow: keys, values and their fp32 gradients are three times the forward traffic."""
     config = job("llama-70b", cp=8, dp=1, seq_len=16384, global_batch=1)
     hardware = changed(machine(), intra_bandwidth=1e8, intra_latency=0.0)
-    ring = blocks.block(hardware, blocks.slice_of(config))
+    ring = blocks.block(hardware, blocks.micro_batch_shape(config))
     assert ring.backward.cp / ring.forward.cp == pytest.approx(3, rel=0.01)
-    part = replace(blocks.slice_of(config), cp_method="ulysses")
+    part = replace(blocks.micro_batch_shape(config), cp_method="ulysses")
     seconds = ring.both.elementwise - blocks.block(hardware, part).both.elementwise
     # 7 hops, each with three quarters of 2048 tokens: 26 bytes of 64 heads, and 10 of 64 + 2 · 8 heads.
     merged = 7 * 0.75 * 2048 * 128 * (26 * 64 + 10 * 80)
@@ -234,7 +234,9 @@ def test_zero_3_sends_half_as_much_again_as_zero_2():
     def sent(stage: int) -> float:
         config = job(zero=Zero(stage=stage), precision=precision, global_batch=8)
         plan = data_parallel.plan(config, hardware, 1)
-        return plan.gather * plan.gathers + plan.gather_again * plan.gathers_again + plan.reduce
+        return (
+            plan.gather * plan.gathers + plan.gather_backward * plan.gathers_backward + plan.reduce
+        )
 
     assert sent(3) / sent(2) == pytest.approx(1.5)
 
@@ -244,7 +246,7 @@ def test_when_each_stage_communicates():
 
     def counts(stage: int, **keys: object) -> tuple[int, int, int]:
         plan = data_parallel.plan(job(zero=Zero(stage=stage), **keys), machine(), 4)
-        return plan.gathers, plan.gathers_again, plan.reduces
+        return plan.gathers, plan.gathers_backward, plan.reduces
 
     assert [counts(stage) for stage in (0, 1, 2, 3)] == [(1, 0, 1), (1, 0, 1), (1, 0, 4), (4, 4, 4)]
     assert counts(3, pp=2, dp=4) == (1, 0, 1)
@@ -275,7 +277,7 @@ def test_zero_plus_plus_sends_less():
             dp=64, global_batch=64, zero=Zero(stage=3, **keys), backend=Backend(name="deepspeed")
         )
         plan = data_parallel.plan(config, machine(), 1)
-        return plan.gather + plan.gather_again + plan.reduce
+        return plan.gather + plan.gather_backward + plan.reduce
 
     usual = gather()
     assert all(

@@ -321,7 +321,7 @@ class StageActivations:
     """Kept for the last block or group alone."""
     host: int
     """Kept in host memory."""
-    between: int
+    waiting_gradients: int
     """Gradients between the pass for inputs and the pass for weights."""
     for_inputs: int
     """Like `extra`, for a pass that computes the gradients of inputs alone."""

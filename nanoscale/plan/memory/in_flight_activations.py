@@ -1,5 +1,5 @@
-"""In-flight activations: the memory of the micro batches between their passes on a pipeline rank, and its
-peak."""
+"""The activations of a pipeline rank's in-flight micro batches: those between their forward and backward
+passes."""
 
 from __future__ import annotations
 
@@ -20,138 +20,145 @@ IN_FLIGHT = KeptBoundary(0, 0, 0, 0, False)
 
 @dataclass(frozen=True, slots=True)
 class InFlightActivations:
-    """Bytes of all in-flight micro batches of a rank."""
+    """Bytes of all in-flight micro batches of a rank, at one moment of a step."""
 
-    held: tuple[int, ...]
+    micro_batches: tuple[int, ...]
     """The number of in-flight micro batches of each stage."""
     activations: int
     extra: int
-    """The addition of the block at the peak of its backward pass."""
+    """The memory that a block's backward pass adds at its peak."""
     last: int
-    """Bytes of the last block or group of one micro batch."""
+    """Bytes of one micro batch in the last block, or in the last recomputed group of blocks."""
     ends: int
-    """Among the activations: those of one micro batch outside of the blocks that are freed before the backward
-    pass reaches the blocks."""
+    """The part of `activations` that one micro batch keeps for the last norm and the head: freed before the
+    backward pass reaches the blocks."""
     loss_kept: int
-    """Kept by the loss, for every micro batch of the last stage."""
-    gone: int
-    """Among these: freed before the backward pass reaches the blocks."""
+    """Bytes that the loss keeps for every in-flight micro batch of the last stage."""
+    loss_freed: int
+    """The part of `loss_kept` that is freed before the backward pass reaches the blocks."""
     loss: int
-    """Beyond that, at the peak of the loss."""
+    """The memory that the loss adds to `loss_kept` at its peak."""
     fragmented: int
     """See `LossMemory`."""
-    received: int
-    """Buffers of a pipeline's boundaries beyond the in-flight micro batches."""
+    boundaries: int
+    """Inputs, outputs and gradients of stages that torch keeps, apart from the in-flight micro batches."""
     offloaded: int
 
 
-def fly_all(
+def activations_at_peaks(
     setting: MemorySetting, stages: Sequence[Stage], in_flight: Sequence[int]
 ) -> list[InFlightActivations]:
-    """Return the moments of a step at which a rank's memory may peak, summed over its stages.
+    """Return a rank's activations at the moments of a step at which its memory may peak.
 
-    `in_flight` is the number of in-flight micro batches of each stage at its peak; with split backward passes
-    the schedule itself gives the moments.
+    Args:
+        in_flight: the number of in-flight micro batches of each stage at its peak. If the schedule splits
+            backward passes, the order of actions gives the numbers instead.
     """
     layout, rank = setting.config.parallel, _rank(setting, stages)
-    edges = _edges(setting, stages)
-    keeps = [_kept(setting, *pair) for pair in zip(stages, edges, strict=True)]
+    kept = [
+        _kept(setting, stage, boundary)
+        for stage, boundary in zip(stages, _boundaries(setting, stages), strict=True)
+    ]
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
-        return [_fly(setting, keeps, in_flight, None)]
-    found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches, rank)
-    return [_fly(setting, keeps, moment.held, moment) for moment in found]
+        return [_activations(setting, kept, in_flight, None)]
+    peaks = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches, rank)
+    return [_activations(setting, kept, moment.held, moment) for moment in peaks]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Bytes of a stage that one micro batch keeps at any moment."""
+    """Bytes that one micro batch keeps in a stage."""
 
     stage: Stage
-    edge: KeptBoundary
+    boundary: KeptBoundary
     blocks: StageActivations
-    waits: int
-    held: int
+    waiting: int
+    """Gradients from the pass for inputs to the pass for weights."""
+    tokens: int
     ends: int
+    """Bytes for the last norm and the head."""
 
 
-def _kept(setting: MemorySetting, stage: Stage, edge: KeptBoundary) -> _Kept:
+def _kept(setting: MemorySetting, stage: Stage, boundary: KeptBoundary) -> _Kept:
     layout = setting.config.parallel
     blocks = stage_activations(stage.layers, setting.shape, setting.run, layout, setting.keep)
-    return _Kept(stage, edge, blocks, _waits(setting, stage, blocks), *_ends(setting, stage))
+    waiting = _waiting(setting, stage, blocks)
+    return _Kept(stage, boundary, blocks, waiting, *_outside_blocks(setting, stage))
 
 
-def _fly(
-    setting: MemorySetting, keeps: Sequence[_Kept], in_flight: Sequence[int], moment: Moment | None
+def _activations(
+    setting: MemorySetting, kept: Sequence[_Kept], in_flight: Sequence[int], moment: Moment | None
 ) -> InFlightActivations:
-    """Return the in-flight activations at a moment, which is the pass that is computed; None: any full
-    backward pass."""
+    """Return the in-flight activations during the pass of a moment; None: during any full backward pass."""
     shape, run = setting.shape, setting.run
-    activations = extra = last = freed = kept = gone = loss = fragmented = received = offloaded = 0
+    activations = extra = last = ends = 0
+    loss_kept = loss_freed = loss = fragmented = boundaries = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
-    of_loss = loss_memory(setting)
-    for place, (kept_here, flying) in enumerate(zip(keeps, in_flight, strict=True)):
-        stage, edge, blocks = kept_here.stage, kept_here.edge, kept_here.blocks
-        waits, held, ends = kept_here.waits, kept_here.held, kept_here.ends
-        waiting = moment.between[place] if moment else 0
-        activations += flying * (blocks.kept + held + ends) + waiting * waits
+    loss_bytes = loss_memory(setting)
+    for index, (one, flying) in enumerate(zip(kept, in_flight, strict=True)):
+        stage, blocks = one.stage, one.blocks
+        awaiting = moment.awaiting_weights[index] if moment else 0
+        activations += flying * (blocks.kept + one.tokens + one.ends) + awaiting * one.waiting
         offloaded += flying * blocks.host
-        # torch does not split the first stage's backward pass: its pass for weights is all of it.
-        whole = moment is None or moment.kind == "B" or (moment.kind == "W" and stage.first)
-        if moment is None or moment.place == place:
-            highest = blocks.extra
-            if moment and not whole:
-                highest = {
+        computes = moment is None or moment.stage_index == index
+        # torch does not split the first stage's backward pass: its pass for weights is the whole backward pass.
+        full = moment is None or moment.kind == "B" or (moment.kind == "W" and stage.first)
+        if computes:
+            working = blocks.extra
+            if moment and not full:
+                for_inputs = blocks.for_inputs + one.waiting - blocks.waiting_gradients
+                working = {
                     "F": 0,
-                    "I": 0 if stage.first else blocks.for_inputs + waits - blocks.between,
-                    "W": blocks.for_weights + waits,
+                    "I": 0 if stage.first else for_inputs,
+                    "W": blocks.for_weights + one.waiting,
                 }[moment.kind]
-            if highest > extra:
-                extra, last = highest, blocks.last
+            if working > extra:
+                extra, last = working, blocks.last
         if stage.last:
-            kept = (flying - waiting) * of_loss.kept
-            if moment is None or moment.place == place:
-                loss = of_loss.more if whole or (moment and moment.kind == "I") else 0
-                # A pass for inputs alone frees nothing before its end.
-                freed, gone = (ends, of_loss.kept) if whole else (0, 0)
-            fragmented = of_loss.fragmented
-        # In other stages the peak holds while more micro batches are to come.
-        forward = moment.forward[place] if moment else setting.micro_batches
-        backward = moment.backward[place] if moment else setting.micro_batches - flying
-        received += edge.tensors(flying, forward, backward) * boundary
+            loss_kept = (flying - awaiting) * loss_bytes.kept
+            fragmented = loss_bytes.fragmented
+            if computes:
+                loss = loss_bytes.extra if full or (moment and moment.kind == "I") else 0
+                # A pass for inputs frees nothing before its end.
+                ends, loss_freed = (one.ends, loss_bytes.kept) if full else (0, 0)
+        # Other stages peak while further micro batches are still to come.
+        forward = moment.forward[index] if moment else setting.micro_batches
+        backward = moment.backward[index] if moment else setting.micro_batches - flying
+        boundaries += one.boundary.tensors(flying, forward, backward) * boundary
     return InFlightActivations(
         tuple(in_flight),
         activations,
         extra,
         last,
-        freed,
-        kept,
-        gone,
+        ends,
+        loss_kept,
+        loss_freed,
         loss,
         fragmented,
-        received,
+        boundaries,
         offloaded,
     )
 
 
-def _waits(setting: MemorySetting, stage: Stage, blocks: StageActivations) -> int:
+def _waiting(setting: MemorySetting, stage: Stage, blocks: StageActivations) -> int:
     """Return the bytes of a micro batch's gradients from the pass for inputs to the pass for weights.
 
-    The head's norm keeps its own, and the head's product what it saved; the gradient of the last block's
-    result is in a buffer that is counted elsewhere.
+    In the last stage these include the gradient of the last norm and the tensors that the head saved. Other
+    stages receive the gradient of their last block's result in a buffer that `KeptBoundary` counts.
     """
     shape, compute = setting.shape, setting.compute
     boundary = shape.tokens // shape.shares * shape.hidden * compute
     if stage.last and not shape.adapter_rank:
         kept = loss_memory(setting).kept + shape.tokens * shape.hidden * compute
-        return blocks.between + kept + boundary
-    return 0 if stage.first else blocks.between - boundary
+        return blocks.waiting_gradients + kept + boundary
+    return 0 if stage.first else blocks.waiting_gradients - boundary
 
 
 def _rank(setting: MemorySetting, stages: Sequence[Stage]) -> int:
     return rank_of(setting.config.parallel.schedule, setting.pp, stages[0].number)
 
 
-def _edges(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[KeptBoundary]:
+def _boundaries(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[KeptBoundary]:
     """Return the boundaries of a rank's stages; DeepSpeed has one buffer per in-flight micro batch."""
     layout = setting.config.parallel
     if setting.pp == 1 or setting.flat:
@@ -160,11 +167,12 @@ def _edges(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[KeptBoun
     return ranks[_rank(setting, stages)]
 
 
-def _ends(setting: MemorySetting, stage: Stage) -> tuple[int, int]:
-    """Return the bytes that a micro batch keeps outside of the blocks, in two sums.
+def _outside_blocks(setting: MemorySetting, stage: Stage) -> tuple[int, int]:
+    """Return the bytes that a micro batch keeps outside of the blocks: of token ids, and for the last norm and
+    head.
 
-    The first is kept to the end of its backward pass: token ids. The second is freed when that reaches the
-    blocks: what the last norm saved, and the head's input or its gradient.
+    Token ids are kept to the end of the backward pass. The tensors that the last norm saved and the head's
+    input, or its gradient, are freed before the backward pass reaches the blocks.
     """
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares

@@ -1,5 +1,5 @@
-"""Memory of the head and the loss: ours holds gradients and a chunk of the logits (`models.head`), others all
-logits."""
+"""Memory of the head and the loss. nanoscale holds gradients and one chunk of the logits (`models.head`), other
+software all logits."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ class LossMemory:
     """Bytes of one micro batch of the last stage."""
 
     kept: int
-    """Bytes from the forward pass to the head's backward pass, in addition to the gradient of its input."""
-    more: int
-    """The addition at the peak."""
+    """Bytes from the forward pass to the head's backward pass, without the gradient of the head's input."""
+    extra: int
+    """Bytes that the loss adds to `kept` at its peak."""
     fragmented: int = 0
-    """Fragmented memory of the logits, which the loss frees: smaller than any of its own tensors, they leave a
-    hole."""
+    """Bytes of freed logits that the allocator cannot use again: all tensors of the loss are larger."""
 
 
 def loss_memory(setting: MemorySetting) -> LossMemory:
     logits = setting.shape.tokens * setting.vocabulary
     if setting.whole_logits is not None:
-        kept, more = setting.whole_logits
-        return LossMemory(logits * kept, logits * more, logits * setting.compute)
-    shape, run, compute, wide = setting.shape, setting.run, setting.compute, setting.loss
-    pieces = ceil(logits / LOGITS_AT_ONCE)
-    piece = ceil(shape.tokens / pieces) * setting.vocabulary
+        kept, extra = setting.whole_logits
+        return LossMemory(logits * kept, logits * extra, logits * setting.compute)
+    shape, run, compute, loss = setting.shape, setting.run, setting.compute, setting.loss
+    chunks = ceil(logits / LOGITS_AT_ONCE)
+    chunk = ceil(shape.tokens / chunks) * setting.vocabulary
     # With adapters the head is frozen: its weights have no gradient.
     frozen = setting.config.lora.rank > 0
     weights = 0 if frozen else setting.vocabulary * shape.hidden
-    kept = weights * (wide if pieces > 1 else compute)
-    # Its input, and the operand of the products if that is another tensor.
+    kept = weights * (loss if chunks > 1 else compute)
+    # The head's input, and a copy of the input if the products need another dtype or the gathered sequence.
     hidden = shape.tokens // shape.shares * shape.hidden * run.stream
     if run.autocast or setting.vocabulary_parallel:
         hidden += shape.tokens * shape.hidden * compute
-    softmax = piece * (compute + (compute if run.fused else wide))
-    if wide > compute and not setting.gpu and not run.fused:
-        softmax += piece * wide
-    product = piece * compute + weights * compute
+    softmax = chunk * (compute + (compute if run.fused else loss))
+    if loss > compute and not setting.gpu and not run.fused:
+        softmax += chunk * loss
+    product = chunk * compute + weights * compute
     # The gradient of the weights exists from the first chunk's product on.
-    forward = hidden + max(softmax, product) - (kept if pieces == 1 else 0)
+    forward = hidden + max(softmax, product) - (kept if chunks == 1 else 0)
     backward = weights * compute + shape.tokens * shape.hidden * compute
     return LossMemory(kept, max(forward, backward))

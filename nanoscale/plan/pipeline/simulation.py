@@ -92,7 +92,7 @@ class Timeline:
     """Micro batches whose activations are held at the rank's peak, from the beginning of the forward pass to
     the end of the full backward pass or of the weights' gradients; by rank and by the rank's stages, first to
     last."""
-    between: list[list[int]]
+    awaiting_weights: list[list[int]]
     """Among these, those between the gradients of inputs and of weights, which also keep the gradients of the
     products' results."""
 
@@ -131,7 +131,9 @@ def simulate(ranks: Order, costs: Costs) -> Timeline:
         awake += run.advance(awake.popleft())
     assert run.done(), f"deadlock: {run.stuck()}"
     held = [residents(actions) for actions in ranks]
-    return Timeline(run.spans, [peak.held for peak in held], [peak.between for peak in held])
+    return Timeline(
+        run.spans, [peak.held for peak in held], [peak.awaiting_weights for peak in held]
+    )
 
 
 def simulate_schedule(

@@ -1,4 +1,4 @@
-"""The time of a micro batch in a block, the embedding and the head of a rank: forward, backward, recomputed."""
+"""The time of one micro batch in a block, the embedding and the head: forward, backward and recomputation."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
 from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Passes, Work, passes
 
-# Kernels of a block, counted in the model's code: starting each takes the CPU some microseconds.
+# Kernels of a block, counted in the model's code. The CPU takes some microseconds to start each kernel.
 _KERNELS = {False: (32, 58), True: (14, 24)}
 """Compiled or not → kernels of a forward and of a backward pass."""
 _ADAPTER_KERNELS = (4, 7)
-"""Kernels of an adapter, forward and backward: two products, the scale, and the sums with its layer's result
-and gradient."""
-_DIVIDED = 3
-"""The factor by which operations take longer to start with tp, which reads parts of DTensors and
-communicates."""
-# Passes over memory of each element-wise operation, in numbers read and written, forward and backward:
+"""Kernels of an adapter, forward and backward: two products, the scale, and the sums with the result and the
+gradient of its layer."""
+_TP_START = 3
+"""The factor on the time to start a kernel with tp, which communicates and reads shards of DTensors."""
+# Numbers that element-wise operations read and write for each element, forward and backward:
 _STREAM = {False: (10, 12), True: (8, 8)}
-"""Passes over the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses
-them."""
+"""Compiled → for each element of the residual stream: two norms (2 and 3 each) and two additions (3 and
+3 each). A compiler fuses these operations."""
 _COMPOSED = (32, 74)
-"""Additional passes over the stream if two RMSNorms consist of single operations: each widens, squares,
-averages, scales, narrows and weighs, 18 numbers forward and 40 backward."""
+"""For each element of the stream, in addition, if the two RMSNorms of a block consist of single operations:
+cast to fp32, square, mean, scale, cast back, product with the weights; 18 numbers forward and 40 backward for
+one norm."""
 _ROPE = {False: (9, 9), True: (2, 2)}
-"""Passes over queries and keys: four products of halves, two sums, one joining."""
+"""For each element of queries and keys: the rotation's four products of halves, two sums, one concatenation."""
 _QK_NORM = {False: (2, 3), True: (1, 2)}
-"""Passes over queries and keys, if they are normalized; compiled code does it together with the rotation."""
+"""For each element of queries and keys: their norms, which a compiler fuses with the rotation."""
 _GATED = {False: (5, 9), True: (3, 5)}
-"""Passes over each inner number of SwiGLU: silu and product."""
+"""For each element of the hidden layer of SwiGLU: silu and product."""
 _GELU = (2, 3)
 _SUMS = 9
-"""Passes over the stream, backward: the sums of the gradients of the common inputs of q, k, v and of gate,
-up."""
+"""For each element of the stream, backward: the sum of the gradients of the input of q, k, v, and the sum of
+the gradients of the input of gate and up."""
 _LOSS = 32
 """Bytes per logit in fp32 for cast, log-softmax, its gradient and cast back, without one read and one write."""
 _SUMMING = 0.4
-"""The exposed share of the traffic of fp32 sums that a product adds to: such products reach 0.71 of an A100's
-peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json and
-b200_bf16_ceperm.json)."""
+"""The exposed share of reading and writing fp32 gradients, if a matrix product adds its result to them. Such a
+product reaches 0.71 in place of 0.75 of an A100's peak, and 0.455 in place of 0.5 of a B200's peak (SimuMax's
+a100_pcie.json and b200_bf16_ceperm.json)."""
 _ROWWISE = 1.33
-"""The time of an 8-bit product with a scale for every row over that of one with a scale for a tensor
-(torchao's tables for Llama-3 8B on 8 H100, docs/source/workflows/training.md)."""
-_OTHER_WAY = 4
-"""Bytes per number that row-wise scales cost in addition to `Software.cast_bytes`: the largest of each row and
-of each column are found apart, and the number is read once more for each."""
+"""The time of an 8-bit product with row-wise scales over the time with tensor-wise scales (torchao's tables for
+Llama-3 8B on 8 H100, docs/source/workflows/training.md)."""
+_ROWWISE_CAST_BYTES = 4
+"""Bytes per number that row-wise fp8 scales cost in addition to `Software.cast_bytes`: one further pass,
+because the maxima of rows and of columns are computed separately."""
 _MERGE = (26, 10)
-"""Bytes per number to merge the result of a hop of the ring with the results so far, in fp32: the average and
-its weight; the gradients (`parallel.ring`)."""
+"""Bytes per number to merge the result of a hop of the ring with the results so far, in fp32. Forward: the
+weighted mean and its log-sum. Backward: the gradients (`parallel.ring`)."""
 _MERGED = 0.75
-"""The share of the queries, or of the keys, that a hop computes with: all and half of them in turn."""
+"""The mean share of a rank's queries, or of its keys, in a hop: hops with all and with half of them
+alternate."""
 CUDNN_HEAD_DIM = 128
-"""The widest heads for which PyTorch gives attention to cuDNN, backward too."""
+"""The largest head size for which PyTorch uses cuDNN's attention, forward and backward."""
 
 
-def slice_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBatchShape:
+def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBatchShape:
     layout, train, precision = config.parallel, config.train, config.precision
     mode = layout.activation_checkpointing
     return MicroBatchShape(
@@ -74,7 +75,7 @@ def slice_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBat
         cp=layout.cp,
         cp_method=layout.cp_method,
         kind=kind(precision),
-        wide=wide_kind(precision),
+        dtype=wide_kind(precision),
         compiled=software.fused
         or (config.backend.compile != "off" and not (software.dtensor and layout.tp > 1)),
         recompute=layout.selective_keep if mode == "selective" else mode,
@@ -88,40 +89,38 @@ def slice_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBat
 
 
 def attention_kernel(config: ResolvedConfig, software: Software = NANOSCALE) -> str:
-    """Return the kernel whose rate attention has: cudnn where it is asked for, or PyTorch would choose it.
+    """Return the attention kernel, flash or cudnn: the configured kernel, or the one that PyTorch chooses.
 
-    On devices for which PyTorch never chooses it, both have one rate. Single operations (math) are planned at
-    FlashAttention's.
+    On devices for which PyTorch never chooses cuDNN, flash and cudnn have the same rate. Attention by single
+    operations (math) is planned at the rate of flash.
     """
-    asked, layout, model = config.backend.attention, config.parallel, config.model
+    kernel, layout, model = config.backend.attention, config.parallel, config.model
     ring = layout.cp > 1 and layout.cp_method == "ring" and not software.fused
-    if ring or asked in ("flash", "math"):
+    if ring or kernel in ("flash", "math"):
         return "flash"
-    head_dim = model.head_width
-    narrow = config.precision.compute in ("bf16", "fp16")
-    return "cudnn" if asked == "cudnn" or (narrow and head_dim <= CUDNN_HEAD_DIM) else "flash"
+    chosen = config.precision.compute in ("bf16", "fp16") and model.head_width <= CUDNN_HEAD_DIM
+    return "cudnn" if kernel == "cudnn" or chosen else "flash"
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """One product of a block after tp: `inputs` to `outputs` for every token, or for each of equal experts."""
+    """This rank's shard of one linear layer of a block, or of the same layer of all its experts."""
 
     inputs: int
     outputs: int
     experts: int = 1
-    """Experts of this rank."""
-    taken: int = 1
-    """Experts of a token."""
-    wide: bool = False
-    """True if it is computed in fp32, whatever the compute dtype."""
+    """The number of experts on this rank; 1 for a layer outside of experts."""
+    experts_per_token: int = 1
+    router: bool = False
+    """True for the router, which computes in fp32 or better."""
 
     @property
     def parameters(self) -> int:
         return self.experts * self.inputs * self.outputs
 
     def rows(self, tokens: int) -> int:
-        """Return the rows of one expert, if all have equally many."""
-        return max(1, tokens * self.taken // self.experts)
+        """Return the rows of the layer's input, for each expert if there are several."""
+        return max(1, tokens * self.experts_per_token // self.experts)
 
 
 @lru_cache(maxsize=1024)
@@ -132,180 +131,167 @@ def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
         if parameter.is_vector:
             continue
         *experts, outputs, inputs = parameter.local(tp, ep)
-        own, chosen = (experts[0], model.experts_per_token) if experts else (1, 1)
-        products.append(_Linear(inputs, outputs, own, chosen, wide=name == "mlp.router.weight"))
+        counts = (experts[0], model.experts_per_token) if experts else (1, 1)
+        products.append(_Linear(inputs, outputs, *counts, router=name == "mlp.router.weight"))
     return tuple(products)
 
 
-def adapters(part: MicroBatchShape) -> tuple[_Linear, ...]:
-    """Return the products A and B of a block's adapters, which tp divides like the layers next to them."""
-    table = parameters.block(part.model)
+def adapters(shape: MicroBatchShape) -> tuple[_Linear, ...]:
+    """Return the products A and B of a block's adapters. tp divides an adapter like its layer."""
+    table = parameters.block(shape.model)
     products = []
-    for name in part.adapted:
-        outputs, inputs = table[f"{name}.weight"].local(part.tp)
-        products += [_Linear(inputs, part.adapter_rank), _Linear(part.adapter_rank, outputs)]
+    for name in shape.adapted:
+        outputs, inputs = table[f"{name}.weight"].local(shape.tp)
+        products += [_Linear(inputs, shape.adapter_rank), _Linear(shape.adapter_rank, outputs)]
     return tuple(products)
 
 
-def product(hardware: Hardware, part: MicroBatchShape, linear: _Linear, swap: str = "") -> float:
-    """Return the seconds of a product; `swap`: inputs, for the gradients of these, or weights, for theirs.
+def product(
+    hardware: Hardware, shape: MicroBatchShape, linear: _Linear, gradients: str = ""
+) -> float:
+    """Return the seconds of a linear layer's forward product, or of the product for a gradient.
 
-    With ep, as many choices arrive as leave. Experts are one kernel in bf16, otherwise one kernel each.
+    Args:
+        gradients: of the layer's `inputs` or of its `weights`; empty for the forward product.
+
+    With ep, a rank is assumed to receive as many rows as it sends. All experts are one kernel in bf16,
+    otherwise one kernel for each expert.
     """
-    m, n, k = linear.rows(part.tokens), linear.outputs, linear.inputs
-    if swap == "inputs":
+    m, n, k = linear.rows(shape.tokens), linear.outputs, linear.inputs
+    if gradients == "inputs":
         n, k = k, n
-    elif swap == "weights":
+    elif gradients == "weights":
         m, n, k = n, k, m
-    kind = _wide(part) if linear.wide else part.kind
-    if kind not in hardware.peaks:  # a device that a user described in few words
-        kind = part.wide
-    slower = 1.0
-    if kind == "fp8" and part.fp8_recipe != "tensorwise":
-        if swap == "weights" and part.fp8_recipe == "rowwise_with_gw_hp":
-            kind = part.wide
+    kind = shape.kind
+    if linear.router:
+        kind = shape.dtype if shape.dtype in ("fp64", "tf32") else "fp32"
+    if kind not in hardware.peaks:  # a user's own description of a device names few peaks
+        kind = shape.dtype
+    factor = 1.0
+    if kind == "fp8" and shape.fp8_recipe != "tensorwise":
+        if gradients == "weights" and shape.fp8_recipe == "rowwise_with_gw_hp":
+            kind = shape.dtype
         else:
-            slower = _ROWWISE
+            factor = _ROWWISE
     if linear.experts == 1 or kind == "bf16":
-        return slower * operations.product(hardware, kind, m, n, k, linear.experts)
-    return slower * linear.experts * operations.product(hardware, kind, m, n, k)
-
-
-def _wide(part: MicroBatchShape) -> str:
-    """Return the dtype in which experts are chosen."""
-    return part.wide if part.wide in ("fp64", "tf32") else "fp32"
+        return factor * operations.product(hardware, kind, m, n, k, linear.experts)
+    return factor * linear.experts * operations.product(hardware, kind, m, n, k)
 
 
 @lru_cache(maxsize=16384)
-def block(hardware: Hardware, part: MicroBatchShape) -> Passes:
+def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
-    products = linears(part.model, part.tp, part.ep)
-    forward_products = [product(hardware, part, p) for p in products]
-    added = adapters(part)
-    extra = sum(product(hardware, part, p) for p in added)
+    products = linears(shape.model, shape.tp, shape.ep)
+    forward_products = [product(hardware, shape, p) for p in products]
+    lora = adapters(shape)
+    lora_forward = sum(product(hardware, shape, p) for p in lora)
     # With adapters the other weights are frozen and need no gradients.
-    trained = added or products
-    backward_products = sum(product(hardware, part, p, "inputs") for p in (*products, *added))
-    backward_products += sum(product(hardware, part, p, "weights") for p in trained)
-    if part.software.sums_in_products:
+    trained = lora or products
+    backward_products = sum(product(hardware, shape, p, "inputs") for p in (*products, *lora))
+    backward_products += sum(product(hardware, shape, p, "weights") for p in trained)
+    if shape.software.sums_in_products:
         sums = 8.0 * sum(p.parameters for p in products)
         backward_products += _SUMMING * operations.elementwise(hardware, sums)
-    core = _core(hardware, part)
-    bytes_forward, bytes_backward = _traffic(part)
-    inputs, outputs = _casts(part, products)
-    tp_gather, tp_scatter = _tp_pair(hardware, part)
-    cp_forward, cp_backward = _cp(hardware, part, core)
-    ep_forward, ep_backward = moe.exchange(hardware, part)
-    forward = _waiting(
+    attention = _attention(hardware, shape)
+    bytes_forward, bytes_backward = _traffic(shape)
+    casts_forward, casts_backward = _casts(shape, products)
+    tp_gather, tp_scatter = _tp_pair(hardware, shape)
+    cp_forward, cp_backward = _cp(hardware, shape, attention)
+    ep_forward, ep_backward = moe.exchange(hardware, shape)
+    forward = _with_launches(
         hardware,
-        part,
+        shape,
         0,
         Work(
-            matmul=sum(forward_products) + extra,
-            attention=core,
-            elementwise=operations.elementwise(hardware, bytes_forward + inputs),
-            tp=_tp_forward(hardware, part, sum(forward_products)),
+            matmul=sum(forward_products) + lora_forward,
+            attention=attention,
+            elementwise=operations.elementwise(hardware, bytes_forward + casts_forward),
+            tp=_tp_forward(hardware, shape, sum(forward_products)),
             cp=cp_forward,
             ep=ep_forward,
         ),
     )
-    backward = _waiting(
+    backward = _with_launches(
         hardware,
-        part,
+        shape,
         1,
         Work(
             matmul=backward_products,
-            attention=core * operations.BACKWARD_ATTENTION,
-            elementwise=operations.elementwise(hardware, bytes_backward + outputs),
-            tp=_tp_backward(hardware, part, backward_products),
+            attention=attention * operations.BACKWARD_ATTENTION,
+            elementwise=operations.elementwise(hardware, bytes_backward + casts_backward),
+            tp=_tp_backward(hardware, shape, backward_products),
             cp=cp_backward,
             ep=ep_backward,
         ),
     )
-    again = _again(part, len(products))
-    recomputed = NOTHING
-    if part.recompute != "none":
-        whole = part.recompute in ("full", "sqrt")
-        recomputed = _waiting(
+    recomputed_products = _recomputed_products(shape, len(products))
+    recomputed, flops = NOTHING, 0.0
+    full = shape.recompute in ("full", "sqrt")
+    if shape.recompute != "none":
+        recomputed = _with_launches(
             hardware,
-            part,
+            shape,
             0,
             Work(
-                matmul=sum(forward_products[i] for i in again) + extra,
-                attention=core if whole else 0.0,
+                matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
+                attention=attention if full else 0.0,
                 elementwise=forward.elementwise,
-                tp=2 * tp_gather + (tp_scatter if whole else 0.0),
-                cp=cp_forward if whole else 0.0,
-                ep=ep_forward if whole else 0.0,
+                tp=2 * tp_gather + (tp_scatter if full else 0.0),
+                cp=cp_forward if full else 0.0,
+                ep=ep_forward if full else 0.0,
             ),
         )
-    taken = [p.taken * p.inputs * p.outputs for p in products]
-    flops = sum(2.0 * part.tokens * taken[i] for i in again)
-    if part.recompute in ("full", "sqrt"):
-        flops += attention_flops(part)
-    return passes(forward, backward, recomputed, flops)
+    for p in (products[i] for i in recomputed_products):
+        flops += 2.0 * shape.tokens * p.experts_per_token * p.inputs * p.outputs
+    return passes(forward, backward, recomputed, flops + attention_flops(shape) * full)
 
 
-def attention_flops(part: MicroBatchShape) -> float:
-    """Return the FLOPs of one forward pass in full, as MFU counts them: 4·s·h a token."""
-    width = part.model.head_width
-    return 4.0 * part.tokens * part.seq * part.model.heads * width / part.tp
+def attention_flops(shape: MicroBatchShape) -> float:
+    """Return the FLOPs of attention in one forward pass, without the causal mask, as in MFU: 4·s·h a token."""
+    width = shape.model.head_width
+    return 4.0 * shape.tokens * shape.seq * shape.model.heads * width / shape.tp
 
 
-def _again(part: MicroBatchShape, count: int) -> range | list[int]:
-    """Return the recomputed products. A block's last one is never recomputed: no backward pass needs its
-    result."""
-    if part.recompute in ("none", "matmuls"):
-        return []
-    if part.recompute == "every-2nd-matmul":
-        return list(range(0, count - 1, 2))
-    return range(count - 1)
+def _recomputed_products(shape: MicroBatchShape, count: int) -> range:
+    """Return the indices of the recomputed products of a block that has `count` products.
+
+    The last product is never recomputed: no backward pass needs its result.
+    """
+    if shape.recompute in ("none", "matmuls"):
+        return range(0)
+    return range(0, count - 1, 2 if shape.recompute == "every-2nd-matmul" else 1)
 
 
-def _core(hardware: Hardware, part: MicroBatchShape) -> float:
-    model = part.model
+def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
+    """Return the seconds of attention in a forward pass.
+
+    In each of the cp - 1 hops of a ring, a rank computes half of the pairs of its queries and another rank's
+    keys (`parallel.ring`).
+    """
+    heads, tokens = max(1, shape.model.heads // shape.tp), shape.seq // shape.cp
+    ring = shape.cp > 1 and shape.cp_method != "ulysses"
+    if not ring and shape.cp > 1:
+        tokens, heads = shape.seq, max(1, heads // shape.cp)
+
+    def seconds(keys: int, causal: bool) -> float:
+        width, kernel = shape.model.head_width, shape.attention
+        return operations.attention(
+            hardware, shape.dtype, shape.batch, tokens, keys, heads, width, causal, kernel
+        )
+
+    local = seconds(tokens, True)
+    return local + (shape.cp - 1) * seconds(max(1, tokens // 2), False) if ring else local
+
+
+def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
+    """Return the bytes that a block's element-wise operations move, forward and backward."""
+    model, compiled = shape.model, shape.compiled
     width = model.head_width
-    heads = max(1, model.heads // part.tp)
-    if part.cp_method == "ulysses" and part.cp > 1:
-        tokens, heads = part.seq, max(1, heads // part.cp)
-    else:
-        tokens = part.seq // part.cp
-    own = operations.attention(
-        hardware, part.wide, part.batch, tokens, tokens, heads, width, kernel=part.attention
-    )
-    if part.cp_method == "ulysses":
-        return own
-    if part.cp == 1:
-        return own
-    return own + (part.cp - 1) * _hop(hardware, part, heads, width)
-
-
-def _hop(hardware: Hardware, part: MicroBatchShape, heads: int, width: int) -> float:
-    """Return the time of attention to another rank's keys: half of all pairs, on every rank (see
-    `parallel.ring`)."""
-    tokens = part.seq // part.cp
-    return operations.attention(
-        hardware,
-        part.wide,
-        part.batch,
-        tokens,
-        max(1, tokens // 2),
-        heads,
-        width,
-        causal=False,
-        kernel=part.attention,
-    )
-
-
-def _traffic(part: MicroBatchShape) -> tuple[float, float]:
-    """Return the bytes of a block's element-wise operations, forward and backward."""
-    model, compiled = part.model, part.compiled
-    width = model.head_width
-    stream = part.stream * model.hidden
-    inner = part.tokens * model.ffn / part.tp
+    stream = shape.stream * model.hidden
+    inner = shape.tokens * model.ffn / shape.tp
     routed = (0.0, 0.0)
     if model.experts:
-        inner, routed = inner * model.experts_per_token, moe.traffic(part)
+        inner, routed = inner * model.experts_per_token, moe.traffic(shape)
     activation = _GATED[compiled] if model.mlp == "swiglu" else _GELU
     rope = (0, 0)
     if model.position == "rope":
@@ -313,173 +299,175 @@ def _traffic(part: MicroBatchShape) -> tuple[float, float]:
     if model.qk_norm:
         rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
     kv_heads = model.kv_head_count
-    turned = part.tokens * (model.heads + kv_heads) * width / part.tp
-    norms = _COMPOSED if part.software.composed_norm and not compiled else (0, 0)
+    queries_keys = shape.tokens * (model.heads + kv_heads) * width / shape.tp
+    norms = _COMPOSED if shape.software.composed_norm and not compiled else (0, 0)
     forward = (_STREAM[compiled][0] + norms[0]) * stream
-    forward += activation[0] * inner + rope[0] * turned
+    forward += activation[0] * inner + rope[0] * queries_keys
     backward = (_STREAM[compiled][1] + norms[1]) * stream
-    # An adapter's result is added to its layer's, and its gradient to the gradient of their input.
-    added = adapters(part)
-    forward += 3 * part.tokens * sum(p.outputs for p in added[1::2])
-    backward += 3 * part.tokens * sum(p.inputs for p in added[::2])
-    backward += activation[1] * inner + rope[1] * turned
-    backward += _SUMS * part.tokens * model.hidden
-    wide = operations.WIDTH[part.wide]
+    # Adapter and layer have one input. Their results are added, and so are their gradients of the input.
+    lora = adapters(shape)
+    forward += 3 * shape.tokens * sum(p.outputs for p in lora[1::2])
+    backward += 3 * shape.tokens * sum(p.inputs for p in lora[::2])
+    backward += activation[1] * inner + rope[1] * queries_keys
+    backward += _SUMS * shape.tokens * model.hidden
+    width_bytes = operations.WIDTH[shape.dtype]
     merged = (0.0, 0.0)
-    if part.cp > 1 and part.cp_method == "ring":
-        hops = _MERGED * (part.cp - 1) * part.tokens * width / part.tp
+    if shape.cp > 1 and shape.cp_method == "ring":
+        hops = _MERGED * (shape.cp - 1) * shape.tokens * width / shape.tp
         merged = hops * _MERGE[0] * model.heads, hops * _MERGE[1] * (model.heads + 2 * kv_heads)
-    return forward * wide + merged[0] + routed[0], backward * wide + merged[1] + routed[1]
+    return (
+        forward * width_bytes + merged[0] + routed[0],
+        backward * width_bytes + merged[1] + routed[1],
+    )
 
 
-def _casts(part: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float, float]:
-    """Return the bytes moved to cast the operands to 8 bits, forward and backward.
+def _casts(shape: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float, float]:
+    """Return the bytes moved to cast the operands of a block's products to 8 bits, forward and backward.
 
-    Forward: weights, and the inputs of attention, its output, the feed-forward block and its last product,
-    each once. Backward: the gradients of all results; the rest is kept.
+    Forward: all weights, and once each the common input of q, k, v, the input of wo, the common input of gate
+    and up, and the input of down. Backward: the gradients of all results. The other operands are saved in 8
+    bits.
     """
-    if part.kind != "fp8":
+    if shape.kind != "fp8":
         return 0.0, 0.0
     weights = sum(p.inputs * p.outputs for p in products)
     inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
     outputs = sum(p.outputs for p in products)
-    each = part.software.cast_bytes
-    if part.fp8_recipe != "tensorwise":
-        each += _OTHER_WAY
-    return each * (weights + part.tokens * inputs), each * part.tokens * float(outputs)
+    each = shape.software.cast_bytes
+    if shape.fp8_recipe != "tensorwise":
+        each += _ROWWISE_CAST_BYTES
+    return each * (weights + shape.tokens * inputs), each * shape.tokens * float(outputs)
 
 
-def _tp_pair(hardware: Hardware, part: MicroBatchShape) -> tuple[float, float]:
-    """Return the seconds of a gather of the sequence and of the scatter of partial sums; without sp they make
-    one all-reduce.
+def _tp_pair(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
+    """Return the seconds of an all-gather of the sequence and of a reduce-scatter of partial sums.
 
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2: two pairs a block in each direction.
+    Without sequence parallelism the pair is one all-reduce. A block has two pairs in each direction
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
     """
-    if part.tp == 1:
+    if shape.tp == 1:
         return 0.0, 0.0
-    size = part.tokens * part.model.hidden * operations.WIDTH[part.wide]
-    ranks = collectives.group(hardware, part.tp, 1)
+    size = shape.tokens * shape.model.hidden * operations.WIDTH[shape.dtype]
+    ranks = collectives.group(hardware, shape.tp, 1)
     scatter = gather = collectives.all_gather(hardware, ranks, size)
-    if part.kind == "fp8" and part.software.narrow_gathers and part.fp8_recipe == "tensorwise":
-        gather = collectives.all_gather(hardware, ranks, size / operations.WIDTH[part.wide])
-    if part.software.dtensor:
+    if shape.kind == "fp8" and shape.software.narrow_gathers and shape.fp8_recipe == "tensorwise":
+        gather = collectives.all_gather(hardware, ranks, size / operations.WIDTH[shape.dtype])
+    if shape.software.dtensor:
         copied = operations.elementwise(hardware, 2 * size)
         return gather + copied, scatter + copied
     return gather, scatter
 
 
-def _tp_forward(hardware: Hardware, part: MicroBatchShape, products: float) -> float:
-    """Return the exposed seconds of tp forward: all pairs, or less if they run in parallel with products.
+def _tp_forward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
+    """Return the exposed seconds of tp in a forward pass: both pairs, unless they overlap with products.
 
-    Each is cut into as many chunks as there are ranks, which copy engines move in parallel with the products of
-    the other chunks; one chunk has no product in parallel with it.
+    To overlap, each collective is divided into tp chunks. Copy engines move one chunk during the products of
+    the other chunks, so that 1/tp of the collective is exposed.
     """
-    gather, scatter = _tp_pair(hardware, part)
-    whole = 2 * (gather + scatter)
-    if part.software.hidden_tp != "both":
-        return whole
-    late = max(0.0, whole - products)
-    return late + (whole - late) / part.tp
+    gather, scatter = _tp_pair(hardware, shape)
+    pairs = 2 * (gather + scatter)
+    if shape.software.hidden_tp != "both":
+        return pairs
+    longer = max(0.0, pairs - products)
+    return longer + (pairs - longer) / shape.tp
 
 
-def _tp_backward(hardware: Hardware, part: MicroBatchShape, products: float) -> float:
-    """Return the exposed seconds of tp backward: all pairs, or less if collectives overlap with products.
+def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
+    """Return the exposed seconds of tp in a backward pass: both pairs, unless they overlap with products.
 
-    Then only the gathers before the row-split products are exposed: scatters run in parallel with the products
-    for weights, and the second gathers of the inputs in parallel with those for inputs.
+    With `hidden_tp="backward"`, only the gathers before the row-split products are exposed. Scatters overlap
+    with the products for weights, and the second gathers of the inputs overlap with the products for inputs.
     """
-    gather, scatter = _tp_pair(hardware, part)
-    if part.software.hidden_tp == "none":
+    gather, scatter = _tp_pair(hardware, shape)
+    if shape.software.hidden_tp == "none":
         return 2 * (gather + scatter)
-    if part.software.hidden_tp == "both":
-        return _tp_forward(hardware, part, products)
-    hidden = 2 * (gather + scatter) if part.sequence_parallel else gather + scatter
-    shown = 2 * gather if part.sequence_parallel else gather + scatter
-    late = max(0.0, hidden - products)
-    return shown + late + hardware.efficiency.overlap * (hidden - late)
+    if shape.software.hidden_tp == "both":
+        return _tp_forward(hardware, shape, products)
+    overlapped = 2 * (gather + scatter) if shape.sequence_parallel else gather + scatter
+    exposed = 2 * gather if shape.sequence_parallel else gather + scatter
+    longer = max(0.0, overlapped - products)
+    return exposed + longer + hardware.efficiency.overlap * (overlapped - longer)
 
 
-def _cp(hardware: Hardware, part: MicroBatchShape, core: float) -> tuple[float, float]:
+def _cp(hardware: Hardware, shape: MicroBatchShape, attention: float) -> tuple[float, float]:
     """Return the exposed seconds of context parallelism, forward and backward."""
-    if part.cp == 1:
+    if shape.cp == 1:
         return 0.0, 0.0
-    model = part.model
-    ranks = collectives.group(hardware, part.cp, part.tp)
-    width = model.head_width * operations.WIDTH[part.wide]
-    kv_heads = model.kv_head_count / part.tp
-    if part.cp_method == "ulysses":
-        size = part.tokens * (2 * model.heads / part.tp + 2 * kv_heads) * width
-        once = collectives.all_to_all(hardware, ranks, size)
-        return once, once
-    size = 2 * part.tokens * kv_heads * width
-    # Backward the gradients of keys and values travel too, in fp32.
-    back = size + 2 * part.tokens * kv_heads * width / operations.WIDTH[part.wide] * 4
-    step, backward_step = (
-        collectives.send(hardware, ranks, size),
-        collectives.send(hardware, ranks, back),
+    model, number = shape.model, operations.WIDTH[shape.dtype]
+    ranks = collectives.group(hardware, shape.cp, shape.tp)
+    kv_heads = model.kv_head_count / shape.tp
+    if shape.cp_method == "ulysses":
+        heads = 2 * model.heads / shape.tp + 2 * kv_heads
+        exchange = collectives.all_to_all(
+            hardware, ranks, shape.tokens * heads * model.head_width * number
+        )
+        return exchange, exchange
+    keys_values = 2 * shape.tokens * kv_heads * model.head_width
+    hop = collectives.send(hardware, ranks, keys_values * number)
+    # In a backward pass the fp32 gradients of keys and values are sent with them.
+    backward_hop = collectives.send(hardware, ranks, keys_values * number + keys_values * 4)
+    computation = attention / shape.cp
+    backward_computation = computation * operations.BACKWARD_ATTENTION
+    return (
+        (shape.cp - 1) * max(0.0, hop - computation),
+        (shape.cp - 1) * max(0.0, backward_hop - backward_computation),
     )
-    of_core = core / part.cp
-    forward = (part.cp - 1) * max(0.0, step - of_core)
-    backward = (part.cp - 1) * max(0.0, backward_step - of_core * operations.BACKWARD_ATTENTION)
-    return forward, backward
 
 
-def _waiting(hardware: Hardware, part: MicroBatchShape, direction: int, work: Work) -> Work:
+def _with_launches(hardware: Hardware, shape: MicroBatchShape, direction: int, work: Work) -> Work:
     """Return the work with the time in which the device waits for the CPU to start kernels."""
     efficiency = hardware.efficiency
-    each = efficiency.compiled_s if part.compiled else efficiency.eager_s
-    if part.tp > 1:
-        each = DTENSOR_S if part.software.dtensor else _DIVIDED * each
-    cpu = _kernels(part)[direction] * each
+    each = efficiency.compiled_s if shape.compiled else efficiency.eager_s
+    if shape.tp > 1:
+        each = DTENSOR_S if shape.software.dtensor else _TP_START * each
+    cpu = _kernels(shape)[direction] * each
     return replace(work, launch=max(0.0, cpu - work.total))
 
 
-def _kernels(part: MicroBatchShape) -> tuple[int, int]:
-    """Return the kernels of a forward and of a backward pass; separate experts count with kernels each."""
-    forward, backward = _KERNELS[part.compiled]
-    forward += _ADAPTER_KERNELS[0] * len(part.adapted)
-    backward += _ADAPTER_KERNELS[1] * len(part.adapted)
-    if part.model.experts:
-        more = moe.KERNELS[part.ep > 1]
-        apart = 0 if part.kind == "bf16" else part.model.experts // part.ep - 1
-        forward, backward = forward + more[0] + 5 * apart, backward + more[1] + 9 * apart
+def _kernels(shape: MicroBatchShape) -> tuple[int, int]:
+    """Return the kernels of a forward and of a backward pass. Without bf16 every expert has kernels of its
+    own."""
+    forward, backward = _KERNELS[shape.compiled]
+    forward += _ADAPTER_KERNELS[0] * len(shape.adapted)
+    backward += _ADAPTER_KERNELS[1] * len(shape.adapted)
+    if shape.model.experts:
+        routing = moe.KERNELS[shape.ep > 1]
+        others = 0 if shape.kind == "bf16" else shape.model.experts // shape.ep - 1
+        forward, backward = forward + routing[0] + 5 * others, backward + routing[1] + 9 * others
     return forward, backward
 
 
 @lru_cache(maxsize=16384)
-def embedding(hardware: Hardware, part: MicroBatchShape) -> Passes:
+def embedding(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of the input embedding: a look-up, and a gradient as large as the table."""
-    wide = operations.WIDTH[part.wide]
-    rows = part.tokens * part.model.hidden * wide
-    table = part.model.vocab * part.model.hidden * wide / part.tp
-    gather, _ = _tp_pair(hardware, part)
-    if part.adapter_rank:  # frozen: nothing flows back to it
-        return passes(
-            Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather), NOTHING
-        )
-    return passes(
-        Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather),
-        Work(elementwise=operations.elementwise(hardware, 2 * rows + 2 * table), tp=gather),
-    )
+    number = operations.WIDTH[shape.dtype]
+    rows = shape.tokens * shape.model.hidden * number
+    table = shape.model.vocab * shape.model.hidden * number / shape.tp
+    gather, _ = _tp_pair(hardware, shape)
+    forward = Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather)
+    if shape.adapter_rank:  # the embedding is frozen and gets no gradient
+        return passes(forward, NOTHING)
+    moved = operations.elementwise(hardware, 2 * rows + 2 * table)
+    return passes(forward, Work(elementwise=moved, tp=gather))
 
 
 @lru_cache(maxsize=16384)
-def head(hardware: Hardware, part: MicroBatchShape) -> Passes:
-    """Return the passes of the last norm, the head and the loss over the vocabulary, which tp divides."""
-    hidden, vocab, tokens = part.model.hidden, part.model.vocab // part.tp, part.tokens
-    wide = operations.WIDTH[part.wide]
-    gather, scatter = _tp_pair(hardware, part)
-    stream = part.stream * hidden * wide
-    loss = tokens * vocab * (_LOSS / 2 + wide)
+def head(hardware: Hardware, shape: MicroBatchShape) -> Passes:
+    """Return the passes of the last norm, the head and the loss. tp divides the vocabulary."""
+    hidden, vocab, tokens = shape.model.hidden, shape.model.vocab // shape.tp, shape.tokens
+    number = operations.WIDTH[shape.dtype]
+    gather, scatter = _tp_pair(hardware, shape)
+    stream = shape.stream * hidden * number
+    loss = tokens * vocab * (_LOSS / 2 + number)
     forward = Work(
-        matmul=operations.product(hardware, part.wide, tokens, vocab, hidden),
+        matmul=operations.product(hardware, shape.dtype, tokens, vocab, hidden),
         elementwise=operations.elementwise(hardware, 2 * stream + loss),
         tp=gather,
     )
-    weights = operations.product(hardware, part.wide, vocab, hidden, tokens)
+    weights = operations.product(hardware, shape.dtype, vocab, hidden, tokens)
     backward = Work(
-        matmul=operations.product(hardware, part.wide, tokens, hidden, vocab)
-        + (0.0 if part.adapter_rank else weights),
+        matmul=operations.product(hardware, shape.dtype, tokens, hidden, vocab)
+        + (0.0 if shape.adapter_rank else weights),
         elementwise=operations.elementwise(hardware, 3 * stream + loss),
         tp=scatter,
     )
@@ -487,7 +475,7 @@ def head(hardware: Hardware, part: MicroBatchShape) -> Passes:
 
 
 def recomputed_share(config: ResolvedConfig) -> float:
-    """Return the recomputed share of a stage's blocks."""
+    """Return the share of a stage's blocks that are recomputed."""
     layout = config.parallel
     if layout.activation_checkpointing == "full":
         layers = config.model.layers

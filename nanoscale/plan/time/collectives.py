@@ -1,8 +1,8 @@
-"""The time of collectives on a group of ranks, by the positions of these.
+"""The time of collectives on a group of ranks, by the ranks' hosts and pods.
 
-Sources: the ring algorithms' costs are Thakur, Rabenseifner & Gropp 2005 (Optimization of Collective
-Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and time per byte as β; the
-bandwidth of a ring is counted as the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
+Sources: the costs of ring algorithms are those of Thakur, Rabenseifner & Gropp 2005 (Optimization of Collective
+Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and time per byte as β. A ring's
+bandwidth is the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from functools import lru_cache
 from nanoscale.plan.hardware.hardware import Hardware
 
 START = 20e-6
-"""Seconds until the kernels of a collective run on every rank and have met."""
+"""Seconds until the kernels of a collective have started and synchronized on every rank."""
 SLICE = 6e-6
-"""Seconds that a rank of a ring, in addition to the link's latency, waits for a full slice of data before it
-passes it on. With it the times of all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND
-A100 v4) and gathers on 8 B200s (SimuMax's 9.2 and 8.0 µs a hop, in addition to 23 to 26 µs once) match the
-measurements."""
+"""Seconds until a rank of a ring has received a full slice of data and can send the slice on, in addition to
+the link's latency. Fitted to all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND A100
+v4) and to gathers on 8 B200s (SimuMax: 9.2 and 8.0 µs for each hop, plus 23 to 26 µs for each collective)."""
 
 _MESSAGES = 0.87
-"""The share of a ring's bandwidth that messages between pairs reach inside a host: on A100s 195 GB/s
-(sendrecv_perf) of 231, on B200s 0.60 (all to all) of 0.67."""
+"""The bandwidth of messages between two ranks of a host over that of a ring: on A100s 195 GB/s (sendrecv_perf)
+to 231 GB/s, on B200s 0.60 (all to all) to 0.67 of the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class AxisRanks:
-    """The ranks of one axis: `size` of them, each `stride` ranks after the one before."""
+    """The ranks of one axis, for example the data-parallel ranks of one replica group."""
 
     size: int
+    """The number of ranks in the group."""
     inside: int
-    """The number of them joined by fast links."""
+    """The number of the group's ranks in one island, which fast links join."""
     pod: int | None = None
-    """The number of them in one pod; None: all."""
+    """The number of the group's ranks in one pod; None: all."""
 
     @property
     def islands(self) -> float:
@@ -42,7 +42,8 @@ class AxisRanks:
 
 @lru_cache(maxsize=4096)
 def group(hardware: Hardware, size: int, stride: int) -> AxisRanks:
-    """Return the group of an axis's ranks; those of tp have stride 1 and fill hosts first."""
+    """Return the group of `size` ranks whose numbers differ by `stride`. tp has stride 1, so it fills hosts
+    first."""
     inside = max(1, min(size, hardware.island // stride))
     if hardware.pod is None or size * stride <= hardware.pod:
         return AxisRanks(size, inside)
@@ -50,11 +51,10 @@ def group(hardware: Hardware, size: int, stride: int) -> AxisRanks:
 
 
 def all_gather(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
-    """Return the seconds until every rank has all of `size` bytes; a reduce-scatter of as many takes as long.
+    """Return the seconds until every rank has all `size` bytes. A reduce-scatter of `size` bytes takes as long.
 
-    Every rank receives (n - 1) / n of them over its fast links. Between islands the ranks of one share its
-    adapters: (n - inside) / n of the bytes enter each island through as many adapters as it has ranks in the
-    group.
+    Every rank receives size · (n - 1) / n bytes over its fast links. Every island receives
+    size · (n - inside) / n bytes over the network adapters of its `inside` ranks.
     """
     if ranks.size == 1:
         return 0.0
@@ -62,7 +62,7 @@ def all_gather(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
 
 
 def _levels(hardware: Hardware, ranks: AxisRanks, size: float) -> tuple[float, float, float]:
-    """Return the seconds of a gather's bytes over the fast links, between hosts, and between pods."""
+    """Return a gather's transfer times over the fast links, between hosts, and between pods."""
     efficiency = hardware.efficiency
     inside = size * (ranks.size - 1) / ranks.size
     fast = hardware.intra_bandwidth * efficiency.intra_host
@@ -79,7 +79,7 @@ def _levels(hardware: Hardware, ranks: AxisRanks, size: float) -> tuple[float, f
 def device_share(hardware: Hardware, ranks: AxisRanks) -> float:
     """Return the share of a gather's time in which the device itself copies, at the rate of its fast links.
 
-    In the rest of the time the device waits for the network, and computing beside it loses nothing.
+    In the rest of the time the device waits for the network, which does not slow down computation.
     """
     if ranks.inside == ranks.size:
         return 1.0
@@ -99,7 +99,7 @@ def all_reduce(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
 
 
 def all_to_all(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
-    """Return the seconds until every rank has sent an n-th of its `size` bytes to every other."""
+    """Return the seconds until every rank has sent `size` / n bytes to each of the n ranks."""
     if ranks.size == 1:
         return 0.0
     near, across = ((ranks.inside - 1) / ranks.size, (ranks.size - ranks.inside) / ranks.size)
@@ -107,7 +107,7 @@ def all_to_all(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
 
 
 def exchange(hardware: Hardware, ranks: AxisRanks, near: float, across: float) -> float:
-    """Return the seconds until every rank has sent `near` bytes over its fast links and `across` over the
+    """Return the seconds until every rank has sent `near` bytes over its fast links and `across` bytes over the
     network."""
     efficiency = hardware.efficiency
     seconds = near / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)
@@ -115,34 +115,29 @@ def exchange(hardware: Hardware, ranks: AxisRanks, near: float, across: float) -
     if ranks.pod is not None:
         beyond = across * (ranks.size - ranks.pod) / (ranks.size - ranks.inside)
         seconds = max(seconds, beyond / (hardware.pod_bandwidth * efficiency.inter_host))
-    # Every peer's message is set up separately.
-    peers = (ranks.inside - 1) * hardware.intra_latency
+    # A rank sends one message to each peer.
+    inside_latency = (ranks.inside - 1) * hardware.intra_latency
     across_latency = hardware.inter_latency if ranks.inside < ranks.size else 0.0
-    return seconds + START + peers + across_latency
+    return seconds + START + inside_latency + across_latency
 
 
 def send(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
-    """Return the seconds for `size` bytes from a rank to its neighbor in the group, the slowest of these."""
+    """Return the seconds to send `size` bytes to the next rank of the group, over the group's slowest link."""
     efficiency = hardware.efficiency
     if ranks.inside == ranks.size:
         seconds = size / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)
-    else:
-        network = hardware.inter_bandwidth if ranks.pod is None else hardware.pod_bandwidth
-        seconds = size / (network * efficiency.inter_host)
-    return seconds + START + _step_latency(hardware, ranks)
+        return seconds + START + hardware.intra_latency
+    network = hardware.inter_bandwidth if ranks.pod is None else hardware.pod_bandwidth
+    return size / (network * efficiency.inter_host) + START + hardware.inter_latency
 
 
 def _latency(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
-    """Return the latency of a ring: n - 1 steps, of which as many cross the network as there are islands but
-    one.
+    """Return the latency of a ring of n ranks: n - 1 steps, `islands` - 1 of which cross the network.
 
-    A rank's chunk is passed on in slices; a smaller chunk is waited for by half.
+    A rank sends its chunk in slices. A step inside an island also takes the time of one slice, or half of the
+    chunk's time if that is shorter.
     """
-    hops = ranks.islands - 1
-    part = size / ranks.size / (hardware.intra_bandwidth * hardware.efficiency.intra_host)
-    inside = hardware.intra_latency + min(SLICE, part / 2)
-    return START + hops * hardware.inter_latency + (ranks.size - 1 - hops) * inside
-
-
-def _step_latency(hardware: Hardware, ranks: AxisRanks) -> float:
-    return hardware.intra_latency if ranks.inside == ranks.size else hardware.inter_latency
+    network = ranks.islands - 1
+    chunk = size / ranks.size / (hardware.intra_bandwidth * hardware.efficiency.intra_host)
+    inside = hardware.intra_latency + min(SLICE, chunk / 2)
+    return START + network * hardware.inter_latency + (ranks.size - 1 - network) * inside

@@ -1,9 +1,9 @@
 """The time of data parallelism on a rank in a step: gathers of parameters, reductions of gradients, copies.
 
-A collective that runs in parallel with a block's computation costs the time by which it is longer, and a share
-of the time in which the device both computes and copies (`Efficiency.overlap`). `parallel.fsdp` describes the
-times of each for the native backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections
-5 and 7.
+A collective that runs in parallel with a block's computation costs max(0, collective - computation) seconds.
+The time in which the device both computes and copies costs the share `Efficiency.overlap` of itself.
+`parallel.fsdp` describes when the native backend communicates. DeepSpeed's ZeRO stages: Rajbhandari et al.
+2020, arXiv:1910.02054, sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -18,48 +18,49 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import collectives, operations
-from nanoscale.plan.time.block import adapters, linears, slice_of
+from nanoscale.plan.time.block import adapters, linears, micro_batch_shape
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 _PER_TENSOR = 3
-"""Operations that the update starts for each tensor: its norm, its clipping, its optimizer."""
+"""Operations of the update for each tensor: norm, clipping, optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The communication of the parameters and gradients of one unit (a block) in a layout, and its number in a
-    step."""
+    """The collectives for the parameters and gradients of one block, and their number in a step."""
 
     gather: float
-    """Seconds for one block's parameters."""
-    gather_again: float
-    """The same in the backward pass, which may use a second, closer sharding."""
+    """Seconds to gather one block's parameters in a forward pass."""
+    gather_backward: float
+    """Seconds of the gather in a backward pass. DeepSpeed can use a secondary sharding there (`zero.hpz`)."""
     reduce: float
-    """Seconds for one block's gradients."""
+    """Seconds to reduce-scatter one block's gradients."""
     all_reduce: float
-    """Seconds for the rest of the sum over replicas, once a step."""
-    copies_gather: float
-    """Seconds of the device's own memory traffic for a gather."""
-    copies_reduce: float
+    """Seconds to sum one block's reduced gradients over the replicas, once a step."""
+    gather_copies: float
+    """Seconds in which a gather reads and writes the device's memory."""
+    reduce_copies: float
+    """Seconds in which a reduction reads and writes the device's memory."""
     accumulate: float
-    """The same to add a micro batch's gradients to those before."""
+    """Seconds to add one micro batch's gradients to the accumulated gradients."""
     gathers: int
     """Forward passes of a step that gather."""
-    gathers_again: int
+    gathers_backward: int
     """Backward passes of a step that gather."""
     reduces: int
-    hidden: bool
+    """Backward passes of a step that reduce."""
+    overlapped: bool
     """True if gradients are communicated in parallel with the backward pass."""
-    at_end: float
-    """Seconds a block after the update, to gather the updated parameters."""
+    after_update: float
+    """Seconds to gather one block's updated parameters after the update."""
     device_share: float
-    """The share of a collective's time in which the device copies (`collectives.device_share`)."""
+    """The share of a gather's time in which the device copies (`collectives.device_share`)."""
     replica_share: float
-    """The same for the sum over replicas."""
+    """The share of the all-reduce over replicas in which the device copies."""
 
 
 def shards(config: ResolvedConfig) -> int:
-    """Return the ranks that share the optimizer states of a parameter."""
+    """Return the number of ranks that a parameter's optimizer states are sharded over."""
     layout = config.parallel
     if config.zero.stage == 0:
         return 1
@@ -68,27 +69,29 @@ def shards(config: ResolvedConfig) -> int:
 
 @lru_cache(maxsize=1024)
 def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
-    """Return the parameters of one block on a rank of tp that take time: without biases; the norms are
-    whole."""
+    """Return the parameters of one block on a rank of tp, without biases. tp does not divide the norms."""
     return sum(p.parameters for p in linears(model, tp, ep)) + 2 * model.hidden
 
 
 @lru_cache(maxsize=1024)
 def expert_parameters(model: Model, tp: int, ep: int) -> int:
-    """Return the experts' parameters among these."""
+    """Return the parameters of one block's experts on a rank."""
     return sum(p.parameters for p in linears(model, tp, ep)[5:]) if model.experts else 0
 
 
 def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1) -> int:
-    """Return the parameters of a rank before ZeRO that take time; tied ends share one table."""
+    """Return the parameters of a rank before ZeRO, without biases. Tied embedding and head count once."""
     table = model.vocab * model.hidden // tp
-    both = holding.first and holding.last and model.tie_embeddings
-    ends = 1 if both else holding.first + holding.last
-    return holding.blocks * block_parameters(model, tp, ep) + ends * table
+    shared = holding.first and holding.last and model.tie_embeddings
+    tables = 1 if shared else holding.first + holding.last
+    return holding.blocks * block_parameters(model, tp, ep) + tables * table
 
 
-def own_parameters(config: ResolvedConfig, holding: RankParameters) -> float:
-    """Return the parameters that a rank updates: ep ranks have different experts before ZeRO."""
+def updated_parameters(config: ResolvedConfig, holding: RankParameters) -> float:
+    """Return the number of parameters that a rank updates.
+
+    ZeRO shards experts over 1/ep of the ranks, because the ranks of ep hold different experts.
+    """
     if holding.adapters is not None:
         return holding.adapters.shard
     model, layout, ranks = config.model, config.parallel, shards(config)
@@ -100,72 +103,72 @@ def own_parameters(config: ResolvedConfig, holding: RankParameters) -> float:
 def plan(
     config: ResolvedConfig, hardware: Hardware, micro_batches: int, software: Software = NANOSCALE
 ) -> Plan:
-    """Return the plan for a block of either backend."""
+    """Return the collectives of one block, for either backend."""
     layout, zero = config.parallel, config.zero
-    wide, narrow = (
-        operations.WIDTH[config.precision.compute],
-        operations.WIDTH[config.precision.reduce],
-    )
+    weight_bytes = operations.WIDTH[config.precision.compute]
+    grad_bytes = operations.WIDTH[config.precision.reduce]
     size = block_parameters(config.model, layout.tp, layout.ep)
-    copies = layout.dp * layout.cp
+    peers = layout.dp * layout.cp
     if config.backend.name == "deepspeed":
-        return _deepspeed(config, hardware, micro_batches, size, copies, wide, narrow)
+        return _deepspeed(config, hardware, micro_batches, size, peers, weight_bytes, grad_bytes)
     experts = expert_parameters(config.model, layout.tp, layout.ep)
-    gather, reduce, all_reduce = _travel(config, hardware, 1, size - experts, wide, narrow)
+    gather, reduce, all_reduce = _seconds(config, hardware, 1, size - experts)
     if experts:
-        more = _travel(config, hardware, layout.ep, experts, wide, narrow)
-        gather, reduce, all_reduce = gather + more[0], reduce + more[1], all_reduce + more[2]
+        of_experts = _seconds(config, hardware, layout.ep, experts)
+        gather, reduce = gather + of_experts[0], reduce + of_experts[1]
+        all_reduce += of_experts[2]
     trained = size
     if config.lora.rank:
-        trained = sum(p.parameters for p in adapters(slice_of(config)))
-        _, reduce, all_reduce = _travel(config, hardware, 1, trained, wide, narrow)
-    every = zero.stage == 3 and layout.pp == 1
-    # One rank whose weights have the type of its products computes with the weights themselves.
-    same_type = config.precision.compute == config.precision.params
-    in_place = software.flat or (copies == 1 and same_type)
+        trained = sum(p.parameters for p in adapters(micro_batch_shape(config)))
+        _, reduce, all_reduce = _seconds(config, hardware, 1, trained)
+    each_micro_batch = zero.stage == 3 and layout.pp == 1
+    # One rank whose weights have the dtype of its products computes with the weights themselves.
+    same_dtype = config.precision.compute == config.precision.params
+    copied = 0 if software.flat or (peers == 1 and same_dtype) else 1
     return Plan(
         gather=gather,
-        gather_again=gather,
+        gather_backward=gather,
         reduce=reduce,
         all_reduce=all_reduce,
-        copies_gather=0.0 if in_place else operations.elementwise(hardware, 2.0 * wide * size),
-        copies_reduce=0.0
-        if in_place
-        else operations.elementwise(hardware, (wide + narrow) * trained),
-        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * trained),
-        gathers=micro_batches if every else 1,
-        gathers_again=micro_batches if every else 0,
+        gather_copies=copied * operations.elementwise(hardware, 2.0 * weight_bytes * size),
+        reduce_copies=copied
+        * operations.elementwise(hardware, (weight_bytes + grad_bytes) * trained),
+        accumulate=operations.elementwise(hardware, (weight_bytes + 2 * grad_bytes) * trained),
+        gathers=micro_batches if each_micro_batch else 1,
+        gathers_backward=micro_batches if each_micro_batch else 0,
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
-        hidden=layout.pp == 1 or software.flat,
-        at_end=0.0,
-        device_share=collectives.device_share(hardware, _near(config, hardware, 1)),
-        replica_share=collectives.device_share(hardware, _far(config, hardware, 1)),
+        overlapped=layout.pp == 1 or software.flat,
+        after_update=0.0,
+        device_share=collectives.device_share(hardware, _shard_ranks(config, hardware, 1)),
+        replica_share=collectives.device_share(hardware, _replica_ranks(config, hardware, 1)),
     )
 
 
-def _travel(
-    config: ResolvedConfig, hardware: Hardware, ep: int, size: int, wide: int, narrow: int
+def _seconds(
+    config: ResolvedConfig, hardware: Hardware, ep: int, size: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of a gather, of a reduction and of its remainder over replicas.
+    """Return the seconds to gather `size` parameters, to reduce-scatter their gradients and to sum the shards
+    over replicas.
 
-    `size` counts parameters that every ep-th rank of those with other tokens has.
+    The parameters are on every ep-th rank of data parallelism: ep = 1 for all but experts.
     """
-    shard = max(1, shards(config) // ep)
-    near, far = _near(config, hardware, ep), _far(config, hardware, ep)
+    grad_bytes = operations.WIDTH[config.precision.reduce]
+    shard, ranks = max(1, shards(config) // ep), _shard_ranks(config, hardware, ep)
+    replicas = _replica_ranks(config, hardware, ep)
     return (
-        collectives.all_gather(hardware, near, size * wide),
-        collectives.reduce_scatter(hardware, near, size * narrow),
-        collectives.all_reduce(hardware, far, size / shard * narrow),
+        collectives.all_gather(hardware, ranks, size * operations.WIDTH[config.precision.compute]),
+        collectives.reduce_scatter(hardware, ranks, size * grad_bytes),
+        collectives.all_reduce(hardware, replicas, size / shard * grad_bytes),
     )
 
 
-def _near(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
-    """Return the ranks that share the states of a parameter, of those that every ep-th rank has."""
+def _shard_ranks(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
+    """Return the ranks that shard one copy of a parameter, if the parameter is on every ep-th rank."""
     return collectives.group(hardware, max(1, shards(config) // ep), config.parallel.tp * ep)
 
 
-def _far(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
-    """Return the ranks that have the same shard of these, one in each replica."""
+def _replica_ranks(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
+    """Return the ranks that have the same shard, one in each replica."""
     layout, shard = config.parallel, max(1, shards(config) // ep)
     replicas = layout.dp * layout.cp // ep // shard
     return collectives.group(hardware, replicas, layout.tp * ep * shard)
@@ -176,53 +179,56 @@ def _deepspeed(
     hardware: Hardware,
     micro_batches: int,
     size: int,
-    copies: int,
-    wide: int,
-    narrow: int,
+    peers: int,
+    weight_bytes: int,
+    grad_bytes: int,
 ) -> Plan:
-    """Return DeepSpeed's plan: parameters stay in the compute dtype; gradients leave in buckets, in parallel
-    with the backward pass if configured.
+    """Return the collectives of one block with DeepSpeed.
 
-    Stages 1 and 2 gather the updated parameters after the update. Stage 3 gathers around each use, within
-    `zero.hpz` ranks in the backward pass; ZeRO++ (Wang et al. 2023, arXiv:2306.10209) can gather in 8 bits and
-    reduce gradients in 4.
+    Parameters stay in the compute dtype. Gradients are reduced in buckets, in parallel with the backward pass
+    if `backend.overlap_comm` says so. Stages 1 and 2 gather the updated parameters after the update. Stage 3
+    gathers before each use, in the backward pass within `zero.hpz` ranks. ZeRO++ (Wang et al. 2023,
+    arXiv:2306.10209) can gather parameters in 8 bits and reduce gradients in 4 bits.
     """
     layout, zero, backend = config.parallel, config.zero, config.backend
-    everyone = collectives.group(hardware, copies, layout.tp)
-    closer = collectives.group(hardware, zero.hpz, layout.tp) if zero.hpz > 1 else everyone
-    third = zero.stage == 3
-    travels = 1 if zero.quantized_weights else wide
-    back = 0.5 if zero.quantized_gradients else narrow
-    gather = collectives.all_gather(hardware, everyone, size * travels)
-    reduce = collectives.reduce_scatter(hardware, everyone, size * back)
-    overlap = backend.overlap_comm == "on" or (backend.overlap_comm == "auto" and third)
+    ranks = collectives.group(hardware, peers, layout.tp)
+    secondary = collectives.group(hardware, zero.hpz, layout.tp) if zero.hpz > 1 else ranks
+    stage3 = zero.stage == 3
+    sent_weight_bytes = 1 if zero.quantized_weights else weight_bytes
+    sent_grad_bytes = 0.5 if zero.quantized_gradients else grad_bytes
+    gather = collectives.all_gather(hardware, ranks, size * sent_weight_bytes)
+    backward = collectives.all_gather(hardware, secondary, size * sent_weight_bytes)
+    reduce = collectives.reduce_scatter(hardware, ranks, size * sent_grad_bytes)
+    overlap = backend.overlap_comm == "on" or (backend.overlap_comm == "auto" and stage3)
+    copies = operations.elementwise(hardware, 2.0 * weight_bytes * size)
     return Plan(
-        gather=gather if third else 0.0,
-        gather_again=collectives.all_gather(hardware, closer, size * travels) if third else 0.0,
+        gather=gather if stage3 else 0.0,
+        gather_backward=backward if stage3 else 0.0,
         reduce=reduce if zero.stage else 2 * reduce,
         all_reduce=0.0,
-        copies_gather=operations.elementwise(hardware, 2.0 * wide * size) if third else 0.0,
-        copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
-        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
-        gathers=micro_batches if third else 0,
-        gathers_again=micro_batches if third else 0,
+        gather_copies=copies if stage3 else 0.0,
+        reduce_copies=operations.elementwise(hardware, (weight_bytes + grad_bytes) * size),
+        accumulate=operations.elementwise(hardware, (weight_bytes + 2 * grad_bytes) * size),
+        gathers=micro_batches if stage3 else 0,
+        gathers_backward=micro_batches if stage3 else 0,
         reduces=micro_batches if zero.stage >= 2 else 1,
-        hidden=overlap and zero.stage > 0,
-        at_end=gather if zero.stage in (1, 2) else 0.0,
-        device_share=collectives.device_share(hardware, everyone),
+        overlapped=overlap and zero.stage > 0,
+        after_update=gather if zero.stage in (1, 2) else 0.0,
+        device_share=collectives.device_share(hardware, ranks),
         replica_share=0.0,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a step on one rank."""
+    """Seconds that data parallelism adds to a step on one rank."""
 
     exposed: float
-    """Network time beside which nothing is computed."""
+    """Network time during which the device computes nothing."""
     slowdown: float
-    """The time that computing loses to collectives beside it."""
+    """The time by which collectives slow down the computation that runs in parallel with them."""
     copies: float
+    """The time in which the device copies parameters and gradients."""
 
     @property
     def total(self) -> float:
@@ -231,62 +237,63 @@ class Cost:
 
 def cost(
     hardware: Hardware,
-    part: MicroBatchShape,
+    shape: MicroBatchShape,
     holding: RankParameters,
     plan: Plan,
     micro_batches: int,
     forward: float,
     backward: float,
 ) -> Cost:
-    """Return the cost of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
-    blocks, overlap = holding.blocks, hardware.efficiency.overlap
-    table = part.model.vocab * part.model.hidden / part.tp / _block(part)
-    ends = table * (holding.first + holding.last)
-    if part.model.tie_embeddings:
-        ends = min(ends, table)
-    units = blocks + ends
-    exposed = hidden = slowdown = 0.0
-    if plan.gathers:
-        # The first unit has nothing to hide behind, the others have the block before them.
-        first = plan.gather * (table if holding.first else 1)
-        late = max(0.0, plan.gather - forward) * (blocks - 1)
-        exposed += plan.gathers * (first + late)
-        hidden += plan.gathers * max(0.0, plan.gather * units - first - late)
-    both = min(plan.reduces, plan.gathers_again)
-    for times, again, reduce in (
-        (both, plan.gather_again, plan.reduce),
-        (plan.gathers_again - both, plan.gather_again, 0.0),
-        (plan.reduces - both, 0.0, plan.reduce),
-    ):
-        whole = (again + reduce) * units
-        shown = whole
-        if plan.hidden:
-            # The last gradients leave when nothing is left to compute.
-            shown = reduce * (table if holding.first else 1)
-            shown += max(0.0, again + reduce - backward) * (blocks - 1)
-            shown = min(shown, whole)
-        exposed += times * shown
-        hidden += times * (whole - shown)
-    exposed += plan.at_end * units
-    summed = plan.all_reduce * units
-    if plan.hidden and summed:
+    """Return the cost of a rank whose blocks take `forward` and `backward` seconds each for a micro batch.
+
+    Embedding and head count as `table` blocks each, by their number of parameters.
+    """
+    blocks, model = holding.blocks, shape.model
+    table = model.vocab * model.hidden / shape.tp / block_parameters(model, shape.tp, shape.ep)
+    tables = holding.first + holding.last
+    units = blocks + table * (min(1, tables) if model.tie_embeddings else tables)
+    first_unit = table if holding.first else 1
+
+    def exposed(collective: float, computation: float, uncovered: float) -> float:
+        """Return the exposed seconds of a collective for each block that overlaps with each block's
+        computation.
+
+        No computation overlaps with `uncovered` seconds for the first unit.
+        """
+        longer = max(0.0, collective - computation)
+        return min(collective * units, uncovered * first_unit + longer * (blocks - 1))
+
+    def exposed_backward(collective: float, uncovered: float) -> float:
+        return exposed(collective, backward, uncovered) if plan.overlapped else collective * units
+
+    # The first gather of a forward pass and the last reduction of a backward pass overlap with nothing.
+    gather_and_reduce = min(plan.reduces, plan.gathers_backward)
+    both = plan.gather_backward + plan.reduce
+    passes = [
+        (plan.gathers, plan.gather, exposed(plan.gather, forward, plan.gather)),
+        (gather_and_reduce, both, exposed_backward(both, plan.reduce)),
+        (
+            plan.gathers_backward - gather_and_reduce,
+            plan.gather_backward,
+            exposed_backward(plan.gather_backward, 0.0),
+        ),
+        (plan.reduces - gather_and_reduce, plan.reduce, exposed_backward(plan.reduce, plan.reduce)),
+    ]
+    network = plan.after_update * units + sum(count * visible for count, _, visible in passes)
+    hidden = sum(count * (collective * units - visible) for count, collective, visible in passes)
+    slowdown = plan.device_share * hidden
+    all_reduce = exposed_all_reduce = plan.all_reduce * units
+    if plan.overlapped:
         # FSDP2 sums over replicas on a stream of its own, in parallel with the reductions within a replica.
-        spare = max(0.0, backward - plan.reduce)
-        shown = plan.all_reduce * (table if holding.first else 1)
-        shown = min(summed, shown + max(0.0, plan.all_reduce - spare) * (blocks - 1))
-        slowdown += plan.replica_share * (summed - shown)
-        summed = shown
-    exposed += summed
-    copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
-    copies += plan.copies_reduce * plan.reduces
-    if not part.software.sums_in_products:
+        remaining = max(0.0, backward - plan.reduce)
+        exposed_all_reduce = exposed(plan.all_reduce, remaining, plan.all_reduce)
+    slowdown += plan.replica_share * (all_reduce - exposed_all_reduce)
+    copies = plan.gather_copies * (plan.gathers + plan.gathers_backward)
+    copies += plan.reduce_copies * plan.reduces
+    if not shape.software.sums_in_products:
         copies += plan.accumulate * (micro_batches - plan.reduces)
-    slowdown += plan.device_share * hidden
-    return Cost(exposed, overlap * slowdown, copies * units)
-
-
-def _block(part: MicroBatchShape) -> int:
-    return block_parameters(part.model, part.tp, part.ep)
+    slowdown *= hardware.efficiency.overlap
+    return Cost(network + exposed_all_reduce, slowdown, copies * units)
 
 
 def update(
@@ -296,23 +303,22 @@ def update(
     blocks: int,
     software: Software = NANOSCALE,
 ) -> float:
-    """Return the seconds of clipping and of the optimizer on a rank with so many parameters and blocks.
+    """Return the seconds of clipping and of the optimizer on a rank.
 
-    They are bound by memory, or on DTensors by the host, which starts some operations for every tensor.
-
-    Clipping reads the gradients for their norm, then reads and writes them.
+    The device's memory bounds them, or with DTensors the host, which starts `_PER_TENSOR` operations for every
+    tensor. Clipping reads the gradients for their norm, then reads and writes them.
     """
-    wide = operations.WIDTH[config.precision.params]
     passes = rule_of(config.optimizer).passes
     if config.optimizer.clip_norm is not None:
         passes += 3
+    size = passes * operations.WIDTH[config.precision.params] * parameters
     if config.zero.offload_optimizer == "none":
-        moved = operations.elementwise(hardware, passes * wide * parameters)
+        seconds = operations.elementwise(hardware, size)
         if not software.dtensor or config.world_size == 1:
-            return moved
+            return seconds
         tensors = blocks * (len(linears(config.model, 1)) + 2)
-        return max(moved, _PER_TENSOR * DTENSOR_S * tensors)
-    # The devices of a host share its memory; gradients go down and parameters come up.
-    share = hardware.host_memory_bandwidth / hardware.devices_per_host
+        return max(seconds, _PER_TENSOR * DTENSOR_S * tensors)
+    # The devices of a host share its memory. Gradients go to host memory, and parameters come back.
+    bandwidth = hardware.host_memory_bandwidth / hardware.devices_per_host
     moved = 2.0 * operations.WIDTH[config.precision.compute] * parameters
-    return passes * wide * parameters / share + moved / hardware.host_bandwidth
+    return size / bandwidth + moved / hardware.host_bandwidth

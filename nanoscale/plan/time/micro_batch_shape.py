@@ -1,4 +1,4 @@
-"""The work of one rank for one micro batch: the sizes that decide how long it takes."""
+"""One rank's share of a micro batch, and the seconds of its passes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from nanoscale.plan.hardware.software import NANOSCALE, Software
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """The share of a micro batch that a rank computes, and its settings. The key of the caches below."""
+    """A rank's share of a micro batch and the settings that its time depends on. The key of caches."""
 
     model: Model
     batch: int
     """Samples."""
     seq: int
-    """Tokens a sample."""
+    """Tokens of one sample."""
     tp: int
     sequence_parallel: bool
     cp: int
     cp_method: str
     kind: str
-    """The dtype of the blocks' products."""
-    wide: str
-    """The dtype of everything else."""
+    """The dtype of the blocks' matrix products: fp8, or equal to `dtype`."""
+    dtype: str
+    """The dtype of all other operations."""
     compiled: bool
     recompute: str
     """none, full, sqrt, attention, matmuls or every-2nd-matmul."""
     ep: int = 1
     attention: str = "flash"
-    """Kernel of attention: flash or cudnn."""
+    """The attention kernel: flash or cudnn."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
     adapter_rank: int = 0
-    """Rows of LoRA's A; 0: all weights are trained."""
+    """The rank of LoRA's adapters; 0: all weights are trained."""
     adapted: tuple[str, ...] = ()
-    """The layers in a block that have adapters."""
+    """The layers of a block that have adapters."""
 
     @property
     def tokens(self) -> int:
@@ -44,13 +44,13 @@ class MicroBatchShape:
 
     @property
     def stream(self) -> float:
-        """Tokens of the residual stream between the blocks."""
+        """This rank's tokens of the residual stream between the blocks."""
         return self.tokens / self.tp if self.sequence_parallel else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of one pass of one micro batch on a rank, by purpose."""
+    """Seconds of one pass of one micro batch on a rank, by kind of work."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -68,19 +68,12 @@ class Work:
 
 
 NOTHING = Work()
-
-
-def together(*works: Work) -> Work:
-    """Return the sum of works."""
-    return Work(*(sum(getattr(work, name) for work in works) for name in _WORK))
-
-
 _WORK = tuple(field.name for field in fields(Work))
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes through a part of the model."""
+    """The passes of one micro batch through a block, the embedding or the head."""
 
     forward: Work
     backward: Work
@@ -88,11 +81,12 @@ class Passes:
     recomputed_flops: float
     """FLOPs of recomputed products, per micro batch and rank."""
     both: Work
-    """Forward and backward."""
+    """The sum of forward and backward, without recomputation."""
     seconds: tuple[float, float, float]
-    """The totals of the first three, which a search reads often."""
+    """The totals of `forward`, `backward` and `recomputed`, which a search reads often."""
 
 
 def passes(forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0) -> Passes:
     seconds = forward.total, backward.total, recomputed.total
-    return Passes(forward, backward, recomputed, flops, together(forward, backward), seconds)
+    both = Work(*(getattr(forward, name) + getattr(backward, name) for name in _WORK))
+    return Passes(forward, backward, recomputed, flops, both, seconds)

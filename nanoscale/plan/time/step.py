@@ -1,4 +1,5 @@
-"""The time of a step, by parts, and derived figures: tokens/s, utilization, the time and cost of a run."""
+"""The time of a step, divided into its parts, and the figures that follow: tokens/s, MFU, a run's duration and
+cost."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Pass
 
 @dataclass(frozen=True, slots=True)
 class StepBreakdown:
-    """Seconds of a step on the busiest pipeline rank; they add up to the step."""
+    """Seconds of a step on the busiest pipeline rank. The sum of all parts is the time of the step."""
 
     matmul: float
     attention: float
@@ -33,7 +34,7 @@ class StepBreakdown:
     recomputed: float
     """Recomputation for the backward pass."""
     launch: float
-    """The device waits for the CPU to start kernels."""
+    """The device waits until the CPU has started kernels."""
     tp: float
     cp: float
     ep: float
@@ -41,7 +42,7 @@ class StepBreakdown:
     pp: float
     """The transfer of activations and their gradients between stages."""
     dp: float
-    """Exposed gathers and reductions, the slowdown by hidden ones, and their copies."""
+    """Exposed gathers and reductions, the slowdown of computation by overlapped ones, and copies."""
     bubble: float
     optimizer: float
     offload: float
@@ -68,29 +69,29 @@ class StepTime:
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOPs over the peak, attention counted whole (PaLM, Chowdhery et al. 2022, appendix B)."""
+    """Model FLOPs over the peak, with attention to all pairs (PaLM, Chowdhery et al. 2022, appendix B)."""
     mfu_causal: float
-    """The same with half of attention."""
+    """MFU with the causal half of attention's FLOPs."""
     hfu: float
-    """Mfu with recomputation."""
+    """MFU plus the FLOPs of recomputation over the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds of one micro batch in one stage, for simulating a schedule."""
+    """Seconds of one micro batch in one stage, for the simulation of a schedule."""
 
     forward: float
     backward: float
-    """The backward pass with recomputation."""
+    """The backward pass, including recomputation."""
     weights: float
-    """The share of the backward pass for the weights' gradients, for schedules that split it."""
+    """The part of `backward` for the weights' gradients. Some schedules run this part separately."""
     send: float
-    """The transfer to the next stage, or back."""
+    """The transfer of activations to the next stage, or of gradients from the next stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingEstimate:
-    """A whole run."""
+    """The duration and cost of a whole run."""
 
     steps: int
     hours: float
@@ -107,27 +108,27 @@ def step_time(
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
-        makespan: seconds of the pipeline's part of the step, if it was simulated; None: in closed form.
+        makespan: seconds of the pipeline's schedule, from its simulation; None: use the closed form.
     """
     layout = config.parallel
-    part = blocks.slice_of(config, software)
-    one, ends = blocks.block(hardware, part), _ends(hardware, part)
+    shape = blocks.micro_batch_shape(config, software)
+    one, ends = blocks.block(hardware, shape), _ends(hardware, shape)
     share, count = blocks.recomputed_share(config), config.accumulation
     forward = one.seconds[0]
     backward = one.seconds[1] + share * one.seconds[2]
     shards = data_parallel.shards(config)
     kinds = kinds_of_ranks(config, shards)
-    loads = [(_load(held, forward + backward, ends), held) for held in kinds]
+    loads = [(_load(kind, forward + backward, ends), kind) for kind in kinds]
     load, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
-    idle, late = _waiting(config, hardware, part, one, ends)
+    idle, transfers = _waiting(config, hardware, shape, one, ends)
     if makespan is not None:
-        waits = max(0.0, makespan - count * load)
-        late = min(late, waits)
-        idle = waits - late
+        waiting = max(0.0, makespan - count * load)
+        transfers = min(transfers, waiting)
+        idle = waiting - transfers
     plan = data_parallel.plan(config, hardware, count, software)
-    dp = data_parallel.cost(hardware, part, holding, plan, count, forward, backward)
-    local = data_parallel.own_parameters(config, holding)
+    dp = data_parallel.cost(hardware, shape, holding, plan, count, forward, backward)
+    local = data_parallel.updated_parameters(config, holding)
     parts = StepBreakdown(
         matmul=count * busy.matmul,
         attention=count * busy.attention,
@@ -137,38 +138,28 @@ def step_time(
         tp=count * busy.tp,
         cp=count * busy.cp,
         ep=count * busy.ep,
-        pp=late,
+        pp=transfers,
         dp=dp.total,
         bubble=idle,
         optimizer=data_parallel.update(config, hardware, local, holding.blocks, software),
-        offload=offload.waiting(config, hardware, part, holding, count, forward),
+        offload=offload.waiting(config, hardware, shape, holding, count, forward),
         # Token ids, in 8 bytes.
-        data=8.0 * part.tokens * count / hardware.host_bandwidth,
+        data=8.0 * shape.tokens * count / hardware.host_bandwidth,
         jitter=0.0,
     )
     hosts = max(1.0, config.world_size / hardware.devices_per_host)
-    # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
-    late_hosts = hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
-    parts = replace(parts, jitter=late_hosts * parts.seconds)
-    again = (
-        share
-        * config.model.layers
-        * one.recomputed_flops
-        * count
-        * config.parallel.dp
-        * layout.cp
-        * layout.tp
-    )
-    return _assemble(config, hardware, parts, parts.seconds, again)
+    # The largest of n normal numbers lies about √(2 ln n) standard deviations above their mean.
+    slowest_host = hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
+    parts = replace(parts, jitter=slowest_host * parts.seconds)
+    flops = share * config.model.layers * one.recomputed_flops
+    recomputed = flops * count * layout.dp * layout.cp * layout.tp
+    return _assemble(config, hardware, parts, recomputed)
 
 
 def _assemble(
-    config: ResolvedConfig,
-    hardware: Hardware,
-    parts: StepBreakdown,
-    seconds: float,
-    again: float,
+    config: ResolvedConfig, hardware: Hardware, parts: StepBreakdown, recomputed_flops: float
 ) -> StepTime:
+    seconds = parts.seconds
     tokens = config.tokens_per_step / seconds
     whole, causal = _flops(config.model, config.train.seq_len)
     if config.lora.rank:
@@ -183,7 +174,7 @@ def _assemble(
         tokens_per_s_per_gpu=tokens / config.world_size,
         mfu=mfu,
         mfu_causal=tokens * causal / peak,
-        hfu=mfu + again / seconds / peak,
+        hfu=mfu + recomputed_flops / seconds / peak,
     )
 
 
@@ -195,20 +186,20 @@ def _flops(model: Model, seq_len: int) -> tuple[int, int]:
 def stage_costs(
     config: ResolvedConfig, hardware: Hardware, software: Software = NANOSCALE
 ) -> list[StageCost]:
-    """Return the costs of every stage in the model's order, for one micro batch."""
-    part = blocks.slice_of(config, software)
-    one, ends = blocks.block(hardware, part), _ends(hardware, part)
-    share, send = blocks.recomputed_share(config), _send(config, hardware, part)
-    found = []
+    """Return the costs of every stage for one micro batch, in the order of the model's layers."""
+    shape = blocks.micro_batch_shape(config, software)
+    one, ends = blocks.block(hardware, shape), _ends(hardware, shape)
+    share, send = blocks.recomputed_share(config), _send(config, hardware, shape)
+    stage_costs = []
     for stage in all_stages(config):
         count = stage.layers
-        work = [end for end, there in zip(ends, (stage.first, stage.last), strict=True) if there]
+        work = [end for end, has in zip(ends, (stage.first, stage.last), strict=True) if has]
         forward = count * one.forward.total + sum(end.forward.total for end in work)
         backward = count * one.backward.total + sum(end.backward.total for end in work)
         products = count * one.backward.matmul + sum(end.backward.matmul for end in work)
-        again = count * share * one.recomputed.total
-        found.append(StageCost(forward, backward + again, _weights(config, products), send))
-    return found
+        backward += count * share * one.recomputed.total
+        stage_costs.append(StageCost(forward, backward, _weights(config, products), send))
+    return stage_costs
 
 
 def training(config: ResolvedConfig, hardware: Hardware, step: StepTime) -> TrainingEstimate:
@@ -221,8 +212,8 @@ def training(config: ResolvedConfig, hardware: Hardware, step: StepTime) -> Trai
     )
 
 
-def _ends(hardware: Hardware, part: MicroBatchShape) -> tuple[Passes, Passes]:
-    return blocks.embedding(hardware, part), blocks.head(hardware, part)
+def _ends(hardware: Hardware, shape: MicroBatchShape) -> tuple[Passes, Passes]:
+    return blocks.embedding(hardware, shape), blocks.head(hardware, shape)
 
 
 def _load(holding: RankParameters, block: float, ends: tuple[Passes, Passes]) -> float:
@@ -236,57 +227,57 @@ def _load(holding: RankParameters, block: float, ends: tuple[Passes, Passes]) ->
 
 
 def _busy(holding: RankParameters, one: Passes, ends: tuple[Passes, Passes]) -> Work:
-    """Return forward and backward of a rank for one micro batch, without recomputation."""
-    number, block = holding.blocks, one.both
+    """Return the work of a rank for one micro batch, forward and backward, without recomputation."""
+    count, block = holding.blocks, one.both
     first = ends[0].both if holding.first else NOTHING
     last = ends[1].both if holding.last else NOTHING
     return Work(
-        number * block.matmul + first.matmul + last.matmul,
-        number * block.attention,
-        number * block.elementwise + first.elementwise + last.elementwise,
-        number * block.launch,
-        number * block.tp + first.tp + last.tp,
-        number * block.cp,
-        number * block.ep,
+        count * block.matmul + first.matmul + last.matmul,
+        count * block.attention,
+        count * block.elementwise + first.elementwise + last.elementwise,
+        count * block.launch,
+        count * block.tp + first.tp + last.tp,
+        count * block.cp,
+        count * block.ep,
     )
 
 
-def _send(config: ResolvedConfig, hardware: Hardware, part: MicroBatchShape) -> float:
-    """Return the seconds to send the residual stream from a stage to the next."""
+def _send(config: ResolvedConfig, hardware: Hardware, shape: MicroBatchShape) -> float:
+    """Return the seconds to send one micro batch's residual stream to the next stage."""
     layout = config.parallel
     if layout.pp == 1:
         return 0.0
     ranks = collectives.group(hardware, layout.pp, layout.tp * layout.cp * layout.dp)
     return collectives.send(
-        hardware, ranks, part.stream * part.model.hidden * operations.WIDTH[part.wide]
+        hardware, ranks, shape.stream * shape.model.hidden * operations.WIDTH[shape.dtype]
     )
 
 
 def _waiting(
     config: ResolvedConfig,
     hardware: Hardware,
-    part: MicroBatchShape,
+    shape: MicroBatchShape,
     one: Passes,
     ends: tuple[Passes, Passes],
 ) -> tuple[float, float]:
-    """Return the seconds that a pipeline rank waits: those with free sends, and the addition by sends."""
+    """Return the seconds that a pipeline rank waits in a step: the bubble if transfers took no time, and the
+    waiting that transfers add."""
     layout, layers, virtual = config.parallel, config.model.layers, config.parallel.virtual_stages
     if layout.pp == 1:
         return 0.0, 0.0
     stages = layout.pp * virtual
-    again = blocks.recomputed_share(config) * one.seconds[2]
-    forward = (layers * one.seconds[0] + ends[0].seconds[0] + ends[1].seconds[0]) / stages
-    backward = (
-        layers * (one.seconds[1] + again) + ends[0].seconds[1] + ends[1].seconds[1]
-    ) / stages
+    recomputed = blocks.recomputed_share(config) * one.seconds[2]
+    forward = layers * one.seconds[0] + ends[0].seconds[0] + ends[1].seconds[0]
+    backward = layers * (one.seconds[1] + recomputed) + ends[0].seconds[1] + ends[1].seconds[1]
+    forward, backward = forward / stages, backward / stages
     weights = _weights(config, layers * one.backward.matmul + ends[1].backward.matmul) / stages
     count, times = config.accumulation, (forward, backward - weights, weights)
     idle = bubble(layout.schedule, layout.pp, virtual, count, *times, 0.0)
-    send = _send(config, hardware, part)
+    send = _send(config, hardware, shape)
     return idle, bubble(layout.schedule, layout.pp, virtual, count, *times, send) - idle
 
 
 def _weights(config: ResolvedConfig, backward_products: float) -> float:
-    """Return the seconds for the gradients of weights: half of the products, or next to none with adapters; the
-    rest is for inputs."""
+    """Return the part of a backward pass for the gradients of weights: half of its products, or with adapters
+    0."""
     return 0.0 if config.lora.rank else backward_products / 2
