@@ -111,7 +111,7 @@ def _device(run: RunDirectory, config: ResolvedConfig, cluster: Cluster | None) 
 COMPUTING = ("matmul", "matmul_fp8", "attention", "memory", "eager_s", "compiled_s")
 """The efficiencies that the factor scales."""
 SLOWER = frozenset({"eager_s", "compiled_s"})
-"""The ones of which more takes longer: they are divided by the factor."""
+"""Efficiencies in seconds, which are divided by the factor."""
 _FARTHEST = math.log(1000)
 _HALVINGS = 40
 """Halvings of the interval in which a factor lies."""
@@ -155,7 +155,7 @@ NOTHING = Calibration(1.0, ())
 
 
 def calibrate(runs: Sequence[Observation]) -> Calibration:
-    """Return the factor that the runs teach. There must be a run."""
+    """Return the factor that fits the median of the runs. There must be a run."""
     used = tuple(name for name in COMPUTING if any(_depends(run, name) for run in runs))
     return Calibration(median(_factor(run, used) for run in runs), used) if used else NOTHING
 

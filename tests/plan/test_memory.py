@@ -172,7 +172,7 @@ def test_sqrt_mode_is_that_many_groups():
     block = block_memory(shape, run)
     entry = block_memory(shape, run, "full").kept
     assert found.kept == 4 * entry
-    assert found.kept + found.extra == 3 * entry + 4 * block.whole + block.working
+    assert found.kept + found.extra == 3 * entry + 4 * block.recomputed + block.working
 
 
 def test_selective_keeps_less_than_all_and_more_than_the_input():

@@ -69,7 +69,7 @@ def test_products_in_eight_bits_have_copies(compiled: bool, of_result: int, of_i
     last = inner + whole + TOKENS * (of_result * HIDDEN + of_input * 512 // 8)
     freed = inner * (2 if compiled else 4)
     first = 2 * whole + inner - freed + TOKENS * (of_result * 512 // 8 + of_input * HIDDEN)
-    narrow = replace(run, narrow=True)
+    narrow = replace(run, fp8=True)
     assert working_memory(shape, narrow) == max(last, first) + whole // 8
     assert saved(shape, narrow) == saved(shape, run)
 
@@ -82,5 +82,5 @@ def test_eight_bits_are_planned_with_them() -> None:
         train=replace(base.train, steps=1, micro_batch=1, global_batch=1),
     )
     wide = replace(base, precision=replace(base.precision, compute="bf16"))
-    assert not setting_of(wide).run.narrow
-    assert setting_of(replace(wide, precision=replace(wide.precision, fp8=True))).run.narrow
+    assert not setting_of(wide).run.fp8
+    assert setting_of(replace(wide, precision=replace(wide.precision, fp8=True))).run.fp8

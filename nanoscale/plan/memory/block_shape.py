@@ -1,4 +1,4 @@
-"""The sizes and the execution options that determine what a block keeps."""
+"""The sizes and the execution options of a block that determine its memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nanoscale.config.schema import Model
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A block and its tokens on one rank; widths are those after division by tp."""
+    """A block and its tokens on one rank. Widths are divided by tp."""
 
     model: Model
-    """The whole model, which says what kinds of norms, feed-forward and experts a block has."""
+    """The model, for the kinds of norms, feed-forward and experts."""
     tokens: int
     """Tokens of the rank's micro batch: micro_batch · seq / cp."""
     span: int
-    """Keys that a query may attend to: the sequence."""
+    """Keys that a query may attend to: the length of the sequence."""
     shares: int
-    """Ranks that divide the tokens between the blocks (sequence parallelism)."""
+    """Ranks over which sequence parallelism divides the tokens between the blocks."""
     hidden: int
     q: int
     kv: int
@@ -32,9 +32,9 @@ class Shape:
     experts_per_token: int = 1
     """Experts of a token."""
     adapter_rank: int = 0
-    """Rows of LoRA's A; 0: all weights are trained."""
+    """The rank of LoRA's adapters; 0: all weights are trained."""
     adapted: tuple[str, ...] = ()
-    """The products beside which there are adapters."""
+    """The products that have adapters."""
 
     @property
     def gated(self) -> bool:
@@ -46,48 +46,50 @@ class Shape:
 
     @property
     def experts(self) -> int:
-        """Experts of all ranks; 0: one feed-forward block for all tokens."""
+        """Experts of all ranks; 0 for a dense feed-forward."""
         return self.model.experts
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The software's way of running a block, as far as it affects memory."""
+    """Properties of the software that computes a block, as far as they affect memory."""
 
     compute: int
     """Bytes of a number in products."""
     stream: int
     """Bytes of a number in the residual stream, which autocast leaves in the parameters' dtype."""
     autocast: bool = False
-    """True if every product casts its input for itself."""
+    """True if every product casts its input separately."""
     attention: Literal["flash", "scores", "math"] = "flash"
-    """Scores: kept after the softmax; math: the same, with keys and values repeated for every head."""
+    """The saved tensors of attention. flash: log-sums; scores: the softmax's result; math: the softmax's
+    result, and keys and values repeated for every head."""
     tensor_parallel: bool = False
     gathered: bool = True
-    """True if products keep their gathered inputs, with sequence parallelism."""
+    """True if products save their gathered inputs, with sequence parallelism."""
     turned: bool = False
-    """True if attention's result has its heads before its tokens, like rotated queries, and is copied."""
+    """True if attention's result is copied from a layout with heads before tokens."""
     exchanged: bool = False
-    """True for ulysses: heads are exchanged for the sequence, and the returned tensor is another one."""
+    """True for ulysses, whose all-to-all returns a new tensor."""
     composed_norm: bool = False
-    """True for RMSNorm without a fused kernel (CPUs): its steps are saved in fp32 or better."""
+    """True for RMSNorm without a fused kernel (on CPUs): its operations save tensors in fp32 or better."""
     fused: bool = False
-    """True if pointwise operations between products are fused, and recomputed from what the products keep."""
+    """True if pointwise operations between products are fused and recomputed from the products' saved
+    tensors."""
     fused_activation: bool = False
-    """True if the feed-forward's activation and gate are one operation, which keeps only its inputs."""
+    """True if the feed-forward's activation and gate are one operation, which saves only its inputs."""
     dropout: bool = False
-    """True for dropout masks after the output, the feed-forward and the scores."""
+    """True for dropout masks after attention's output, the feed-forward and the scores."""
     offloaded: bool = False
-    """True if kept activations wait on the host; not on a CPU, which has one memory and copies nothing back."""
+    """True if kept activations are in host memory. False on a CPU."""
     grouped: bool = False
     """True if one kernel computes all experts of a rank."""
-    narrow: bool = False
-    """True for products in 8 bits, from copies that they make themselves."""
+    fp8: bool = False
+    """True for products in 8 bits, which copy their operands."""
     gathered_keys: int = 0
     """Other software: tokens whose keys and values context parallelism gathers, repeated for every head."""
     keeps_softmax_input: bool = False
-    """Other software: True if scores from before the softmax are kept too, as in PyTorch before 1.11, whose
-    `_softmax_backward_data` needed them."""
+    """Other software: True if the softmax's input is saved too (PyTorch before 1.11,
+    `_softmax_backward_data`)."""
 
 
 Sizes = dict[str, int]

@@ -312,7 +312,7 @@ def _pipelined(
 def _product(setting: MemorySetting, params: RankParameters) -> int:
     """Return the elements of the first weight gradient that a block's backward pass computes.
 
-    `moe.working_memory` counts the gradients of experts that are computed one after another.
+    `moe.moe_working_memory` counts the gradients of experts that are computed one after another.
     """
     separate_experts = setting.shape.experts and not setting.run.grouped
     return 0 if separate_experts else params.largest_product

@@ -1,9 +1,10 @@
-"""The peak memory of every pipeline rank, part by part; of its dp, cp and tp peers the worst.
+"""The peak memory of every pipeline rank, divided into parts. Among the rank's dp, cp and tp peers the largest
+counts.
 
 A step goes through phases (the loss, the backward pass of the last block, the end of the backward pass, the
-update), each with its own sum; the highest counts, and its parts are shown. A GPU reserves more than it
-allocates: PyTorch's allocator keeps a pool for every stream, and no pool ever lends to another, so reserved
-memory is the sum of the peaks of the pools, and of the holes between allocations.
+update). The phase with the most allocated memory is the peak. PyTorch reserves more than it allocates: its
+caching allocator keeps a pool of memory for every stream, and memory of one pool cannot serve another stream.
+So reserved memory is the sum of the peaks of all pools, plus fragmentation.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from nanoscale.plan.memory.setting import MemorySetting, setting_of
 from nanoscale.plan.memory.shards import RankParameters, rank_holdings
 
 HOLES = 0.05
-"""Assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
-sizes are rounded up (2 MiB for large ones) and the remainder of a freed block is too small for other tensors.
-"""
+"""Assumed: fragmentation as a share of allocated memory. PyTorch's caching allocator rounds sizes up (to 2 MiB
+for large tensors), and the remainder of a freed block is often too small for another tensor."""
 CONTEXT = int(1.5 * 2**30)
 """Bytes of the CUDA context with cuBLAS, cuDNN and NCCL's channels, if the hardware's description has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A pipeline rank at its peak."""
+    """The memory of a pipeline rank at its peak."""
 
     rank: int
     stages: tuple[int, ...]
@@ -42,9 +42,9 @@ class RankMemory:
     reserved: int
     """Bytes, as in torch.cuda.max_memory_reserved."""
     context: int
-    """Bytes that the device holds besides PyTorch's memory."""
+    """Bytes in use on the device outside of PyTorch's allocator."""
     phase: Phase
-    found: RankPhases
+    phases: RankPhases
 
     @property
     def total(self) -> int:
@@ -53,7 +53,7 @@ class RankMemory:
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
-        """The allocated parts, then fragmentation and context: together the total."""
+        """The allocated parts, fragmentation and context, whose sum is `total`."""
         parts = [
             MemoryPart(name, size, partial(self._explain, name, size))
             for name, size in self.phase.parts.items()
@@ -66,14 +66,14 @@ class RankMemory:
     def _explain(self, name: str, size: int) -> str:
         if not size:
             return f"none at the highest point of the step, '{self.peak}'"
-        return self.found.explain(name, self.phase)
+        return self.phases.explain(name, self.phase)
 
     @property
     def host(self) -> tuple[MemoryPart, ...]:
         """The parts in host memory."""
         return tuple(
-            MemoryPart(name, size, partial("{} of this rank that wait in host memory".format, name))
-            for name, size in self.found.host
+            MemoryPart(name, size, partial("{} of this rank in host memory".format, name))
+            for name, size in self.phases.host
             if size
         )
 
@@ -96,8 +96,7 @@ def rank_memory(
         in_flight: for each pipeline rank and each of its stages, the number of micro batches with activations
             at the peak; None: one, as without a pipeline.
         ranks: the pipeline ranks to return; None: all.
-        context_bytes: bytes that the device holds besides PyTorch's memory; None: on a GPU `CONTEXT`, on a CPU
-            nothing.
+        context_bytes: bytes outside of PyTorch's allocator; None: `CONTEXT` on a GPU, 0 on a CPU.
     """
     setting = setting_of(config, software)
     return setting_memory(setting, in_flight, ranks=ranks, context_bytes=context_bytes)
@@ -110,50 +109,47 @@ def setting_memory(
     ranks: Sequence[int] | None = None,
     context_bytes: int | None = None,
 ) -> list[RankMemory]:
-    """Return every pipeline rank's memory for a setting, which may be another software's."""
+    """Return every pipeline rank's memory for the setting of nanoscale or of other software."""
     phases_of = deepspeed_phases if setting.flat else native_phases
     if context_bytes is None:
         context_bytes = CONTEXT if setting.gpu else 0
     holdings = rank_holdings(setting.config, setting.shards, setting.whole_ends)
     memory = []
     for rank in range(setting.pp) if ranks is None else ranks:
-        held = holdings[rank]
-        flying = in_flight[rank] if in_flight is not None else [1] * len(held.stages)
-        found = phases_of(setting, held, flying)
-        found = replace(
-            found, host=(*found.host, ("checkpoint copy", _staged(setting, held.trained)))
-        )
-        numbers = tuple(stage.number for stage in held.stages)
-        memory.append(_highest(rank, numbers, found, setting.gpu, context_bytes))
+        params = holdings[rank]
+        counts = in_flight[rank] if in_flight is not None else [1] * len(params.stages)
+        phases = phases_of(setting, params, counts)
+        copy = ("checkpoint copy", _checkpoint_copy(setting, params.trained))
+        phases = replace(phases, host=(*phases.host, copy))
+        numbers = tuple(stage.number for stage in params.stages)
+        memory.append(_highest(rank, numbers, phases, setting.gpu, context_bytes))
     return memory
 
 
 def _highest(
-    rank: int, stages: tuple[int, ...], found: RankPhases, gpu: bool, context: int
+    rank: int, stages: tuple[int, ...], phases: RankPhases, gpu: bool, context: int
 ) -> RankMemory:
-    peak = max(found.phases, key=lambda phase: phase.allocated)
-    allocated = peak.allocated
-    reserved = allocated
+    peak = max(phases.phases, key=lambda phase: phase.allocated)
+    allocated = reserved = peak.allocated
     if gpu:
-        own = max(phase.allocated - phase.pooled + phase.fragmented for phase in found.phases)
-        reserved = int(max(allocated, own + found.pools) * (1 + HOLES))
-    return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, found)
+        default = max(phase.allocated - phase.pooled + phase.fragmented for phase in phases.phases)
+        reserved = int(max(allocated, default + phases.pools) * (1 + HOLES))
+    return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, phases)
 
 
-def _staged(setting: MemorySetting, held: RankParameters) -> int:
-    """Return the bytes of the copy from which checkpoints are written in parallel with the training."""
+def _checkpoint_copy(setting: MemorySetting, params: RankParameters) -> int:
+    """Return the bytes of the copy in host memory from which checkpoints are written during the training."""
     saving = setting.config.checkpoint
     if not (saving.asynchronous and (saving.every or saving.every_minutes)):
         return 0
-    share = -(-held.numel // setting.shards) if setting.flat else held.shard
+    share = -(-params.numel // setting.shards) if setting.flat else params.shard
     return int((setting.states.weights + setting.states.optimizer) * share)
 
 
 def _explain_holes(memory: RankMemory) -> str:
     return (
-        f"pools of streams that do not lend to each other (of gathers and reductions "
-        f"{byte_size(memory.found.pools)}), and holes of {HOLES:.0%}: {byte_size(memory.reserved)} reserved − "
-        f"{byte_size(memory.allocated)} allocated"
+        f"one pool for each stream ({byte_size(memory.phases.pools)} for gathers and reductions), and holes of "
+        f"{HOLES:.0%}: {byte_size(memory.reserved)} reserved − {byte_size(memory.allocated)} allocated"
     )
 
 

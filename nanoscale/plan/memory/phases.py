@@ -1,4 +1,4 @@
-"""The moments of a step at which memory may peak, and the bytes that each of them holds."""
+"""The phases of a step in which memory may peak, and their allocated bytes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """A named number of bytes. `why` writes its arithmetic down, and is called only on request."""
+    """A part of a rank's memory, with its size and an explanation."""
 
     name: str
     bytes: int
     why: Callable[[], str]
+    """Return the formula as symbols and numbers, with its source."""
 
     @property
     def how(self) -> str:
-        """Return the formula as symbols and numbers, with its source."""
         return self.why()
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A moment of a step, with the bytes that a rank holds then."""
+    """A phase of a step, with the bytes that a rank has allocated at the phase's peak."""
 
     name: str
     weights: int
@@ -30,14 +30,14 @@ class Phase:
     compute_copies: int = 0
     gradients: int = 0
     gathered: int = 0
-    """Parameters that are gathered for a while."""
+    """Temporarily gathered parameters."""
     activations: int = 0
     logits: int = 0
     communication: int = 0
     pooled: int = 0
-    """Bytes of the above that are allocated on the streams of gathers and reductions."""
+    """Bytes, counted in the fields above, that are allocated on the streams of gathers and reductions."""
     fragmented: int = 0
-    """Bytes freed between tensors that are still held, too small for the next allocation."""
+    """Bytes of freed blocks that are too small for the next allocation."""
 
     @property
     def allocated(self) -> int:
@@ -55,7 +55,7 @@ class Phase:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes of each part, under the name that a plan shows."""
+        """The bytes of each part, by the name that a plan shows."""
         return {
             "weights": self.weights,
             "compute copies": self.compute_copies,
@@ -77,4 +77,4 @@ class RankPhases:
     """The most bytes that the streams of gathers and reductions need in a step."""
     host: tuple[tuple[str, int], ...]
     explain: Callable[[str, Phase], str]
-    """Return the arithmetic of a part in a phase."""
+    """Return the formula of a named part in a phase."""

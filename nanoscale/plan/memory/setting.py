@@ -1,4 +1,4 @@
-"""The settings of a configuration that determine memory, in the form that the arithmetic needs."""
+"""The settings of a configuration that determine memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoscale.plan.memory.states import BytesPerParameter, bytes_per_parameter
 
 @dataclass(frozen=True, slots=True)
 class MemorySetting:
-    """A job on its ranks. Other software differs from ours in the fields that say so."""
+    """The settings of a job on its ranks. Fields marked "other software" keep their defaults for nanoscale."""
 
     config: ResolvedConfig
     states: BytesPerParameter
@@ -29,11 +29,11 @@ class MemorySetting:
     flat: bool
     """True for DeepSpeed's flat buffers, in place of FSDP2."""
     whole_ends: bool
-    """True if tp leaves embedding and head whole."""
+    """True if tp does not divide embedding and head."""
     single: bool
-    """True for one process, or several that each have the whole model: without FSDP2 and its copies."""
+    """True for one process, or for several processes that each have the whole model: without FSDP2."""
     shards: int
-    """Ranks that share the weights, the states and, from stage 2 on, the gradients."""
+    """Ranks over which the weights, the states and, from stage 2 on, the gradients are sharded."""
     peers: int
     """Ranks that train the same parameters: dp · cp."""
     stage: int
@@ -41,7 +41,7 @@ class MemorySetting:
     micro_batches: int
     gpu: bool
     vocabulary: int
-    """Logits of a token on a rank."""
+    """Logits of one token on a rank."""
     vocabulary_parallel: bool
     loss: int
     """Bytes of a number in the loss."""
@@ -50,13 +50,13 @@ class MemorySetting:
     copies_gradients: bool = True
     """Flat buffers: True if the optimizer gets a copy of this rank's gradients."""
     keeps_gradients: bool = False
-    """Flat buffers: True if gradients have theirs all the time, not only between micro batches."""
+    """Flat buffers: True if the buffer of gradients exists during the whole step."""
     placeholders: bool = False
-    """Flat buffers: True if an unread gradient of every matrix of a block stays allocated (Transformer
-    Engine's, if the products themselves accumulate gradients)."""
+    """Flat buffers: True if every matrix of a block has a gradient tensor that is not used (Transformer Engine,
+    if products accumulate gradients)."""
     whole_logits: tuple[int, int] | None = None
-    """Other software: bytes of a logit from the forward pass on, and the addition when the loss's backward
-    pass begins; None: the logits are never complete."""
+    """Other software: bytes of a logit from the forward pass on, and bytes that the loss's backward pass adds;
+    None: logits are computed in chunks."""
 
 
 def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MemorySetting:
@@ -76,11 +76,11 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         turned=config.model.position == "rope" and layout.cp == 1,
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
         composed_norm=not gpu or (software.composed_norm and not compiled),
-        # What is cast to 8 bits follows a reduction, which a compiler keeps instead of computing it again.
+        # The cast to 8 bits needs a maximum, so a compiler saves the cast's input.
         fused=compiled and not precision.fp8,
         offloaded=layout.offload_activations and gpu,
         grouped=gpu and _one_kernel(config),
-        narrow=precision.fp8,
+        fp8=precision.fp8,
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
@@ -112,23 +112,24 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
 
 
 def _with_logits(setting: MemorySetting, software: Software) -> MemorySetting:
-    """Return the setting with all logits at once, if the software has them.
+    """Return the setting for software that computes all logits at once, or else the same setting.
 
-    Kept are the log-softmax in fp32 or better; then come its gradients and the logits', and with a divided
-    vocabulary one more (torch.distributed.tensor.parallel.loss).
+    The forward pass keeps the log-softmax in fp32 or better. The backward pass adds the gradients of the
+    log-softmax and of the logits, and one more tensor if tp divides the vocabulary
+    (torch.distributed.tensor.parallel.loss).
     """
     if not software.whole_logits:
         return setting
-    more = setting.loss * (3 if setting.vocabulary_parallel else 2)
-    return replace(setting, whole_logits=(setting.loss, more))
+    backward = setting.loss * (3 if setting.vocabulary_parallel else 2)
+    return replace(setting, whole_logits=(setting.loss, backward))
 
 
 def _distributed_optimizer(setting: MemorySetting) -> MemorySetting:
     """Return Megatron-LM's setting, with Transformer Engine's fused blocks and a fused cross-entropy.
 
-    Weights in the compute dtype and gradients in fp32 are whole flat buffers; master weights and moments are
-    sharded. Products keep the divided input and gather it again (Korthikanti et al. 2022, arXiv:2205.05198,
-    section 4.2.2).
+    Weights in the compute dtype and gradients in fp32 are unsharded flat buffers. Master weights and moments
+    are sharded. Products save this rank's shard of their input, and gather the input again in the backward pass
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
     """
     config, compute = setting.config, setting.compute
     backend = replace(config.backend, reduce_bucket=0, overlap_comm="off")
@@ -156,10 +157,10 @@ def _one_kernel(config: ResolvedConfig) -> bool:
 
 
 def _unfused(config: ResolvedConfig, compute: int) -> bool:
-    """True if PyTorch has no fused attention for this on a GPU, and writes the scores to memory.
+    """True if PyTorch has no fused attention for the configuration on a GPU, and writes the scores to memory.
 
-    Its memory-efficient kernel, the only one for fp32, supports no grouped heads, and none supports fp64. Our
-    ring has its own kernels.
+    For fp32 there is only the memory-efficient kernel, which does not support grouped heads. No kernel supports
+    fp64. Ring attention has kernels of its own.
     """
     model, layout = config.model, config.parallel
     grouped = model.kv_heads not in (None, model.heads)

@@ -1,5 +1,4 @@
-"""The parameters of every pipeline rank: its stages, and in each the units that are gathered together, after
-tp."""
+"""The parameters of every pipeline rank, divided by tp: its stages, and each stage's units."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 
 EXPERT_MATRICES = 3
-"""Gate, up and down."""
+"""The matrices of an expert: gate, up and down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,60 +27,61 @@ class ExpertShards:
 
     @property
     def numel(self) -> int:
-        """Elements of all of them, whole."""
+        """Elements of all experts, before ZeRO."""
         return self.count * self.each
 
     def shard(self, ranks: int) -> int:
-        """Return the elements on the rank that has most, of `ranks` of which every ep-th has the same experts.
+        """Return the elements on the rank with the largest shard, if ZeRO shards over `ranks`.
 
-        Shards are whole experts, or parts of all if there are too few (`parallel.expert.shard_dimension`).
+        Only ranks / ep ranks have the same experts. A shard has whole experts, or if there are too few, an
+        equal part of each expert (`parallel.expert.shard_dimension`).
         """
-        same = ranks // self.ep
-        if self.count % same and self.hidden % same == 0:
-            return self.numel // same
-        return -(-self.count // same) * self.each
+        peers = ranks // self.ep
+        if self.count % peers and self.hidden % peers == 0:
+            return self.numel // peers
+        return -(-self.count // peers) * self.each
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that one module holds, and that are gathered and reduced together."""
+    """The parameters of one module, which are gathered and reduced together."""
 
     name: str
     count: int
     """The number of equal units in the stage."""
     matrices: tuple[parameters.Shape, ...]
-    """Rows and width of each, on a rank of tp."""
+    """Rows and width of each matrix, on a rank of tp."""
     vectors: tuple[int, ...]
     """Lengths of norms and biases, on a rank of tp."""
     experts: ExpertShards | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of one unit, whole."""
-        own = self.experts.numel if self.experts else 0
-        return sum(rows * width for rows, width in self.matrices) + sum(self.vectors) + own
+        """Elements of one unit, before ZeRO."""
+        experts = self.experts.numel if self.experts else 0
+        return sum(rows * width for rows, width in self.matrices) + sum(self.vectors) + experts
 
     @property
     def largest_product(self) -> int:
-        """Elements of the last matrix, or of all experts' last one: its gradient is the first to come."""
+        """Elements of the last matrix, or of the last matrices of all experts. The backward pass begins with
+        them."""
         if self.experts:
             return self.experts.numel // EXPERT_MATRICES
         rows, width = self.matrices[-1]
         return rows * width
 
     def shard(self, ranks: int) -> int:
-        """Return the elements of one unit on the rank that has most: rows are dealt out whole, the last ones
-        padded."""
+        """Return the elements of one unit on the rank with the largest shard. ZeRO shards matrices by rows."""
         if ranks == 1:
             return self.numel
         matrices = sum(-(-rows // ranks) * width for rows, width in self.matrices)
-        own = self.experts.shard(ranks) if self.experts else 0
-        return matrices + sum(-(-length // ranks) for length in self.vectors) + own
+        experts = self.experts.shard(ranks) if self.experts else 0
+        return matrices + sum(-(-length // ranks) for length in self.vectors) + experts
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One (virtual) stage of the pipeline; without one, the whole model."""
+    """One (virtual) stage of a pipeline, or the whole model if there is no pipeline."""
 
     number: int
     layers: int
@@ -90,10 +90,10 @@ class Stage:
     units: tuple[Unit, ...]
     """The block, then embedding and head, or the root's remaining parameters."""
     numel: int
-    """Elements of all units, whole."""
+    """Elements of all units, before ZeRO."""
 
     def shard(self, ranks: int) -> int:
-        """Return the elements of all units on the rank that has most."""
+        """Return the elements of all units on the rank with the largest shard."""
         return sum(unit.count * unit.shard(ranks) for unit in self.units)
 
     def unit(self, name: str) -> Unit | None:
@@ -102,7 +102,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """The parameters of a pipeline rank, in elements."""
+    """The numbers of parameters of a pipeline rank, after tp. Without "shard" in its name, a field is before
+    ZeRO."""
 
     stages: tuple[Stage, ...]
     blocks: int
@@ -111,21 +112,20 @@ class RankParameters:
     last: bool
     """True for the rank of the last stage, which has the head."""
     numel: int
-    """Whole, after tp."""
     shard: int
-    """On the rank that has most of them."""
+    """The largest shard of any rank."""
     block: int
-    """The largest unit of that kind, whole; so are the others below."""
+    """Parameters of the largest block."""
     head: int
     """Parameters gathered for the loss: head and norm, or the tied embedding."""
     embedding: int
     rest: int
-    """The root's own parameters: gathered while any micro batch is in flight."""
+    """Parameters of the root module, which are gathered while any micro batch is in flight."""
     largest_product: int
-    """The last matrix of a block, whose gradient is the first to come."""
+    """`Unit.largest_product` of the largest block."""
     head_shard: int
     adapters: RankParameters | None = None
-    """The adapters of LoRA among these; None without them."""
+    """LoRA's adapters alone; None without LoRA."""
 
     @property
     def trained(self) -> RankParameters:
@@ -136,18 +136,18 @@ class RankParameters:
 def rank_holdings(
     config: ResolvedConfig, shards: int, whole_ends: bool | None = None
 ) -> tuple[RankParameters, ...]:
-    """Return the parameters of every pipeline rank if `shards` ranks share the weights; `whole_ends` as in
-    `rank_stages`."""
+    """Return the parameters of every pipeline rank if ZeRO shards over `shards` ranks. See `rank_stages` for
+    `whole_ends`."""
     return _rank_holdings(_key(config, whole_ends), shards)
 
 
 def kinds_of_ranks(config: ResolvedConfig, shards: int) -> tuple[RankParameters, ...]:
-    """Return one rank of each kind: all ranks of a kind compute equally much."""
+    """Return one rank for each combination of blocks, embedding and head. Other ranks take the same time."""
     return _kinds(_key(config, None), shards)
 
 
 def all_stages(config: ResolvedConfig) -> list[Stage]:
-    """Return the stages in the model's order."""
+    """Return the stages in the order of the model's layers."""
     stages = [stage for rank in rank_stages(config) for stage in rank]
     return sorted(stages, key=lambda stage: stage.number)
 
@@ -155,15 +155,16 @@ def all_stages(config: ResolvedConfig) -> list[Stage]:
 def rank_stages(
     config: ResolvedConfig, whole_ends: bool | None = None
 ) -> tuple[tuple[Stage, ...], ...]:
-    """Return the stages of every pipeline rank, in the order in which tokens pass through them.
+    """Return the stages of every pipeline rank, in the order of the model's layers.
 
-    `whole_ends`: True if tp leaves embedding and head whole; None: as in the backend.
+    Args:
+        whole_ends: True if tp does not divide embedding and head; None: as the job's backend does.
     """
     return _rank_stages(*_key(config, whole_ends))
 
 
 _Adapters = tuple[int, tuple[str, ...]]
-"""The rank of LoRA's matrices, and the names in a block of the layers that have them."""
+"""The rank of LoRA's adapters, and the names of a block's layers that have adapters."""
 _Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool, _Adapters]
 
 
@@ -194,10 +195,10 @@ def _rank_stages(
     whole_ends: bool,
     adapters: _Adapters,
 ) -> tuple[tuple[Stage, ...], ...]:
-    number = pp * virtual
-    counts = stage_layers(model, number, list(layers) if layers is not None else None)
+    count = pp * virtual
+    blocks = stage_layers(model, count, list(layers) if layers is not None else None)
     stages = [
-        _stage(model, k, counts[k], number, tp, ep, whole_ends, adapters) for k in range(number)
+        _stage(model, k, blocks[k], count, tp, ep, whole_ends, adapters) for k in range(count)
     ]
     return tuple(
         tuple(stages[k] for k in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)
@@ -207,36 +208,36 @@ def _rank_stages(
 @lru_cache(maxsize=4096)
 def _rank_holdings(key: _Key, shards: int) -> tuple[RankParameters, ...]:
     model, tp, *_, adapters = key
-    ranks = [_hold(stages, shards, model.tie_embeddings) for stages in _rank_stages(*key)]
+    ranks = [_parameters(stages, shards, model.tie_embeddings) for stages in _rank_stages(*key)]
     if adapters[0]:
         ranks = [
-            replace(held, adapters=_trained(held, shards, model, tp, adapters)) for held in ranks
+            replace(rank, adapters=_adapters(rank, shards, model, tp, adapters)) for rank in ranks
         ]
     return tuple(ranks)
 
 
-def _trained(
-    held: RankParameters, shards: int, model: Model, tp: int, adapters: _Adapters
+def _adapters(
+    rank: RankParameters, shards: int, model: Model, tp: int, adapters: _Adapters
 ) -> RankParameters:
     """Return the adapters of a rank's stages."""
     matrices = _adapter_matrices(model, tp, adapters)
     stages = []
-    for stage in held.stages:
+    for stage in rank.stages:
         unit = Unit("block", stage.layers, matrices, ())
         numel = stage.layers * unit.numel
         stages.append(replace(stage, units=(unit,), numel=numel))
-    return _hold(tuple(stages), shards, tied=False)
+    return _parameters(tuple(stages), shards, tied=False)
 
 
 @lru_cache(maxsize=4096)
 def _kinds(key: _Key, shards: int) -> tuple[RankParameters, ...]:
     kinds: dict[tuple[int, bool, bool], RankParameters] = {}
-    for held in _rank_holdings(key, shards):
-        kinds.setdefault((held.blocks, held.first, held.last), held)
+    for rank in _rank_holdings(key, shards):
+        kinds.setdefault((rank.blocks, rank.first, rank.last), rank)
     return tuple(kinds.values())
 
 
-def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParameters:
+def _parameters(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParameters:
     units = [unit for stage in stages for unit in stage.units]
     block = max((unit for unit in units if unit.name == "block"), key=lambda unit: unit.numel)
     named = {unit.name: unit for unit in units}
@@ -268,7 +269,7 @@ def _stage(
     whole_ends: bool,
     adapters: _Adapters,
 ) -> Stage:
-    """Return a stage; with `whole_ends` tp does not divide embedding and head, as with DeepSpeed's layers."""
+    """Return a stage. With `whole_ends` tp does not divide embedding and head, as in the DeepSpeed backend."""
     first, last = number == 0, number == stages - 1
     local = {
         name: parameter.local(1 if whole_ends else tp)
@@ -292,7 +293,7 @@ def _stage(
 
 
 def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> Unit:
-    """Return a block's unit."""
+    """Return the unit of `count` equal blocks."""
     table = parameters.block(model).values()
     local = [parameter.local(tp, ep) for parameter in table]
     experts = None

@@ -18,26 +18,25 @@ QUANTIZED = 1 + 4 / 256
 
 @dataclass(frozen=True, slots=True)
 class BytesPerParameter:
-    """The memory of one parameter without sharding, in bytes."""
+    """Bytes of one parameter without sharding."""
 
     weights: float
     """The weights that the optimizer updates: fp32 master weights if there is a compute copy."""
     copy: float
-    """The compute copy, if the weights themselves have another dtype."""
+    """The copy in the compute dtype; 0 if the weights have the compute dtype."""
     gradients: float
     optimizer: float
-    """Moments; master weights count as weights."""
+    """The optimizer's moments, without master weights."""
 
 
 def moments(optimizer: Optimizer, params: int) -> float:
-    """Return the bytes per parameter of the optimizer's states, if a parameter has `params` bytes."""
+    """Return the bytes of the optimizer's moments of one parameter, which itself has `params` bytes."""
     width = QUANTIZED if rule_of(optimizer).quantized else params
     return float(width * len(moments_of(optimizer)))
 
 
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:
-    """Return the bytes per parameter of one of our jobs: gradients end in the dtype of the weights, in either
-    backend."""
+    """Return the bytes per parameter of a job. Gradients for the optimizer have the dtype of the weights."""
     params, compute = DTYPES[precision.params].bytes, DTYPES[precision.compute].bytes
     return BytesPerParameter(
         weights=params,

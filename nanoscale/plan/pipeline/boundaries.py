@@ -1,13 +1,13 @@
-"""Tensors between stages that torch keeps in addition to the in-flight activations, however few of those there
-are.
+"""Tensors between stages that torch keeps for all micro batches of a step, in addition to the in-flight
+activations.
 
-`PipelineStage` makes a buffer for the input of every micro batch of a step, and one for the gradient of its
-result, when the first step begins, and keeps them (torch 2.11 to 2.13, `_setup_forward_recv_info` and
-`_create_grad_recv_info`). Schedules of several stages a rank, and GPipe in its backward passes, wait for their
-sends only at the end of the step (`send_ops` of `_PipelineScheduleRuntime`), and sent tensors are held until
-then. A split backward pass also leaves the gradient of each input on its buffer until the next step begins.
-Stages of one rank hand each other's tensors over, which are then the buffers. Each tensor is `[micro_batch,
-seq, hidden]` of the rank's share.
+When the first step begins, `PipelineStage` allocates buffers for every micro batch's input and for the gradient
+of its result, and keeps the buffers (torch 2.11 to 2.13, `_setup_forward_recv_info` and
+`_create_grad_recv_info`). Schedules with several stages a rank wait for their sends only at the end of the
+step, and so does GPipe in its backward passes (`send_ops` of `_PipelineScheduleRuntime`). Until then torch
+keeps the sent tensors. A split backward pass keeps the gradient of each input until the next step begins.
+Between two stages of one rank, the output of the first stage is the buffer of the second. Each tensor is
+`[micro_batch, seq, hidden]`, divided by cp and, with sequence parallelism, by tp.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ class KeptBoundary:
     """Tensors that a stage keeps at the end of a step, by kind."""
 
     inputs: int
-    """Activations; an in-flight activation has its stage's input here, not in addition to it."""
+    """Inputs of all micro batches. The inputs of in-flight micro batches are among them."""
     output_gradients: int
     outputs: int
-    """At any time, one per micro batch that has gone forward."""
+    """During a step, one for each micro batch that has gone forward."""
     input_gradients: int
-    """At any time, one per micro batch that has gone backward."""
+    """During a step, one for each micro batch that has gone backward."""
     hands_over: bool
     """True if the output of an in-flight micro batch is the next stage's input, on the same rank."""
 
     def tensors(self, flying: int, forward: int, backward: int) -> int:
-        """Return the tensors in addition to the inputs of in-flight micro batches, after so many have gone
-        forward and backward."""
+        """Return the number of tensors, without the inputs of the `flying` in-flight micro batches.
+
+        Args:
+            forward: micro batches that have gone forward.
+            backward: micro batches that have gone backward.
+        """
         outputs = 0 if self.hands_over else max(min(self.outputs, forward), flying)
         gradients = min(self.input_gradients, backward)
         return self.inputs - min(self.inputs, flying) + self.output_gradients + outputs + gradients
@@ -50,14 +54,13 @@ def boundaries(
     last = pp * virtual_stages - 1
 
     def boundary(stage: int, rank: int) -> KeptBoundary:
-        into = stage > 0
-        onward = stage < last
-        receives = into and rank_of(schedule, pp, stage - 1) != rank
-        sends = onward and rank_of(schedule, pp, stage + 1) != rank
+        has_input, has_output = stage > 0, stage < last
+        receives = has_input and rank_of(schedule, pp, stage - 1) != rank
+        sends = has_output and rank_of(schedule, pp, stage + 1) != rank
         several = schedule not in ONE_STAGE
         return KeptBoundary(
-            inputs=micro_batches * into,
-            output_gradients=micro_batches * onward,
+            inputs=micro_batches * has_input,
+            output_gradients=micro_batches * has_output,
             outputs=micro_batches * (sends and several),
             input_gradients=micro_batches * (receives and schedule != "1f1b"),
             hands_over=not sends,

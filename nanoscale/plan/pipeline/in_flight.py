@@ -15,10 +15,10 @@ def in_flight(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the numbers at a rank's peak, by rank and by its stages from the model's first to its last.
 
-    GPipe holds all (Huang et al. 2019, 2.3), and so does looped BFS; 1F1B at most pp - rank (Narayanan et al.
-    2021, 2.2.1); its interleaving as many as the warm-up and one, ZB-H1 pp of one stage a rank (Qi et al.
-    2023, table 1), ZB-V 2·pp half stages (section 6), DualPipe one more (DeepSeek-V3, table 2). With split
-    backward passes they are held until the gradients of weights are done, see `residents`.
+    GPipe (Huang et al. 2019, 2.3) and looped BFS hold all micro batches, 1F1B pp - rank (Narayanan et al. 2021,
+    2.2.1), interleaved 1F1B warm-up + 1, ZB-H1 pp (Qi et al. 2023, table 1), ZB-V 2·pp half stages (section 6),
+    DualPipe 2·pp + 1 (DeepSeek-V3, table 2). With split backward passes, a micro batch is held until its
+    gradients of weights are computed (`residents`).
     """
     assert takes(schedule, pp, micro_batches), "config.rules refuses it"
     if pp == 1:
@@ -34,15 +34,15 @@ def in_flight(
         )
     if micro_batches >= 2 * pp - 1:
         return tuple((2 * pp - 1 - rank, rank + 1) for rank in range(pp))
-    # A V that is not filled has no simple rule, and few actions.
-    few = order(schedule, pp, virtual_stages, micro_batches)
-    return tuple(tuple(residents(actions).held) for actions in few)
+    # With fewer micro batches there is no simple formula, but few actions to count.
+    ranks = order(schedule, pp, virtual_stages, micro_batches)
+    return tuple(tuple(residents(actions).held) for actions in ranks)
 
 
 def _first_of_rounds(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[int, ...]:
-    """Return the counts of a rank's first forward passes, before any of them has gone backward in full."""
+    """Return the micro batches in each stage of a rank before the first full backward pass has ended."""
     passes = warmup(schedule, pp, virtual_stages, micro_batches, rank) + 1
     if schedule == "zero-bubble":
         passes += rank

@@ -34,7 +34,7 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int
     joined: bool = False
-    """True if it runs as one with the next action: both send when both are done."""
+    """True if the action and the next action run as a pair: both send when both have ended."""
 
 
 Order = Sequence[Sequence[Action]]
@@ -77,7 +77,7 @@ def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Or
 
 
 def _all_forward_first(stages: list[int], micro_batches: int, last_first: bool) -> list[Action]:
-    """List all forward passes, a stage at a time, then all backward passes, the last stage first."""
+    """List all forward passes, stage by stage, then all backward passes, beginning with the last stage."""
     back = range(micro_batches - 1, -1, -1) if last_first else range(micro_batches)
     forward = [Action("F", stage, batch) for stage in stages for batch in range(micro_batches)]
     return forward + [Action("B", stage, batch) for stage in reversed(stages) for batch in back]
@@ -87,7 +87,7 @@ def _all_forward_first(stages: list[int], micro_batches: int, last_first: bool) 
 
 
 def round_length(pp: int, micro_batches: int) -> int:
-    """Return the micro batches that pass through a stage before the rank turns to its next one."""
+    """Return the micro batches that pass through a stage before the rank continues with its next stage."""
     return micro_batches // max(1, micro_batches // pp)
 
 
@@ -112,7 +112,8 @@ class _InRounds:
         return self._stages[turn], batch
 
     def backward(self, count: int) -> tuple[int, int]:
-        """Return the same for its backward passes, which begin at the rank's last stage."""
+        """Return stage and micro batch of the rank's backward pass number `count`. The last stage comes
+        first."""
         turn, batch = self._places[count]
         return self._stages[-1 - turn], batch
 

@@ -1,8 +1,7 @@
-"""The begin and end of each action of a pipeline, given the order of actions and their costs.
+"""The start and end of each action of a pipeline, from the order of actions and their costs.
 
-A rank does one action at a time, in its order, and begins the next as soon as the rank is free and the
-action's input has arrived. So does torch's runtime, which launches actions in order and waits only for
-receives.
+A rank runs its actions in order. An action starts as soon as the rank is free and the action's input has
+arrived. torch's runtime works in the same way: it launches actions in order and waits only for receives.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ class Costs:
 
     forward: Sequence[float]
     backward_input: Sequence[float]
-    """Gradients of inputs, with their recomputation; a full backward pass is both parts."""
+    """Gradients of inputs, including recomputation. A full backward pass takes `backward_input` +
+    `backward_weight`."""
     backward_weight: Sequence[float]
     transfer: Sequence[float]
-    """The transfer from stage s to s + 1, and of the gradient back; the ends are on different ranks."""
+    """The transfer from stage s to stage s + 1 on another rank, or of the gradient back."""
     overlap: bool = True
-    """True if transfers run while their ranks compute; else a rank requests its input when it has nothing else
-    to do."""
+    """True if transfers overlap with computation. Otherwise a rank requests its input when it is free."""
 
     @classmethod
     def even(
@@ -55,17 +54,17 @@ class Costs:
 def transfers_overlap(schedule: str) -> bool:
     """True if torch runs this schedule's transfers in parallel with the computation.
 
-    Its schedules of several stages a rank post receives as soon as the sender has sent; gpipe and 1f1b request
+    Schedules with several stages a rank post a receive as soon as the sender has sent. gpipe and 1f1b request
     an input right before they need it, and wait.
     """
     return schedule not in ONE_STAGE
 
 
 def first_stage_undivided(costs: Costs) -> Costs:
-    """Return the costs with the first stage's backward pass in one, as in torch: its inputs need no gradients.
+    """Return the costs if the first stage's backward pass is not split, as in torch.
 
-    Its action for the inputs computes nothing, and the one for the weights everything (`PipelineStage`,
-    `is_first`).
+    The first stage's inputs need no gradients: its action I computes nothing, and its action W the whole
+    backward pass (`PipelineStage`, `is_first`).
     """
     first = costs.backward_input[0]
     return replace(
@@ -89,12 +88,9 @@ class Timeline:
 
     ranks: list[list[Span]]
     held: list[list[int]]
-    """Micro batches whose activations are held at the rank's peak, from the beginning of the forward pass to
-    the end of the full backward pass or of the weights' gradients; by rank and by the rank's stages, first to
-    last."""
+    """`Residents.held` at each rank's peak, by rank and by the rank's stages in the model's order."""
     awaiting_weights: list[list[int]]
-    """Among these, those between the gradients of inputs and of weights, which also keep the gradients of the
-    products' results."""
+    """`Residents.awaiting_weights` at each rank's peak."""
 
     @cached_property
     def makespan(self) -> float:
@@ -108,7 +104,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> list[float]:
-        """Seconds that each rank waits, also at the ends of the step."""
+        """Seconds that each rank waits, including the start and the end of the step."""
         return [self.makespan - busy for busy in self.busy]
 
     @property
@@ -118,13 +114,12 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share in which they wait."""
+        """The share of all ranks' time in which they wait."""
         return 1.0 - self.utilization
 
 
 def simulate(ranks: Order, costs: Costs) -> Timeline:
-    """Simulate one step, in time linear in the number of actions. An order that deadlocks fails an
-    assertion."""
+    """Simulate one step in time linear in the number of actions. Raise an AssertionError for a deadlock."""
     run = _Run(ranks, costs)
     awake = deque(range(len(ranks)))
     while awake:
