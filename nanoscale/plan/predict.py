@@ -54,13 +54,12 @@ The root mean square errors of published runs are 3.3 % with FSDP alone (16 rows
 states its memory.
 """
 REHEARSED_SPREAD = 0.02
-"""The same around a rehearsal. Tests hold it within 1 % of real ranks on CPUs; on GPUs, not measured yet, twice
-that is assumed."""
+"""Standard deviation of the memory in use around a rehearsal. Tests require 1 % of real ranks' memory on CPUs.
+GPUs were not measured yet; 2 % is assumed."""
 ENOUGH = 0.5
 """The least probability with which a layout counts as fitting."""
 SURE = 0.9
-"""The least probability with which a search recommends a layout. Between it and `1 - SURE`, a plan cannot
-decide."""
+"""The least probability with which a search recommends a layout. From `1 - SURE` to `SURE` a plan is open."""
 
 
 Memory = tuple[RankMemory, ...]
@@ -69,7 +68,7 @@ Memory = tuple[RankMemory, ...]
 
 @dataclass(frozen=True, slots=True)
 class RehearsedMemory:
-    """The memory of the rank that uses most in a rehearsal."""
+    """The memory in a rehearsal of the rank that needs most memory."""
 
     rank: int
     phase: str
@@ -94,13 +93,13 @@ class Prediction:
     memory: Memory
     time: StepTime
     timeline: Timeline | None
-    """The pipeline's step, if there is one and it was simulated."""
+    """The simulated step of the pipeline; None without a pipeline or without a simulation."""
     rehearsed: RehearsedMemory | None = None
-    """The memory that a rehearsal of this configuration counted; None if there is none."""
+    """The memory in a rehearsal of the configuration; None without a rehearsal."""
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that uses most."""
+        """The rank that needs most memory."""
         return highest(self.memory)
 
     @property
@@ -138,7 +137,7 @@ class Prediction:
 def predict(
     config: ResolvedConfig, hardware: Hardware | None = None, software: Software = NANOSCALE
 ) -> Prediction:
-    """Predict a configuration that `rules.check` has resolved; a pipeline's schedule is simulated.
+    """Predict a configuration that `rules.check` has resolved. A pipeline's schedule is simulated.
 
     Args:
         hardware: None: the hardware that `config.cluster` describes.
@@ -158,7 +157,7 @@ def predict(
 
 
 def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
-    """Return the tokens/s of a device if an fp32 job on GPUs computed in bf16; None where it cannot."""
+    """Return the tokens/s of a device if an fp32 job on GPUs computed in bf16; None if bf16 is impossible."""
     config, precision = plan.config, plan.config.precision
     narrow = replace(config, precision=replace(precision, compute="bf16", tf32=False))
     possible = config.launcher.device == "cuda" and "bf16" in plan.hardware.peaks
@@ -195,7 +194,7 @@ def estimate_memory(
 def with_time(
     config: ResolvedConfig, hardware: Hardware, memory: Memory, software: Software = NANOSCALE
 ) -> Prediction:
-    """Return a prediction in closed form whose memory is known already."""
+    """Return a prediction in closed form from memory that was computed before."""
     time = step_time(config, hardware, software=software)
     return Prediction(config, hardware, software, memory, time, None)
 
@@ -242,7 +241,7 @@ def fits_probability(needed: int, capacity: int, spread: float) -> float:
 
 
 def highest(memory: Memory) -> RankMemory:
-    """Return the rank that uses most."""
+    """Return the rank that needs most memory."""
     return max(memory, key=lambda rank: rank.total)
 
 

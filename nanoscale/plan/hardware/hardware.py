@@ -43,10 +43,9 @@ class Efficiency:
     inter_host: float = 0.85
     """The share of the network's bandwidth that collectives reach."""
     overlap: float = 0.61
-    """The share of the time in which a device both computes and copies that computing loses: both use
-    multiprocessors and memory. Lee et al. 2025 (arXiv:2507.03114) measure that computing takes 18.9 % longer
-    in parallel with collectives, and that one after the other takes 10.2 % longer still: 0.189 of 1.189 · 1.102
-    - 1."""
+    """Seconds that computation loses for each second in which the device both computes and copies, because both
+    use multiprocessors and memory. In Lee et al. 2025 (arXiv:2507.03114), computation in parallel with
+    collectives takes 18.9 % longer, and a serial schedule 10.2 % longer still: 0.189 / (1.189 · 1.102 - 1)."""
     jitter: float = 0.012
     """The standard deviation of a host's step time, as a share of it; a step waits for the slowest host."""
     eager_s: float = 6e-6

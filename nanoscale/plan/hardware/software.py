@@ -1,4 +1,4 @@
-"""The software that a plan is made for: this engine, or what others have shown the hardware to reach."""
+"""The software that a plan is made for: nanoscale or another engine (`plan --as`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ DTENSOR_S = 150e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Software:
-    """The differences of a training engine that memory and time depend on. Compared by identity."""
+    """The properties of a training engine that memory and time depend on. Compared by identity."""
 
     name: str
     """The name in `plan --as NAME`."""
     about: str
     """One sentence for people."""
     composed_norm: bool = False
-    """True if RMSNorm consists of single operations in fp32 where it is not compiled (PyTorch before 2.9)."""
+    """True if RMSNorm without a compiler consists of single operations in fp32 (PyTorch before 2.9)."""
     fused: bool = False
     """True if element-wise operations between products are fused kernels, compiled or not."""
     sums_in_products: bool = False
@@ -28,20 +28,19 @@ class Software:
     hidden_tp: Literal["none", "backward", "both"] = "none"
     """The passes in which the collectives of tp run in parallel with products."""
     dtensor: bool = False
-    """True if tp and FSDP compute on DTensors: an operation costs the host `DTENSOR_S`, and what tp gathers or
-    reduces along the sequence is copied once more, since it is not the first dimension."""
+    """True if tp and FSDP compute on DTensors. An operation costs the host `DTENSOR_S`. tp copies the tensors
+    that it gathers or reduces, because the sequence is not their first dimension."""
     narrow_gathers: bool = False
-    """True if tp gathers the inputs of 8-bit products in 8 bits, where one scale serves a whole tensor."""
+    """True if tp gathers the inputs of 8-bit products in 8 bits, with tensor-wise scales."""
     cast_bytes: float = 6
-    """Bytes per number that is cast to 8 bits: it is read for its largest, read again, and laid out twice.
-    Transformer Engine knows the largest from earlier steps, and fuses half of its casts into the operations
-    before them."""
+    """Bytes moved for each number that is cast to 8 bits: read for the maximum, read again, written row-major
+    and column-major. Transformer Engine takes the maximum from earlier steps and fuses half of its casts."""
     one_copy: bool = False
-    """True if a token travels once to each host, and there once to each rank, that has any of its experts
-    (DeepEP, arXiv:2412.19437, section 3.2.2)."""
+    """True if a token is sent once to each host that has one of its experts, and within the host once to each
+    such rank (DeepEP, arXiv:2412.19437, section 3.2.2)."""
     flat: bool = False
-    """True for Megatron-LM's distributed optimizer: weights in the compute dtype and gradients in fp32 are
-    whole, master weights and moments are sharded."""
+    """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
+    unsharded, master weights and moments are sharded."""
     whole_logits: bool = False
     """True if all logits of a micro batch exist at once, with their gradients."""
 

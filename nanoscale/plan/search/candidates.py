@@ -34,9 +34,9 @@ SHORTEST_PIECE = 512
 exchange."""
 LARGEST_MICRO_BATCH = 32
 RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
-"""The modes from the fastest to the one that keeps least."""
+"""The modes, from the fastest to the one that needs least memory."""
 KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention")
-"""Less than what selective recomputation usually keeps."""
+"""Values of `parallel.selective_keep` that keep less than its default."""
 USUAL: Schedule = "1f1b"
 
 
@@ -45,7 +45,7 @@ class SearchSpace:
     """The space of layouts to search."""
 
     base: ResolvedConfig
-    """Resolved; everything but the layout comes from it."""
+    """The resolved configuration that gives every value outside of the layout."""
     world: int
     island: int
     """Devices joined by fast links: tp stays within them."""
@@ -85,7 +85,7 @@ def _legal(
 
 
 def _compiled(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
-    """Yield the configuration compiled as requested, or if that is open, compiled if it can be."""
+    """Yield the configuration with `backend.compile` as requested, or disabled if the schedule forbids it."""
     backend = config.backend
     modes = [space.base.backend.compile]
     if space.resets_compile:
@@ -144,8 +144,8 @@ def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolv
 
 
 def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
-    """Yield the configuration with the last options if all else is too large: the recomputation that keeps
-    least between the passes, then host memory, which only DeepSpeed offers."""
+    """Yield the configuration with the options that are tried if nothing else fits: recomputation `sqrt`, then
+    host memory, which only DeepSpeed offers."""
     if "parallel.activation_checkpointing" not in space.held:
         yield from _legal([_recomputing(config, "sqrt")], _RECOMPUTED, {_MICRO_BATCH})
         config = _recomputing(config, "full")
@@ -174,7 +174,8 @@ def _recomputing(
 
 
 def expert_degrees(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
-    """Yield the configuration with each degree of ep, the largest first, which needs least memory.
+    """Yield the configuration with each degree of ep. The largest degree, which needs least memory, comes
+    first.
 
     Degrees stay within an island, unless the key is held. Dense models are unchanged.
     """

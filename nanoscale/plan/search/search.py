@@ -46,9 +46,9 @@ from nanoscale.plan.search.candidates import (
 _GAIN = 0.999
 """The share of the last time that a larger micro batch must reach for a still larger one to be tried."""
 REFINED = 48
-"""Shapes for which other schedules are tried."""
+"""The number of shapes for which other schedules are tried."""
 SIMULATED = 12
-"""Layouts whose pipelines are simulated in the end."""
+"""The number of layouts whose pipelines are simulated at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class SearchResult:
     """The result of a search."""
 
     ranked: tuple[Prediction, ...]
-    """The fitting layouts: those that surely fit, the fastest first, then the others, the fastest first."""
+    """The fitting layouts: first the layouts that fit with `SURE`, then all others, each group by speed."""
     nearest: Prediction | None
-    """If none fits, the one that comes closest."""
+    """If no layout fits, the layout that is closest to fitting."""
     considered: int
 
     @property
     def left_out(self) -> list[Prediction]:
-        """Return the layouts that are faster than the best, but fit with less than `SURE`."""
+        """Return the layouts that are faster than the best one and fit with a probability below `SURE`."""
         best = self.best
         if best is None or best.fits_probability < SURE:
             return []
@@ -75,7 +75,7 @@ class SearchResult:
         return self.ranked[0] if self.ranked else None
 
     def front(self) -> list[Prediction]:
-        """Return the Pareto front: each layout is the fastest with so little memory."""
+        """Return the Pareto front: no layout is faster than a returned one and needs less memory."""
         front: list[Prediction] = []
         for plan in sorted(self.ranked, key=lambda p: (p.worst.total, p.time.seconds)):
             if not front or plan.time.seconds < front[-1].time.seconds:
@@ -84,14 +84,14 @@ class SearchResult:
 
 
 def search(space: SearchSpace, hardware: Hardware, software: Software = NANOSCALE) -> SearchResult:
-    """Search the whole space in closed form; the pipelines of the best are simulated."""
+    """Search the whole space in closed form, and simulate the pipelines of the best layouts."""
     with _keeping_all():
         return _search(space, hardware, software)
 
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection, a quarter of a search's time: it keeps nearly all its objects."""
+    """Disable garbage collection, which takes a quarter of a search's time and frees almost nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +123,7 @@ def _search(space: SearchSpace, hardware: Hardware, software: Software) -> Searc
 
 
 def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
-    """Simulate the pipelines in the first places, until all of these are simulated."""
+    """Simulate the pipelines of the fastest layouts, until the first layouts are all simulated."""
     while any(map(_is_estimate, ranked[:SIMULATED])):
         exact = [
             predict(p.config, p.hardware, p.software) if _is_estimate(p) else p
@@ -148,14 +148,14 @@ class _Tried:
         self._nearest: tuple[ResolvedConfig, Memory] | None = None
 
     def add_all(self, space: SearchSpace, shape: ResolvedConfig) -> None:
-        """Add a shape with each kind of recomputation; if nothing fits, with the last resorts."""
+        """Add a shape with each kind of recomputation, and with the last resorts if nothing fits."""
         fits = [self.add(space, config) for config in recomputations(space, shape)]
         if not any(fits):
             for config in last_resorts(space, shape):
                 self.add(space, config)
 
     def add(self, space: SearchSpace, recomputed: ResolvedConfig) -> bool:
-        """Add micro batches up to the first that is too large or no faster; True if any fits."""
+        """Add micro batches of rising size until one is too large or no faster. True if any fits."""
         fastest = math.inf
         for config in micro_batches(space, recomputed):
             self.considered += 1
@@ -185,7 +185,7 @@ class _Tried:
 
 
 def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Prediction]:
-    """Yield the fastest layout of each of the first `REFINED` shapes with at least this pp."""
+    """Yield the fastest layout of each of the first `REFINED` shapes that have at least this pp."""
     seen: set[tuple[int, ...]] = set()
     for plan in ranked:
         layout = plan.config.parallel
@@ -201,7 +201,7 @@ def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Predict
 
 
 def _rank(plan: Prediction) -> tuple[bool, float, int, int]:
-    """Return a sort key: what surely fits comes first, then the fastest.
+    """Return a sort key: layouts that fit with `SURE` come first, then the fastest.
 
     Among layouts equally fast to four digits, fewest axes and least memory come first.
     """

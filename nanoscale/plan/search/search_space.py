@@ -37,9 +37,9 @@ SEARCHED = (
     "train.micro_batch",
     "backend.compile",
 )
-"""Keys that a search sets; dp follows from the others."""
+"""Keys that a search sets. dp follows from the other degrees."""
 _FOLLOWS = ("parallel.sequence_parallel", "parallel.layers_per_stage", "backend.compile")
-"""Keys among these that only follow from others."""
+"""Keys that a search sets and whose values follow from other keys."""
 
 
 def search_space(
