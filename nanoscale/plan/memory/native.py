@@ -14,7 +14,6 @@ The memory of FSDP2 follows from torch.distributed.fsdp._fully_shard as of 2.13 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from nanoscale.common.units import byte_size
@@ -332,11 +331,13 @@ def _update(
     gradients = int(setting.states.gradients * params.trained.shard)
     if setting.gpu and rule.decay_copies_gradients and setting.config.optimizer.weight_decay:
         gradients *= 2
-    return replace(
-        before,
-        name="update",
-        gradients=gradients,
-        optimizer=before.optimizer + int(allocated * _largest_shard(setting, params)),
+    temporary = int(allocated * _largest_shard(setting, params)) if allocated else 0
+    return Phase(
+        "update",
+        before.weights,
+        before.optimizer + temporary,
+        before.compute_copies,
+        gradients,
         communication=boundaries,
         pooled=0 if setting.single else gradients,
     )
