@@ -82,7 +82,7 @@ class RunDirectory:
     """The result of a job that is not a training and belongs to no run."""
     lock = _Entry("lock")
     signature = _Entry(SIGNATURE)
-    """The signature by which a user's own launches recognise the run; see trust.py."""
+    """The signature by which a user's own launches recognize the run; see trust.py."""
     logs = _Entry("logs")
     checkpoints = _Entry("checkpoints")
     profile = _Entry("profile")

@@ -2,7 +2,7 @@
 
 Some keys of a configuration name code or programs (`executes` in the schema). A launch signs their values with
 a secret in the user's own settings. Without the secret nobody can sign a folder, and a value that is changed
-in config.yaml later does not match the signature. A folder may be moved, and is recognised on every machine
+in config.yaml later does not match the signature. A folder may be moved, and is recognized on every machine
 that shares the user's home.
 """
 

@@ -66,7 +66,7 @@ def rehearse(
 
 
 def _planned(request: Request, result: dict[str, Any]) -> tuple[bool, list[dict[str, str]]]:
-    """Return whether a job fits that a rehearsal does not find to fit, and overrides that fit by the plan."""
+    """Return whether a rehearsed job fits, and overrides with which the job fits according to the plan."""
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.view.plan.verdict import proposals

@@ -279,7 +279,7 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
 
 
 def _as_list(name: str, raw: object) -> Iterator[str]:
-    """Yield the override of a list whose entries are recognisable: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
+    """Yield the override of a list whose entries are recognizable: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
     entries = raw if isinstance(raw, list) else re.split(r"[\s,;]+", str(raw).strip(" []()"))
     with suppress(TypeError, ValueError):
         numbers = [float(entry) for entry in entries]
