@@ -96,7 +96,7 @@ BUDGET = {
     "metrics": 1020,
     "models": 1309,
     "parallel": 2074,
-    "plan": 6421,
+    "plan": 6422,
     "processes": 1034,
     "rehearse": 2781,
     "runs": 2419,
