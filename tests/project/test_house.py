@@ -98,7 +98,7 @@ BUDGET = {
     "parallel": 2074,
     "plan": 6422,
     "processes": 1034,
-    "rehearse": 2781,
+    "rehearse": 2793,
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,

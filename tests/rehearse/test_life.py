@@ -93,6 +93,14 @@ def test_a_whole_life() -> None:
     assert {("_allgather_base_", "evaluation"), ("allgather_", "log")} < calls
 
 
+@pytest.mark.slow
+def test_moments_in_8_bits_are_resumed_on_a_gpu() -> None:
+    config = row({}, 0, optimizer="adamw8bit")
+    (record,) = run_ranks(play, 1, replace(config, checkpoint=Checkpoint(every=50)))
+    assert record.error == "" and record.findings == []
+    assert "resume" in record.phases
+
+
 def test_a_checkpoint_that_lacks_a_tensor() -> None:
     whole = {
         name: {"shape": [2], "dtype": "float32"} for name in ("model.a", "optimizer.a.exp_avg")

@@ -21,6 +21,7 @@ def use_fused_kernels(patches: Patches) -> None:
     patches.wrap(F, "rms_norm", _rms_norm)
     patches.wrap(F, "softmax", _softmax)
     patches.wrap(F, "silu", _silu)
+    patches.wrap(torch, "where", _where)
 
 
 def update_in_place(patches: Patches) -> None:
@@ -90,6 +91,17 @@ def _silu(plain: Callable[..., Any]) -> Callable[..., Any]:
         return _Silu.apply(x) if x.device.type == "cuda" and not inplace else plain(x, inplace)
 
     return silu
+
+
+def _where(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Choose between tensors in place of numbers, which fake tensors would choose on another device."""
+
+    def where(condition: Any, *values: Any, **options: Any) -> Any:
+        if condition.device.type == "cuda" and all(isinstance(value, int) for value in values):
+            values = tuple(torch.full((), value, device=condition.device) for value in values)
+        return plain(condition, *values, **options)
+
+    return where
 
 
 def _softmax(plain: Callable[..., Any]) -> Callable[..., Any]:
