@@ -1,7 +1,7 @@
 """Calibration: a machine's speed relative to the one assumed, from measured step times.
 
-One factor scales all efficiencies of computing. Each run tells the factor with which its plan has the measured
-step time, and the median of the runs counts, so that one run that went wrong does not decide.
+One factor scales all efficiencies of computing. For each run, it is the factor with which the plan equals the
+measured step time. The result is the median of the runs, so that a single wrong run does not decide.
 """
 
 from __future__ import annotations

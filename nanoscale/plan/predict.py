@@ -29,7 +29,7 @@ from nanoscale.plan.time.step import (
 def with_fitting_micro_batch(config: ResolvedConfig) -> ResolvedConfig:
     """Return the configuration with the largest micro batch, up to its own, that fits with at least `SURE`.
 
-    If none does, return it with the smallest. On hardware that no plan knows, the micro batch stays.
+    If no micro batch fits, it is the smallest one. On unknown hardware the micro batch is unchanged.
     """
     try:
         hardware = hardware_of(config)
@@ -109,7 +109,7 @@ class Prediction:
 
     @property
     def decisive(self) -> RehearsedMemory | None:
-        """The rehearsal that decides whether the job fits; an upper bound above the capacity does not."""
+        """The rehearsal that decides if the job fits. An upper bound above the capacity decides nothing."""
         rehearsed = self.rehearsed
         unclear = rehearsed and rehearsed.upper_bound and rehearsed.total > self.capacity
         return None if unclear else rehearsed

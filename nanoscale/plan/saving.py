@@ -60,8 +60,7 @@ class SavingPlan:
 
     @property
     def needed_while_saving(self) -> int:
-        """Bytes of a checkpoint that is being written, if all that remain after the training may exist by
-        then."""
+        """Bytes of a checkpoint that is being written while all remaining checkpoints exist already."""
         if not self.saves:
             return 0
         return (replace(self, present=0)._most(being_written=1) - self._remaining) * self.bytes
@@ -90,7 +89,7 @@ class SavingPlan:
 
     @property
     def saves(self) -> bool:
-        """True if anything is saved at all, including a stop by the user."""
+        """True if any checkpoint is saved, at a stop by the user included."""
         return self.during or self.config.at_end or self.config.at_stop
 
     def sentences(self) -> list[str]:

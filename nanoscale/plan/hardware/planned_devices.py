@@ -15,10 +15,10 @@ from nanoscale.plan.hardware.hardware import hardware_of
 
 
 def planned_devices(composed: Composed) -> Devices:
-    """Return the devices of the described cluster, as one machine; those of this machine if none is described.
+    """Return the devices of the described cluster, as one machine. Without a cluster: those of this machine.
 
-    If `cluster.hosts` is null, there are as many hosts as the layout needs: for one copy of the model, or for
-    `parallel.dp` of them.
+    If `cluster.hosts` is null, the layout decides how many hosts there are: enough for `parallel.dp` copies of
+    the model, or for one copy if dp is `auto`.
 
     Raises:
         UserError: the cluster's device is unknown.
@@ -44,8 +44,8 @@ def planned_ranks(composed: Composed, devices: Devices, hosts: Sequence[Host]) -
     """Return the number of ranks that the user asks for: slots of hosts, or `launcher.devices` of each host.
 
     Args:
-        devices: those of `planned_devices`.
-        hosts: those of the hostfile; none if all ranks are on machines like the planned ones.
+        devices: the result of `planned_devices`.
+        hosts: the hosts of the hostfile; none if all ranks are on machines like the planned ones.
     """
     if hosts:
         return sum(host.slots for host in hosts)

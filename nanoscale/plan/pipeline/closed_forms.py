@@ -1,8 +1,9 @@
 """The idle time of pipeline schedules in closed form, for a search through thousands of layouts.
 
-The forms hold for stages of equal cost; pp ranks of v stages, m micro batches, and for one micro batch and one
-stage f seconds forward, i for the gradients of inputs, w for those of weights, b = i + w, and t for a transfer
-to another rank. Tests compare each with the simulation, which is right where they differ.
+The forms hold for stages of equal cost. There are pp ranks with v stages each, and m micro batches. One micro
+batch needs in one stage f seconds for the forward pass, i for the gradients of inputs, w for the gradients of
+weights, and b = i + w. A transfer to another rank takes t seconds. Tests compare each form with the simulation.
+Where the two differ, the simulation is right.
 """
 
 from __future__ import annotations
@@ -48,13 +49,12 @@ def bubble(
     backward_weight: float = 1.0,
     transfer: float = 0.0,
 ) -> float:
-    """Return the seconds of a step in which a rank waits, including its own fill and drain and exposed
-    transfers.
+    """Return the seconds of a step in which a rank waits: during the fill, the drain and exposed transfers.
 
-    Exact without transfers, and with them for gpipe, 1f1b and looped-bfs, unless micro batches are too few to
-    keep a rank busy: fewer than pp with zero-bubble of several stages a rank, and than 2·pp - 1 with zbv. For
-    w ≤ f ≤ i, the step is never shorter than this; it is at most 8 % longer with so few, 10 % with transfers
-    of half of f, and 2 % with a tenth.
+    The forms are exact without transfers. Those of gpipe, 1f1b and looped-bfs are exact with transfers too.
+    The exception are too few micro batches to keep a rank busy: fewer than pp (zero-bubble with several stages
+    a rank), or fewer than 2·pp - 1 (zbv). For w ≤ f ≤ i a simulated step is never shorter. It is at most 8 %
+    longer with too few micro batches, 10 % with t = f / 2, and 2 % with t = f / 10.
     """
     assert takes(schedule, pp, micro_batches), "config.rules refuses it"
     if pp == 1:
@@ -72,29 +72,28 @@ def _gpipe(s: _Step) -> float:
 
 
 def _1f1b(s: _Step) -> float:
-    """Return the bubble of Narayanan et al. 2021, 2.2.1: as gpipe; sends of one direction meet receives of the
-    other."""
+    """Return the bubble of Narayanan et al. 2021, 2.2.1: that of gpipe. The sends of one direction overlap the
+    receives of the other direction."""
     exposed = s.m + 1 if s.pp == 2 else 2 * (s.m + s.pp - 2) - 1
     return (s.pp - 1) * (s.f + s.b) + exposed * s.t
 
 
 def _interleaved_1f1b(s: _Step) -> float:
-    """Return the bubble of Narayanan et al. 2021, 2.2.2: the same number of passes, each through a v-th of the
+    """Return the bubble of Narayanan et al. 2021, 2.2.2: as many passes as in 1f1b, each through a v-th of the
     rank's blocks."""
     return _in_turns(s, s.round)
 
 
 def _looped_bfs(s: _Step) -> float:
-    """Return the bubble of Lamy-Poirier 2022, 3.2: the same, and the longer a turn the less a rank waits for
-    its next one."""
+    """Return the bubble of Lamy-Poirier 2022, 3.2: the interleaved one, with turns of all micro batches."""
     return _in_turns(s, s.m)
 
 
 def _in_turns(s: _Step, length: int) -> float:
-    """Return the bubble of turns of `length` micro batches through each stage of a rank.
+    """Return the bubble if `length` micro batches pass through each stage of a rank in turn.
 
-    The first of a turn has passed all ranks after pp passes and transfers; if the turn is shorter, the rank
-    waits.
+    The first micro batch of a turn has passed all ranks after pp passes and transfers. If the turn takes less
+    time, the rank waits.
     """
     late_forward = max(0.0, s.pp * (s.f + s.t) - length * s.f)
     late_backward = max(0.0, s.pp * (s.b + s.t) - length * s.b)
@@ -102,8 +101,8 @@ def _in_turns(s: _Step, length: int) -> float:
 
 
 def _zero_bubble(s: _Step) -> float:
-    """Return the bubble of Qi et al. 2023, table 1: (pp - 1)(f + i - w) of ZB-H1; at most the waiting time is
-    filled."""
+    """Return the bubble of ZB-H1 in Qi et al. 2023, table 1: (pp - 1)(f + i - w). Gradients of weights fill at
+    most the waiting time."""
     full = (s.pp - 1) * (s.f + s.i) - (min(s.m, s.pp) - 1) * min(s.f, s.i, s.w)
     full += (2 * (s.pp - 1) + 2 * max(0, min(s.m - 2, s.pp - 1))) * s.t
     full += (s.v - 1) * max(0.0, s.pp * s.t - max(0, s.round - s.pp) * (s.f + s.b))
@@ -116,9 +115,8 @@ def _zero_bubble(s: _Step) -> float:
 def _zbv(s: _Step) -> float:
     """Return the longest path through the order of torch's ZB-V; (pp - 1)·f without transfers if f = i = w.
 
-    Qi et al. 2023, section 6, only treat that case: a rank begins late by as much as it ends early, or the
-    reverse. Each path is a sum of so many f, i and w beyond a rank's own work; they were read off the
-    simulation.
+    Qi et al. 2023, section 6, treat only f = i = w. A path consists of the rank's own work and a number of
+    further f, i and w. These numbers were read off the simulation.
     """
     n = s.pp - 1
     full = max(
@@ -140,11 +138,10 @@ def _zbv(s: _Step) -> float:
 
 
 def _dualpipev(s: _Step) -> float:
-    """Return the bubble of DualPipe on a V, whose pairs of forward and backward torch runs one after the
-    other.
+    """Return the bubble of DualPipe on a V. torch runs the forward and the backward pass of a pair in sequence.
 
-    DeepSeek-V3, table 2, gives (pp/2 - 1)(f&b + b - 3w), for a pair that takes less than f + b. A pair sends
-    when both are done, so most transfers are exposed.
+    DeepSeek-V3, table 2, gives (pp/2 - 1)(f&b + b - 3w), where a pair f&b takes less than f + b. A pair sends
+    when both passes are done, so most transfers are exposed.
     """
     n = s.pp - 1
     idle = n * max(0.0, s.i - s.w) + max(2 * n * s.f, (n - 1) * s.f + n * s.i)

@@ -139,7 +139,7 @@ def _alternate(ahead: int, total: int, rounds: _InRounds) -> Iterator[Action]:
 
 
 def _deferred(ahead: int, total: int, rounds: _InRounds, delay: int) -> Iterator[Action]:
-    """Yield the same, with the gradients of weights `delay` backward passes later than those of inputs."""
+    """Yield the order of `_alternate` with split backward passes: weights `delay` passes after inputs."""
     for count in range(ahead):
         yield Action("F", *rounds.forward(count))
     for count in range(total):
@@ -175,8 +175,8 @@ class _Sequence:
         self._pending.append((stage, batch))
 
     def weights(self, stage: int | None = None) -> None:
-        """Append the longest pending gradients of weights, of one stage or of either; nothing if none are
-        pending."""
+        """Append the gradients of weights that have waited longest, of one stage or of either. Without waiting
+        ones, do nothing."""
         for place, (pending, batch) in enumerate(self._pending):
             if stage in (None, pending):
                 self.actions.append(Action("W", pending, batch))
@@ -195,8 +195,8 @@ class _Sequence:
 def _zbv(pp: int, rank: int, micro_batches: int) -> list[Action]:
     """Return the order of arXiv:2401.10241, section 6.
 
-    `down` and `up` are the rank's stages on the two arms of the V. The order is that of at least 2·pp - 1
-    micro batches; with fewer, the missing ones are left out.
+    `down` and `up` are the rank's stages on the two arms of the V. The order is made for at least 2·pp - 1
+    micro batches. If there are fewer, the actions of the missing micro batches are removed.
     """
     down, up = rank, 2 * pp - 1 - rank
     sequence, most = _Sequence(), max(2 * pp - 1, micro_batches)
@@ -246,8 +246,8 @@ def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
         sequence.weights()
         sequence.forward(up)
     for turn in range(micro_batches - 2 * pp + rank + 1):
-        # The last rank starts the first micro batch's backward pass at once: nobody waits for its forward
-        # pass.
+        # The last rank starts the backward pass of the first micro batch at once, because no rank waits for
+        # its forward pass.
         sequence.forward(down, joined=not (turn == 0 and hops == 0))
         sequence.backward(up)
         sequence.forward(up, joined=True)
@@ -261,7 +261,8 @@ def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
 
 
 def _drain_dualpipev(sequence: _Sequence, down: int, up: int, hops: int) -> None:
-    """Append the last backward passes; about half of them postpone the weights to fill waiting time."""
+    """Append the last backward passes. About half of them postpone the gradients of weights to fill waiting
+    time."""
     last = down + 1
     for count in range(2 * last):
         if count >= last // 2 * 2 + (1 - down % 2):

@@ -30,11 +30,11 @@ Stage = Literal[0, 1, 2, 3]
 
 LONGEST_PIPELINE = 64
 SHORTEST_PIECE = 512
-"""Tokens of a sequence on a rank of cp; with fewer there is too little computation to overlap with the
-exchange."""
+"""The fewest tokens of a sequence on a rank of cp. With fewer tokens, the computation is too short to overlap
+the exchange."""
 LARGEST_MICRO_BATCH = 32
 RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
-"""The modes, from the fastest to the one that needs least memory."""
+"""The modes, from the fastest to the smallest in memory."""
 KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention")
 """Values of `parallel.selective_keep` that keep less than its default."""
 USUAL: Schedule = "1f1b"
@@ -56,8 +56,7 @@ class SearchSpace:
 
 
 def shapes(space: SearchSpace) -> Iterator[ResolvedConfig]:
-    """Yield degrees and ZeRO stages, with one stage a rank, accumulation still open and no recomputation
-    yet."""
+    """Yield degrees and ZeRO stages, with one pipeline stage a rank. Micro batch and recomputation are open."""
     for config in _degrees(space):
         for staged in _legal(_stages(space, config), {"zero.stage"}, _AFTER_STAGE):
             replicas = _replicas(space, staged)
@@ -73,7 +72,7 @@ def _legal(
 
     Args:
         changed: the keys that were set just now.
-        open_keys: keys that are set later; rules that read them wait.
+        open_keys: keys that are set later. Rules that read them are tested later.
     """
     due = [rule.holds for rule in _due(rules.RULES, frozenset(changed), frozenset(open_keys))]
     for config in configs:
@@ -259,7 +258,7 @@ def _context(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCon
 
 
 def _stages(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
-    """Yield ZeRO stages; in a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
+    """Yield ZeRO stages. In a pipeline, FSDP2 gathers once a step in stages 2 and 3, so stage 3 is left out."""
     layout, zero = config.parallel, config.zero
     every: tuple[Stage, ...] = (0, 1, 2) if layout.pp > 1 else (0, 1, 2, 3)
     if "zero.stage" in space.held:
