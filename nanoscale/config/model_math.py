@@ -94,6 +94,6 @@ def describe_adapters(config: Config) -> str:
     """Describe the trained and the frozen parameters, for people."""
     chosen = ", ".join(adapted_layers(config.model, config.lora))
     return (
-        f"{adapter_parameters(config):,} parameters of adapters ({chosen}) beside "
+        f"{adapter_parameters(config):,} parameters of adapters ({chosen}) in addition to "
         f"{parameters(config.model):,} of the model, which are frozen"
     )

@@ -146,8 +146,8 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
         yield Violation(group, value, COMMAND_LINE, "takes one option", near)
     elif group == RECIPE and isinstance(value, str) and is_path(value):
         folder, slash, name = value.rpartition("/")
-        beside = [path.name for path in Path(folder + slash).glob("*.yaml")]
-        close = [folder + slash + other for other in nearest(name, beside)]
+        neighbors = [path.name for path in Path(folder + slash).glob("*.yaml")]
+        close = [folder + slash + other for other in nearest(name, neighbors)]
         close += nearest(Path(name).stem, library.options(RECIPE))
         proposals = tuple(f"{group}={option}" for option in close[:3])
         yield Violation(group, value, COMMAND_LINE, "is a file that does not exist", proposals)

@@ -86,10 +86,10 @@ class Resolution:
         self.violations.append(violation)
         self.kinds.add(kind)
 
-    def refuse_idle(self, key: str, beside: str, *instead: str | None) -> None:
+    def refuse_idle(self, key: str, choice: str, *instead: str | None) -> None:
         """Refuse a key that has no meaning with another key's value: nothing is ignored silently."""
         if value_of(self.config, key) != reference.declared()[key].default:
-            self.refuse(key, ignored(beside), reset(key), *instead)
+            self.refuse(key, ignored(choice), reset(key), *instead)
 
     def more_rows(self, rows: int) -> str | None:
         """Return the override for a longer embedding, which a loaded model cannot have."""

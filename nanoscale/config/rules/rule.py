@@ -93,9 +93,9 @@ def only_with(key: str, where: Where, *instead: str) -> Rule:
     )
 
 
-def ignored(beside: str) -> str:
+def ignored(choice: str) -> str:
     """Return the sentence on a key that has no meaning with another setting."""
-    return f"does not concern {beside} and would be ignored"
+    return f"does not concern {choice} and would be ignored"
 
 
 def reset(key: str) -> str:

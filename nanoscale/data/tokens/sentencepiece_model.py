@@ -59,9 +59,9 @@ def as_json(path: Path) -> Path:
     """
     if path.suffix != SUFFIX:
         return path
-    beside = [file for name in (_CONFIG, TEMPLATE) if (file := path.with_name(name)).is_file()]
+    companions = [file for name in (_CONFIG, TEMPLATE) if (file := path.with_name(name)).is_file()]
     digest = hashlib.sha256(str(FORMAT).encode())
-    for file in (path, *beside):
+    for file in (path, *companions):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     folder = cache_path(None) / f"sentencepiece-{digest.hexdigest()[:32]}"
     if not folder.exists():
@@ -69,7 +69,7 @@ def as_json(path: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as name:
             temporary = Path(name)
-            for file in beside:
+            for file in companions:
                 shutil.copyfile(file, temporary / file.name)
             config = temporary / _CONFIG
             settings = json.loads(config.read_bytes()) if config.exists() else {}
