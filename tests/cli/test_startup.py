@@ -20,14 +20,14 @@ print(*sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)
 
 
 def imported(commands: list[list[str]], folder: Path) -> str:
-    """Run the commands in a fresh interpreter; the heavy packages that it has then."""
+    """Run the commands in a fresh interpreter; return the heavy packages that it has then."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(commands=commands)],
         cwd=folder, capture_output=True, text=True, timeout=60,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stderr.strip()
+    return done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

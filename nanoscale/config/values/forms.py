@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from nanoscale.common.errors import Violation
-from nanoscale.config.values.provenance import Composed
+
+if TYPE_CHECKING:  # completion reads names of runs, and no YAML
+    from nanoscale.config.values.provenance import Composed
 
 # --- launcher.nodes: the number of hosts ----------------------------------------------------------
 
