@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-    "cli": 4744,
+    "cli": 4745,
     "common": 624,
     "config": 9511,
     "data": 4444,

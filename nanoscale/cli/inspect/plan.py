@@ -131,7 +131,8 @@ def _one(
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_memory(prediction, known_of(config))
-    write_page(html, prediction_report(prediction, explain=True), overwrite=overwrite)
+    if html is not None:
+        write_page(html, prediction_report(prediction, explain=True), overwrite=overwrite)
     report = prediction_report(prediction, explain=explain)
     answer(as_json, document(prediction), show_report, report)
     return DONE
