@@ -13,6 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nanoscale.config.schema import Config
 
+AUTO = "auto"
+"""The value of a key that the plan chooses."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -31,6 +34,8 @@ class Key:
     """True if the value is code or a program; the name of the key on which that depends; else False."""
     path: bool
     """True if its texts name files or folders, and so may refer to environment variables."""
+    planned: bool
+    """True if the plan chooses the value if it is `auto`. The typed configuration then has the default."""
 
     @property
     def type(self) -> str:
@@ -91,12 +96,23 @@ def sections() -> dict[str, type]:
 def declared() -> dict[str, Key]:
     """Return every key by its dotted name, in the schema's order."""
     return {
-        f"{prefix}.{name}": Key(f"{prefix}.{name}", annotation, _default(field), **field.metadata)
+        f"{prefix}.{name}": Key(
+            f"{prefix}.{name}", _admitted(annotation, field), _default(field), **field.metadata
+        )
         for prefix, section in sections().items()
         if prefix
         for name, (annotation, field) in members(section).items()
         if section_of(annotation) is None or optional(annotation)
     }
+
+
+def _admitted(annotation: Any, field: Field[Any]) -> Any:
+    """Return the annotation, with `auto` in addition if the plan may choose the value."""
+    if not field.metadata["planned"]:
+        return annotation
+    if get_origin(annotation) is Literal:
+        return Literal[(*get_args(annotation), AUTO)]
+    return annotation | Literal[AUTO]
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -20,6 +20,7 @@ def key(
     scaled: Literal["no", "decimal", "binary"] = "no",
     executes: bool | str = False,
     path: bool = False,
+    planned: bool = False,
 ) -> Any:
     """Declare a key. The bounds are inclusive.
 
@@ -32,6 +33,8 @@ def key(
 
     `path` marks a key whose texts name files or folders: they may hold environment variables, as in
     `${oc.env:DATA}/tokens`.
+
+    `planned` marks a key that may be `auto`: the plan's search chooses its value (`plan/search/choice.py`).
     """
     metadata = {
         "meaning": meaning,
@@ -41,6 +44,7 @@ def key(
         "scaled": scaled,
         "executes": executes,
         "path": path,
+        "planned": planned,
     }
     if isinstance(default, (list, dict)):
         # Mutable defaults have no hash; a section still has one, from its other keys.
@@ -204,15 +208,24 @@ class Parallel:
         "auto", "data-parallel degree; auto: what the other degrees leave", at_least=1
     )
     dp_replicate: int = key(
-        1, "copies of the sharded model (HSDP); dp = dp_replicate · dp_shard", at_least=1
+        1,
+        "copies of the sharded model (HSDP); dp = dp_replicate · dp_shard",
+        at_least=1,
+        planned=True,
     )
-    tp: int = key(1, "tensor-parallel degree", at_least=1)
-    pp: int = key(1, "pipeline-parallel degree; each rank has virtual_stages stages", at_least=1)
-    cp: int = key(1, "context-parallel degree", at_least=1)
+    tp: int = key(1, "tensor-parallel degree", at_least=1, planned=True)
+    pp: int = key(
+        1,
+        "pipeline-parallel degree; each rank has virtual_stages stages",
+        at_least=1,
+        planned=True,
+    )
+    cp: int = key(1, "context-parallel degree", at_least=1, planned=True)
     ep: int = key(
         1,
         "expert-parallel degree: ranks of dp (within one replica) and cp that divide the experts",
         at_least=1,
+        planned=True,
     )
     sequence_parallel: bool = key(
         True,
@@ -221,9 +234,12 @@ class Parallel:
     cp_method: Literal["ring", "ulysses"] = key(
         "ring",
         "with cp: ring passes keys and values around; ulysses exchanges heads for the sequence",
+        planned=True,
     )
     schedule: Schedule = key(
-        "1f1b", "with pp: the order of forward and backward passes; zero-bubble is interleaved"
+        "1f1b",
+        "with pp: the order of forward and backward passes; zero-bubble is interleaved",
+        planned=True,
     )
     virtual_stages: int | Literal["auto"] = key(
         "auto",
@@ -238,12 +254,15 @@ class Parallel:
         "none",
         "what to recompute in the backward pass: nothing · blocks · all except matrix products · "
         "groups of √layers blocks",
+        planned=True,
     )
     checkpoint_every: int = key(
         1, "activation_checkpointing=full: recompute every k-th block only", at_least=1
     )
     selective_keep: Literal["attention", "matmuls", "every-2nd-matmul"] = key(
-        "matmuls", "activation_checkpointing=selective: matrix products whose results are stored"
+        "matmuls",
+        "activation_checkpointing=selective: matrix products whose results are stored",
+        planned=True,
     )
     offload_activations: bool = key(
         False, "store activations in host memory until the backward pass"
@@ -291,7 +310,7 @@ class Zero:
     """The sharding over data-parallel ranks, and its offload; all keys but the stage are DeepSpeed's."""
 
     stage: Literal[0, 1, 2, 3] = key(
-        0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters"
+        0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters", planned=True
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = key(
         "none", "deepspeed: device that stores and updates optimizer states; nvme with stage 3"

@@ -14,6 +14,7 @@ from nanoscale.launch.preflight.by_library import check_extra
 from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.plan.predict import with_fitting_micro_batch
 from nanoscale.plan.saving import SavingPlan, plan_saving
+from nanoscale.plan.search.choice import LayoutChoice, with_chosen_layout
 from nanoscale.runs.directory import RunDirectory
 
 
@@ -29,6 +30,8 @@ class Request:
     """The frozen configuration that it was made from."""
     hosts: tuple[Host, ...] = ()
     """The hosts of the hostfile or of SLURM; none if all ranks are simply on this machine."""
+    choice: LayoutChoice | None = None
+    """The layout that the plan chose; None if the request left nothing of it to the plan."""
     plan: dict[str, Any] | None = None
     """The content of plan.json: the prediction; None if there is none."""
     program: dict[str, Any] | None = None
@@ -66,8 +69,9 @@ def check_request(
     """
     devices = detect() if devices is None else devices
     hosts = read_hosts(composed) if hosts is None else hosts
+    composed, choice = with_chosen_layout(composed, devices, hosts)
     config = check(composed, devices, hosts)
     if composed.config.train.micro_batch == "auto":
         config = with_fitting_micro_batch(config)
     check_extra(composed, config)
-    return Request(composed, config, devices, repeats=repeats, hosts=hosts)
+    return Request(composed, config, devices, repeats=repeats, hosts=hosts, choice=choice)

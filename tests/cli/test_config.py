@@ -90,7 +90,7 @@ def test_explain_json(capsys):
         "key": "zero.stage",
         "value": 3,
         "becomes": None,
-        "type": "one of 0, 1, 2, 3",
+        "type": "one of 0, 1, 2, 3, auto",
         "unit": "",
         "bounds": "",
         "meaning": explained["meaning"],

@@ -35,8 +35,8 @@ def show(
 
     from nanoscale.config.values.yaml_file import to_yaml
 
-    composed = line.compose()
-    values = _for_deepspeed(composed) if deepspeed else asdict(composed.config)
+    composed = line.compose() if deepspeed else _with_choice(line.compose())
+    values = _for_deepspeed(composed) if deepspeed else asdict(_displayed(composed).config)
     answer(as_json or deepspeed, values, print_yaml, to_yaml(values))
     if deepspeed and composed.config.backend.extra:
         added = ", ".join(composed.config.backend.extra)
@@ -60,9 +60,10 @@ def explain(
     from nanoscale.view.config_text import explained, print_explained
 
     names = _named(key)
-    composed = line.compose()
+    composed = _with_choice(line.compose())
     here = _here(composed)
-    found = [explained(name, composed, here) for name in names if name in composed.history]
+    shown = _displayed(composed)
+    found = [explained(name, shown, here) for name in names if name in composed.history]
     if as_json:
         print_json(found[0] if names == [key] else found)
         return
@@ -201,6 +202,35 @@ def _named(name: str) -> list[str]:
         proposals = (f"nanoscale config explain {key}" for key in near)
         refuse_name(name, f"unknown key or section{others}", *proposals)
     return [key for key in declared() if key == name or key.startswith(f"{name}.")]
+
+
+def _with_choice(composed: Composed) -> Composed:
+    """Return the request with the layout that the plan chooses, and show why, if it can choose."""
+    if not composed.left_to_plan:
+        return composed
+    from nanoscale.common.errors import UserError
+    from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.search.choice import with_chosen_layout
+    from nanoscale.view.plan.choice_text import choice_line
+
+    try:
+        chosen, choice = with_chosen_layout(composed, planned_devices(composed), ())
+    except UserError:
+        return composed
+    if choice is not None:
+        display.note(f"layout chosen by the plan: {choice_line(choice)}")
+    return chosen
+
+
+def _displayed(composed: Composed) -> Composed:
+    """Return the request with `auto` for the keys that the plan has not chosen."""
+    from dataclasses import replace
+
+    from nanoscale.config.reference import AUTO, with_values
+    from nanoscale.plan.search.choice import SOURCE
+
+    left = (key for key in composed.left_to_plan if composed.source(key) != SOURCE)
+    return replace(composed, config=with_values(composed.config, dict.fromkeys(left, AUTO)))
 
 
 def _here(composed: Composed) -> Config | None:

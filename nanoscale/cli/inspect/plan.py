@@ -125,16 +125,22 @@ def _one(
     from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
+    from nanoscale.view.plan.choice_text import choice_line
     from nanoscale.view.plan.prediction import document, prediction_report
 
-    config = request_job(line, starts=False, devices=planned_devices, hosts=_planned_hosts).config
+    request = request_job(line, starts=False, devices=planned_devices, hosts=_planned_hosts)
+    config, choice = request.config, request.choice
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_memory(prediction, known_of(config))
     if html is not None:
         write_page(html, prediction_report(prediction, explain=True), overwrite=overwrite)
     report = prediction_report(prediction, explain=explain)
-    answer(as_json, document(prediction), show_report, report)
+    content = document(prediction)
+    if choice is not None:
+        content["choice"] = choice_line(choice)
+        note(f"layout chosen by the plan: {content['choice']}")
+    answer(as_json, content, show_report, report)
     return DONE
 
 

@@ -20,7 +20,7 @@ from nanoscale.config.composing.interpolation import escape, resolve
 from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.hf import any_model, pretrained
 from nanoscale.config.schema import Config, RopeScaling
-from nanoscale.config.values.convert import convert
+from nanoscale.config.values.convert import convert, is_left_to_plan
 from nanoscale.config.values.provenance import (
     COMMAND_LINE,
     DEFAULT,
@@ -91,7 +91,9 @@ def _converted(composed: Composed, merged: dict[str, Any]) -> tuple[Composed, li
     """Return the request with its values, references resolved and types checked, and what is wrong."""
     raw, broken = resolve(merged, composed.source)
     config, mistyped = convert(raw, composed.source)
-    return replace(composed, config=config), [*broken, *mistyped]
+    left = (key for key, value in reference.flat(raw).items() if is_left_to_plan(key, value))
+    composed = replace(composed, config=config, left_to_plan=frozenset(left))
+    return composed, [*broken, *mistyped]
 
 
 def _with_shape(

@@ -112,12 +112,33 @@ _HOSTS = (
     "launcher.nodes",
 )
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
+_CHOSEN_BY = (
+    *_LAYOUT,
+    "parallel.ep",
+    "parallel.cp_method",
+    "parallel.schedule",
+    "parallel.activation_checkpointing",
+    "parallel.selective_keep",
+    "zero.stage",
+    "train.micro_batch",
+    "train.global_batch",
+    "train.seq_len",
+    "backend.name",
+    "cluster.device",
+    "launcher.devices",
+    "launcher.device",
+    "launcher.name",
+    *_HOSTS,
+)
+"""The keys on which the layout depends that the plan chooses."""
+_CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)
 
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "model.kv_heads": ("model.heads",),
     "model.head_dim": ("model.heads", "model.hidden"),
     "launcher.name": _HOSTS,
     "launcher.device": ("launcher.name", *_HOSTS),
+    **dict.fromkeys(_CHOSEN, _CHOSEN_BY),
     "launcher.devices": (*_LAYOUT, "launcher.device", "launcher.name", *_HOSTS),
     "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
     "launcher.threads": ("launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
@@ -137,9 +158,9 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
         "parallel.offload_activations",
     ),
     "train.micro_batch": (
-        "parallel.dp",
-        "parallel.pp",
+        *_LAYOUT,
         "parallel.schedule",
+        "parallel.activation_checkpointing",
         "train.global_batch",
     ),
     "train.steps": (

@@ -113,6 +113,8 @@ def _section(
             message = f"is a section: set its keys, as in {_example(dotted)}"
             violations.append(Violation(dotted, raw[name], source(dotted), message))
         else:
+            if is_left_to_plan(dotted, raw[name]):
+                continue  # the default, until the plan has chosen
             try:
                 values[name] = value_of(dotted, raw[name])
             except _WrongError as wrong:
@@ -143,6 +145,12 @@ def value_of(name: str, raw: object) -> object:
             _require_home(key, value)
             return value
     raise _WrongError(f"must be {key.type}{_scale(key)}", _repairs(key, raw))
+
+
+def is_left_to_plan(name: str, raw: object) -> bool:
+    """True if the plan chooses the value of a key."""
+    key = reference.declared().get(name)
+    return key is not None and key.planned and raw == reference.AUTO
 
 
 def fits(name: str, raw: object) -> bool:

@@ -101,11 +101,14 @@ class Composed:
     """Key → the text of its value on the command line."""
     opened: Mapping[str, object] = field(default_factory=dict)
     """The keys that the frozen configuration had left open, with their requested values."""
+    left_to_plan: frozenset[str] = frozenset()
+    """The keys that are `auto` and that the plan chooses. `config` has their defaults until it has chosen."""
 
     @property
     def requested(self) -> Config:
         """The configuration before it was resolved; open keys of a frozen one stay open."""
         values = {key: value for key, value in self.opened.items() if not self.by_hand(key)}
+        values |= dict.fromkeys(self.left_to_plan, reference.AUTO)
         return reference.with_values(self.config, values)
 
     def source(self, key: str) -> str:

@@ -213,14 +213,17 @@ def _degrees(space: SearchSpace) -> Iterator[ResolvedConfig]:
         for piped in _legal(_pipeline(space, tensor), _PIPED, _AFTER_PIPELINE):
             for context in _legal(_context(space, piped), _CONTEXT, _AFTER_CONTEXT):
                 dp = copies(context.parallel, space.world)
-                if dp is not None:
+                is_held = "parallel.dp" in space.held
+                if dp is not None and not (is_held and dp != space.base.parallel.dp):
                     resolved = replace(context, parallel=replace(context.parallel, dp=dp))
                     yield from _legal([resolved], {"parallel.dp"}, _AFTER_DP)
 
 
 def _plain(space: SearchSpace) -> ResolvedParallel:
     """Return the layout from which the degrees grow: one stage a rank."""
-    return replace(space.base.parallel, virtual_stages=1, layers_per_stage=None)
+    layout = space.base.parallel
+    stages = layout.layers_per_stage if "parallel.layers_per_stage" in space.held else None
+    return replace(layout, virtual_stages=1, layers_per_stage=stages)
 
 
 def _tensor(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -228,7 +231,7 @@ def _tensor(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConf
         if tp <= space.island:
             layouts = (
                 replace(config.parallel, tp=tp, sequence_parallel=shared)
-                for shared in (True, False)
+                for shared in _choices(space, "sequence_parallel", (True, False))
             )
             tensor = (replace(config, parallel=layout) for layout in layouts)
             yield from islice(_legal(tensor, _TENSOR, _AFTER_TENSOR), 1)
@@ -237,8 +240,11 @@ def _tensor(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConf
 def _pipeline(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     base = space.base.parallel
     for pp in _choices(space, "pp", divisors(space.world // config.parallel.tp)):
+        is_held = "parallel.schedule" in space.held
+        if is_held and pp == 1 and base.schedule != USUAL:
+            continue  # the schedule that the user set would have no meaning
         if pp <= LONGEST_PIPELINE:
-            held = pp > 1 and "parallel.schedule" in space.held
+            held = pp > 1 and is_held
             schedule = base.schedule if held else USUAL
             usual = usual_virtual_stages(schedule)
             keeps = schedule not in ONE_STAGE and "parallel.virtual_stages" in space.held

@@ -205,8 +205,13 @@ def _rank(plan: Prediction) -> tuple[bool, float, int, int]:
 
     Among layouts equally fast to four digits, fewest axes and least memory come first.
     """
-    layout = plan.config.parallel
-    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.ep > 1)
-    axes += layout.dp_replicate > 1
     unsure = plan.fits_probability < SURE
-    return unsure, float(f"{plan.time.seconds:.4g}"), axes, plan.worst.total
+    return unsure, float(f"{plan.time.seconds:.4g}"), axes(plan), plan.worst.total
+
+
+def axes(plan: Prediction) -> int:
+    """Return the number of axes of a layout other than dp."""
+    layout = plan.config.parallel
+    return sum(
+        degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_replicate)
+    )

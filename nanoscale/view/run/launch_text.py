@@ -28,6 +28,7 @@ from nanoscale.view.job_text import (
     settings,
     trial_data_warning,
 )
+from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.prediction import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
 
@@ -116,6 +117,7 @@ def _job_table(request: Request, plan: LaunchPlan) -> Table:
         *((name.replace("_", " "), f"{numbers[name]:,} {unit}") for name, unit in units.items()),
         ("mesh", str(plan.mesh)),
         *settings(request.config).items(),
+        *((("chosen by the plan", choice_line(request.choice)),) if request.choice else ()),
         *(forecast(request.plan).items() if request.plan else ()),
         *(("checkpoints", sentence) for sentence in request.saving.sentences()),
     ]
@@ -140,6 +142,7 @@ def request_lines(request: Request) -> list[str]:
     """Describe what a launch begins with: dtypes, data if its size is known, rehearsal and checkpoints."""
     seen = times_seen(request.config)
     return [
+        *([f"layout chosen by the plan: {choice_line(request.choice)}"] if request.choice else []),
         *precision_lines(request),
         *([] if seen is None else [f"data: {seen_text(seen)}"]),
         *trial_data_warning(request.config),

@@ -1,0 +1,142 @@
+"""The layout of a job whose keys are `auto`: the fastest layout of the search that surely fits its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nanoscale.common.devices import Devices
+from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+from nanoscale.config.machines import Host
+from nanoscale.config.reference import AUTO, value_of, with_values
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.rules import check
+from nanoscale.config.values.provenance import Composed, Setting
+from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search.candidates import SearchSpace
+from nanoscale.plan.search.search import SearchResult, axes, search
+from nanoscale.plan.search.search_space import SEARCHED
+
+SOURCE = "chosen by the plan"
+"""The source of a chosen value."""
+MARGIN = 0.95
+"""The least probability of fitting of a chosen layout, if any layout reaches it."""
+SIMPLER = 0.01
+"""The share of the time that a choice gives away for a layout with fewer axes, which is less than the
+prediction's error."""
+_DEGREES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp"})
+_STAGE = "zero.stage"
+_DP = "parallel.dp"
+_FOLLOWS = (
+    "parallel.sequence_parallel",
+    "parallel.checkpoint_every",
+    "parallel.layers_per_stage",
+    "zero.nvme_path",
+    "backend.compile",
+)
+"""Keys that the search may change together with the chosen ones, unless the command line set them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """The layout that the plan chose."""
+
+    plan: Prediction
+    result: SearchResult
+    world: int
+
+
+def with_chosen_layout(
+    composed: Composed, devices: Devices, hosts: Sequence[Host]
+) -> tuple[Composed, LayoutChoice | None]:
+    """Return the request with a value for each key that is `auto`, and the choice.
+
+    There is no choice, and the keys have their defaults, on a single CPU rank, on unknown hardware, and if no
+    layout is legal; `check` then says which rule is broken. On unknown hardware, several ranks shard all
+    states (ZeRO stage 3), which needs least memory.
+
+    Args:
+        composed: the request.
+        devices: the devices of this machine.
+        hosts: the hosts of the job; none if all ranks are on this machine.
+
+    Raises:
+        UserError: a setting other than the layout breaks a rule.
+    """
+    left = composed.left_to_plan
+    if not left:
+        return composed, None
+    if left & _DEGREES and not composed.asked_for(_STAGE):
+        left |= {_STAGE}
+    composed = replace(composed, left_to_plan=left)
+    space, hardware = _space(composed, devices, hosts)
+    if space.world == 1 and space.base.launcher.device == "cpu":
+        return composed, None
+    if hardware is None:
+        safest = {_STAGE: 3} if _STAGE in left and space.world > 1 else {}
+        return _with_values(composed, safest), None
+    result = search(space, hardware)
+    plan = _choice(result)
+    if plan is None:
+        return composed, None
+    return _with_choice(composed, plan.config), LayoutChoice(plan, result, space.world)
+
+
+def _space(
+    composed: Composed, devices: Devices, hosts: Sequence[Host]
+) -> tuple[SearchSpace, Hardware | None]:
+    """Return the layouts of all ranks that the request has, and their hardware; None if it is unknown."""
+    config, left = composed.config, composed.left_to_plan
+    is_open = {key for key in SEARCHED if key in left or value_of(config, key) == AUTO}
+    follows = {key for key in _FOLLOWS if not composed.by_hand(key)}
+    free = replace(composed, config=with_values(config, {"parallel.dp": AUTO}))
+    base = check(free, devices, tuple(hosts), searched=frozenset({_DP, *is_open, *follows}))
+    world, held = base.world_size, frozenset(SEARCHED) - is_open - follows
+    base = replace(base, launcher=replace(base.launcher, devices=world))
+    if (dp := config.parallel.dp) != "auto":
+        held |= {_DP}
+        base = replace(base, parallel=replace(base.parallel, dp=dp))
+    try:
+        hardware = hardware_of(base)
+    except UnknownHardwareError:
+        hardware = None
+    slots = {host.slots for host in hosts}
+    if hardware is not None and len(slots) == 1:  # maybe not all devices of a host
+        used = slots.pop()
+        hardware = replace(hardware, devices_per_host=used, island=min(hardware.island, used))
+    island = hardware.island if hardware is not None else world
+    return SearchSpace(base, world, island, held, config.backend.compile == AUTO), hardware
+
+
+def _choice(result: SearchResult) -> Prediction | None:
+    """Return the fastest layout that fits with `MARGIN`, or an almost as fast one with fewer axes.
+
+    If no layout does, return the one that most probably fits, or the one that is closest to fitting.
+    """
+    sure = [plan for plan in result.ranked if plan.fits_probability >= MARGIN]
+    if not sure:
+        return max(result.ranked, key=lambda plan: plan.fits_probability, default=result.nearest)
+    fastest = min(plan.time.seconds for plan in sure)
+    close = [plan for plan in sure if plan.time.seconds <= fastest * (1 + SIMPLER)]
+    return min(close, key=lambda plan: (axes(plan), plan.time.seconds))
+
+
+def _with_choice(composed: Composed, chosen: ResolvedConfig) -> Composed:
+    """Return the request with the chosen values, and their source."""
+    keys = [
+        key
+        for key in SEARCHED
+        if key in composed.left_to_plan or value_of(composed.config, key) != value_of(chosen, key)
+    ]
+    opened = {key: value_of(composed.config, key) for key in keys}
+    changed = _with_values(composed, {key: value_of(chosen, key) for key in keys})
+    return replace(changed, opened={**composed.opened, **opened})
+
+
+def _with_values(composed: Composed, values: Mapping[str, object]) -> Composed:
+    history = dict(composed.history)
+    for key, value in values.items():
+        history[key] = [*history.get(key, ()), Setting(value, SOURCE)]
+    config = with_values(composed.config, values)
+    return replace(composed, config=config, history=history)

@@ -1,0 +1,51 @@
+"""The sentence about a layout that the plan chose."""
+
+from __future__ import annotations
+
+from nanoscale.common.units import counted
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search.choice import LayoutChoice
+from nanoscale.view.job_text import layout_line, shape
+
+
+def choice_line(choice: LayoutChoice) -> str:
+    """Return what was chosen and why, in one line."""
+    plan, result = choice.plan, choice.result
+    devices = f"{choice.world} × {plan.hardware.device}"
+    if not plan.fits:
+        return (
+            f"no layout fits {devices} ({counted(result.considered, 'layout')} considered); "
+            f"{_layout(plan.config)} comes closest"
+        )
+    fitting = counted(len(result.ranked), "layout")
+    fit = "fits" if len(result.ranked) == 1 else "fit"
+    return (
+        f"{_layout(plan.config)}: the fastest of {fitting} that {fit} {devices}, with "
+        f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device{_runner_up(choice)}"
+    )
+
+
+def _layout(config: ResolvedConfig) -> str:
+    return f"{layout_line(shape(config))} · micro batch {config.train.micro_batch}"
+
+
+def _runner_up(choice: LayoutChoice) -> str:
+    """Describe the fastest layout with other degrees or another ZeRO stage."""
+    chosen = choice.plan
+    others = (plan for plan in choice.result.ranked if _degrees(plan) != _degrees(chosen))
+    other = min(others, key=lambda plan: plan.time.seconds, default=None)
+    if other is None:
+        return ""
+    slower = other.time.seconds / chosen.time.seconds - 1
+    if slower <= 0:
+        return (
+            f"; {_layout(other.config)} would be {-slower:.1%} faster and fits with a probability of "
+            f"{other.fits_probability:.0%}"
+        )
+    return f"; {_layout(other.config)} is {slower:.1%} slower"
+
+
+def _degrees(plan: Prediction) -> tuple[int, ...]:
+    layout = plan.config.parallel
+    return (layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep, plan.config.zero.stage)

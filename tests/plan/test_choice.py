@@ -1,0 +1,99 @@
+"""A layout that is `auto` is chosen by the search of the plan, and all that the user set is held."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.rules import Devices
+from nanoscale.launch.request import check_request
+from nanoscale.plan.predict import predict
+from nanoscale.plan.search.choice import MARGIN, SOURCE
+from nanoscale.view.plan.choice_text import choice_line
+
+CPU = Devices("cpu", 2, cores=2)
+UNKNOWN = Devices("cuda", 8, ("some GPU",) * 8)
+
+
+def h100(count: int) -> Devices:
+    return Devices("cuda", count, ("NVIDIA H100 80GB HBM3",) * count)
+
+
+def request_of(devices, *words, recipe="llama-8b", **options):
+    line = [f"recipe={recipe}", "parallel=auto", "zero.stage=auto", "train.micro_batch=auto"]
+    composed = compose([*line, "cluster=h100-sxm", *words], **options)
+    return check_request(composed, devices=devices, hosts=())
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_chosen_layout_surely_fits_all_devices(count):
+    chosen = request_of(h100(count), recipe="llama-1b")
+    assert chosen.config.world_size == count
+    assert predict(chosen.config).fits_probability >= MARGIN
+    assert chosen.choice is not None
+    assert chosen.composed.source("parallel.tp") == SOURCE
+    assert chosen.composed.source("train.micro_batch") == SOURCE
+    assert "the fastest of" in choice_line(chosen.choice)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("parallel.tp=4", "tp", 4),
+        ("parallel.pp=2", "pp", 2),
+        ("parallel.dp=2", "dp", 2),
+        ("parallel.activation_checkpointing=full", "activation_checkpointing", "full"),
+        ("parallel.schedule=gpipe", "schedule", "gpipe"),
+    ],
+)
+def test_a_key_that_the_user_sets_is_held(word, key, value):
+    config = request_of(h100(8), word).config
+    assert getattr(config.parallel, key) == value
+    assert config.world_size == 8
+
+
+def test_the_zero_stage_and_the_micro_batch_of_the_user_are_held():
+    config = request_of(h100(8), "zero.stage=3", "train.micro_batch=2").config
+    assert (config.zero.stage, config.train.micro_batch) == (3, 2)
+
+
+def test_a_recipe_without_a_zero_stage_leaves_it_to_the_plan():
+    composed = compose(["recipe=debug", "parallel=auto", "cluster=h100-sxm"])
+    chosen = check_request(composed, devices=h100(8), hosts=())
+    assert chosen.composed.source("zero.stage") == SOURCE
+
+
+def test_one_rank_on_a_cpu_and_unknown_devices_have_no_choice():
+    alone = request_of(CPU, "cluster=local", recipe="debug")
+    assert alone.choice is None
+    assert (alone.config.world_size, alone.config.zero.stage) == (1, 0)
+    unknown = request_of(UNKNOWN, "cluster=local")
+    assert unknown.choice is None
+    assert (unknown.config.parallel.dp, unknown.config.zero.stage) == (8, 3)
+
+
+def test_a_job_that_fits_nowhere_gets_the_layout_that_comes_closest():
+    chosen = request_of(h100(8), recipe="llama-405b")
+    assert chosen.choice is not None
+    assert not chosen.choice.plan.fits
+    assert "comes closest" in choice_line(chosen.choice)
+
+
+def test_a_frozen_choice_is_kept_and_made_again_on_other_ranks(tmp_path):
+    line = ("launcher.devices=2", "train.global_batch=1", "cluster=local")
+    first = request_of(CPU, *line, recipe="debug")
+    assert first.config.parallel.dp == 1
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(first.config, first.composed.requested))
+    kept = check_request(compose([], config_file=file), devices=CPU, hosts=())
+    assert kept.choice is None
+    assert kept.config.parallel == first.config.parallel
+    again = compose(["launcher.devices=4"], config_file=file)
+    chosen = check_request(again, devices=CPU, hosts=())
+    assert chosen.choice is not None
+    assert chosen.config.world_size == 4
+    held = check_request(
+        compose(["launcher.devices=4", "parallel.cp=2"], config_file=file), devices=CPU, hosts=()
+    )
+    assert (held.config.parallel.cp, held.config.world_size) == (2, 4)
