@@ -44,8 +44,8 @@ def test_show_prints_yaml_that_can_be_taken_up_again(capsys):
 
 
 def test_show_json(capsys):
-    shown = json.loads(output(capsys, "config", "show", "recipe=llama-8b", "--json"))
-    assert shown == asdict(compose(["recipe=llama-8b"]).config)
+    shown = json.loads(output(capsys, "config", "show", "recipe=debug", "--json"))
+    assert shown == asdict(compose(["recipe=debug"]).config)
 
 
 def test_show_takes_a_folder_of_the_users(capsys):
@@ -84,18 +84,18 @@ def test_explain_says_who_set_a_value_and_what_that_overrode(capsys):
 
 
 def test_explain_json(capsys):
-    words = ("config", "explain", "zero.stage", "recipe=llama-8b", "--json")
+    words = ("config", "explain", "zero.stage", "recipe=llama-8b-8gpu", "--json")
     explained = json.loads(output(capsys, *words))
     assert explained == {
         "key": "zero.stage",
-        "value": 3,
+        "value": 2,
         "becomes": None,
         "type": "one of 0, 1, 2, 3, auto",
         "unit": "",
         "bounds": "",
         "meaning": explained["meaning"],
         "default": 0,
-        "set_by": "nanoscale/conf/zero/stage3.yaml:3",
+        "set_by": "nanoscale/conf/zero/stage2.yaml:3",
         "overrode": [{"value": 0, "source": "default"}],
     }
 

@@ -20,7 +20,10 @@ from nanoscale.view.plan.prediction import document
 from nanoscale.view.run.launch_text import precision_lines
 from tests.cli import Capsys
 
-H100 = ("recipe=llama-8b", "cluster=h100-sxm", "parallel.activation_checkpointing=selective")
+H100 = (
+    *("recipe=llama-8b", "cluster=h100-sxm", "parallel=dp", "zero=stage3", "train.micro_batch=1"),
+    "parallel.activation_checkpointing=selective",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +83,13 @@ def test_a_layout_that_does_not_fit_is_told(capsys):
 
 
 def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
-    job = ["recipe=llama-1b", "cluster=h100-sxm"]
+    job = [
+        "recipe=llama-1b",
+        "cluster=h100-sxm",
+        "parallel=dp",
+        "zero=stage2",
+        "train.micro_batch=1",
+    ]
 
     def speed(*words: str) -> float:
         return json.loads(output(capsys, *job, *words, "--json"))["tokens_per_s_per_gpu"]

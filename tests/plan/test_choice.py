@@ -6,7 +6,7 @@ import pytest
 
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.rules import Devices
+from nanoscale.config.rules import Devices, Host
 from nanoscale.launch.request import check_request
 from nanoscale.plan.predict import predict
 from nanoscale.plan.search.choice import MARGIN, SOURCE
@@ -71,6 +71,23 @@ def test_one_rank_on_a_cpu_and_unknown_devices_have_no_choice():
     unknown = request_of(UNKNOWN, "cluster=local")
     assert unknown.choice is None
     assert (unknown.config.parallel.dp, unknown.config.zero.stage) == (8, 3)
+
+
+def test_a_request_chooses_again_for_other_devices():
+    first = request_of(h100(8))
+    again = check_request(first.composed, devices=h100(4), hosts=())
+    assert again.choice is not None
+    assert again.config.world_size == 4
+    assert again.config.parallel == request_of(h100(4)).config.parallel
+    assert again.composed.requested.train.micro_batch == "auto"
+
+
+def test_hosts_whose_devices_nobody_named_have_those_of_the_reference():
+    hosts = tuple(Host(f"n{number}", 8, "hosts:1") for number in range(4))
+    chosen = check_request(compose(["recipe=llama-70b"]), devices=CPU, hosts=hosts)
+    assert chosen.choice is not None
+    assert chosen.choice.is_assumed
+    assert "32 × h100-sxm (the recipe's reference" in choice_line(chosen.choice)
 
 
 def test_a_job_that_fits_nowhere_gets_the_layout_that_comes_closest():

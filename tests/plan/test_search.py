@@ -303,7 +303,9 @@ def test_reasons_are_the_differences_of_two_predictions() -> None:
     ],
 )
 def test_the_ladder_is_told_where_it_applies(words: str, advised: str | None) -> None:
-    typed_words = (*words.split(), "cluster=h100-sxm", "train.micro_batch=1")
+    stage = () if "zero=" in words else ("zero=stage3",)
+    layout = ("parallel=dp", *stage, "train.micro_batch=1")
+    typed_words = (*words.split(), "cluster=h100-sxm", *layout)
     lines = advice(predict(typed(typed_words, [])))
     assert [advised in line for line in lines] == [True] if advised else lines == []
 

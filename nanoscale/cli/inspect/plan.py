@@ -127,19 +127,25 @@ def _one(
     from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.choice_text import choice_line
     from nanoscale.view.plan.prediction import document, prediction_report
+    from nanoscale.view.plan.verdict import would_take
 
     request = request_job(line, starts=False, devices=planned_devices, hosts=_planned_hosts)
     config, choice = request.config, request.choice
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_memory(prediction, known_of(config))
-    if html is not None:
-        write_page(html, prediction_report(prediction, explain=True), overwrite=overwrite)
-    report = prediction_report(prediction, explain=explain)
-    content = document(prediction)
+    content, about = document(prediction), []
     if choice is not None:
         content["choice"] = choice_line(choice)
-        note(f"layout chosen by the plan: {content['choice']}")
+        about.append(f"layout chosen by the plan: {content['choice']}")
+        if not prediction.fits:
+            content["would_take"] = would_take(request.composed, prediction, request.devices)
+            about.append(content["would_take"])
+    if html is not None:
+        write_page(
+            html, prediction_report(prediction, explain=True, about=about), overwrite=overwrite
+        )
+    report = prediction_report(prediction, explain=explain, about=about)
     answer(as_json, content, show_report, report)
     return DONE
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from nanoscale.common.devices import Devices
+from nanoscale.common.devices import Devices, detect
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.machines import Host
-from nanoscale.config.reference import AUTO, value_of, with_values
+from nanoscale.config.reference import AUTO, declared, value_of, with_values
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.config.values.provenance import Composed, Setting
@@ -20,6 +21,8 @@ from nanoscale.plan.search.search_space import SEARCHED
 
 SOURCE = "chosen by the plan"
 """The source of a chosen value."""
+UNPLANNED = "safest on unknown devices"
+"""The source of a value on devices that the plan does not know."""
 MARGIN = 0.95
 """The least probability of fitting of a chosen layout, if any layout reaches it."""
 SIMPLER = 0.01
@@ -45,6 +48,8 @@ class LayoutChoice:
     plan: Prediction
     result: SearchResult
     world: int
+    is_assumed: bool
+    """True if the devices are those of the recipe's reference, because nobody named those of the hosts."""
 
 
 def with_chosen_layout(
@@ -54,7 +59,7 @@ def with_chosen_layout(
 
     There is no choice, and the keys have their defaults, on a single CPU rank, on unknown hardware, and if no
     layout is legal; `check` then says which rule is broken. On unknown hardware, several ranks shard all
-    states (ZeRO stage 3), which needs least memory.
+    states (ZeRO stage 3), and the micro batch is 1.
 
     Args:
         composed: the request.
@@ -69,24 +74,41 @@ def with_chosen_layout(
         return composed, None
     if left & _DEGREES and not composed.asked_for(_STAGE):
         left |= {_STAGE}
-    composed = replace(composed, left_to_plan=left)
-    space, hardware = _space(composed, devices, hosts)
+    composed = _without_choice(replace(composed, left_to_plan=left))
+    space, hardware, is_assumed = _space(composed, devices, hosts)
     if space.world == 1 and space.base.launcher.device == "cpu":
         return composed, None
     if hardware is None:
-        safest = {_STAGE: 3} if _STAGE in left and space.world > 1 else {}
-        return _with_values(composed, safest), None
+        return _with_values(composed, _safest(composed, space.world), UNPLANNED), None
     result = search(space, hardware)
     plan = _choice(result)
     if plan is None:
         return composed, None
-    return _with_choice(composed, plan.config), LayoutChoice(plan, result, space.world)
+    return _with_choice(composed, plan.config), LayoutChoice(plan, result, space.world, is_assumed)
+
+
+def _without_choice(composed: Composed) -> Composed:
+    """Return the request before an earlier choice: an elastic job chooses again for other hosts."""
+    left, opened = composed.left_to_plan, composed.opened
+    chosen = (key for key in opened if key not in left and composed.source(key) == SOURCE)
+    values = {key: declared()[key].default for key in left} | {key: opened[key] for key in chosen}
+    return replace(composed, config=with_values(composed.config, values))
+
+
+def _safest(composed: Composed, world: int) -> dict[str, object]:
+    """Return the values that need least memory without tp and pp."""
+    safest: dict[str, object] = {}
+    if _STAGE in composed.left_to_plan and world > 1:
+        safest[_STAGE] = 3
+    if composed.config.train.micro_batch == AUTO:
+        safest["train.micro_batch"] = 1
+    return safest
 
 
 def _space(
     composed: Composed, devices: Devices, hosts: Sequence[Host]
-) -> tuple[SearchSpace, Hardware | None]:
-    """Return the layouts of all ranks that the request has, and their hardware; None if it is unknown."""
+) -> tuple[SearchSpace, Hardware | None, bool]:
+    """Return the layouts of all ranks that the request has, and their hardware as `_hardware` does."""
     config, left = composed.config, composed.left_to_plan
     is_open = {key for key in SEARCHED if key in left or value_of(config, key) == AUTO}
     follows = {key for key in _FOLLOWS if not composed.by_hand(key)}
@@ -97,16 +119,29 @@ def _space(
     if (dp := config.parallel.dp) != "auto":
         held |= {_DP}
         base = replace(base, parallel=replace(base.parallel, dp=dp))
-    try:
-        hardware = hardware_of(base)
-    except UnknownHardwareError:
-        hardware = None
+    hardware, is_assumed = _hardware(base)
     slots = {host.slots for host in hosts}
     if hardware is not None and len(slots) == 1:  # maybe not all devices of a host
         used = slots.pop()
         hardware = replace(hardware, devices_per_host=used, island=min(hardware.island, used))
     island = hardware.island if hardware is not None else world
-    return SearchSpace(base, world, island, held, config.backend.compile == AUTO), hardware
+    space = SearchSpace(base, world, island, held, config.backend.compile == AUTO)
+    return space, hardware, is_assumed
+
+
+def _hardware(base: ResolvedConfig) -> tuple[Hardware | None, bool]:
+    """Return the devices of the job, and True if they are assumed; None if they are unknown.
+
+    Devices of other hosts that nobody named are assumed to be those of the recipe's reference.
+    """
+    with suppress(UnknownHardwareError):
+        return hardware_of(base), False
+    names = [word.partition("=")[2] for word in base.cluster.reference if word[:8] == "cluster="]
+    if base.cluster.device is None and detect().kind == "cpu" and names:
+        cluster = replace(base.cluster, device=names[0])
+        with suppress(UnknownHardwareError):
+            return hardware_of(replace(base, cluster=cluster)), True
+    return None, False
 
 
 def _choice(result: SearchResult) -> Prediction | None:
@@ -130,13 +165,13 @@ def _with_choice(composed: Composed, chosen: ResolvedConfig) -> Composed:
         if key in composed.left_to_plan or value_of(composed.config, key) != value_of(chosen, key)
     ]
     opened = {key: value_of(composed.config, key) for key in keys}
-    changed = _with_values(composed, {key: value_of(chosen, key) for key in keys})
+    changed = _with_values(composed, {key: value_of(chosen, key) for key in keys}, SOURCE)
     return replace(changed, opened={**composed.opened, **opened})
 
 
-def _with_values(composed: Composed, values: Mapping[str, object]) -> Composed:
+def _with_values(composed: Composed, values: Mapping[str, object], source: str) -> Composed:
     history = dict(composed.history)
     for key, value in values.items():
-        history[key] = [*history.get(key, ()), Setting(value, SOURCE)]
+        history[key] = [*history.get(key, ()), Setting(value, source)]
     config = with_values(composed.config, values)
     return replace(composed, config=config, history=history)

@@ -8,11 +8,16 @@ from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.choice import LayoutChoice
 from nanoscale.view.job_text import layout_line, shape
 
+EVEN = 5e-4
+"""The share of the time below which two layouts are as fast."""
+
 
 def choice_line(choice: LayoutChoice) -> str:
     """Return what was chosen and why, in one line."""
     plan, result = choice.plan, choice.result
     devices = f"{choice.world} × {plan.hardware.device}"
+    if choice.is_assumed:
+        devices += " (the recipe's reference: type cluster=NAME if the hosts have other devices)"
     if not plan.fits:
         return (
             f"no layout fits {devices} ({counted(result.considered, 'layout')} considered); "
@@ -38,7 +43,9 @@ def _runner_up(choice: LayoutChoice) -> str:
     if other is None:
         return ""
     slower = other.time.seconds / chosen.time.seconds - 1
-    if slower <= 0:
+    if abs(slower) < EVEN:
+        return f"; {_layout(other.config)} is as fast"
+    if slower < 0:
         return (
             f"; {_layout(other.config)} would be {-slower:.1%} faster and fits with a probability of "
             f"{other.fits_probability:.0%}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -125,14 +125,15 @@ def _sizes(rank: RankMemory) -> dict[str, Any]:
 # --- people ---------------------------------------------------------------------------------------
 
 
-def prediction_report(plan: Prediction, *, explain: bool) -> Report:
+def prediction_report(plan: Prediction, *, explain: bool, about: Sequence[str] = ()) -> Report:
     """Return the verdict, memory, the step and the pipeline's timeline.
 
     Args:
         explain: True: with the arithmetic behind every number.
+        about: sentences about the choice of the layout.
     """
     title, *head = _head(plan)
-    return Report(title, [Lines(head), *plan_blocks(plan, explain=explain)])
+    return Report(title, [Lines([*head, *about]), *plan_blocks(plan, explain=explain)])
 
 
 def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:

@@ -8,14 +8,21 @@ from typing import Literal
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import share
+from nanoscale.common.units import GIB, counted, share
+from nanoscale.config.model_math import parameters
+from nanoscale.config.reference import value_of
 from nanoscale.config.values.provenance import Composed
+from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search.candidates import SearchSpace
+from nanoscale.plan.search.choice import MARGIN
 from nanoscale.plan.search.search import search
 from nanoscale.plan.search.search_space import search_space, to_type
 from nanoscale.view.plan.prediction import verdict
 
 PROPOSALS = 3
+STATE_BYTES = 16
+"""Bytes of a parameter's fp32 weight, gradient and two moments, the least of a job with AdamW."""
 
 
 def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
@@ -30,7 +37,7 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
     rehearsed = plan.decisive
     margin = rehearsed.total / plan.worst.total if rehearsed is not None else 1.0
     found = proposals(composed, plan, devices, max(1.0, margin))
-    remedy = "" if found else "; no layout of these devices fits, see nanoscale plan --search"
+    remedy = "" if found else f"; {would_take(composed, plan, devices)}"
     raise UserError("plan", f"{verdict(plan)}{remedy}. Continue with --force", found)
 
 
@@ -52,17 +59,62 @@ def nearest(
     composed: Composed, plan: Prediction, devices: Devices, margin: float = 1.0
 ) -> list[Prediction]:
     """Return fitting layouts, those with the fewest changes first, then the fastest."""
-    world = plan.config.world_size
-    # All devices of all hosts, as one machine; SLURM's nodes may have others than this host.
-    kind: Literal["cpu", "cuda"] = "cpu" if plan.config.launcher.device == "cpu" else "cuda"
-    enough = replace(devices, kind=kind, count=max(devices.count, world))
-    free = replace(search_space(composed, enough, plan.hardware, world), held=frozenset())
-    ranked = search(free, plan.hardware).ranked
+    ranked = search(_space(composed, plan, devices), plan.hardware).ranked
     by_changes = sorted(
         (near for near in ranked if near.worst.total * margin <= near.capacity),
         key=lambda near: (len(to_type(composed, near.config)), near.time.seconds),
     )
     return list(_different(composed, by_changes))[:PROPOSALS]
+
+
+def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
+    """Return in one sentence what a job would take that no layout of its devices fits."""
+    space, ways = _space(composed, plan, devices), []
+    base, hardware = space.base, plan.hardware
+    states = STATE_BYTES * parameters(base.model)
+    for factor in (2**n for n in range(1, 12)):
+        world = space.world * factor
+        if states / world < plan.capacity and _fits(replace(space, world=world), hardware):
+            hosts = -(-world // hardware.devices_per_host)
+            ways.append(
+                f"{counted(world, 'device')} ({counted(hosts, 'host')} of {hardware.devices_per_host})"
+            )
+            break
+    if base.backend.name == "native" and base.optimizer.name == "adamw" and not base.lora.rank:
+        in_8_bits = replace(base, optimizer=replace(base.optimizer, name="adamw8bit"))
+        if _fits(replace(space, base=in_8_bits), hardware):
+            ways.append("optimizer=adamw8bit")
+        offloading = replace(base, backend=replace(base.backend, name="deepspeed", compile="off"))
+        best = search(replace(space, base=offloading), hardware).best
+        if best is not None and _host_bytes(best) <= hardware.host_memory_gib * GIB:
+            keys = ("zero.offload_optimizer", "zero.offload_param")
+            offloads = [f"{key}=cpu" for key in keys if value_of(best.config, key) == "cpu"]
+            ways.append(
+                " ".join(["backend=deepspeed", f"zero.stage={best.config.zero.stage}", *offloads])
+            )
+    if not ways:
+        return "no layout of these devices fits, see nanoscale plan --search"
+    return f"no layout of these devices fits; it would take {' or '.join(ways)}"
+
+
+def _fits(space: SearchSpace, hardware: Hardware) -> bool:
+    return any(plan.fits_probability >= MARGIN for plan in search(space, hardware).ranked)
+
+
+def _host_bytes(plan: Prediction) -> int:
+    """Return the bytes in the memory of a host, of all its ranks."""
+    return plan.hardware.devices_per_host * sum(part.bytes for part in plan.worst.host)
+
+
+def _space(composed: Composed, plan: Prediction, devices: Devices) -> SearchSpace:
+    """Return every layout of all devices of all hosts, as one machine.
+
+    SLURM's nodes may have other devices than this host.
+    """
+    world = plan.config.world_size
+    kind: Literal["cpu", "cuda"] = "cpu" if plan.config.launcher.device == "cpu" else "cuda"
+    enough = replace(devices, kind=kind, count=max(devices.count, world))
+    return replace(search_space(composed, enough, plan.hardware, world), held=frozenset())
 
 
 def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Prediction]:
