@@ -27,7 +27,7 @@ from tests.support.recipes import changed
         ("trainer.fp16", False, ("precision=fp32",)),
         ("tensor_parallel_size", 8, ("parallel.tp=8",)),
         ("parallelism.tensor_parallel_degree", 8, ("parallel.tp=8",)),
-        ("tensor_parallel_size", "auto", ("nanoscale config explain parallel.tp",)),
+        ("tensor_parallel_size", "auto", ("parallel.tp=auto",)),
         ("fsdp", "full_shard auto_wrap", ("zero=stage3",)),
         ("zero_optimization", {"stage": 2, "reduce_bucket_size": 1000},
          ("zero.stage=2 backend.reduce_bucket=1000",)),
