@@ -30,7 +30,7 @@ def test_chosen_layouts_train_the_same_model_and_resume_on_other_ranks(tmp_path,
     for ranks in (2, 4):
         plan = read_json(runs[ranks].plan)
         assert plan["layout"]["dp"] == 1
-        assert f"fit {ranks} × cpu" in plan["choice"]
+        assert f"on {ranks} × cpu" in plan["choice"]
         assert losses[ranks] == pytest.approx(losses[1], rel=1e-9)
     capfd.readouterr()
     assert nanoscale(["resume", str(runs[4].path), "--num-gpus", "2", "train.steps=6"]) == 0

@@ -66,7 +66,7 @@ def test_another_software_can_be_planned(capsys):
     assert (ours["software"]["name"], megatron["software"]["name"]) == ("nanoscale", "megatron")
     assert megatron["step_time_s"] < ours["step_time_s"]
     assert megatron["memory"]["allocated_gib"] != ours["memory"]["allocated_gib"]
-    assert "as megatron" in output(capsys, *H100, "--as", "megatron")
+    assert "as megatron" in output(capsys, *H100, "--as", "megatron", code=3)
     assert "torch-wholeloss" in refusal(capsys, *H100, "--as", "jax")
 
 
@@ -77,9 +77,12 @@ def test_the_software_records_can_all_be_asked_for():
 
 
 def test_a_layout_that_does_not_fit_is_told(capsys):
-    plan = json.loads(output(capsys, *H100, "zero.stage=0", "--json"))
+    plan = json.loads(output(capsys, *H100, "zero.stage=0", "--json", code=3))
     assert plan["fits"] is False and plan["fits_probability"] < 0.01
-    assert "does not fit: " in output(capsys, *H100, "zero.stage=0")
+    shown = output(capsys, *H100, "zero.stage=0", code=3)
+    assert "does not fit: " in shown and f"{plan['remedy']}\n" in shown
+    words = plan["remedy"].removeprefix("type ").partition(", which")[0].split()
+    assert json.loads(output(capsys, *H100, *words, "--json"))["fits"]
 
 
 def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
@@ -89,6 +92,7 @@ def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
         "parallel=dp",
         "zero=stage2",
         "train.micro_batch=1",
+        "parallel.activation_checkpointing=selective",
     ]
 
     def speed(*words: str) -> float:
@@ -102,14 +106,14 @@ def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
         f"precision=bf16 would give {bf16:,.0f} tokens/s per device instead of {tf32:,.0f}" in shown
     )
     assert "would give" not in output(capsys, *job)
-    assert "would give" not in output(capsys, *job, "cluster=v100", "precision=fp32")
+    assert "would give" not in output(capsys, *job, "cluster=v100", "precision=fp32", code=3)
     assert "would give" not in output(capsys, "recipe=debug", "cluster=cpu")
 
 
 def test_the_type_that_auto_becomes_is_planned(capsys):
     job = ["model=llama-1b", "train.steps=5", "train.seq_len=2k"]
-    for cluster, kind in (("h100-sxm", "bf16"), ("v100", "fp16"), ("cpu", "fp32")):
-        assert f", {kind}, native" in output(capsys, *job, f"cluster={cluster}")
+    for cluster, kind, code in (("h100-sxm", "bf16", 0), ("v100", "fp16", 0), ("cpu", "fp32", 3)):
+        assert f", {kind}, native" in output(capsys, *job, f"cluster={cluster}", code=code)
     peak = ["cluster=h100-sxm", "cluster.peak_tflops=100"]
     mine, usual = (
         json.loads(output(capsys, *job, *words, "--search", "--json"))["layouts"][0]["step_time_s"]
@@ -235,9 +239,10 @@ def test_this_machine_is_planned_for_where_nothing_is_described(capsys):
     ],
 )
 def test_a_recipe_for_gpus_is_planned_for_its_reference_where_there_are_none(words, device, capsys):
-    assert nanoscale(["plan", *words, "--json"]) == 0
+    code = nanoscale(["plan", *words, "--json"])
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["hardware"]["device"] == device
+    plan = json.loads(shown.out)
+    assert (code == 0) == plan["fits"] and plan["hardware"]["device"] == device
     assert ("no GPU here" in shown.err) == (len(words) == 1 and device != "cpu")
 
 
@@ -276,7 +281,8 @@ def _with(words):
 def test_a_dry_run_shows_the_plan(capsys):
     assert nanoscale(["train", *LARGE, "--dry-run", "--json", "--force"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
-    planned = json.loads(output(capsys, *LARGE, "--json"))
+    planned = json.loads(output(capsys, *LARGE, "--json", code=3))
+    assert planned.pop("remedy")
     for found in (plan, planned):
         assert found["checkpoints"].pop("free_bytes") > 0  # other processes write to the disk
     assert plan == planned

@@ -11,6 +11,7 @@ from nanoscale.launch.request import check_request
 from nanoscale.plan.predict import predict
 from nanoscale.plan.search.choice import MARGIN, SOURCE
 from nanoscale.view.plan.choice_text import choice_line
+from nanoscale.view.plan.verdict import remedy
 
 CPU = Devices("cpu", 2, cores=2)
 UNKNOWN = Devices("cuda", 8, ("some GPU",) * 8)
@@ -34,7 +35,9 @@ def test_the_chosen_layout_surely_fits_all_devices(count):
     assert chosen.choice is not None
     assert chosen.composed.source("parallel.tp") == SOURCE
     assert chosen.composed.source("train.micro_batch") == SOURCE
-    assert "the fastest of" in choice_line(chosen.choice)
+    sure = sum(plan.fits_probability >= MARGIN for plan in chosen.choice.result.ranked)
+    layouts = f"{sure} layout" + "s" * (sure > 1)
+    assert f"the fastest of the {layouts} that fit" in choice_line(chosen.choice)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,18 @@ def test_a_key_that_the_user_sets_is_held(word, key, value):
     config = request_of(h100(8), word).config
     assert getattr(config.parallel, key) == value
     assert config.world_size == 8
+
+
+def test_a_zero_stage_of_the_user_is_held_when_the_layout_is_chosen_again(tmp_path):
+    words = ["recipe=debug", "parallel=auto", "zero=stage3", "cluster=h100-sxm"]
+    first = check_request(compose(words), devices=h100(4), hosts=())
+    assert first.config.zero.stage == 3
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(first.config, first.composed.requested))
+    composed = compose(["train.global_batch=64"], config_file=file)
+    again = check_request(composed, devices=h100(8), hosts=())
+    assert again.choice is not None
+    assert again.config.zero.stage == 3
 
 
 def test_the_zero_stage_and_the_micro_batch_of_the_user_are_held():
@@ -87,7 +102,7 @@ def test_hosts_whose_devices_nobody_named_have_those_of_the_reference():
     chosen = check_request(compose(["recipe=llama-70b"]), devices=CPU, hosts=hosts)
     assert chosen.choice is not None
     assert chosen.choice.is_assumed
-    assert "32 × h100-sxm (the recipe's reference" in choice_line(chosen.choice)
+    assert "on 32 × h100-sxm (the recipe's reference" in choice_line(chosen.choice)
 
 
 def test_a_job_that_fits_nowhere_gets_the_layout_that_comes_closest():
@@ -95,6 +110,18 @@ def test_a_job_that_fits_nowhere_gets_the_layout_that_comes_closest():
     assert chosen.choice is not None
     assert not chosen.choice.plan.fits
     assert "comes closest" in choice_line(chosen.choice)
+
+
+def test_keys_of_the_user_that_keep_a_job_from_fitting_are_named():
+    words = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "zero.stage=0")
+    held = request_of(h100(8), *words)
+    assert held.choice is not None
+    assert not held.choice.plan.fits
+    said = remedy(held.composed, predict(held.config), held.devices)
+    assert said.startswith("type zero.stage=")
+    nowhere = request_of(h100(8), recipe="llama-405b")
+    said = remedy(nowhere.composed, predict(nowhere.config), nowhere.devices)
+    assert said.startswith("no layout of these devices fits; it would take")
 
 
 def test_a_frozen_choice_is_kept_and_made_again_on_other_ranks(tmp_path):

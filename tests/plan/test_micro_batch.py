@@ -64,5 +64,5 @@ def test_a_plan_of_an_open_micro_batch_fits(capsys: pytest.CaptureFixture[str]) 
     assert nanoscale(["plan", "--json", *words]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits_probability"] >= SURE
-    assert nanoscale(["plan", "--json", *words[:-1], "train.micro_batch=64"]) == 0
+    assert nanoscale(["plan", "--json", *words[:-1], "train.micro_batch=64"]) == 3
     assert json.loads(capsys.readouterr().out)["fits_probability"] < SURE

@@ -35,8 +35,8 @@ def show(
 
     from nanoscale.config.values.yaml_file import to_yaml
 
-    composed = line.compose() if deepspeed else _with_choice(line.compose())
-    values = _for_deepspeed(composed) if deepspeed else asdict(_displayed(composed).config)
+    composed = line.compose()
+    values = _for_deepspeed(composed) if deepspeed else asdict(_chosen(composed)[0].config)
     answer(as_json or deepspeed, values, print_yaml, to_yaml(values))
     if deepspeed and composed.config.backend.extra:
         added = ", ".join(composed.config.backend.extra)
@@ -60,10 +60,8 @@ def explain(
     from nanoscale.view.config_text import explained, print_explained
 
     names = _named(key)
-    composed = _with_choice(line.compose())
-    here = _here(composed)
-    shown = _displayed(composed)
-    found = [explained(name, shown, here) for name in names if name in composed.history]
+    shown, here = _chosen(line.compose())
+    found = [explained(name, shown, here) for name in names if name in shown.history]
     if as_json:
         print_json(found[0] if names == [key] else found)
         return
@@ -204,42 +202,28 @@ def _named(name: str) -> list[str]:
     return [key for key in declared() if key == name or key.startswith(f"{name}.")]
 
 
-def _with_choice(composed: Composed) -> Composed:
-    """Return the request with the layout that the plan chooses, and show why, if it can choose."""
-    if not composed.left_to_plan:
-        return composed
-    from nanoscale.common.errors import UserError
-    from nanoscale.plan.hardware.planned_devices import planned_devices
-    from nanoscale.plan.search.choice import with_chosen_layout
-    from nanoscale.view.plan.choice_text import choice_line
+def _chosen(composed: Composed) -> tuple[Composed, Config | None]:
+    """Return the request with the layout that the plan chooses, and the configuration for the plan's devices.
 
-    try:
-        chosen, choice = with_chosen_layout(composed, planned_devices(composed), ())
-    except UserError:
-        return composed
-    if choice is not None:
-        display.note(f"layout chosen by the plan: {choice_line(choice)}")
-    return chosen
-
-
-def _displayed(composed: Composed) -> Composed:
-    """Return the request with `auto` for the keys that the plan has not chosen."""
+    Keys that are not chosen are `auto`. There is no configuration if the request cannot run.
+    """
     from dataclasses import replace
 
-    from nanoscale.config.reference import AUTO, with_values
-    from nanoscale.plan.search.choice import SOURCE
-
-    left = (key for key in composed.left_to_plan if composed.source(key) != SOURCE)
-    return replace(composed, config=with_values(composed.config, dict.fromkeys(left, AUTO)))
-
-
-def _here(composed: Composed) -> Config | None:
-    """Return the configuration resolved for the devices of its plan; None if it cannot run."""
     from nanoscale.common.errors import UserError
+    from nanoscale.config.reference import AUTO, with_values
     from nanoscale.launch.request import check_request
     from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.search.choice import SOURCE
+    from nanoscale.view.plan.choice_text import choice_line
 
+    here = None
     try:
-        return check_request(composed, devices=planned_devices(composed)).config
+        request = check_request(composed, devices=planned_devices(composed))
+        composed, here = request.composed, request.config
+        if request.choice is not None:
+            display.note(f"layout chosen by the plan: {choice_line(request.choice)}")
     except UserError:
-        return None
+        pass
+    left = (key for key in composed.left_to_plan if composed.source(key) != SOURCE)
+    shown = with_values(composed.config, dict.fromkeys(left, AUTO))
+    return replace(composed, config=shown), here

@@ -127,7 +127,7 @@ def _one(
     from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.choice_text import choice_line
     from nanoscale.view.plan.prediction import document, prediction_report
-    from nanoscale.view.plan.verdict import would_take
+    from nanoscale.view.plan.verdict import remedy
 
     request = request_job(line, starts=False, devices=planned_devices, hosts=_planned_hosts)
     config, choice = request.config, request.choice
@@ -138,16 +138,16 @@ def _one(
     if choice is not None:
         content["choice"] = choice_line(choice)
         about.append(f"layout chosen by the plan: {content['choice']}")
-        if not prediction.fits:
-            content["would_take"] = would_take(request.composed, prediction, request.devices)
-            about.append(content["would_take"])
+    if not prediction.fits and software is NANOSCALE:
+        content["remedy"] = remedy(request.composed, prediction, request.devices)
+        about.append(content["remedy"])
     if html is not None:
         write_page(
             html, prediction_report(prediction, explain=True, about=about), overwrite=overwrite
         )
     report = prediction_report(prediction, explain=explain, about=about)
     answer(as_json, content, show_report, report)
-    return DONE
+    return DONE if prediction.fits else DOES_NOT_FIT
 
 
 def _search(

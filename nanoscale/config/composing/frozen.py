@@ -112,14 +112,10 @@ _HOSTS = (
     "launcher.nodes",
 )
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
+_CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)
 _CHOSEN_BY = (
-    *_LAYOUT,
-    "parallel.ep",
-    "parallel.cp_method",
-    "parallel.schedule",
-    "parallel.activation_checkpointing",
-    "parallel.selective_keep",
-    "zero.stage",
+    *_CHOSEN,
+    "parallel.dp",
     "train.micro_batch",
     "train.global_batch",
     "train.seq_len",
@@ -131,7 +127,6 @@ _CHOSEN_BY = (
     *_HOSTS,
 )
 """The keys on which the layout depends that the plan chooses."""
-_CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)
 
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "model.kv_heads": ("model.heads",),

@@ -72,7 +72,8 @@ def with_chosen_layout(
     left = composed.left_to_plan
     if not left:
         return composed, None
-    if left & _DEGREES and not composed.asked_for(_STAGE):
+    is_first = not composed.opened  # a stage that an earlier choice left alone is the user's
+    if left & _DEGREES and is_first and not composed.asked_for(_STAGE):
         left |= {_STAGE}
     composed = _without_choice(replace(composed, left_to_plan=left))
     space, hardware, is_assumed = _space(composed, devices, hosts)

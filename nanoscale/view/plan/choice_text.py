@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoscale.common.units import counted
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.choice import LayoutChoice
+from nanoscale.plan.search.choice import MARGIN, LayoutChoice
 from nanoscale.view.job_text import layout_line, shape
 
 EVEN = 5e-4
@@ -18,17 +18,17 @@ def choice_line(choice: LayoutChoice) -> str:
     devices = f"{choice.world} × {plan.hardware.device}"
     if choice.is_assumed:
         devices += " (the recipe's reference: type cluster=NAME if the hosts have other devices)"
+    chosen, considered = _layout(plan.config), counted(result.considered, "layout")
     if not plan.fits:
-        return (
-            f"no layout fits {devices} ({counted(result.considered, 'layout')} considered); "
-            f"{_layout(plan.config)} comes closest"
-        )
-    fitting = counted(len(result.ranked), "layout")
-    fit = "fits" if len(result.ranked) == 1 else "fit"
-    return (
-        f"{_layout(plan.config)}: the fastest of {fitting} that {fit} {devices}, with "
-        f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device{_runner_up(choice)}"
-    )
+        return f"none of the {considered} considered fits {devices}; {chosen} comes closest"
+    sure = sum(found.fits_probability >= MARGIN for found in result.ranked)
+    why = f"of the {considered} considered, the one that most probably fits"
+    if sure:
+        fit = "fits" if sure == 1 else "fit"
+        layouts = counted(sure, "layout")
+        why = f"the fastest of the {layouts} that {fit} with a probability of {MARGIN:.0%} or more"
+    speed = f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
+    return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 
 
 def _layout(config: ResolvedConfig) -> str:

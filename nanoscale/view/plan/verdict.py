@@ -9,7 +9,6 @@ from typing import Literal
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, counted, share
-from nanoscale.config.model_math import parameters
 from nanoscale.config.reference import value_of
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import Hardware
@@ -21,8 +20,6 @@ from nanoscale.plan.search.search_space import search_space, to_type
 from nanoscale.view.plan.prediction import verdict
 
 PROPOSALS = 3
-STATE_BYTES = 16
-"""Bytes of a parameter's fp32 weight, gradient and two moments, the least of a job with AdamW."""
 
 
 def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
@@ -67,14 +64,20 @@ def nearest(
     return list(_different(composed, by_changes))[:PROPOSALS]
 
 
+def remedy(composed: Composed, plan: Prediction, devices: Devices) -> str:
+    """Return in one sentence what makes a job fit: other keys on its devices, or else other devices."""
+    for near in proposals(composed, plan, devices):
+        return f"type {near.suggestions[0]}, which {near.message}"
+    return would_take(composed, plan, devices)
+
+
 def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
     """Return in one sentence what a job would take that no layout of its devices fits."""
     space, ways = _space(composed, plan, devices), []
     base, hardware = space.base, plan.hardware
-    states = STATE_BYTES * parameters(base.model)
     for factor in (2**n for n in range(1, 12)):
         world = space.world * factor
-        if states / world < plan.capacity and _fits(replace(space, world=world), hardware):
+        if _fits(replace(space, world=world), hardware):
             hosts = -(-world // hardware.devices_per_host)
             ways.append(
                 f"{counted(world, 'device')} ({counted(hosts, 'host')} of {hardware.devices_per_host})"
