@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import counted
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
 from nanoscale.data import corpus
@@ -28,6 +30,12 @@ class Validation:
     """This source's share of the evaluation's samples, and of its loss."""
     loader: Loader
 
+    def samples_of(self, total: int | None) -> int:
+        """Return the number of this source's samples in an evaluation of `total` samples; None: all."""
+        if total is None:
+            return len(self.loader)
+        return self.loader.evaluated(max(1, round(self.share * total)))
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -42,6 +50,26 @@ class Dataset:
     """Equal for equal tokens; a resumed run with another fingerprint continues on other data."""
     description: str
     """One line for people: name, size and path of the data."""
+
+    def require_counted(self, samples: int | None, option: str) -> None:
+        """Raise a UserError if a source has no token with a loss in an evaluation of `samples`; None: all.
+
+        `option` sets the number of samples, as in `train.eval_samples=`.
+        """
+        firsts = [split.loader.first_counted() for split in self.valid]
+        violations = []
+        for split, first in zip(self.valid, firsts, strict=True):
+            count = split.samples_of(samples)
+            if first is not None and first < count:
+                continue
+            more = None if first is None else math.ceil((first + 1) / split.share)
+            enough = () if more is None else (f"{option}{more}",)
+            source = f" of {split.name}" if split.name else ""
+            what = f"no token of the first {counted(count, 'validation sample')}{source} has a loss"
+            suggestions = (*enough, "data.loss_on=all")
+            violations.append(Violation("data.loss_on", "answers", "", what, suggestions))
+        if violations:
+            raise UserError("data", f"nothing to evaluate: {violations[0].message}", violations)
 
 
 def open_data(data: Data, train: Train, vocab: int) -> Dataset:

@@ -123,6 +123,10 @@ class Loader:
         """Return the number of samples in an evaluation of `samples`; fewer if the split is smaller."""
         return min(samples, len(self))
 
+    def first_counted(self) -> int | None:
+        """Return the number of the first sample with a token that has a loss; None if no sample has one."""
+        return next((number for number in range(len(self)) if self.batch([number]).counted()), None)
+
 
 class Mixture:
     """A data mixture: samples of several loaders, in constant shares at every moment of the run (`due`).

@@ -23,7 +23,7 @@ from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.job import base_fingerprint, load_initial_weights, make_engine
-from nanoscale.train.loop import samples_of, validate
+from nanoscale.train.loop import validate
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
@@ -48,6 +48,7 @@ def run(context: RankContext) -> str:
     config, task = context.config, read_json(context.run.task)
     device = process_group.local_device(config.launcher.device)
     data = open_validation(config)
+    data.require_counted(task["samples"], "--samples ")
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     if task["checkpoint"] is None:
@@ -96,10 +97,8 @@ def _evaluate(
     context: RankContext, engine: Engine, split: Validation, requested: int | None
 ) -> dict[str, Any]:
     """Evaluate the samples of one source."""
-    loader, config = split.loader, context.config
-    sample_count = len(loader) if requested is None else samples_of(split, requested)
-    samples = loader.evaluated(sample_count)
-    batches = loader.valid_batches(
+    config, samples = context.config, split.samples_of(requested)
+    batches = split.loader.valid_batches(
         samples, engine.dp_rank, config.parallel.dp, config.train.micro_batch
     )
     count = -(-samples // (config.parallel.dp * config.train.micro_batch))

@@ -48,6 +48,8 @@ def run(context: RankContext) -> str:
     config = context.config
     device = process_group.local_device(config.launcher.device)
     data = open_data(config.data, config.train, config.model.vocab)
+    if config.train.eval_every:
+        data.require_counted(config.train.eval_samples, "train.eval_samples=")
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     progress = restore(context, engine, data)

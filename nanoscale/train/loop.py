@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterable
@@ -189,13 +190,13 @@ class Training:
 
     def evaluate_on(self, split: Validation) -> float:
         batches = split.loader.valid_batches(
-            samples_of(split, self.config.train.eval_samples),
+            split.samples_of(self.config.train.eval_samples),
             self.engine.dp_rank,
             self.config.parallel.dp,
             self.config.train.micro_batch,
         )
         loss_sum, tokens = validate(self.engine, batches)
-        return loss_sum / max(tokens, 1)
+        return loss_sum / tokens if tokens else math.nan  # which counts as no loss at all
 
     def leave_early(self) -> str:
         self.recorder.end(self.progress.step + 1)
@@ -266,11 +267,6 @@ def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[floa
     `Engine.evaluate`."""
     total = process_group.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
     return total[0].item(), int(total[1].item())
-
-
-def samples_of(split: Validation, samples: int) -> int:
-    """Return the number of an evaluation's samples that come from one source."""
-    return max(1, round(split.share * samples))
 
 
 def is_due(step: int, every: int) -> bool:

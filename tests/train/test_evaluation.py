@@ -17,14 +17,17 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Backend, Checkpoint, Data, Parallel
+from nanoscale.data.dataset import open_data
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import evaluation
 from tests.support.jobs import (
     PRECISIONS,
+    SEQ_LEN,
     SHAPE,
     make_config,
     make_run,
+    packed_data,
     read_metrics,
     train,
     write_tokens,
@@ -190,3 +193,34 @@ def test_what_is_advised_where_nothing_is_held_out_holds_something_out(
         name, _, value = setting.partition("=")
         changed = replace(getattr(config, section), **{name: json.loads(value)})
         assert evaluation.open_validation(replace(config, **{section: changed})).valid
+
+
+def test_an_evaluation_without_a_counted_token_is_refused(tmp_path: Path) -> None:
+    """A loss of 0.0 would end the training by `stop_when` and be the best checkpoint."""
+    documents = [range(SEQ_LEN + 1)] * 8
+    for name, first in (("tokens", 0), ("valid", 5)):
+        write_indexed(tmp_path / name, documents)
+        marks = [number >= first for number in range(8) for _ in documents[0]]
+        (tmp_path / f"{name}.answers").write_bytes(bytes(marks))
+    data = replace(packed_data(tmp_path), valid_path=str(tmp_path / "valid"))
+    config = make_config(tmp_path, data=data)
+    config = replace(config, train=replace(config.train, steps=1, eval_every=1, eval_samples=3))
+    message = "no token of the first 3 validation samples has a loss"
+    with pytest.raises(RuntimeError, match=message):
+        train(make_run(config), config)
+    opened = open_data(config.data, config.train, SHAPE.vocab)
+    with pytest.raises(UserError, match=message) as caught:
+        opened.require_counted(3, "train.eval_samples=")
+    (violation,) = caught.value.violations
+    assert violation.suggestions == ("train.eval_samples=6", "data.loss_on=all")
+    enough = replace(config, train=replace(config.train, eval_samples=6))
+    everything = replace(config, data=replace(data, loss_on="all"))
+    for number, accepted in enumerate((enough, everything)):
+        run = make_run(accepted, f"accepted-{number}")
+        train(run, accepted)
+        (record,) = read_metrics(run)
+        assert record["eval_loss"] > 1
+    task = {"checkpoint": None, "step": None, "samples": 5}
+    with pytest.raises(RuntimeError, match="no token of the first 5"):
+        evaluate(tmp_path, config, task)
+    assert evaluate(tmp_path, config, task | {"samples": None})["tokens"] == 3 * SEQ_LEN
