@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,35 @@ def test_what_packing_does_not_go_with_is_refused(tmp_path):
         compose([*words, "parallel.cp=2", "parallel.cp_method=ulysses"]), Devices("cpu", 1)
     )
     assert config.data.document_mask
+
+
+def test_values_that_json_has_no_type_for_are_texts_for_the_template(tmp_path, settings):
+    values = {
+        "at": datetime.datetime(2024, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+        "on": datetime.date(2024, 1, 2),
+        "took": datetime.timedelta(seconds=90),
+        "price": decimal.Decimal("1.50"),
+        "name": "Grüße".encode(),
+    }
+    texts_ = ["2024-01-02T03:04:05+00:00", "2024-01-02", "0:01:30", "1.50", "Grüße"]
+    template = tmp_path / "all.jinja"
+    fields = " ".join("{{ m['%s'] }}" % name for name in values)  # noqa: UP031
+    template.write_text("{% for m in messages %}" + fields + "{{ m.content }}{% endfor %}")
+    settings |= {"chat_template": template}
+    as_text = dict(zip(values, texts_, strict=True))
+    for name, more in (("table", values), ("text", as_text)):
+        chat = [message | more for message in (USER, ANSWER)]
+        source = tmp_path / f"{name}.parquet"
+        parquet.write_table(pa.table({"messages": [chat]}), source)
+        prepared(tmp_path / name, source, **settings)
+    assert marked(tmp_path / "table") == marked(tmp_path / "text")
+    picture = [message | as_text | {"picture": b"\xff\xd8"} for message in (USER, ANSWER)]
+    parquet.write_table(pa.table({"messages": [picture]}), tmp_path / "picture.parquet")
+    prepared(tmp_path / "unused", tmp_path / "picture.parquet", **settings)
+    assert marked(tmp_path / "unused") == marked(tmp_path / "text")
+    template.write_text("{% for m in messages %}{{ m.content }}{{ m.picture }}{% endfor %}")
+    with pytest.raises(UserError, match="half of a surrogate pair"):
+        prepared(tmp_path / "used", tmp_path / "picture.parquet", **settings)
 
 
 PAIRS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -83,6 +84,23 @@ def test_every_kind_of_file_is_read_and_every_bit_is_as_another_reader_has_it(
     assert (out / "tokenizer.json").read_bytes() == bpe.read_bytes()
     assert sorted(manifest["files"]) == sorted(set(every_file(out)) - {"manifest.json"})
     assert not (tmp_path / "out.part").exists()
+
+
+def test_a_separator_that_overlaps_itself_is_counted_from_the_left(tmp_path, monkeypatch):
+    """Also at the borders of chunks, and after an interruption."""
+    dice = random.Random(3)
+    text = "".join(f"{number}" + "\n" * dice.choice((1, 2, 3, 3, 5)) for number in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    documents = [part for part in text.split("\n\n") if part.strip()]
+    expected = pair([[*part.encode(), 256] for part in documents], code=8)
+    for size in (1 << 19, 31, 50):
+        monkeypatch.setattr(chunks, "CHUNK", size)
+        out = tmp_path / f"out-{size}"
+        if size < 50:
+            with pytest.raises(KeyboardInterrupt):
+                prepared(out, tmp_path / "a.txt", separator="\n\n", watcher=Interrupter(5))
+        prepared(out, tmp_path / "a.txt", separator="\n\n")
+        assert found(out, "tokens") == expected
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):

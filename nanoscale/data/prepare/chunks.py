@@ -122,7 +122,8 @@ def _whole_records(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes
     buffer = b""
     while block := stream.read(CHUNK):
         buffer += block
-        end = buffer.rfind(separator) + len(separator) if separator and separator in buffer else 0
+        # Separators count from the left, as in a split of the whole text: one may overlap itself.
+        end = len(buffer) - len(buffer.split(separator)[-1]) if separator else 0
         if end:
             yield buffer[:end], end, buffer.count(b"\n", 0, end)
             buffer = buffer[end:]
@@ -212,9 +213,21 @@ def _bytes_of(column: Any) -> list[bytes | None]:
 
     if pa.types.is_nested(column.type):
         cells = column.to_pylist()
-        return [None if cell is None else json.dumps(cell).encode() for cell in cells]
+        return [
+            None if cell is None else json.dumps(cell, default=_as_text).encode() for cell in cells
+        ]
     values: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
     return values
+
+
+def _as_text(value: Any) -> str:
+    """Return a value that JSON has no type for as text: a date and a time by ISO 8601, bytes as UTF-8.
+
+    Bytes that are not UTF-8 become halves of surrogate pairs, so that a document with them is a bad record.
+    """
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
+    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def _table_chunk(source: TextSource, start: Cursor, cells: list[bytes | None], rows: int) -> Chunk:
