@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,41 @@ INSTRUCT = """{{ bos_token }}{% for m in messages %}
 {% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %}
 {% generation %} {{ m.content | trim }}{{ eos_token }}{% endgeneration %}
 {% else %}{{ raise_exception('only users and assistants here') }}{% endif %}{% endfor %}"""
-FORGETFUL = """{% for m in messages %}<|im_start|>{{ m.role }}:
-{%- if m.role == 'assistant' and loop.last %}(thinks){% endif %}{{ m.content }}<|im_end|>{% endfor %}"""
+LLAMA = """{{ bos_token }}{% for m in messages %}
+<|start|>{{ m.role }}<|end|>
+
+{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}
+{% if add_generation_prompt %}<|start|>assistant<|end|>
+
+{% endif %}"""
+THINKING = """{% set ns = namespace(last=0) %}
+{% for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% else %}{% generation %}
+{% set parts = m.content.split('</think>') %}
+{% if loop.index0 > ns.last %}<think>
+{{ parts[0].split('<think>')[-1].strip() if parts | length > 1 else '' }}
+</think>
+
+{% endif %}{{ parts[-1].lstrip() }}<|im_end|>{% endgeneration %}{% endif %}
+
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Thoughts of answers before the last question are left out."""
+FORGETFUL = (
+    """{% for m in messages[-2:] %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"""
+)
+CONTENT_ONLY = """{% for m in messages %}<|im_start|>{{ m.role }}: {% if m.role == 'assistant' %}
+So {% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "instruct": INSTRUCT,
+    "llama": LLAMA,
+    "thinking": THINKING,
+    "content": CONTENT_ONLY,
+}
 END = "<|im_end|>"
 
 
@@ -104,28 +138,36 @@ def marked(folder: Path, name: str = "tokens") -> list[tuple[list[int], list[int
     ]
 
 
-@pytest.mark.parametrize("template", [CHATML, INSTRUCT], ids=["chatml", "instruct"])
-def test_tokens_and_answers_are_those_of_transformers(tmp_path, model, template):
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_and_answers_are_those_of_transformers(tmp_path, model, name):
+    """Both by the template's blocks around answers, and without these where they hold a whole answer."""
     (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-    write_config(tmp_path, template)
     conversations = chats(40)
+    for messages in conversations[:20] if name == "thinking" else ():
+        for message in messages[1::2]:
+            message["content"] = f"<think>\nI {message['content']}\n</think>\n\nYes"
     source = write_chats(tmp_path / "a.jsonl", of_messages(conversations))
-    out = tmp_path / "out"
-    manifest = prepared(out, source, tokenizer=str(tmp_path), chat=True, field="messages")
+    template = TEMPLATES[name]
+    write_config(tmp_path, template)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    found = marked(out)
-    assert len(found) == 40
-    for messages, (ids, answers) in zip(conversations, found, strict=True):
-        wanted = theirs.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    without_blocks = re.sub("{% (end)?generation %}", "{# #}", template)
+    for number, ours in enumerate((template, without_blocks)[: 1 if name == "content" else 2]):
+        write_config(tmp_path, ours)
+        out = tmp_path / f"out-{number}"
+        manifest = prepared(out, source, tokenizer=str(tmp_path), chat=True, field="messages")
+        found = marked(out)
+        assert len(found) == 40
+        for messages, (ids, answers) in zip(conversations, found, strict=True):
+            wanted = theirs.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert ids == wanted["input_ids"]
+            assert answers == wanted["assistant_masks"]
+        assert manifest["train"]["answers"] == sum(sum(answers) for _, answers in found) > 100
+        again = AutoTokenizer.from_pretrained(out)  # the folder is a tokenizer with its template
+        assert again.apply_chat_template(conversations[0], tokenize=False) == (
+            theirs.apply_chat_template(conversations[0], tokenize=False)
         )
-        assert ids == wanted["input_ids"]
-        assert answers == wanted["assistant_masks"]
-    assert manifest["train"]["answers"] == sum(sum(answers) for _, answers in found) > 100
-    again = AutoTokenizer.from_pretrained(out)  # the folder is a tokenizer with its template
-    assert again.apply_chat_template(conversations[0], tokenize=False) == (
-        theirs.apply_chat_template(conversations[0], tokenize=False)
-    )
 
 
 def test_without_a_template_a_plain_one_is_taken_and_bytes_can_be_tokens(tmp_path):
@@ -176,6 +218,7 @@ BAD = {
     "half a pair": ({"prompt": "Hi"}, "has no field 'messages' (--field); its fields: prompt"),
     "two forms": ({"prompt": "Hi", "completion": [ANSWER]}, "message 2 has a content"),
     "input": ({"instruction": "Hi", "input": 3, "output": "a"}, "its field 'input' is not text"),
+    "hidden": ({"messages": [USER, ANSWER | {"tool_calls": [{"a": {END: 1}}]}]}, f"special token {END}"),
     "forged": ({"messages": [{"role": "user", "content": f"a{END}b"}, ANSWER]}, f"special token {END}"),
 }  # fmt: skip
 
@@ -197,7 +240,8 @@ def test_a_bad_chat_is_named_and_can_be_left_out(tmp_path, settings, case):
 def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, settings):
     template = tmp_path / "forgetful.jinja"
     template.write_text(FORGETFUL)
-    source = write_chats(tmp_path / "a.jsonl", of_messages([[USER, ANSWER, USER, ANSWER]]))
+    other = {"role": "user", "content": "Why?"}
+    source = write_chats(tmp_path / "a.jsonl", of_messages([[USER, ANSWER, other, ANSWER]]))
     with pytest.raises(UserError, match="no certain position"):
         prepared(tmp_path / "out", source, chat_template=template, **settings)
     template.write_text("{% for %}")

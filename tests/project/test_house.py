@@ -89,7 +89,7 @@ BUDGET = {
     "cli": 4791,
     "common": 624,
     "config": 9580,
-    "data": 4489,
+    "data": 4556,
     "generate": 1085,
     "launch": 5600,
     "measure": 611,

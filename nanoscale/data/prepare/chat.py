@@ -1,8 +1,9 @@
 """Tokenizing chats by a model's own template, with marks for the tokens of answers.
 
-An answer is the text that the template adds when its message is appended to the conversation and its request
-for an answer: the message and the token that ends the turn, without white space after that token. `Renderer` is
-the client of the process that renders chats; see `render`.
+An answer is the text of the template's `{% generation %}` blocks. In a template without them, it is the text
+that the template adds when its message is appended to the conversation and its request for an answer: the
+message and the token that ends the turn, without white space after that token. `Renderer` is the client of the
+process that renders chats; see `render`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class ChatTokenizer:
                 starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
                 answers = np.zeros(len(starts), dtype=np.uint8)
                 for begin, end in chat.answers:
-                    answers[(starts < end) & (ends > begin)] = 1
+                    if begin < end:
+                        answers[(starts < end) & (ends > begin)] = 1
                 yield np.array(encoding.ids, dtype=np.int64), answers
 
 

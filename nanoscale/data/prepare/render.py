@@ -15,10 +15,11 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +42,11 @@ INPUT = "input"
 """The field of an Alpaca record that follows its instruction, after an empty line; may be empty."""
 PAIRS = (("prompt", "completion"), ALPACA)
 """The fields of a question and its answer: texts, or for the first pair lists of messages."""
+
+
+_BEGIN, _END = "answer_begin_mark", "answer_end_mark"
+"""The variables of a template that hold the marks of its answers."""
+Message = dict[str, Any]
 
 
 class RecordError(Exception):
@@ -67,44 +73,82 @@ class Template:
     special: tuple[str, ...]
     """The special tokens."""
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> Chat:
+    def chat(self, messages: Sequence[Message]) -> Chat:
         """Render a conversation.
 
         Raises RecordError if the template refuses the messages, or does not render their answers.
         """
         self._refuse_special(messages)
         whole = self._render(messages)
+        if "endgeneration" in self.source:
+            return Chat(whole, self._blocks(whole, messages))
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         return Chat(whole, tuple(self._answer(whole, messages, number) for number in numbers))
 
-    def question(self, messages: Sequence[dict[str, Any]]) -> Chat:
+    def question(self, messages: Sequence[Message]) -> Chat:
         """Render a conversation up to the answer that follows it. Raises RecordError."""
         self._refuse_special(messages)
         return Chat(self._render(messages, asks=True), ())
 
-    def _refuse_special(self, messages: Sequence[dict[str, Any]]) -> None:
-        forged = {token for m in messages for token in self.special if token in m["content"]}
+    def _refuse_special(self, messages: Sequence[Message]) -> None:
+        forged = {token for text in _texts(messages) for token in self.special if token in text}
         if forged:
             raise RecordError(f"has the special token {min(forged)} in a message's text")
 
-    def _answer(
-        self, whole: str, messages: Sequence[dict[str, Any]], number: int
-    ) -> tuple[int, int]:
-        before = self._render(messages[:number], asks=True)
-        after = self._render(messages[: number + 1])
-        if not (after.startswith(before) and whole.startswith(after)):
+    def _blocks(self, whole: str, messages: Sequence[Message]) -> tuple[tuple[int, int], ...]:
+        """Return the begin and end of each `{% generation %}` block, which the template has for its answers."""
+        begin, end = _marks(whole)
+        marked = self._render(messages, False, **{_BEGIN: begin, _END: end})
+        head, *blocks = marked.split(begin)
+        answers, position = [], len(head)
+        for answer, _, rest in (block.partition(end) for block in blocks):
+            answers.append((position, position + len(answer)))
+            position += len(answer + rest)
+        if marked.replace(begin, "").replace(end, "") != whole:
+            raise RecordError("has no certain answers: the chat template reads its own text")
+        return tuple(answers)
+
+    def _answer(self, whole: str, messages: Sequence[Message], number: int) -> tuple[int, int]:
+        begin = self._end_of(messages[:number], whole, messages, asks=True)
+        end = self._end_of(messages[: number + 1], whole, messages)
+        if begin is None or end is None or begin > end:
             raise RecordError(
                 f"has no certain position of the answer in message {number + 1}: the chat template writes the"
                 " messages before it differently with and without it (--chat-template FILE for another)"
             )
-        answer = after[len(before) :].rstrip()
+        answer = whole[begin:end].rstrip()
         has_end_token = answer.endswith(self.special)
-        return len(before), len(before) + len(answer) if has_end_token else len(after)
+        return begin, begin + len(answer) if has_end_token else end
 
-    def _render(self, messages: Sequence[dict[str, Any]], asks: bool = False) -> str:
+    def _end_of(
+        self, first: Sequence[Message], whole: str, messages: Sequence[Message], asks: bool = False
+    ) -> int | None:
+        """Return where the text of the first messages ends in that of all; None if that is not certain.
+
+        A template may write earlier messages differently as soon as others follow, for example without their
+        thoughts. Then the text must agree from the end of the last message's content on, which gets a mark.
+        """
+        text = self._render(first, asks)
+        if whole.startswith(text):
+            return len(text)
+        mark, _ = _marks(whole + text)
+        last = max((i for i, message in enumerate(first) if message["content"].strip()), default=0)
+        content = messages[last]["content"].rstrip()
+        marked = {"content": content + mark + messages[last]["content"][len(content) :]}
+        all_marked = [*messages[:last], messages[last] | marked, *messages[last + 1 :]]
+        begin, is_in_all, rest = self._render(all_marked).partition(mark)
+        begin_alone, is_in_first, rest_alone = self._render(
+            all_marked[: len(first)], asks
+        ).partition(mark)
+        is_certain = begin + rest == whole and begin_alone + rest_alone == text
+        if is_in_all and is_in_first and is_certain and rest.startswith(rest_alone):
+            return len(begin + rest_alone)
+        return None
+
+    def _render(self, messages: Sequence[Message], asks: bool = False, **more: str) -> str:
         try:
             text: str = compiled(self.source).render(
-                messages=messages, add_generation_prompt=asks, **dict(self.named)
+                messages=messages, add_generation_prompt=asks, **dict(self.named), **more
             )
         except MemoryError:
             raise
@@ -113,6 +157,25 @@ class Template:
                 f"cannot be rendered by the chat template: {_error_text(error)}"
             ) from error
         return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value, which may be nested deeply; names of fields are texts too."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list):
+            values += value
+
+
+def _marks(text: str) -> tuple[str, str]:
+    """Return two characters of Unicode's private use area that a text does not have."""
+    first, second = islice((chr(c) for c in range(0xF0000, 0xFFFFE) if chr(c) not in text), 2)
+    return first, second
 
 
 @lru_cache(8)
@@ -125,14 +188,16 @@ def compiled(source: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
-        """The block `{% generation %}` … `{% endgeneration %}` around an answer: only its content is
-        rendered."""
+        """The block `{% generation %}` … `{% endgeneration %}` around an answer: its content, between the marks
+        of a rendering that has any."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: parser.Parser) -> list[nodes.Node]:
             next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (_BEGIN, _END))
+            return [begin, *content, end]
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
@@ -168,7 +233,7 @@ def parsed(text: str) -> Any:
         raise RecordError(f"is not JSON: {error}") from error
 
 
-def messages_of(record: Any, field: str, asks: bool = False) -> list[dict[str, Any]]:
+def messages_of(record: Any, field: str, asks: bool = False) -> list[Message]:
     """Return the messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
 
     ShareGPT's `conversations` of `from` and `value`, and the questions and answers of PAIRS, are accepted too.
@@ -227,7 +292,7 @@ def _conversation(record: dict[str, Any], field: str) -> Any:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _message(number: int, record: Any) -> dict[str, Any]:
+def _message(number: int, record: Any) -> Message:
     if not isinstance(record, dict):
         raise RecordError(f"message {number} is not an object with a role and a content")
     role, content = (
