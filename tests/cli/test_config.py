@@ -84,7 +84,8 @@ def test_explain_says_who_set_a_value_and_what_that_overrode(capsys):
 
 
 def test_explain_json(capsys):
-    words = ("config", "explain", "zero.stage", "recipe=llama-8b-8gpu", "--json")
+    Path("mine.yaml").write_text("defaults: [override /zero: stage2]\n")
+    words = ("config", "explain", "zero.stage", "recipe=./mine.yaml", "--json")
     explained = json.loads(output(capsys, *words))
     assert explained == {
         "key": "zero.stage",

@@ -12,10 +12,12 @@ from nanoscale.cli.inspect.plan import SoftwareName
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import detect
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.library import packaged
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.request import Request
 from nanoscale.plan.hardware.software import RECORDS
 from nanoscale.plan.predict import predict
+from nanoscale.plan.search.choice import MARGIN
 from nanoscale.view.plan.prediction import document
 from nanoscale.view.run.launch_text import precision_lines
 from tests.cli import Capsys
@@ -231,7 +233,7 @@ def test_this_machine_is_planned_for_where_nothing_is_described(capsys):
     ("words", "device"),
     [
         (["recipe=llama-8b"], "h100-sxm"),
-        (["recipe=llama-8b-1gpu"], "h200"),
+        (["recipe=./mine.yaml"], "h200"),
         (["recipe=llama-8b", "cluster=a100-80"], "a100-80"),
         (["recipe=llama-1b", "cluster=local"], "cpu"),
         (["recipe=llama-1b", "launcher.device=cpu"], "cpu"),
@@ -239,11 +241,31 @@ def test_this_machine_is_planned_for_where_nothing_is_described(capsys):
     ],
 )
 def test_a_recipe_for_gpus_is_planned_for_its_reference_where_there_are_none(words, device, capsys):
+    Path("mine.yaml").write_text(
+        "defaults: [llama-1b, _self_]\ncluster: {reference: [cluster=h200, cluster.hosts=1]}\n"
+    )
     code = nanoscale(["plan", *words, "--json"])
     shown = capsys.readouterr()
     plan = json.loads(shown.out)
     assert (code == 0) == plan["fits"] and plan["hardware"]["device"] == device
     assert ("no GPU here" in shown.err) == (len(words) == 1 and device != "cpu")
+
+
+FOR_GPUS = sorted(
+    path.stem
+    for folder in packaged()
+    for path in folder.glob("*.yaml")
+    if "\n  reference: [" in path.read_text()
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(detect().kind != "cpu", reason="this machine has a GPU")
+@pytest.mark.parametrize("recipe", FOR_GPUS)
+def test_every_recipe_for_gpus_surely_fits_its_reference(recipe, capsys):
+    assert nanoscale(["plan", f"recipe={recipe}", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["fits_probability"] >= MARGIN
 
 
 LARGE = (

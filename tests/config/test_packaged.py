@@ -125,8 +125,10 @@ def test_every_file_says_what_it_is_and_how_to_use_it(path):
 def test_every_model_and_recipe_of_the_brief_is_there():
     llama = {f"llama-{size}" for size in ("8b", "70b", "405b", "1b", "3b")}
     gpt = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-10b"}
-    assert {*llama, *gpt, "tiny", "debug"} <= set(RECIPES)
-    assert {*llama, *gpt, "tiny", "debug"} <= set(Library().options("model"))
+    qwen = {f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b")}
+    others = {"gpt3-175b", "mistral-7b", "mixtral-8x7b", "tiny", "debug"}
+    assert {*llama, *gpt, *qwen, *others} <= set(RECIPES)
+    assert {*llama, *gpt, *qwen, *others} <= set(Library().options("model"))
 
 
 def test_the_debug_recipe_is_what_other_tests_count_on():

@@ -144,8 +144,61 @@ def test_a_tied_head_can_begin_a_life_of_its_own(tmp_path: Path) -> None:
     assert_equal_logits(model(tokens()), logits(theirs, tokens()))
 
 
-# mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B at the hub, what of their config.json is of the shape
+# mistralai/Mixtral-8x7B-v0.1, mistralai/Mistral-7B-v0.3, Qwen/Qwen3-30B-A3B and Qwen/Qwen3-0.6B to -32B at the
+# hub, what of their config.json is of the shape
+QWEN3 = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_SIZES = {
+    "0.6b": (28, 1024, 16, 3072, True),
+    "1.7b": (28, 2048, 16, 6144, True),
+    "4b": (36, 2560, 32, 9728, True),
+    "8b": (36, 4096, 32, 12288, False),
+    "14b": (40, 5120, 40, 17408, False),
+    "32b": (64, 5120, 64, 25600, False),
+}
+"""Layers, hidden size, heads, intermediate size, tied head."""
 PUBLISHED: dict[str, dict[str, Any]] = {
+    **{
+        f"qwen3-{size}": QWEN3
+        | {
+            "num_hidden_layers": layers,
+            "max_window_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "intermediate_size": ffn,
+            "tie_word_embeddings": tied,
+        }
+        for size, (layers, hidden, heads, ffn, tied) in QWEN3_SIZES.items()
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32768,
+    },
     "mixtral-8x7b": {
         "model_type": "mixtral",
         "hidden_act": "silu",
@@ -198,7 +251,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
-def test_recipes_of_experts_have_the_published_shapes(recipe: str, tmp_path: Path) -> None:
+def test_recipes_have_the_published_shapes(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[recipe]))
     ours = compose([f"recipe={recipe}"]).config.model
     published = read_shape(tmp_path)

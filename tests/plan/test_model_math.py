@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nanoscale.config.composing.compose import compose
@@ -24,12 +26,39 @@ PUBLISHED = {
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b": 7_248_023_552,
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_number(name):
     assert parameters(compose([f"model={name}"]).config.model) == PUBLISHED[name]
+
+
+WITHOUT_EMBEDDING = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
+"""Billions of parameters in addition to embedding and head, on the pages of Qwen3's weights."""
+
+
+@pytest.mark.parametrize("size", WITHOUT_EMBEDDING)
+def test_blocks_of_qwen3_have_the_published_size(size):
+    model = compose([f"model=qwen3-{size}"]).config.model
+    matrices = 1 if model.tie_embeddings else 2
+    blocks = parameters(model) - matrices * model.vocab * model.hidden
+    assert blocks / 1e9 == pytest.approx(WITHOUT_EMBEDDING[size], rel=0.01)
+
+
+def test_gpt3_differs_from_its_paper_by_the_head_and_the_padded_vocabulary():
+    """Table D.1 of arXiv:2005.14165 gives 174,600 M parameters."""
+    model = compose(["model=gpt3-175b"]).config.model
+    published = replace(model, vocab=50_257, tie_embeddings=True)
+    assert parameters(published) == pytest.approx(174.6e9, rel=1e-4)
+    assert parameters(model) - parameters(published) == (50_304 + 50_304 - 50_257) * 12_288
 
 
 def test_the_models_of_our_own_have_the_size_that_they_are_called_by():
