@@ -116,7 +116,11 @@ def shown(page: Path) -> dict[str, list[str]]:
 
 
 def is_refused(below: list[str]) -> bool:
-    """Return True if a page shows an error below a line."""
+    """Return True if a page shows an error below a line, or the plan of a job that does not fit."""
+    return is_error(below) or any(line.startswith("does not fit: ") for line in below)
+
+
+def is_error(below: list[str]) -> bool:
     return bool(below) and below[0].startswith("error: ")
 
 
@@ -306,7 +310,7 @@ def test_errors_and_plans_that_a_page_shows_are_printed(
             code = nanoscale(shlex.split(placed(line, page.name, here))[1:])
             assert (code != 0) == is_refused(below), line
             out, err = capsys.readouterr()
-            text = (err if is_refused(below) else out).replace(
+            text = (err if is_error(below) else out).replace(
                 f"{here}/data/{page.name}-", "/data/"
             )
             printed = iter(text.replace(str(here), "/home/you").splitlines())
