@@ -310,9 +310,7 @@ def test_errors_and_plans_that_a_page_shows_are_printed(
             code = nanoscale(shlex.split(placed(line, page.name, here))[1:])
             assert (code != 0) == is_refused(below), line
             out, err = capsys.readouterr()
-            text = (err if is_error(below) else out).replace(
-                f"{here}/data/{page.name}-", "/data/"
-            )
+            text = (err if is_error(below) else out).replace(f"{here}/data/{page.name}-", "/data/")
             printed = iter(text.replace(str(here), "/home/you").splitlines())
             missing = [it for it in below if it and it != "…" and it not in printed]
             assert missing == [], (line, text)
