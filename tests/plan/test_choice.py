@@ -124,6 +124,15 @@ def test_keys_of_the_user_that_keep_a_job_from_fitting_are_named():
     assert said.startswith("no layout of these devices fits; it would take")
 
 
+def test_a_job_that_no_number_of_these_devices_fits_would_take_larger_ones():
+    words = ("cluster.memory_gib=8", "cluster.devices_per_host=1")
+    small = request_of(h100(1), *words, recipe="gpt3-175b")
+    said = remedy(small.composed, predict(small.config), small.devices)
+    assert said.startswith(
+        "no layout of these devices fits, nor of 2,048 of them; it would take devices"
+    )
+
+
 def test_a_frozen_choice_is_kept_and_made_again_on_other_ranks(tmp_path):
     line = ("launcher.devices=2", "train.global_batch=1", "cluster=local")
     first = request_of(CPU, *line, recipe="debug")
