@@ -96,8 +96,7 @@ def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
                 " ".join(["backend=deepspeed", f"zero.stage={best.config.zero.stage}", *offloads])
             )
     if not ways:
-        more = "devices with more memory, or hosts with more of them"
-        return f"no layout of these devices fits, nor of {world:,} of them; it would take {more}"
+        return f"no layout of these devices fits, nor of {world:,}; it would take larger devices or hosts"
     return f"no layout of these devices fits; it would take {' or '.join(ways)}"
 
 
