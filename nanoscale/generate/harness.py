@@ -25,7 +25,9 @@ from nanoscale.models.kv_cache import Cache
 
 _LOGITS = 1 << 26
 """The most logits of a batch."""
-_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""The names of the most tokens of a text, as in the library: the first one that is set counts."""
+_KNOWN = {"until", *_LENGTHS, "do_sample", "temperature", "top_k", "top_p"}
 """The settings of a task for generated text that we support."""
 _LONGEST = 256
 """Tokens of a text if the task does not bound it."""
@@ -115,13 +117,27 @@ class Answers:
     # --- tokens ---------------------------------------------------------------------------------------
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the ids of both. As in the library, a context's last spaces belong to the continuation."""
+        """Return the ids of both, as in the library.
+
+        A context's last spaces belong to the continuation, whose ids are those of the whole text after as many
+        as the context alone has.
+
+        Raises:
+            UserError: the continuation has no ids, or more than the model's context.
+        """
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         encode = self.opened.tokenizer.encode
         both, first = encode(bare + continuation), encode(bare)
         before = self.opened.before if context else ()
-        return [*before, *both[: len(first)]] or [self.opened.start], both[len(first) :]
+        scored = both[len(first) :]
+        if not 0 < len(scored) <= self.opened.context:
+            what = f"the answer {continuation!r} has {len(scored)} tokens of its own"
+            limit = f"1 to {self.opened.context:,} can be scored"
+            raise UserError(
+                "data", f"a task cannot be scored: {what} after {bare[-40:]!r}; {limit}"
+            )
+        return [*before, *first] or [self.opened.start], scored
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
         """Yield parts to predict, each as long as the model's context, and the tokens before them.
@@ -161,7 +177,8 @@ class Answers:
             what = f"asks for text with {', '.join(unknown)}; supported are {', '.join(sorted(_KNOWN))}"
             raise UserError("usage", f"a task {what}")
         until = wanted.get("until") or []
-        longest = min(wanted.get("max_gen_toks", _LONGEST), self.opened.context - 1)
+        lengths = [int(wanted[name]) for name in _LENGTHS if wanted.get(name) is not None]
+        longest = min([*lengths, _LONGEST][0], self.opened.context - 1)
         warm = wanted.get("do_sample", False) or "do_sample" not in wanted
         sampling = Sampling(
             float(wanted.get("temperature", 0.0)) if warm else 0.0,

@@ -162,7 +162,7 @@ def _open_folder(
     added, start = tuple[int, ...](), tokenizer.eos
     if isinstance(tokenizer, FileTokenizer):
         before = added = tokenizer.prefix_ids()
-        start = tokenizer.bos if tokenizer.bos is not None else (*added, tokenizer.eos)[0]
+        start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     ends = frozenset([tokenizer.eos, *_more_ends(folder)])
     fitting = _fitting(tokenizer, model)
     return Opened(model, fitting, device, folder.name, before, ends, start, added)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Native
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokens.tokenizer import END, bytes_native
+from nanoscale.data.tokens.tokenizer import END, FileTokenizer, bytes_native
 from nanoscale.generate import harness, writing
 from nanoscale.generate.harness import Answers, _no_task, evaluate_tasks
 from nanoscale.generate.replicas import replicated
@@ -97,24 +98,24 @@ TEXTS = ["abc", "y" * 47, "The quick brown fox jumps over the lazy dog; " * 2, "
 
 
 def folder_of_transformers(folder: Path, bos: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a model of transformers whose tokenizer `adds` a `<s>` before a text, `names` one, or has
-    `none`."""
+    """Create a model of transformers whose tokenizer `adds` a `<s>` before a text, `names` one, has `none`, or
+    adds one `unnamed`."""
     settings = hf_families.COMMON | {"vocab_size": 260, "max_position_embeddings": 48}
     monkeypatch.setitem(hf_families.FAMILIES, "llama", ("Llama", settings))
     hf_families.save("llama", folder)
     native = bytes_native()
     native.add_special_tokens([AddedToken("<s>", special=True)])
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    if bos != "none":
+    if bos in ("adds", "names"):
         about["bos_token"] = "<s>"
-    if bos == "adds":
+    if bos in ("adds", "unnamed"):
         native.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", BOS)])
     native.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
 
 
-@pytest.mark.parametrize("bos", ["adds", "names", "none"])
+@pytest.mark.parametrize("bos", ["adds", "names", "none", "unnamed"])
 def test_a_folder_is_scored_as_lm_eval_scores_a_model_of_transformers(
     bos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +126,7 @@ def test_a_folder_is_scored_as_lm_eval_scores_a_model_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     answers = Answers(open_model(str(folder), dtype="fp64"))
-    prefix = tokenizer.eos_token_id if bos == "none" else BOS
+    prefix = BOS if bos in ("adds", "names") else tokenizer.eos_token_id
 
     def scored(before: list[int], wanted: list[int]) -> float:
         ids = torch.tensor([[*before, *wanted]])
@@ -136,7 +137,7 @@ def test_a_folder_is_scored_as_lm_eval_scores_a_model_of_transformers(
 
     text = "abcdef"
     whole, context = tokenizer.encode(text), tokenizer.encode("abc")
-    assert (whole[0] == BOS) is (bos == "adds")
+    assert (whole[0] == BOS) is (bos in ("adds", "unnamed"))
     (rolling,) = answers.loglikelihood_rolling(requests((text,)))
     assert rolling == pytest.approx(scored([prefix], whole), rel=1e-6)
     (pair, alone) = answers.loglikelihood(requests(("abc", "def"), ("", text)))
@@ -148,15 +149,46 @@ def test_a_folder_is_scored_as_lm_eval_scores_a_model_of_transformers(
     assert written == bytes(it for it in after if it < 256).decode(errors="replace")
 
 
-@pytest.mark.parametrize("bos", ["adds", "names", "none"])
+def test_a_token_that_spans_the_border_is_scored_as_in_the_library(opened: Opened) -> None:
+    """Source: `_encode_pair` of lm-eval 0.4.13. The continuation is what follows as many ids."""
+    native = bytes_native()
+    merged = json.loads(native.to_str())
+    merged["model"]["vocab"]["cd"] = 257
+    merged["model"]["merges"] = [["c", "d"]]
+    native = Native.from_str(json.dumps(merged))
+    tokenizer = FileTokenizer(native, Path("tokenizer.json"), 256)
+    answers = Answers(replace(opened, tokenizer=tokenizer))
+    assert tokenizer.encode("abcdef") == [*b"ab", 257, *b"ef"]
+    assert answers._pair("abc", "def") == ([256, *b"abc"], [*b"ef"])
+    for continuation in ("d", ""):
+        with pytest.raises(UserError, match=f"the answer '{continuation}' has 0 tokens of its own"):
+            answers.loglikelihood(requests(("abc", "def"), ("abc", continuation)))
+    with pytest.raises(UserError, match="has 49 tokens of its own after 'k'; 1 to 48 can"):
+        answers.loglikelihood(requests(("k", "l" * 49)))
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_the_length_of_a_text_has_the_names_of_the_library(opened: Opened, name: str) -> None:
+    answers = Answers(opened)
+    usual = answers.generate_until(requests(("ab", {"max_gen_toks": 5})))
+    assert answers.generate_until(requests(("ab", {name: 5}))) == usual
+    both = {name: 9, "max_gen_toks": 5}
+    assert answers.generate_until(requests(("ab", both))) == usual
+
+
+@pytest.mark.parametrize("bos", ["adds", "names", "none", "unnamed"])
 def test_lm_eval_scores_a_model_of_transformers_so(
     bos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval")
     folder = folder_of_transformers(tmp_path, bos, monkeypatch)
+    merged = json.loads((folder / "tokenizer.json").read_text())
+    merged["model"]["vocab"]["xy"] = 258
+    merged["model"]["merges"] = [["x", "y"]]
+    (folder / "tokenizer.json").write_text(json.dumps(merged))
     theirs = library.HFLM(str(folder), dtype="float64", device="cpu", batch_size=1, max_length=48)
     ours = Answers(open_model(str(folder), dtype="fp64"))
-    texts, pairs = requests(*((text,) for text in TEXTS)), requests(*PAIRS[:4])
+    texts, pairs = requests(*((text,) for text in TEXTS)), requests(*PAIRS[:4], ("abx", "yz"))
     expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
     assert ours.loglikelihood_rolling(texts) == pytest.approx(expected, rel=1e-6)
     scored = theirs.loglikelihood(pairs, disable_tqdm=True)
@@ -222,6 +254,24 @@ def test_without_the_library(opened: Opened, capsys: pytest.CaptureFixture[str])
         pass
     assert nanoscale(["eval", opened.source, "--tasks", "hellaswag"]) == 2
     assert "install 'lm-eval>=0.4.13'" in capsys.readouterr().err
+
+
+def test_what_the_library_prints_is_not_in_the_document(
+    opened: Opened,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def printing(*_: Any) -> dict[str, Any]:
+        print("bootstrapping for stddev: mean")
+        return {"results": {"choice": {"acc,none": 1.0}}}
+
+    monkeypatch.setattr(harness, "require_library", lambda: None)
+    monkeypatch.setattr(harness, "evaluate_tasks", printing)
+    assert nanoscale(["eval", str(tmp_path / "run"), "--tasks", "choice", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["tasks"] == {"choice": {"acc,none": 1.0}}
+    assert "bootstrapping" in captured.err
 
 
 @pytest.mark.parametrize(

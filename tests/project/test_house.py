@@ -90,7 +90,7 @@ BUDGET = {
     "common": 624,
     "config": 9580,
     "data": 4556,
-    "generate": 1085,
+    "generate": 1102,
     "launch": 5600,
     "measure": 611,
     "metrics": 1020,

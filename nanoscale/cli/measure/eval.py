@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -171,7 +173,12 @@ def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_j
     require_library()
     devices = find_devices(request.device, request.num_gpus, several=True)
     opened = open_model(model, **opening, device=devices[0], weights=len(devices) == 1)
-    with saying() as say, replicated(model, opening, opened, devices) as run_all:
+    # lm-eval prints lines of its own.
+    with (
+        saying() as say,
+        replicated(model, opening, opened, devices) as run_all,
+        redirect_stdout(sys.stderr),
+    ):
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
         found = evaluate_tasks(
             answers, request.names, request.limit, request.few_shot, request.folder
