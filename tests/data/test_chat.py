@@ -146,6 +146,8 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path, model, name):
     for messages in conversations[:20] if name == "thinking" else ():
         for message in messages[1::2]:
             message["content"] = f"<think>\nI {message['content']}\n</think>\n\nYes"
+    for messages in conversations[20:30] if name == "thinking" else ():
+        messages[1]["content"] = ""  # as in a message that only calls tools
     source = write_chats(tmp_path / "a.jsonl", of_messages(conversations))
     template = TEMPLATES[name]
     write_config(tmp_path, template)

@@ -89,7 +89,7 @@ BUDGET = {
     "cli": 4791,
     "common": 624,
     "config": 9580,
-    "data": 4556,
+    "data": 4571,
     "generate": 1102,
     "launch": 5600,
     "measure": 611,

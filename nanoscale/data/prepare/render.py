@@ -111,6 +111,8 @@ class Template:
     def _answer(self, whole: str, messages: Sequence[Message], number: int) -> tuple[int, int]:
         begin = self._end_of(messages[:number], whole, messages, asks=True)
         end = self._end_of(messages[: number + 1], whole, messages)
+        if end is None and begin is not None:
+            end = self._end_from(begin, whole, messages, number)
         if begin is None or end is None or begin > end:
             raise RecordError(
                 f"has no certain position of the answer in message {number + 1}: the chat template writes the"
@@ -144,6 +146,19 @@ class Template:
         if is_in_all and is_in_first and is_certain and rest.startswith(rest_alone):
             return len(begin + rest_alone)
         return None
+
+    def _end_from(
+        self, begin: int, whole: str, messages: Sequence[Message], number: int
+    ) -> int | None:
+        """Return the end of an answer that the template writes with thoughts only while no message follows.
+
+        The longest text that ends the answer then and begins it now is the answer, if a special token ends it.
+        """
+        before = self._render(messages[:number], asks=True)
+        answer = self._render(messages[: number + 1]).removeprefix(before)
+        ends = (answer[at:] for at in range(len(answer)) if whole.startswith(answer[at:], begin))
+        longest = next(ends, "")
+        return begin + len(longest) if longest.rstrip().endswith(self.special) else None
 
     def _render(self, messages: Sequence[Message], asks: bool = False, **more: str) -> str:
         try:
