@@ -248,17 +248,12 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     if config.model.source == "hf":
         return HFModel(config.model, real=real)
-    return Transformer(config.model, blocks_of_stage(config, stage))
-
-
-def blocks_of_stage(config: ResolvedConfig, stage: int) -> range:
-    """Return the numbers of a pipeline stage's blocks."""
     parallel = config.parallel
-    counts = stage_layers(
-        config.model, parallel.pp * parallel.virtual_stages, parallel.layers_per_stage
-    )
-    first = sum(counts[:stage])
-    return range(first, first + counts[stage])
+    stages = parallel.pp * parallel.virtual_stages
+    counts = stage_layers(config.model, stages, parallel.layers_per_stage)
+    before = sum(counts[:stage])
+    blocks = range(before, before + counts[stage])
+    return Transformer(config.model, blocks, first=stage == 0, last=stage == stages - 1)
 
 
 def _write_vocabulary_shard(out: Tensor, logits: Tensor, rank: int) -> None:

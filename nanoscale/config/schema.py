@@ -248,7 +248,9 @@ class Parallel:
         at_least=1,
     )
     layers_per_stage: list[int] | None = key(
-        None, "blocks of every (virtual) stage, in order; null: divided by cost", at_least=1
+        None,
+        "blocks of every (virtual) stage, in order; the first and the last may have 0; null: divided by cost",
+        at_least=0,
     )
     activation_checkpointing: Literal["none", "full", "selective", "sqrt"] = key(
         "none",

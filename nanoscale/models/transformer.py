@@ -36,13 +36,24 @@ class Transformer(nn.Module):
     returns it.
     """
 
-    def __init__(self, shape: Model, layers: Sequence[int] | None = None) -> None:
-        """Create a stage; `layers`: the numbers of the stage's consecutive blocks; None: all of them."""
+    def __init__(
+        self,
+        shape: Model,
+        layers: Sequence[int] | None = None,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        """Create a stage, or the whole model.
+
+        Args:
+            layers: the numbers of the stage's consecutive blocks; None: all of them.
+            first: True for the stage with the embedding.
+            last: True for the stage with the head.
+        """
         super().__init__()
         numbers = range(shape.layers) if layers is None else layers
-        self.shape = shape
-        self.first = numbers[0] == 0
-        self.last = numbers[-1] == shape.layers - 1
+        self.shape, self.first, self.last = shape, first, last
         self.sequence_shards = 1
         """Ranks that share the residual stream's sequence between the blocks."""
         self.token_positions: Callable[[int, torch.device], Tensor] = whole_sequence

@@ -86,7 +86,7 @@ def groups(number: int) -> list[range]:
     activations at a time. It saves memory over `full` only if √layers exceeds a block's activations over its
     input.
     """
-    count = math.isqrt(number - 1) + 1
+    count = math.isqrt(number - 1) + 1 if number else 1
     ends = [number * i // count for i in range(count + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
 

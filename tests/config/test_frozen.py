@@ -122,11 +122,11 @@ def test_lists_are_read_as_they_were_written(file):
     text = file.read_text()
     written = "layers_per_stage:\n  - 1\n  - 2\n  - 2\n  - 3"
     assert written in text
-    file.write_text(text.replace(written, "layers_per_stage: [1, 0]"))
+    file.write_text(text.replace(written, "layers_per_stage: [1, -1]"))
     with pytest.raises(UserError) as caught:
         frozen.load(file)
     (wrong,) = caught.value.violations
-    line = file.read_text().splitlines().index("  layers_per_stage: [1, 0]") + 1
+    line = file.read_text().splitlines().index("  layers_per_stage: [1, -1]") + 1
     assert (wrong.key, wrong.source) == ("parallel.layers_per_stage", f"{file}:{line}")
 
 

@@ -105,6 +105,7 @@ LAWS = [
     (["parallel.pp=8", "parallel.schedule=zbv"], CPU, "parallel.pp"),
     (["parallel.pp=2", "parallel.layers_per_stage=[3,3,2]"], CPU, "parallel.layers_per_stage"),
     (["parallel=interleaved", "parallel.layers_per_stage=[2,2,2,1]"], CPU, "parallel.layers_per_stage"),
+    (["parallel=interleaved", "parallel.layers_per_stage=[4,0,2,2]"], CPU, "parallel.layers_per_stage"),
     (["parallel.pp=2", "model.tie_embeddings=true"], CPU, "model.tie_embeddings"),
     (["parallel.pp=4", "train.micro_batch=4"], CPU, "train.micro_batch"),
     (["parallel.pp=4", "parallel.dp=4"], CPU, "train.global_batch"),

@@ -167,7 +167,7 @@ def test_a_list_of_integers():
     assert violation(f"{key}=3").suggestions == (f"'{key}=[3]'",)
     for wrong in ("[]", "[a]", "[true]", "[[1]]", "[null]", "[1.5]"):
         assert "a list of integers or null" in violation(f"{key}={wrong}").message
-    assert "each at least 1" in violation(f"{key}=[0,3]").message
+    assert "each at least 0" in violation(f"{key}=[-1,3]").message
 
 
 @pytest.mark.parametrize("word", ["n=3", "l=3", "x=3", "bs=3", "model._partial_=3"])

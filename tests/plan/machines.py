@@ -29,10 +29,10 @@ def job(name: str = "llama-8b", device: str = "h100-sxm", **keys: Any) -> Resolv
     of_layout = {field.name for field in fields(Parallel)} & keys.keys()
     rest = keys.keys() - of_train - of_layout
     return complete(
-        model=model(name),
         train=replace(train, **{key: keys[key] for key in of_train}),
         parallel=replace(layout, **{key: keys[key] for key in of_layout}),
         **{
+            "model": model(name),
             "precision": BF16,
             "cluster": Cluster(device=device),
             **{key: keys[key] for key in rest},

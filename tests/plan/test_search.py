@@ -11,14 +11,14 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.hardware.software import MEGATRON
 from nanoscale.plan.predict import SURE, fits_probability, predict, spread
 from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
-from nanoscale.plan.search.search import SearchResult, search
+from nanoscale.plan.search.search import SearchResult, search, search_other_backend
 from nanoscale.plan.search.search_space import recipe_of, search_space, to_type
 from nanoscale.view.plan.reasons import advice, reasons
 from nanoscale.view.plan.search_text import search_document
@@ -310,6 +310,53 @@ def test_the_ladder_is_told_where_it_applies(words: str, advised: str | None) ->
     assert [advised in line for line in lines] == [True] if advised else lines == []
 
 
+@pytest.mark.parametrize("used", ["native", "deepspeed"])
+def test_the_other_backend_is_searched_with_its_own_costs(used: str) -> None:
+    words = (*SMALL, f"backend={used}", "parallel=dp", "train.global_batch=16")
+    composed, where = looked_in(*words)
+    other = search_other_backend(where, hardware_of(where.base))
+    assert other is not None and other.best is not None
+    assert other.best.config.backend.name != used
+    again = typed(words, to_type(composed, other.best.config))
+    assert predict(again).time == other.best.time
+
+
+def test_deepspeed_calls_python_around_every_module_in_stage_3() -> None:
+    waits = {
+        (name, stage): predict(
+            job("gpt2", seq_len=1024, zero=Zero(stage=stage), backend=Backend(name=name))
+        ).time.parts.launch
+        for name in ("native", "deepspeed")
+        for stage in (1, 3)
+    }
+    assert waits["deepspeed", 3] > 2 * waits["native", 3] > 0
+    assert waits["deepspeed", 1] == waits["native", 1]
+
+
+def test_a_backend_that_cannot_train_the_job_is_not_searched() -> None:
+    _, where = looked_in(*SMALL, "optimizer=adamw8bit")
+    adapters = replace(where.base, lora=replace(where.base.lora, rank=8))
+    for space in (where, replace(where, base=adapters)):
+        assert search_other_backend(space, hardware_of(where.base)) is None
+
+
+def test_what_a_search_found_is_typed_in_place_of_the_open_layout() -> None:
+    words = ("recipe=llama-8b", "cluster=h100-sxm")
+    composed, where = looked_in(*words)
+    assert composed.left_to_plan
+    for plan in search(where, hardware_of(where.base)).ranked[:20:4]:
+        proposed = to_type(composed, plan.config)
+        assert proposed[0] == "parallel=dp"
+        again = typed(words, proposed)
+        assert (again.parallel, again.zero) == (plan.config.parallel, plan.config.zero)
+        assert not compose([*words, *proposed]).left_to_plan
+    one = compose([*words, "parallel=dp", "parallel.tp=auto"])
+    space = search_space(one, planned_devices(one), hardware_of(where.base))
+    best = search(space, hardware_of(where.base)).best
+    assert best is not None
+    assert f"parallel.tp={best.config.parallel.tp}" in to_type(one, best.config)
+
+
 @pytest.mark.slow
 def test_selective_recomputation_may_keep_fewer_products() -> None:
     words = (*MIDDLE[:3], "train.seq_len=32k", "model.max_seq_len=32k")
@@ -338,7 +385,7 @@ def test_the_layout_of_published_runs_is_shown() -> None:
     words = ("recipe=llama-70b", "cluster=h100-sxm", "cluster.hosts=8", "train.global_batch=128")
     composed, where = looked_in(*words)
     result = search(where, hardware_of(composed.config), MEGATRON)
-    shown = search_document(composed, result)["layouts"]
+    shown = search_document(composed, result, None)["layouts"]
     published = {"dp": 2, "dp_replicate": 1, "tp": 4, "pp": 4, "cp": 2, "ep": 1}
     (first, *_) = [plan for plan in shown if plan["layout"] == published]
     assert first["tokens_per_s_per_gpu"] == pytest.approx(1121, rel=0.06)

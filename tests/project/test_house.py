@@ -94,15 +94,15 @@ BUDGET = {
     "launch": 5600,
     "measure": 611,
     "metrics": 1020,
-    "models": 1309,
+    "models": 1320,
     "parallel": 2074,
-    "plan": 6607,
+    "plan": 6705,
     "processes": 1034,
     "rehearse": 2793,
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4533,
+    "view": 4567,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

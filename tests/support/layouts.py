@@ -147,6 +147,13 @@ ROWS = [
     pipeline("pp 2 · tp 2, zero-bubble", schedule="zero-bubble", tp=2),
     pipeline("pp 2, 7 blocks, dualpipev", shape=UNEVEN, schedule="dualpipev"),
     pipeline("pp 2, 1 + 3 blocks", layers_per_stage=[1, 3]),
+    pipeline("pp 2 · tp 2, 0 + 4 blocks", layers_per_stage=[0, 4], tp=2),
+    pipeline(
+        "pp 2, 0 + 2 + 2 + 0 blocks",
+        layers_per_stage=[0, 2, 2, 0],
+        schedule="interleaved-1f1b",
+        activation_checkpointing="sqrt",
+    ),
     Row("ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}),
     Row("ulysses cp 4", {"cp": 4, "cp_method": "ulysses"}),
     Row("ulysses cp 2 · tp 2 · dp 2", {"cp": 2, "cp_method": "ulysses", "tp": 2, "dp": 2}, 2, 2),

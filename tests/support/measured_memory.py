@@ -122,6 +122,8 @@ ROWS = [
     Row("ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}),
     Row("cp 2, stage 3, bf16", {"cp": 2}, 3, precision="bf16"),
     Row("pp 2", {"pp": 2}, micro_batch=2),
+    Row("pp 2, 0 + 4 blocks", {"pp": 2, "layers_per_stage": [0, 4]}, micro_batch=2),
+    Row("pp 2, 4 + 0 blocks", {"pp": 2, "layers_per_stage": [4, 0]}, micro_batch=2),
     Row("pp 2, gpipe", {"pp": 2, "schedule": "gpipe"}, micro_batch=2),
     Row("pp 2, bf16, full", {"pp": 2} | recomputed("full"), precision="bf16", micro_batch=2),
     *(

@@ -160,7 +160,7 @@ def _search(
 ) -> int:
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.planned_devices import planned_devices, planned_ranks
-    from nanoscale.plan.search.search import search
+    from nanoscale.plan.search.search import search, search_other_backend
     from nanoscale.plan.search.search_space import recipe_of, search_space
     from nanoscale.view.plan.search_text import print_found, search_document, search_report
 
@@ -168,14 +168,16 @@ def _search(
     ranks = planned_ranks(composed, devices, _planned_hosts(composed))
     space = search_space(composed, devices, hardware_of(composed.config), ranks)
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
-    result = search(space, hardware, software)
+    result, other = search(space, hardware, software), None
+    if not composed.by_hand("backend.name"):
+        other = search_other_backend(space, hardware, software)
     if html is not None and result.best is not None:
         write_page(html, search_report(result), overwrite=overwrite)
     if write is not None and result.best is not None:
         recipe = recipe_of(composed, result.best.config)
         write_file("--write", write, recipe, overwrite=overwrite)
-    found = search_document(composed, result)
-    answer(as_json, found, print_found, console(), composed, space, result)
+    found = search_document(composed, result, other)
+    answer(as_json, found, print_found, console(), composed, space, result, other)
     return DONE if result.best is not None else DOES_NOT_FIT
 
 

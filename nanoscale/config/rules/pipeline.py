@@ -60,14 +60,17 @@ def _lists_blocks(config: Config) -> bool:
     listed = config.parallel.layers_per_stage
     if listed is None or config.parallel.pp == 1 or not _has_blocks(config):
         return True
-    return len(listed) == _stages(config) and sum(listed) == config.model.layers
+    right_sums = len(listed) == _stages(config) and sum(listed) == config.model.layers
+    return right_sums and 0 not in listed[1:-1]
 
 
 def _wrong_list(config: Config) -> str:
     listed, stages = config.parallel.layers_per_stage or [], _stages(config)
     if len(listed) != stages:
         return f"has {len(listed)} entries, and there are pp·virtual stages = {stages} stages"
-    return f"adds up to {sum(listed)} blocks, and model.layers={config.model.layers}"
+    if sum(listed) != config.model.layers:
+        return f"adds up to {sum(listed)} blocks, and model.layers={config.model.layers}"
+    return "leaves a stage between the first and the last without a block"
 
 
 def _near_lists(config: Config) -> list[str]:

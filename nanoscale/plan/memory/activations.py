@@ -338,6 +338,8 @@ def stage_activations(
     keep: frozenset[str] | None = None,
 ) -> StageActivations:
     """Return the bytes of a stage's blocks. `keep` replaces `parallel.selective_keep` for other software."""
+    if not layers:
+        return StageActivations(0, 0, 0, 0, 0, 0, 0)
     mode = parallel.activation_checkpointing
     plain = block_memory(shape, run)
     recomputed = 0

@@ -238,8 +238,8 @@ def _kinds(key: _Key, shards: int) -> tuple[RankParameters, ...]:
 
 
 def _parameters(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParameters:
-    units = [unit for stage in stages for unit in stage.units]
-    block = max((unit for unit in units if unit.name == "block"), key=lambda unit: unit.numel)
+    units = [unit for stage in stages for unit in stage.units if unit.count]
+    blocks = [unit for unit in units if unit.name == "block"]
     named = {unit.name: unit for unit in units}
     numel = {name: unit.numel for name, unit in named.items()}
     rest = numel.get("rest", 0)
@@ -250,11 +250,11 @@ def _parameters(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParam
         last=stages[-1].last,
         numel=sum(stage.numel for stage in stages),
         shard=sum(stage.shard(shards) for stage in stages),
-        block=block.numel,
+        block=max((block.numel for block in blocks), default=0),
         head=rest if tied else numel.get("head", 0),
         embedding=rest if tied else numel.get("embedding", 0),
         rest=rest,
-        largest_product=block.largest_product,
+        largest_product=max((block.largest_product for block in blocks), default=0),
         head_shard=named["head"].shard(shards) if "head" in named else 0,
     )
 

@@ -13,10 +13,12 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import islice
 
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.rules.backends import honored
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.predict import (
@@ -87,6 +89,28 @@ def search(space: SearchSpace, hardware: Hardware, software: Software = NANOSCAL
     """Search the whole space in closed form, and simulate the pipelines of the best layouts."""
     with _keeping_all():
         return _search(space, hardware, software)
+
+
+def search_other_backend(
+    space: SearchSpace, hardware: Hardware, software: Software = NANOSCALE
+) -> SearchResult | None:
+    """Search the same job on the backend that it does not use.
+
+    There is no result if that backend cannot train the job, or DeepSpeed is not installed.
+    """
+    base = space.base
+    if base.lora.rank:  # not predicted with DeepSpeed
+        return None
+    if base.backend.name == "deepspeed":
+        zero = replace(base.zero, offload_optimizer="none", offload_param="none")
+        other = replace(base, zero=zero, backend=replace(base.backend, name="native"))
+    elif find_spec("deepspeed") is None:
+        return None
+    else:
+        other = replace(base, backend=replace(base.backend, name="deepspeed", compile="off"))
+    result = search(replace(space, base=other), hardware, software)
+    some = result.best or result.nearest
+    return result if some is not None and honored(some.config) else None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -78,7 +78,12 @@ def search_space(
 
 def to_type(composed: Composed, chosen: Config) -> list[str]:
     """Return the overrides that lead from the request to the chosen layout."""
-    return list(_changes(composed.config, chosen))
+    left = composed.left_to_plan - composed.opened.keys()
+    in_option = {key for key in left if key.startswith("parallel.") and not composed.by_hand(key)}
+    words = ["parallel=dp"] if in_option else []  # in place of parallel=auto
+    if composed.config.backend.name != chosen.backend.name:
+        words.append(override("backend.name", chosen.backend.name))
+    return [*words, *_changes(composed.config, chosen, left - in_option)]
 
 
 def recipe_of(composed: Composed, chosen: Config) -> str:
@@ -112,7 +117,7 @@ def _without(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     return different
 
 
-def _changes(asked: Config, chosen: Config) -> Iterator[str]:
+def _changes(asked: Config, chosen: Config, always: Set[str] = frozenset()) -> Iterator[str]:
     layout = chosen.parallel
     usual = {
         "parallel.virtual_stages": usual_virtual_stages(layout.schedule) if layout.pp > 1 else 1,
@@ -123,7 +128,7 @@ def _changes(asked: Config, chosen: Config) -> Iterator[str]:
     for key in SEARCHED:
         before, after = value_of(asked, key), value_of(chosen, key)
         follows = before == "auto" and usual.get(key) == after
-        if before != after and not follows:
+        if (before != after and not follows) or key in always:
             yield override(key, after)
 
 

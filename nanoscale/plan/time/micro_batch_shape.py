@@ -33,6 +33,8 @@ class MicroBatchShape:
     """The attention kernel: flash or cudnn."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
+    hooks: float = 1.0
+    """The CPU's time for a block with the backend's hooks over its time without them."""
     adapter_rank: int = 0
     """The rank of LoRA's adapters; 0: all weights are trained."""
     adapted: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.schema import Parallel
 from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.peak import RankMemory
+from nanoscale.plan.padding import Padding, paddings
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
 from nanoscale.rehearse.rehearsals import why_unplayable
@@ -61,6 +62,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "pipeline_utilization": plan.timeline.utilization if plan.timeline is not None else None,
         "training": asdict(plan.training),
         "checkpoints": plan_saving(plan.config, time.seconds).document(),
+        "paddings": [asdict(one) for one in paddings(plan.config, plan.hardware, plan.software)],
         "parameters": parameters(plan.config.model),
         "active_parameters": active_parameters(plan.config.model),
         "layout": {
@@ -224,6 +226,12 @@ def undecided(plan: Prediction) -> str:
     return f"the plan cannot decide whether the job fits ({plan.fits_probability:.0%})"
 
 
+def _padding(one: Padding) -> str:
+    longer = one.gain / (1 - one.gain)
+    padded = f"{one.key}={one.padded}, with which rows are aligned and tiles are full"
+    return f"{one.key}={one.size} makes a step {longer:.1%} longer than {padded}"
+
+
 def outcome(plan: Prediction) -> list[str]:
     """Return the speed, the duration and cost of the training, and the times of checkpoints."""
     time, run = plan.time, plan.training
@@ -245,6 +253,7 @@ def outcome(plan: Prediction) -> list[str]:
         shares,
         *([usual] if usual else []),
         *([advice] if advice else []),
+        *map(_padding, paddings(plan.config, plan.hardware, plan.software)),
         length,
         *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
         *(f"warning: {warning}" for warning in saving.warnings()),

@@ -33,9 +33,11 @@ _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
 """Columns that a narrow terminal omits, in this order."""
 
 
-def search_document(composed: Composed, result: SearchResult) -> dict[str, Any]:
-    """Return the document of `plan --search --json`."""
-    nearest = result.nearest
+def search_document(
+    composed: Composed, result: SearchResult, other: SearchResult | None
+) -> dict[str, Any]:
+    """Return the document of `plan --search --json`; `other` is the result for the other backend."""
+    nearest, best = result.nearest, other.best if other is not None else None
     return {
         "considered": result.considered,
         "fitting": len(result.ranked),
@@ -43,6 +45,7 @@ def search_document(composed: Composed, result: SearchResult) -> dict[str, Any]:
         "left_out": [_entry(composed, plan) for plan in result.left_out[:1]],
         "front": [_entry(composed, plan) for plan in result.front()],
         "nearest": _entry(composed, nearest) if nearest and not result.ranked else None,
+        "other_backend": _entry(composed, best) if best else None,
         "why": reasons(result),
     }
 
@@ -52,7 +55,11 @@ def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
 
 
 def print_found(
-    console: Console, composed: Composed, space: SearchSpace, result: SearchResult
+    console: Console,
+    composed: Composed,
+    space: SearchSpace,
+    result: SearchResult,
+    other: SearchResult | None,
 ) -> None:
     """Print the fastest layouts, with marks on the Pareto front, and the reasons for the first."""
     some = result.best or result.nearest
@@ -62,12 +69,15 @@ def print_found(
     )
     if result.best is None:
         _print_nearest(console, composed, result)
+        if other is not None:
+            console.print(_other_backend(composed, None, other), markup=False, soft_wrap=True)
         return
     console.print(_fitting_table(console, _distinct(result.ranked), result.front()))
     console.print(
         "\n* no other layout is faster with as little memory\n", style="dim", markup=False
     )
-    for line in [*reasons(result), *_left_out(composed, result)]:
+    compared = [_other_backend(composed, result.best, other)] if other is not None else []
+    for line in [*reasons(result), *_left_out(composed, result), *compared]:
         console.print(f"- {line}", markup=False)
     words = " ".join(to_type(composed, result.best.config)) or "nothing: it is the request"
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
@@ -89,6 +99,21 @@ def _left_out(composed: Composed, result: SearchResult) -> list[str]:
         f"with a probability of {first.fits_probability:.0%}: "
         f"{' '.join(to_type(composed, first.config))}"
     ]
+
+
+def _other_backend(composed: Composed, best: Prediction | None, other: SearchResult) -> str:
+    """Compare the fastest layout with that of the other backend."""
+    found = other.best or other.nearest
+    assert found is not None
+    name, words = found.config.backend.name, " ".join(to_type(composed, found.config))
+    if not other.ranked:
+        return f"no layout fits with backend={name} either"
+    speed = f"{found.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
+    if best is not None:
+        slower = found.time.seconds / best.time.seconds - 1
+        speed += f", {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+    sizes = share(found.worst.total, found.capacity)
+    return f"backend={name} reaches {speed}, in {sizes}: {words}"
 
 
 def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
