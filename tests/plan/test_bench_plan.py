@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan import __main__ as bench_plan
-from benchmarks.plan import published_memory, published_runs, published_speed
+from benchmarks.plan import choices, published_memory, published_runs, published_speed
 from benchmarks.plan.__main__ import held_out, render
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.predict import predict
@@ -69,3 +69,9 @@ def test_a_comparison_prints_every_row(module, rows, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [module.__name__, "--rows"])
     module.main()
     assert len(capsys.readouterr().out.splitlines()) > rows
+
+
+def test_the_plan_takes_layouts_that_were_among_the_fastest():
+    found = choices.choices()
+    assert len(found) >= 15
+    assert max(choice.regret for choice in found) < 0.05
