@@ -1,10 +1,10 @@
-"""The regret of choosing by the plan: of the layouts that others published for one job, it takes the one that it
-predicts to be the fastest.
+"""The regret of choosing by the plan: of the layouts that others published for one job, it takes the one
+that it predicts to be the fastest.
 
     python -m benchmarks.plan.choices
 
-Layouts are of one job if source, software, model, devices, length of the sequence and precision are the same. The
-regret is the share of the highest measured speed that the taken layout loses.
+Layouts are of one job if source, software, model, devices, length of the sequence and precision are the same.
+The regret is the share of the highest measured speed that the taken layout loses.
 """
 
 from __future__ import annotations
@@ -80,9 +80,8 @@ def main() -> None:
         )
     regrets = [choice.regret for choice in found]
     best = sum(regret == 0 for regret in regrets)
-    print(
-        f"{len(found)} jobs: {best} with the fastest layout; mean regret {mean(regrets):.1%}, largest {max(regrets):.1%}"
-    )
+    sizes = f"mean regret {mean(regrets):.1%}, largest {max(regrets):.1%}"
+    print(f"{len(found)} jobs: {best} with the fastest layout; {sizes}")
 
 
 if __name__ == "__main__":

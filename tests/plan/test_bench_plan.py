@@ -12,14 +12,15 @@ from benchmarks.plan import choices, published_memory, published_runs, published
 from benchmarks.plan.__main__ import held_out, render
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.predict import predict
-from tests.plan.machines import changed, job, machine
+from tests.plan.machines import changed, job, machine, model
 
 ASSUMED = machine("h100-sxm")
 SLOWER = changed(ASSUMED, matmul=0.52, attention=0.28, memory=0.696)
 
 
 def source(true, *lengths):
-    configs = [job("gpt2", seq_len=length, dp=1, micro_batch=8) for length in lengths]
+    shape = replace(model("gpt2"), vocab=50304)  # with aligned rows
+    configs = [job(model=shape, seq_len=length, dp=1, micro_batch=8) for length in lengths]
     return [Observation("row", c, ASSUMED, predict(c, true).time.seconds) for c in configs]
 
 
