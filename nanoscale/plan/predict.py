@@ -41,7 +41,8 @@ def with_fitting_micro_batch(config: ResolvedConfig) -> ResolvedConfig:
         if samples % size or not takes(layout.schedule, layout.pp, samples // size):
             continue
         config = replace(config, train=replace(train, micro_batch=size))
-        if predict(config, hardware).fits_probability >= SURE:
+        plan = predict(config, hardware)
+        if plan.fits and plan.fits_probability >= SURE:
             break
     return config
 
@@ -108,6 +109,20 @@ class Prediction:
         return capacity(self.hardware)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes in the memory of the fullest host, of all its ranks."""
+        return host_bytes(self.config, self.hardware, self.memory)
+
+    @property
+    def host_capacity(self) -> int:
+        """Bytes of a host's memory."""
+        return int(self.hardware.host_memory_gib * GIB)
+
+    @property
+    def fits_host(self) -> bool:
+        return fits_host(self.config, self.hardware, self.memory)
+
+    @property
     def decisive(self) -> RehearsedMemory | None:
         """The rehearsal that decides if the job fits. An upper bound above the capacity decides nothing."""
         rehearsed = self.rehearsed
@@ -116,13 +131,14 @@ class Prediction:
 
     @property
     def fits_probability(self) -> float:
+        """The probability that the job fits its devices."""
         if self.decisive is not None:
             return fits_probability(self.decisive.total, self.capacity, REHEARSED_SPREAD)
         return fits_probability(self.worst.total, self.capacity, spread(self.config))
 
     @property
     def fits(self) -> bool:
-        return self.fits_probability >= ENOUGH
+        return self.fits_probability >= ENOUGH and self.fits_host
 
     @property
     def is_open(self) -> bool:
@@ -221,6 +237,25 @@ def costs(stages: Sequence[StageCost]) -> Costs:
 def capacity(hardware: Hardware) -> int:
     """Return the bytes of a device."""
     return int(hardware.memory_gib * GIB)
+
+
+def host_bytes(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> int:
+    """Return the bytes in the memory of the fullest host, of all its ranks.
+
+    Neighboring ranks have the same pipeline rank. Where a host has several of them, they are taken to be the
+    largest.
+    """
+    each = sorted((sum(part.bytes for part in rank.host) for rank in memory), reverse=True)
+    ranks = min(hardware.devices_per_host, config.world_size)
+    alike = min(ranks, config.world_size // config.parallel.pp)
+    largest = (each + each[:1] * ranks)[: -(-ranks // alike)]
+    return alike * sum(largest)
+
+
+def fits_host(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> bool:
+    """True if a host has memory for what its ranks keep there. On a CPU, it is the memory of the devices."""
+    is_cpu = config.launcher.device == "cpu"
+    return is_cpu or host_bytes(config, hardware, memory) <= hardware.host_memory_gib * GIB
 
 
 def spread(config: ResolvedConfig) -> float:

@@ -96,13 +96,13 @@ BUDGET = {
     "metrics": 1020,
     "models": 1320,
     "parallel": 2074,
-    "plan": 6705,
+    "plan": 6745,
     "processes": 1034,
     "rehearse": 2793,
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4567,
+    "view": 4587,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

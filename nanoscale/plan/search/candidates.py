@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, get_args
 
 from nanoscale.config import rules
 from nanoscale.config.layout import ONE_STAGE, V_SHAPED, usual_virtual_stages
+from nanoscale.config.reference import with_values
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules.devices import copies
 from nanoscale.config.rules.layout import expert_ranks
@@ -208,7 +209,9 @@ _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 def _degrees(space: SearchSpace) -> Iterator[ResolvedConfig]:
     """Yield the degrees of tp, pp, cp and the dp that uses all devices."""
-    base = replace(space.base, parallel=_plain(space))
+    offloads = ("zero.offload_optimizer", "zero.offload_param")
+    zero = with_values(space.base, {key: "none" for key in offloads if key not in space.held}).zero
+    base = replace(space.base, parallel=_plain(space), zero=zero)
     for tensor in _tensor(space, base):
         for piped in _legal(_pipeline(space, tensor), _PIPED, _AFTER_PIPELINE):
             for context in _legal(_context(space, piped), _CONTEXT, _AFTER_CONTEXT):

@@ -28,6 +28,7 @@ from nanoscale.plan.predict import (
     Prediction,
     capacity,
     estimate_memory,
+    fits_host,
     fits_probability,
     highest,
     predict,
@@ -102,8 +103,7 @@ def search_other_backend(
     if base.lora.rank:  # not predicted with DeepSpeed
         return None
     if base.backend.name == "deepspeed":
-        zero = replace(base.zero, offload_optimizer="none", offload_param="none")
-        other = replace(base, zero=zero, backend=replace(base.backend, name="native"))
+        other = replace(base, backend=replace(base.backend, name="native"))
     elif find_spec("deepspeed") is None:
         return None
     else:
@@ -186,7 +186,8 @@ class _Tried:
             memory = estimate_memory(config, self._hardware, self._software)
             needed = highest(memory).total
             room = capacity(self._hardware)
-            if fits_probability(needed, room, spread(config)) < ENOUGH:
+            is_enough = fits_host(config, self._hardware, memory)
+            if not is_enough or fits_probability(needed, room, spread(config)) < ENOUGH:
                 self._note_nearest(config, memory, needed)
                 break
             plan = with_time(config, self._hardware, memory, self._software)

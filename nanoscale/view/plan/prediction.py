@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nanoscale.common.units import GIB, byte_size, duration, share, three_digits
+from nanoscale.common.units import GIB, byte_size, counted, duration, share, three_digits
 from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.schema import Parallel
@@ -93,6 +93,8 @@ def _memory(plan: Prediction) -> dict[str, Any]:
     return {
         "worst_rank": worst.rank,
         "capacity_gib": plan.hardware.memory_gib,
+        "host_in_use_gib": plan.host_bytes / GIB,
+        "host_capacity_gib": plan.hardware.host_memory_gib,
         **_sizes(worst),
         "ranks": [{"rank": rank.rank, **_sizes(rank)} for rank in plan.memory],
     }
@@ -152,7 +154,8 @@ def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
         ("allocated", worst.allocated, ""),
         ("reserved", worst.reserved, ""),
         ("in use", worst.total, ""),
-        *((f"{part.name}, in host memory", part.bytes, "") for part in worst.host),
+        *((f"{part.name}, in host memory", part.bytes, "") for part in worst.host if part.bytes),
+        *([("of all ranks of a host", plan.host_bytes, "")] if plan.host_bytes else []),
     ]
     size = Column("size", lambda row: byte_size(row[1]))
     yield table([_PART, size, *([_HOW] if explain else [])], sizes, title)
@@ -215,6 +218,10 @@ def verdict(plan: Prediction) -> str:
         if plan.rehearsed is not None:
             most = byte_size(plan.rehearsed.total)
             where += f"; a rehearsal with eager blocks, an upper bound, counted {most}"
+    if not plan.fits_host:
+        ranks = min(plan.hardware.devices_per_host, plan.config.world_size)
+        sizes = share(plan.host_bytes, plan.host_capacity)
+        return f"does not fit the memory of a host: its {counted(ranks, 'rank')} keep {sizes} there"
     word = "fits" if plan.fits else "does not fit"
     return f"{word}: {needs} ({where}); probability that it fits {plan.fits_probability:.0%}"
 

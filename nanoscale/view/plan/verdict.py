@@ -8,8 +8,9 @@ from typing import Literal
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import GIB, counted, share
+from nanoscale.common.units import counted, share
 from nanoscale.config.reference import value_of
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.predict import Prediction
@@ -83,13 +84,13 @@ def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
                 f"{counted(world, 'device')} ({counted(hosts, 'host')} of {hardware.devices_per_host})"
             )
             break
+    ways += [
+        word for word, changed in _changes(base) if _fits(replace(space, base=changed), hardware)
+    ]
     if base.backend.name == "native" and base.optimizer.name == "adamw" and not base.lora.rank:
-        in_8_bits = replace(base, optimizer=replace(base.optimizer, name="adamw8bit"))
-        if _fits(replace(space, base=in_8_bits), hardware):
-            ways.append("optimizer=adamw8bit")
         offloading = replace(base, backend=replace(base.backend, name="deepspeed", compile="off"))
         best = search(replace(space, base=offloading), hardware).best
-        if best is not None and _host_bytes(best) <= hardware.host_memory_gib * GIB:
+        if best is not None:
             keys = ("zero.offload_optimizer", "zero.offload_param")
             offloads = [f"{key}=cpu" for key in keys if value_of(best.config, key) == "cpu"]
             ways.append(
@@ -100,13 +101,25 @@ def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
     return f"no layout of these devices fits; it would take {' or '.join(ways)}"
 
 
+def _changes(base: ResolvedConfig) -> Iterator[tuple[str, ResolvedConfig]]:
+    """Yield overrides that need less memory on the same devices, with the configuration that they lead to."""
+    if base.checkpoint.asynchronous:
+        saving = replace(base.checkpoint, asynchronous=False)
+        yield "checkpoint.asynchronous=false", replace(base, checkpoint=saving)
+    if base.backend.name != "native":
+        return
+    if base.optimizer.name == "adamw" and not base.lora.rank:
+        in_8_bits = replace(base.optimizer, name="adamw8bit")
+        yield "optimizer=adamw8bit", replace(base, optimizer=in_8_bits)
+    if not base.parallel.offload_activations:
+        offloading = replace(base.parallel, offload_activations=True)
+        yield "parallel.offload_activations=true", replace(base, parallel=offloading)
+    if base.model.init_from is not None and not base.lora.rank:
+        yield "lora.rank=16", replace(base, lora=replace(base.lora, rank=16))
+
+
 def _fits(space: SearchSpace, hardware: Hardware) -> bool:
     return any(plan.fits_probability >= MARGIN for plan in search(space, hardware).ranked)
-
-
-def _host_bytes(plan: Prediction) -> int:
-    """Return the bytes in the memory of a host, of all its ranks."""
-    return plan.hardware.devices_per_host * sum(part.bytes for part in plan.worst.host)
 
 
 def _space(composed: Composed, plan: Prediction, devices: Devices) -> SearchSpace:

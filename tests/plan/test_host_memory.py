@@ -1,0 +1,65 @@
+"""The memory of a host: what all of its ranks keep there must fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.rules import Devices
+from nanoscale.config.schema import Backend, Cluster, Zero
+from nanoscale.launch.request import check_request
+from nanoscale.plan.predict import predict
+from nanoscale.plan.search.search import search
+from nanoscale.view.plan.prediction import document, verdict
+from nanoscale.view.plan.verdict import remedy
+from tests.plan.machines import job
+from tests.plan.test_search import looked_in
+
+OFFLOADED = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
+
+
+def of_host(memory_gib: float, **keys):
+    cluster = Cluster(device="h100-sxm", host_memory_gib=memory_gib)
+    return job(backend=Backend(name="deepspeed"), zero=OFFLOADED, cluster=cluster, **keys)
+
+
+def test_the_states_of_all_ranks_of_a_host_are_added() -> None:
+    plan = predict(of_host(2048))
+    assert plan.fits
+    assert plan.host_bytes == 8 * sum(part.bytes for part in plan.worst.host)
+    small = predict(of_host(64))
+    assert not small.fits and small.fits_probability == plan.fits_probability
+    assert verdict(small).startswith("does not fit the memory of a host: its 8 ranks keep 135 of")
+    assert document(small)["memory"]["host_in_use_gib"] > 64
+
+
+def test_pipeline_ranks_of_a_host_are_added_each_with_its_own_size() -> None:
+    keys = {"offload_activations": True, "activation_checkpointing": "full", "global_batch": 32}
+    plan = predict(job(dp=2, pp=4, **keys))
+    assert plan.host_bytes == 2 * sum(part.bytes for rank in plan.memory for part in rank.host)
+    first = max(sum(part.bytes for part in rank.host) for rank in plan.memory)
+    assert plan.host_bytes < 8 * first
+    assert predict(job(dp=8, pp=4, **keys)).host_bytes == 8 * first
+
+
+def test_a_search_and_an_open_micro_batch_keep_to_the_memory_of_a_host() -> None:
+    words = ("recipe=llama-70b", "backend=deepspeed", "cluster=h100-sxm", "cluster.hosts=1")
+    _, roomy = looked_in(*words)
+    hardware = predict(roomy.base).hardware
+    found = search(roomy, hardware)
+    assert found.best is not None and found.best.host_bytes > 500 * 2**30
+    assert search(roomy, replace(hardware, host_memory_gib=500.0)).best is None
+
+
+@pytest.mark.parametrize("way", ["checkpoint.asynchronous=false", "optimizer=adamw8bit"])
+def test_a_way_out_can_be_typed(way: str) -> None:
+    words = ["recipe=llama-8b", "checkpoint.asynchronous=true", "cluster=h100-sxm"]
+    words.append("cluster.host_memory_gib=64")
+    devices = Devices("cuda", 8, ("NVIDIA H100 80GB HBM3",) * 8)
+    request = check_request(compose(words), devices=devices, hosts=())
+    plan = predict(request.config)
+    assert not plan.fits
+    assert way in remedy(request.composed, plan, devices).split()
+    assert predict(check_request(compose([*words, way]), devices=devices, hosts=()).config).fits
