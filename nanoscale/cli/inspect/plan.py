@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -28,7 +29,9 @@ from nanoscale.common.errors import UserError
 if TYPE_CHECKING:
     from nanoscale.config.machines import Host
     from nanoscale.config.values.provenance import Composed
+    from nanoscale.launch.request import Request
     from nanoscale.plan.hardware.software import Software
+    from nanoscale.plan.predict import Prediction
 
 
 class SoftwareName(StrEnum):
@@ -59,6 +62,13 @@ def plan(
         "--calibrate",
         default=False,
     ),
+    budget: str | None = opt.option(
+        "Show the steps for an amount of money, of device hours or of days of the job",
+        metavar="20000EUR|2000h|14d",
+    ),
+    inference: bool = opt.option(
+        "Show the memory of generate and eval on one device", "--inference", default=False
+    ),
     write: Path | None = opt.option(
         "Write the recipe of --search, or the efficiencies of --calibrate, to FILE", metavar="FILE"
     ),
@@ -74,7 +84,7 @@ def plan(
 
     require_writable("--html", html, overwrite=overwrite)
     if calibrate:
-        if line.options or line.config_file or html or search or explain:
+        if any((line.options, line.config_file, html, search, explain, budget, inference)):
             raise UserError(
                 "usage", "--calibrate goes with RUN…, cluster=…, --write and --json alone"
             )
@@ -83,13 +93,19 @@ def plan(
         require_writable("--write", write, overwrite=overwrite)
         if html is not None and html.resolve() == write.resolve():
             raise UserError("usage", f"--write and --html both name {html}")
+    hosts = {name: line.options.get(key) for name, key in opt.KEYS.items()}
+    engine = {"--explain": explain, "--html": html, "--as": software is not SoftwareName.NANOSCALE}
+    opt.refuse_unused(
+        (search, "is for one plan, not for --search", {"--budget": budget, "--inference": inference}),
+        (inference, "is for a training, not for --inference", {"--budget": budget, **engine, **hosts}),
+        (not search, "needs --search or --calibrate: type --search --write FILE", {"--write": write}),
+    )  # fmt: skip
     line = _on_reference(line)
     if search:
         return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
-    opt.refuse_unused(
-        (True, "needs --search or --calibrate: type --search --write FILE", {"--write": write})
-    )
-    return _one(line, RECORDS[software.value], explain, html, overwrite, as_json)
+    if inference:
+        return _inference(_with_length(line), as_json)
+    return _one(line, RECORDS[software.value], explain, budget, html, overwrite, as_json)
 
 
 def _on_reference(line: CommandLine) -> CommandLine:
@@ -113,28 +129,46 @@ def _on_reference(line: CommandLine) -> CommandLine:
     return replace(line, overrides=[*words, *overrides])
 
 
+def _with_length(line: CommandLine) -> CommandLine:
+    """Return the line with a very long training, if nothing sets its length."""
+    train = line.compose().config.train
+    if any(length is not None for length in (train.steps, train.tokens, train.epochs)):
+        return line
+    return replace(line, overrides=[*(line.overrides or ()), "train.steps=1000000000"])
+
+
 def _one(
     line: CommandLine,
     software: Software,
     explain: bool,
+    budget: str | None,
     html: Path | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
+    from nanoscale.plan.budget import within_budget
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.choice_text import choice_line
-    from nanoscale.view.plan.prediction import document, prediction_report
+    from nanoscale.view.plan.prediction import bought_training, document, prediction_report
     from nanoscale.view.plan.verdict import remedy
 
-    request = request_job(line, starts=False, devices=planned_devices, hosts=_planned_hosts)
+    asked = line if budget is None else _with_length(line)
+    request = request_job(asked, starts=False, devices=planned_devices, hosts=_planned_hosts)
     config, choice = request.config, request.choice
     prediction = predict(config, software=software)
     if software is NANOSCALE:
         prediction = with_memory(prediction, known_of(config))
+    bought = None if budget is None else within_budget(budget, prediction)
+    if asked is not line and bought is not None:
+        prediction = bought
     content, about = document(prediction), []
+    if bought is not None:
+        override = _accepted(line, request, bought)
+        content["budget"], sentence = bought_training(str(budget), bought, override)
+        about.append(sentence)
     if choice is not None:
         content["choice"] = choice_line(choice)
         about.append(f"layout chosen by the plan: {content['choice']}")
@@ -148,6 +182,36 @@ def _one(
     report = prediction_report(prediction, explain=explain, about=about)
     answer(as_json, content, show_report, report)
     return DONE if prediction.fits else DOES_NOT_FIT
+
+
+def _accepted(line: CommandLine, request: Request, plan: Prediction) -> str:
+    """Return the override of a plan's steps, together with those that the rules then advise."""
+    from nanoscale.plan.search.search_space import search_space
+
+    text = f"train.steps={plan.training.steps}"
+    for _ in range(8):
+        longer = replace(line, overrides=[*(line.overrides or ()), *shlex.split(text)])
+        try:
+            search_space(longer.compose(), request.devices, plan.hardware, plan.config.world_size)
+            break
+        except UserError as error:
+            advised = [it.suggestions[0] for it in error.violations if it.suggestions]
+            text = " ".join(dict.fromkeys([text, *advised]))
+    return text
+
+
+def _inference(line: CommandLine, as_json: bool) -> int:
+    from nanoscale.plan.hardware.hardware import hardware_of
+    from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.search.search_space import search_space
+    from nanoscale.view.plan.inference_text import inference_document, inference_report
+
+    composed = line.compose()
+    devices, hardware = planned_devices(composed), hardware_of(composed.config)
+    model = search_space(composed, devices, hardware, devices.count).base.model
+    content = inference_document(model, hardware, on_gpu=devices.kind == "cuda")
+    answer(as_json, content, show_report, inference_report(content))
+    return DONE if content["fits"] else DOES_NOT_FIT
 
 
 def _search(

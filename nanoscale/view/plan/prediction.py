@@ -17,7 +17,7 @@ from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
-from nanoscale.view.job_text import job_lines, shape
+from nanoscale.view.job_text import job_lines, shape, size
 from nanoscale.view.plan.explain import how
 from nanoscale.view.plan.memory_text import bars
 from nanoscale.view.plan.timeline import timeline_text
@@ -71,6 +71,17 @@ def document(plan: Prediction) -> dict[str, Any]:
         "software": {"name": plan.software.name, "about": plan.software.about},
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
+
+
+def bought_training(amount: str, plan: Prediction, override: str) -> tuple[dict[str, Any], str]:
+    """Return the document and the line of a training that an amount is enough for."""
+    run = plan.training
+    tokens = run.steps * plan.config.tokens_per_step
+    line = (
+        f"{amount} buys {run.steps:,} steps, {size(tokens)} tokens, in {duration(3600 * run.hours)} and "
+        f"{three_digits(run.device_hours)} device hours: type {override}"
+    )
+    return {"amount": amount, "tokens": tokens, **asdict(run), "override": override}, line
 
 
 def bf16_advice(fp32: float, bf16: float | None) -> str | None:
