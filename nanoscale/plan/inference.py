@@ -1,7 +1,7 @@
 """The memory of `generate` and of `eval --tasks` on one device, in closed form.
 
-Both load the weights in one dtype (`generate.weights`). A text is counted as a prompt that fills its length: all
-its tokens go through the model together (`models.kv_cache`).
+Both load the weights in one dtype (`generate.weights`). A text is counted as a prompt that fills its length:
+all its tokens go through the model together (`models.kv_cache`).
 """
 
 from __future__ import annotations

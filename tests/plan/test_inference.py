@@ -64,7 +64,7 @@ def test_the_peak_is_that_of_the_command(name: str, command: str, texts: int, le
     engine = opened(MODELS[name], torch.float32)
     tokens = [token % 250 for token in range(length)]
     wish = Wish(Sampling(0.0), max_tokens=1)
-    batches = {
+    batches: dict[str, WritingBatch | ScoringBatch] = {
         "generate": WritingBatch([tokens[1:]] * texts, wish, frozenset()),
         "eval": ScoringBatch([([0], tokens)] * texts),
     }
