@@ -16,6 +16,8 @@ from nanoscale.generate.writing import Wish, WritingBatch
 from nanoscale.models.kv_cache import Cache
 from nanoscale.plan.inference import InferenceMemory
 from nanoscale.rehearse.played.live_memory import LiveMemory
+from nanoscale.view.plan.inference_text import inference_document
+from tests.plan.machines import machine
 
 LLAMA = Model(
     layers=3, hidden=64, heads=8, kv_heads=2, head_dim=8, ffn=160, vocab=300, max_seq_len=256
@@ -84,3 +86,9 @@ def test_one_more_does_not_fit(command: str) -> None:
         fits = memory.needed(command, texts + more, 256) <= capacity
         assert fits == (memory.needed(command, 1, longest + more) <= capacity) == (not more)
     assert memory.most(command, memory.weights) == memory.most(command, memory.weights, 256) == 0
+
+
+def test_no_text_is_longer_than_the_model_reads() -> None:
+    document = inference_document(LLAMA, machine("h100-sxm"), on_gpu=True)
+    assert document["generate"]["longest_sequence"] == document["context"] == 256
+    assert document["generate"]["largest_batch"] > 1

@@ -33,7 +33,10 @@ def inference_document(model: Model, hardware: Hardware, *, on_gpu: bool) -> dic
         "cache_bytes_per_token": memory.token,
         "context": context,
         **{
-            name: {"largest_batch": most(name, length=context), "longest_sequence": most(name)}
+            name: {
+                "largest_batch": most(name, length=context),
+                "longest_sequence": min(context, most(name)),
+            }
             for name in ("generate", "eval")
         },
     }
