@@ -557,7 +557,7 @@ class Cluster:
     device: str | None = key(
         None, "option of this group or your own name; null: the devices of this machine"
     )
-    recognised: list[str] = key([], "substrings of the names that drivers report for this device")
+    recognised: list[str] = key([], "names that drivers report for this device, without its maker")
     devices_per_host: int | None = key(None, "devices in a host", at_least=1)
     hosts: int | None = key(None, "number of hosts; null: as many as the layout needs", at_least=1)
     island: int | None = key(

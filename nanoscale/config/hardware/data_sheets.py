@@ -93,16 +93,20 @@ def described(config: Config) -> Cluster:
 
 
 def recognise(device_name: str) -> str | None:
-    """Return the table's name of a device by its driver's; the longest run of whole words that it contains
-    decides."""
-    found = [
-        (len(part), name)
-        for name in known_devices()
-        if (cluster := _known(name)) is not None
-        for part in cluster.recognised
-        if re.search(rf"\b{re.escape(part)}\b", device_name, re.IGNORECASE)
-    ]
-    return max(found)[1] if found else None
+    """Return the table's name of a device by its driver's.
+
+    The whole name must be known, apart from the maker's words: a laptop's GPU, or a slice of one (MIG), has the
+    name of a larger GPU and more.
+    """
+    model = _MAKER.sub("", device_name).casefold()
+    for name in known_devices():
+        cluster = _known(name)
+        if cluster is not None and model in map(str.casefold, cluster.recognised):
+            return name
+    return None
+
+
+_MAKER = re.compile(r"^((NVIDIA|GeForce|Tesla|AMD|Instinct) )*", re.IGNORECASE)
 
 
 REQUIRED_KEYS = (
