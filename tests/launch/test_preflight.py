@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.cli.jobs import launching as cli
+from nanoscale.common.devices import visible
 from nanoscale.common.errors import UserError
 from nanoscale.common.versions import versions
 from nanoscale.config.resolved import resolved
@@ -348,6 +349,16 @@ def test_gpus_chosen_by_a_filter_are_counted_as_what_is_left():
     assert ("n2", "devices") not in wrong(them)
     change(them[1], "devices", {"kind": "cuda", "count": 1, "names": ["H200"], "cores": 64})
     assert ("n2", "devices") in wrong(them)
+
+
+def test_chosen_gpus_that_do_not_exist_are_refused():
+    assert visible([("H200", f"GPU-{number}") for number in range(4)], "6,7") == []
+    them = members(2)
+    them[1].host = Host("n2", 2, devices=(6, 7), source="hosts:2")
+    change(them[1], "devices", {"kind": "cpu", "count": 64, "names": [], "cores": 64})
+    (found,) = [verdict for verdict in judge(them, SSH) if not verdict.good and verdict.needed]
+    assert found.finding == "0 GPUs for 2 slots, which are to be 6, 7"
+    assert "--include or --exclude" in found.remedy
 
 
 def test_gpus_that_are_in_use_unlike_or_silent_are_told_and_do_not_stop_a_job():

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2591,
     "cli": 4848,
     "common": 624,
-    "config": 9580,
+    "config": 9584,
     "data": 4571,
     "generate": 1102,
     "launch": 5600,

@@ -309,11 +309,11 @@ def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow
 
 
 def _devices_remedy(hosts: _Hosts, member: Member, count: int) -> str:
+    if member.host.devices:
+        return "choose others that `nvidia-smi` lists there, with --include or --exclude"
     if not count:
         exclusion = hosts.transport.exclusion_remedy(member.host)
         return f"look at `nvidia-smi` there; or launcher.device=cpu, or {exclusion}"
-    if member.host.devices:
-        return "choose others with --include or --exclude"
     if member.host.source:
         return f"slots={count} at {member.host.source}"
     return f"launcher.devices={count}"
