@@ -98,6 +98,9 @@ class EqualSamples:
     def valid_batches(self, *_: int) -> list[tuple[Batch, int]]:
         return [(self.batches[0], len(self.batches[0]))]
 
+    def evaluated(self, samples: int) -> int:
+        return samples
+
 
 def training_of(config: ResolvedConfig, engine: Engine, rank: int) -> tuple[Training, EqualSamples]:
     """Return the training loop of a rank and its samples; `config` is a `shortened` one."""
