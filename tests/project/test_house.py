@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-    "cli": 4848,
+    "cli": 4921,
     "common": 624,
     "config": 9584,
     "data": 4571,
@@ -98,11 +98,11 @@ BUDGET = {
     "parallel": 2074,
     "plan": 6853,
     "processes": 1034,
-    "rehearse": 2793,
+    "rehearse": 2796,
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4656,
+    "view": 4659,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

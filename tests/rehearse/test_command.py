@@ -171,7 +171,7 @@ OPEN = (
 
 @pytest.mark.slow
 def test_a_rehearsal_decides_where_the_plan_cannot(capsys: pytest.CaptureFixture[str]) -> None:
-    assert nanoscale(["plan", *OPEN]) == 0
+    assert nanoscale(["plan", *OPEN]) == 3
     assert "`nanoscale rehearse` with the same overrides decides" in capsys.readouterr().out
     assert nanoscale(["submit", *OPEN, "--json"]) == 3
     shown = capsys.readouterr()

@@ -15,6 +15,7 @@ from nanoscale.cli.common.output import DONE, error_document, exit_code, show_er
 from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.common.units import counted
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
@@ -180,6 +181,19 @@ def request_job(
     return checked
 
 
+def _other_machine(request: Request) -> str | None:
+    """Return this machine's devices, if all ranks run here and the described devices are others."""
+    from nanoscale.config.hardware.data_sheets import CPU, recognise
+
+    device, here = request.config.cluster.device, request.devices
+    if device is None or request.hosts:
+        return None
+    if request.config.launcher.device == "cpu":
+        return None if device == CPU else counted(here.cores, "CPU core")
+    known = {recognise(name) for name in here.names}
+    return None if {device, None} & known else " and ".join(sorted(set(here.names)))
+
+
 def request_new_run(
     line: CommandLine,
     refusals: Refusals | None = None,
@@ -209,6 +223,12 @@ def request_new_run(
     is_for_gpus = composed.config.cluster.reference and launcher.device == "cpu"
     if is_for_gpus and composed.config.launcher.device == "auto" and not checked.hosts:
         display.note("there is no GPU here, so this job would train on the CPU of this machine")
+    if (other := _other_machine(checked)) is not None:
+        named_device = f"cluster.device={composed.config.cluster.device}"
+        display.note(
+            f"this machine ({other}) is not the one that {named_device} names, and the plan is "
+            f"for its ranks there. `nanoscale plan` with the same words plans the whole cluster"
+        )
     named = name_run(composed, checked.config, repeats=checked.repeats is not None)
     with refusals.gather():
         check_new_run(named)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
 from nanoscale.cli.common.output import (
     DOES_NOT_FIT,
     DONE,
@@ -27,7 +28,6 @@ from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.machines import Host
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.plan.hardware.software import Software
@@ -100,7 +100,7 @@ def plan(
         (inference, "is for a training, not for --inference", {"--budget": budget, **engine, **hosts}),
         (not search, "needs --search or --calibrate: type --search --write FILE", {"--write": write}),
     )  # fmt: skip
-    line = _on_reference(line)
+    line = on_described_hosts(_on_reference(line))
     if search:
         return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
     if inference:
@@ -114,7 +114,8 @@ def _on_reference(line: CommandLine) -> CommandLine:
 
     overrides = list(line.overrides or ())
     named = any(word.startswith("cluster") for word in overrides)
-    if named or line.options or line.config_file is not None or detect().kind != "cpu":
+    has_hosts = line.options.keys() - {"launcher.nodes", "launcher.devices"}
+    if named or has_hosts or line.config_file is not None or detect().kind != "cpu":
         return line
     config = line.compose().config
     words = config.cluster.reference
@@ -156,7 +157,7 @@ def _one(
     from nanoscale.view.plan.verdict import remedy
 
     asked = line if budget is None else _with_length(line)
-    request = request_job(asked, starts=False, devices=planned_devices, hosts=_planned_hosts)
+    request = request_job(asked, starts=False, devices=planned_devices, hosts=planned_hosts)
     config, choice = request.config, request.choice
     prediction = predict(config, software=software)
     if software is NANOSCALE:
@@ -229,7 +230,7 @@ def _search(
     from nanoscale.view.plan.search_text import print_found, search_document, search_report
 
     devices = planned_devices(composed)
-    ranks = planned_ranks(composed, devices, _planned_hosts(composed))
+    ranks = planned_ranks(composed, devices, planned_hosts(composed))
     space = search_space(composed, devices, hardware_of(composed.config), ranks)
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
     result, other = search(space, hardware, software), None
@@ -243,15 +244,6 @@ def _search(
     found = search_document(composed, result, other)
     answer(as_json, found, print_found, console(), composed, space, result, other)
     return DONE if result.best is not None else DOES_NOT_FIT
-
-
-def _planned_hosts(composed: Composed) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile, or the nodes that SLURM would be asked for."""
-    from nanoscale.config.rules.launcher import requested_launcher
-    from nanoscale.launch.slurm.allocation import requested_nodes
-    from nanoscale.launch.transport.transport import read_hosts
-
-    return (requested_nodes if requested_launcher(composed) == "slurm" else read_hosts)(composed)
 
 
 # --- calibration ----------------------------------------------------------------------------------

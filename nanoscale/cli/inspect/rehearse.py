@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
 from nanoscale.cli.common.output import (
     DOES_NOT_FIT,
     DONE,
@@ -51,7 +52,8 @@ def rehearse(
 
     opt.require_at_least(1, {"--steps": steps})
     require_writable("--html", html, overwrite=overwrite)
-    request = request_job(line, starts=False, devices=planned_devices)
+    line = on_described_hosts(line)
+    request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
     if snapshots is not None:
         _require_snapshots(request.config, snapshots)
     result = rehearsed(request.config, ranks, steps, snapshots)

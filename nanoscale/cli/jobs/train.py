@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.described_machines import on_described_nodes
 from nanoscale.cli.common.output import DONE, answer, print_json
 from nanoscale.cli.common.request import (
     LAUNCH,
@@ -194,6 +195,7 @@ def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
     from nanoscale.launch.preflight.by_library import with_weights
     from nanoscale.launch.slurm.allocation import requested_nodes
 
+    line = on_described_nodes(line)
     request = request_job(line, verify=_refuse_other_launchers, hosts=requested_nodes)
     checked = with_weights(request.composed, request.config, fetch=fetch)
     resolved = replace(
