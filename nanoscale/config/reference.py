@@ -45,7 +45,8 @@ class Key:
     def bounds(self) -> str:
         """`at least 1 and at most 3`; empty without bounds."""
         low = f"at least {self.at_least:g}" if self.at_least is not None else ""
-        high = f"at most {self.at_most:g}" if self.at_most is not None else ""
+        form = ",d" if isinstance(self.at_most, int) else "g"
+        high = f"at most {self.at_most:{form}}" if self.at_most is not None else ""
         both = " and ".join(part for part in (low, high) if part)
         return f"each {both}" if both and self.takes_list else both
 

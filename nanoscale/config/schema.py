@@ -816,6 +816,7 @@ class Train:
         "optimizer steps; null: from train.tokens or train.epochs",
         unit="steps",
         at_least=1,
+        at_most=10**12,
         scaled="decimal",
     )
     tokens: int | None = key(
@@ -823,6 +824,7 @@ class Train:
         "tokens to train on, rounded up to whole steps; excludes train.steps",
         unit="tokens",
         at_least=1,
+        at_most=10**18,
         scaled="decimal",
     )
     epochs: float | None = key(
@@ -831,9 +833,15 @@ class Train:
         "train.steps and train.tokens",
         unit="epochs",
         at_least=0,
+        at_most=10**6,
     )
     global_batch: int = key(
-        8, "samples per optimizer step", unit="samples", at_least=1, scaled="decimal"
+        8,
+        "samples per optimizer step",
+        unit="samples",
+        at_least=1,
+        at_most=10**6,
+        scaled="decimal",
     )
     micro_batch: int | Literal["auto"] = key(
         "auto",
@@ -842,7 +850,9 @@ class Train:
         unit="samples",
         at_least=1,
     )
-    seq_len: int = key(64, "tokens per sample", unit="tokens", at_least=1, scaled="binary")
+    seq_len: int = key(
+        64, "tokens per sample", unit="tokens", at_least=1, at_most=2**30, scaled="binary"
+    )
     seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
     log_every: int = key(1, "steps between logged steps", unit="steps", at_least=1)
     eval_every: int = key(

@@ -11,6 +11,7 @@ from nanoscale.common.units import GIB
 from nanoscale.config.layout import takes
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
+from nanoscale.config.rules.resolution import divisors
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import NANOSCALE, Software
@@ -37,8 +38,8 @@ def with_fitting_micro_batch(config: ResolvedConfig) -> ResolvedConfig:
         return config
     layout, train = config.parallel, config.train
     samples = train.global_batch // layout.dp
-    for size in range(train.micro_batch, 0, -1):
-        if samples % size or not takes(layout.schedule, layout.pp, samples // size):
+    for size in sorted(divisors(samples), reverse=True):
+        if size > train.micro_batch or not takes(layout.schedule, layout.pp, samples // size):
             continue
         config = replace(config, train=replace(train, micro_batch=size))
         plan = predict(config, hardware)
@@ -62,6 +63,9 @@ ENOUGH = 0.5
 SURE = 0.9
 """The least probability with which a search recommends a layout. From `1 - SURE` to `SURE` a plan is open."""
 
+
+MOST_SIMULATED = 16_384
+"""The most micro batches of a simulated pipeline; the closed forms hold for more."""
 
 Memory = tuple[RankMemory, ...]
 """The memory of every pipeline rank."""
@@ -153,7 +157,7 @@ class Prediction:
 def predict(
     config: ResolvedConfig, hardware: Hardware | None = None, software: Software = NANOSCALE
 ) -> Prediction:
-    """Predict a configuration that `rules.check` has resolved. A pipeline's schedule is simulated.
+    """Predict a configuration that `rules.check` has resolved, and simulate its pipeline if `is_simulated`.
 
     Args:
         hardware: None: the hardware that `config.cluster` describes.
@@ -163,13 +167,18 @@ def predict(
         UserError: the hardware is unknown or does not support the precision.
     """
     hardware = hardware or hardware_of(config)
-    if config.parallel.pp == 1:
+    if not is_simulated(config):
         memory = estimate_memory(config, hardware, software)
         return with_time(config, hardware, memory, software)
     timeline = simulated(config, stage_costs(config, hardware, software))
     memory = _memory(config, hardware, software, timeline.held)
     time = step_time(config, hardware, timeline.makespan, software)
     return Prediction(config, hardware, software, memory, time, timeline)
+
+
+def is_simulated(config: ResolvedConfig) -> bool:
+    """True if a prediction simulates the pipeline: its time grows with the number of micro batches."""
+    return config.parallel.pp > 1 and config.accumulation <= MOST_SIMULATED
 
 
 def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
@@ -184,7 +193,7 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
 
 def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     """Return the seconds of a step in `predict`, without the rest of the prediction."""
-    if config.parallel.pp == 1:
+    if not is_simulated(config):
         return step_time(config, hardware).seconds
     return step_time(
         config, hardware, simulated(config, stage_costs(config, hardware)).makespan

@@ -126,6 +126,7 @@ def test_a_key_of_the_users_goes_before_the_table():
 
 def test_without_a_gpu_this_machine_is_its_cpu(monkeypatch):
     monkeypatch.setattr(data_sheets, "detect", lambda: Devices("cpu", 4))
+    monkeypatch.setattr(data_sheets, "cores", lambda: 4)
     ranks = hardware_of(Config(launcher=Launcher(devices=2, threads=2)))
     alone = hardware_of(Config(launcher=Launcher(devices=1, threads=1)))
     assert ranks.device == "cpu"

@@ -45,6 +45,18 @@ def test_keys_of_the_user_win_over_the_measured_speed():
     assert hardware_of(resolved("recipe=tiny")).memory_bandwidth == 16e9
 
 
+def test_ranks_that_share_cores_are_as_slow_as_their_share(monkeypatch: pytest.MonkeyPatch):
+    def speed(ranks: int, cores: int) -> tuple[float, float]:
+        monkeypatch.setattr(data_sheets, "cores", lambda: cores)
+        words = ("parallel=dp", f"launcher.devices={ranks}", "launcher.threads=1")
+        found = hardware_of(resolved("recipe=tiny", *words))
+        return found.peaks["fp32"], found.memory_bandwidth
+
+    (peak, memory), alone = speed(4, 4), speed(1, 1)
+    assert (peak, memory) == alone == speed(4, 16)
+    assert speed(4, 2) == (peak / 2, memory / 2)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoscale.common.cache_folder import cache_path
-from nanoscale.common.devices import detect
+from nanoscale.common.devices import cores, detect
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.library import packaged
 from nanoscale.config.model_math import parameters
@@ -172,14 +172,17 @@ def _measured(cluster: Cluster) -> Cluster:
 
 
 def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
-    """Return a rank's share of this host's memory and cores, if they are known here."""
+    """Return a rank's share of this host's memory and cores, if they are known here.
+
+    More threads than cores take turns.
+    """
     ranks, threads = config.launcher.devices, config.launcher.threads
     ranks = ranks if isinstance(ranks, int) else 1
     threads = threads if isinstance(threads, int) else 1
-    own = config.cluster
+    own, speed = config.cluster, min(float(threads), cores() / ranks)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     peaks = {
-        field.name: getattr(own.peaks, field.name) or (value * threads if value else None)
+        field.name: getattr(own.peaks, field.name) or (value * speed if value else None)
         for field in fields(cluster.peaks)
         for value in [getattr(cluster.peaks, field.name)]
     }
@@ -187,6 +190,7 @@ def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
         cluster,
         devices_per_host=own.devices_per_host or ranks,
         memory_gib=own.memory_gib or total / ranks,
+        memory_gbs=own.memory_gbs or (cluster.memory_gbs or 0.0) * min(1.0, speed / threads),
         host_memory_gib=own.host_memory_gib or total,
         peaks=replace(cluster.peaks, **peaks),
     )

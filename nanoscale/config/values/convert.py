@@ -240,7 +240,7 @@ def _within_bounds(key: reference.Key, value: object) -> None:
     if key.at_least is not None and value < key.at_least:
         raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_least:g}",))
     if key.at_most is not None and value > key.at_most:
-        raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_most:g}",))
+        raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_most}",))
 
 
 def _entries_within_bounds(key: reference.Key, values: list[Any]) -> None:

@@ -31,6 +31,7 @@ from nanoscale.plan.predict import (
     fits_host,
     fits_probability,
     highest,
+    is_simulated,
     predict,
     spread,
     with_time,
@@ -159,7 +160,7 @@ def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
 
 
 def _is_estimate(plan: Prediction) -> bool:
-    return plan.config.parallel.pp > 1 and plan.timeline is None
+    return is_simulated(plan.config) and plan.timeline is None
 
 
 class _Tried:
