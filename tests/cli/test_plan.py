@@ -87,6 +87,19 @@ def test_a_layout_that_does_not_fit_is_told(capsys):
     assert json.loads(output(capsys, *H100, *words, "--json"))["fits"]
 
 
+def test_selective_recomputation_that_saves_nothing_is_told(capsys):
+    def memory(*words: str) -> float:
+        return json.loads(output(capsys, *H100, *words, "--json"))["memory"]["allocated_gib"]
+
+    compiled, said = "backend.compile=on", "saves no memory in compiled blocks"
+    nothing = memory(compiled, "parallel.activation_checkpointing=none")
+    assert memory(compiled) == pytest.approx(nothing, rel=0.001)
+    assert memory(compiled, "parallel.selective_keep=attention") < 0.7 * memory(compiled)
+    assert said in output(capsys, *H100, compiled)
+    assert said not in output(capsys, *H100, compiled, "parallel.selective_keep=attention")
+    assert said not in output(capsys, *H100, "backend.compile=off")
+
+
 def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
     job = [
         "recipe=llama-1b",

@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4659,
+    "view": 4675,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -9,6 +9,7 @@ from typing import Any
 from nanoscale.common.units import GIB, byte_size, counted, duration, share, three_digits
 from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Parallel
 from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.peak import RankMemory
@@ -244,6 +245,20 @@ def undecided(plan: Prediction) -> str:
     return f"the plan cannot decide whether the job fits ({plan.fits_probability:.0%})"
 
 
+_IDLE_RECOMPUTATION = (
+    "parallel.activation_checkpointing=selective saves no memory in compiled blocks, which recompute all but "
+    "products by themselves: parallel.selective_keep=attention does"
+)
+
+
+def _recomputes_idly(config: ResolvedConfig) -> bool:
+    layout = config.parallel
+    keeps_all = (
+        layout.activation_checkpointing == "selective" and layout.selective_keep == "matmuls"
+    )
+    return keeps_all and config.backend.compile == "on"
+
+
 def _padding(one: Padding) -> str:
     longer = one.gain / (1 - one.gain)
     padded = f"{one.key}={one.padded}, with which rows are aligned and tiles are full"
@@ -271,6 +286,7 @@ def outcome(plan: Prediction) -> list[str]:
         shares,
         *([usual] if usual else []),
         *([advice] if advice else []),
+        *([_IDLE_RECOMPUTATION] if _recomputes_idly(plan.config) else []),
         *map(_padding, paddings(plan.config, plan.hardware, plan.software)),
         length,
         *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
