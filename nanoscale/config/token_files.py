@@ -213,6 +213,35 @@ def manifest(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def have_same_texts(file: Path, other: Path | None) -> bool:
+    """True if no id means different texts in two tokenizer.json; None means bytes.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is not a tokenizer.json.
+    """
+    if other is None:
+        return False
+    if file.read_bytes() == other.read_bytes():
+        return True
+    texts, others = _texts(file), _texts(other)
+    return all(texts[token] == others[token] for token in texts.keys() & others.keys())
+
+
+def _texts(file: Path) -> dict[int, str]:
+    """Return the text of each id of a tokenizer.json."""
+    content = json.loads(file.read_bytes())
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of unigrams: texts with their scores
+            texts = {token: entry[0] for token, entry in enumerate(vocabulary)}
+        else:
+            texts = {token: text for text, token in vocabulary.items()}
+        return texts | {added["id"]: added["content"] for added in content["added_tokens"]}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file} is not a tokenizer.json") from error
+
+
 StartOf = Callable[[int], int]
 """Returns the start of the document that holds the token at a position."""
 

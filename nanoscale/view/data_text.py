@@ -88,7 +88,10 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
         display.show(f"  answers     {_share(train)} of the tokens are learned")
     display.show(f"  folder      {out.expanduser().absolute()}")
     display.show(f"  vocabulary  {manifest['vocabulary']:,}")
-    begun = " model.init_from=… data.packing=whole" if "answers" in train else ""
+    rows = -(-manifest["vocabulary"] // 64) * 64
+    begun = (
+        " model.init_from=… data.packing=whole" if "answers" in train else f" model.vocab={rows}"
+    )
     display.show(
         f"  train       nanoscale train recipe=… data=megatron {override('data.path', str(out))}{begun}"
     )

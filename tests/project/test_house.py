@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2591,
     "cli": 4921,
     "common": 624,
-    "config": 9599,
+    "config": 9652,
     "data": 4571,
     "generate": 1102,
     "launch": 5600,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2419,
     "sweep": 1096,
     "train": 1016,
-    "view": 4675,
+    "view": 4678,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

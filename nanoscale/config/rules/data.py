@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from nanoscale.common.units import listed
 from nanoscale.config import token_files
+from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import of_kind, refused
@@ -297,6 +299,7 @@ def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
         folder = token_files.folder_of(source.path)
         if folder is not None:
             found = _taken_apart(resolution, source, folder)
+            _require_tokens_of_model(resolution, source, folder, found.tokenizer)
     _present(resolution, source, "path", found.path)
     if found.valid_path is not None:
         _present(resolution, source, "valid_path", found.valid_path)
@@ -318,6 +321,27 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
             valid_path = str(folder / token_files.VALID)
     tokenizer = folder / token_files.TOKENIZER
     return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
+
+
+def _require_tokens_of_model(
+    resolution: Resolution, source: MixtureSource, folder: Path, tokenizer: Path | None
+) -> None:
+    """Refuse a new training of a pretrained model on a folder whose ids mean other texts than the model's."""
+    asked = resolution.config.model.init_from
+    if asked is None or resolution.composed.opened:
+        return
+    try:
+        own = locate(asked, weights=False) / token_files.TOKENIZER
+        same = not own.is_file() or token_files.have_same_texts(own, tokenizer)
+    except (NoSuchModelError, OSError, ValueError):  # what cannot be read is refused elsewhere
+        return
+    if not same:
+        made = "bytes" if tokenizer is None else f"tokens of {tokenizer}"
+        message = (
+            f"holds {made}, whose ids mean other texts to the model of model.init_from: prepare them "
+            f"again with --tokenizer {shlex.quote(asked)}"
+        )
+        resolution.refuse_value(f"{source.key}.path", str(folder), message, kind="data")
 
 
 def _present(resolution: Resolution, source: MixtureSource, name: str, path: str | None) -> None:
