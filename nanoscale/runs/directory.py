@@ -215,7 +215,7 @@ class RunDirectory:
         if not root.is_dir():
             return []
         runs = [cls(path) for path in root.iterdir() if not path.name.startswith(".")]
-        runs = [run for run in runs if run.config.is_file()]
+        runs = [run for run in runs if _is_run(run)]
         return sorted(runs, key=lambda run: (_created(run), run.name))
 
 
@@ -379,9 +379,21 @@ def _no_such_run(path: str, root: Path) -> UserError:
     return UserError("run", f"no run {path!r}: {path_tried} {what}", [violation])
 
 
+def _is_run(run: RunDirectory) -> bool:
+    """True for a run, and for a folder that this user may not look into: it may be one."""
+    try:
+        return run.config.is_file()
+    except OSError:
+        return True
+
+
 def _created(run: RunDirectory) -> float:
     try:
         created = read_json(run.status)["created"]
         return float(created)
     except (OSError, ValueError, KeyError, TypeError):
+        pass
+    try:
         return run.config.stat().st_mtime
+    except OSError:
+        return run.path.lstat().st_mtime

@@ -35,6 +35,7 @@ class MissingFolderError(FencedError):
 def begin(run: RunDirectory, attempt: int) -> None:
     """Let an attempt, and no other one, change the checkpoints. For launchers."""
     end(run)
+    run.checkpoints.mkdir(exist_ok=True)  # who deleted all checkpoints may have deleted the folder
     run.workspace(attempt).mkdir()
 
 

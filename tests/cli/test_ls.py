@@ -220,3 +220,20 @@ def test_tags(capsys: Capsys) -> None:
     run.tags.write_text('{"tags": 3}')
     assert nanoscale(["runs", "tag", "r0"]) == 2
     assert "holds no list of tags" in capsys.readouterr().err
+
+
+def test_a_run_that_may_not_be_read_hides_no_other(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked, stat = Path("runs/r1").absolute(), Path.stat
+
+    def refuse(path: Path, **options: Any) -> Any:
+        if locked in path.absolute().parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) and path.open("rb").read())
+    assert set(names(capsys)) == {"r0", "r1", "r2"}
+    assert nanoscale(["runs", "ls"]) == 0
+    assert "damaged: " in capsys.readouterr().out

@@ -14,7 +14,7 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.resolved import differences
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Parallel, RopeScaling, Train
-from nanoscale.runs import status
+from nanoscale.runs import events, fence, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
 
@@ -55,6 +55,28 @@ def test_a_run_stays_where_it_is(run, capsys):
     said = capsys.readouterr().err
     assert "run.name" in said and "run.root" in said and "nanoscale train --config" in said
     assert run.config.read_text() == before
+
+
+@pytest.mark.parametrize("folder_too", [False, True])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run, folder_too, capsys):
+    events.append(run, "checkpoint", "step-00000008 saved in 5 ms", step=8)
+    status.write(run, replace(status.read(run), state="completed"))
+    run.metrics.write_text('{"step": 8, "loss": 1.0}\n')
+    if folder_too:
+        run.checkpoints.rmdir()
+    before = status.read(run)
+    assert nanoscale(["resume", "x", "train.steps=40"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step-00000008 was saved and is gone" in said
+    assert f"in another run: nanoscale train --config {run.config}" in said
+    assert status.read(run) == before
+    assert run.metrics.read_text() == '{"step": 8, "loss": 1.0}\n'
+
+
+def test_a_missing_folder_of_checkpoints_is_made_again(run):
+    run.checkpoints.rmdir()
+    fence.begin(run, 1)
+    assert run.workspace(1).is_dir()
 
 
 def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):

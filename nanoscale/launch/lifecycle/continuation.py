@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from nanoscale.checkpoint.configuration import (
     IN_MANIFEST,
@@ -27,7 +29,7 @@ from nanoscale.config.resolved import ResolvedConfig, differences
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, shown
 from nanoscale.launch.request import Request
-from nanoscale.runs import metrics, status
+from nanoscale.runs import events, metrics, status
 from nanoscale.runs.directory import RunDirectory
 
 _IDENTITY = (
@@ -114,7 +116,7 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
     """Yield the sentences about the checkpoint that the ranks will load, and about damaged ones.
 
     Raises:
-        UserError: there are checkpoints, and all of them are damaged.
+        UserError: there are checkpoints, and all of them are damaged; or there were, and all of them are gone.
     """
     damaged = [
         f"{it.path.name} was set aside as damaged (to undo that: {undo(it.path)})"
@@ -131,13 +133,22 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
             return
         damaged.append(f"{stored.path.name} is damaged ({damage[0]})")
         yield damaged[-1]
-    if damaged:
+    gone = f"step-{saved['step']:08d} was saved and is gone" if (saved := _last_saved(run)) else ""
+    if damaged or gone:
         raise UserError(
             "checkpoint",
-            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged)}; to start "
-            f"again from step 1: nanoscale train --config {shlex.quote(str(run.config))}",
+            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged) or gone}; to start "
+            f"again from step 1, in another run: nanoscale train --config {shlex.quote(str(run.config))}",
         )
     yield "there is no checkpoint yet: starting from the beginning"
+
+
+def _last_saved(run: RunDirectory) -> dict[str, Any] | None:
+    """Return the newest event of a saved checkpoint; None if there is none, or it cannot be read."""
+    with suppress(UserError):
+        saved = events.last(run, "checkpoint")
+        return saved if saved is not None and "step" in saved else None
+    return None
 
 
 def is_complete(run: RunDirectory, previous: ResolvedConfig, config: ResolvedConfig) -> bool:
