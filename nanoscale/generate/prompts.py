@@ -19,7 +19,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
         UserError: the file is missing, not UTF-8, or empty; a line is not a JSON object with a text `prompt`.
     """
     try:
-        lines = file.expanduser().read_text(encoding="utf-8").split("\n")
+        lines = file.expanduser().read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError("usage", f"--prompts {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

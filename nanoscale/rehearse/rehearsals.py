@@ -57,7 +57,7 @@ def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
     assert cluster.memory_gib is not None and cluster.devices_per_host is not None
     name = cluster.recognised[0] if cluster.recognised else cluster.device
     gpu = {
-        "name": f"NVIDIA {name}",
+        "name": f"{'NVIDIA' if cluster.compute_capability else 'AMD Instinct'} {name}",
         "memory": int(cluster.memory_gib * 2**30),
         "devices": cluster.devices_per_host,
         "capability": divmod(round(10 * (cluster.compute_capability or 9.0)), 10),

@@ -109,3 +109,12 @@ def test_bytes_need_no_library():
     root = str(Path(nanoscale.__file__).parents[1])
     command = [sys.executable, "-c", script]
     subprocess.run(command, env={"PYTHONPATH": root}, check=True, timeout=60)
+
+
+def test_bytes_with_many_ends_are_decoded():
+    ids = [*b"a", ByteTokenizer.eos] * 5000
+    assert ByteTokenizer().decode(ids) == "a" * 5000
+    assert ByteTokenizer().decode(ids, keep_special=True) == f"a{END}" * 5000
+    cut = [0xC3, ByteTokenizer.eos, 0xA9]  # an end within a character
+    assert ByteTokenizer().decode(cut) == "é"
+    assert ByteTokenizer().decode(cut, keep_special=True) == f"\ufffd{END}\ufffd"

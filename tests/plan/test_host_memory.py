@@ -8,7 +8,7 @@ import pytest
 
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices
-from nanoscale.config.schema import Backend, Cluster, Zero
+from nanoscale.config.schema import Backend, Checkpoint, Cluster, Zero
 from nanoscale.launch.request import check_request
 from nanoscale.plan.predict import predict
 from nanoscale.plan.search.search import search
@@ -63,3 +63,12 @@ def test_a_way_out_can_be_typed(way: str) -> None:
     assert not plan.fits
     assert way in remedy(request.composed, plan, devices).split()
     assert predict(check_request(compose([*words, way]), devices=devices, hosts=()).config).fits
+
+
+@pytest.mark.parametrize("saving", [{"every": 10}, {"every_minutes": 5.0}, {"keep_best": 1}])
+def test_the_copy_of_a_checkpoint_is_in_host_memory(saving) -> None:
+    alone = Checkpoint(every=0, every_minutes=0, keep_best=0, asynchronous=True)
+    base = job("gpt2", seq_len=1024, checkpoint=alone)
+    assert predict(base).host_bytes == 0
+    plan = predict(replace(base, checkpoint=replace(alone, **saving)))
+    assert plan.host_bytes > 8 * 124e6 * 12

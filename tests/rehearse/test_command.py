@@ -26,6 +26,7 @@ from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
 from nanoscale.view.plan.prediction import verdict
 from nanoscale.view.run.launch_text import rehearsal_lines
+from tests.plan.machines import job
 from tests.support.recipes import changed
 from tests.support.rows import exhaustive
 from tests.support.waiting import wait_until
@@ -273,3 +274,11 @@ def test_a_kept_rehearsal_is_that_of_what_ranks_do(override: str, is_the_same: b
         rehearsals.digest(changed(*words).config, None, [0], 2) for words in ([], [override])
     )
     assert (usual == other) == is_the_same
+
+
+def test_a_played_gpu_has_the_name_of_its_maker() -> None:
+    names = [rehearsals.device_of(job(device=name))[0] for name in ("h100-sxm", "mi300x")]
+    assert [gpu and gpu["name"] for gpu in names] == [
+        "NVIDIA H100 80GB HBM3",
+        "AMD Instinct MI300X",
+    ]

@@ -156,7 +156,7 @@ def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] |
     if sys.stdin.isatty():
         return None
     try:
-        return [{"prompt": sys.stdin.read().removesuffix("\n")}]
+        return [{"prompt": sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")}]
     except UnicodeDecodeError as error:
         raise UserError("usage", f"standard input is not UTF-8 at byte {error.start}") from error
 

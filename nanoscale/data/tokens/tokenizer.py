@@ -65,13 +65,15 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        if keep_special and self.eos in ids:
-            end = list(ids).index(self.eos)
-            after = self.decode(ids[end + 1 :], keep_special=True)
-            return f"{self.decode(ids[:end])}{END}{after}"
-        # 255 never occurs in UTF-8, so an id beyond the vocabulary shows as a replacement character
-        raw = bytes(min(int(token), 255) for token in ids if token != self.eos)
-        return raw.decode(errors="replace")
+        texts = [bytearray()]
+        for token in ids:
+            if token == self.eos:
+                texts.append(bytearray())
+            else:  # 255 never occurs in UTF-8, so an id beyond the vocabulary shows as a replacement character
+                texts[-1].append(min(int(token), 255))
+        if keep_special:
+            return END.join(text.decode(errors="replace") for text in texts)
+        return b"".join(texts).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
         for text in texts:

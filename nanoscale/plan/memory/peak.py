@@ -140,7 +140,8 @@ def _highest(
 def _checkpoint_copy(setting: MemorySetting, params: RankParameters) -> int:
     """Return the bytes of the copy in host memory from which checkpoints are written during the training."""
     saving = setting.config.checkpoint
-    if not (saving.asynchronous and (saving.every or saving.every_minutes)):
+    during = saving.every or saving.every_minutes or saving.keep_best
+    if not (saving.asynchronous and during):
         return 0
     share = -(-params.numel // setting.shards) if setting.flat else params.shard
     return int((setting.states.weights + setting.states.optimizer) * share)
