@@ -23,6 +23,7 @@ from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError, described
+from nanoscale.config.reference import flat
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
 from nanoscale.rehearse.kinds import distinct_ranks
@@ -76,22 +77,29 @@ def digest(config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: 
 
 
 def _shaping(config: Config) -> dict[str, Any]:
-    """Return the values that decide what a rank runs; the others change only numbers, paths or times."""
-    train, data, checkpoint = config.train, config.data, config.checkpoint
-    saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
-    optimizer = config.optimizer
-    zeros = optimizer.momentum, optimizer.weight_decay  # an update skips the terms that are 0
-    sections = ("model", "parallel", "precision", "zero", "backend", "lora")
-    return {
-        **{name: asdict(getattr(config, name)) for name in sections},
-        "optimizer": [optimizer.name, optimizer.clip_norm, *map(bool, zeros)],
-        "train": [train.global_batch, train.micro_batch, train.seq_len, train.eval_every > 0],
-        "data": [data.document_mask, data.packing, data.loss_on],
-        "checkpoint": [
-            *(saves, checkpoint.asynchronous, checkpoint.at_end, bool(checkpoint.keep_best)),
-        ],
-        "device": config.launcher.device,
-    }
+    """Return the values that decide what a rank runs: all but numbers, paths and times."""
+    values = flat(asdict(config))
+    shaping = {key: value for key, value in values.items() if not key.startswith(_ONLY_NUMBERS)}
+    return (
+        shaping
+        | {key: bool(values[key]) for key in _SWITCHES}
+        | {"launcher.device": config.launcher.device, "launcher.env": config.launcher.env}
+    )
+
+
+_ONLY_NUMBERS = (
+    "run.", "cluster.", "launcher.", "logger.", "profile.", "scheduler.", "optimizer.lr", "optimizer.betas",
+    "optimizer.eps", "train.steps", "train.tokens", "train.epochs", "train.seed", "train.log_every",
+    "train.eval_samples", "train.stop_when.", "train.sample_", "data.path", "data.valid_", "data.mixture",
+    "data.tokenizer", "data.bpe_vocab", "data.cache_dir", "checkpoint.keep_last", "checkpoint.keep_every",
+    "checkpoint.at_stop",
+)  # fmt: skip
+"""The beginnings of the keys that are not in a rehearsal's name. A new key is, until it is listed here."""
+_SWITCHES = (
+    "optimizer.momentum", "optimizer.weight_decay", "checkpoint.every", "checkpoint.every_minutes",
+    "checkpoint.keep_best", "train.eval_every",
+)  # fmt: skip
+"""Numbers of which only matters if they are 0: an update skips the term, and a rehearsal the action."""
 
 
 def cached(name: str) -> Path:

@@ -15,7 +15,7 @@ from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model, Optimizer, Precision
 from nanoscale.plan.memory.activations import block_memory, products, saved, stage_activations
 from nanoscale.plan.memory.block_shape import Execution, Shape
-from nanoscale.plan.memory.peak import rank_memory, setting_memory
+from nanoscale.plan.memory.peak import HOLES, rank_memory, setting_memory
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shards import rank_stages
 from nanoscale.plan.memory.states import bytes_per_parameter
@@ -81,6 +81,13 @@ def test_a_real_rank_follows_the_same_arithmetic():
     assert states / parameters(config.model) == pytest.approx(
         (per.weights + per.optimizer) / 8, 1e-3
     )
+
+
+def test_reduced_gradients_are_in_one_pool():
+    """A rehearsal of this job reserves 171.3 GiB: one gradient in fp32, on the stream of reductions."""
+    config = job("model=gpt-10b", "precision=fp16", dp=8, seq_len=64)
+    (rank,) = rank_memory(config)
+    assert rank.reserved / 2**30 == pytest.approx(171.3 * (1 + HOLES), rel=0.01)
 
 
 # --- shards ---------------------------------------------------------------------------------------

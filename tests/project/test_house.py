@@ -98,7 +98,7 @@ BUDGET = {
     "parallel": 2074,
     "plan": 6864,
     "processes": 1034,
-    "rehearse": 2796,
+    "rehearse": 2804,
     "runs": 2432,
     "sweep": 1096,
     "train": 1016,

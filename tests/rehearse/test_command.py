@@ -267,6 +267,10 @@ def test_the_program_is_in_the_run_directory() -> None:
         ("optimizer.lr=1", True),
         ("optimizer.weight_decay=0", False),
         ("checkpoint.keep_best=2", False),
+        ("optimizer.weight_decay=0.2", True),
+        ("data.tokenizer=byte", True),
+        ("run.name=other", True),
+        ("data.source=random", False),
     ],
 )
 def test_a_kept_rehearsal_is_that_of_what_ranks_do(override: str, is_the_same: bool) -> None:

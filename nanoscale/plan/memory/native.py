@@ -139,8 +139,8 @@ def _sharded(
     reduced = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
     accumulated = max(before, reduced)
     reducing = _reducing(setting)
-    # From stage 2 on, waiting gradients were allocated on the stream of reductions.
-    pooled_before, pooled_accumulated = (before, accumulated) if stage2 else (0, 0)
+    # Reduced gradients were allocated on the stream of reductions. Those that wait until stage 1 were not.
+    pooled_before, pooled_accumulated = (before, accumulated) if reduces_each else (0, 0)
     pooled_last_block = prefetched + (before if stage2 else head)
     phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
     final = partial(phase, compute_copies=remaining_copies)
