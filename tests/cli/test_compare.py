@@ -56,6 +56,23 @@ def test_what_differs_and_losses_at_equal_points(capsys: Capsys) -> None:
     assert about["curves"]["loss"][1] == [[1, 9.0], [2, 8.0], [3, 7.0], [4, 6.0]]
 
 
+def test_losses_are_those_of_the_steps_that_are_named(capsys: Capsys) -> None:
+    logged = {"a": (2, 4, 7), "b": (2, 3, 4)}
+    for name, steps in logged.items():
+        file = RunDirectory(Path("runs", name)).metrics
+        records = map(json.loads, file.read_text().splitlines())
+        kept = [json.dumps(record) for record in records if record["step"] in steps]
+        file.write_text("".join(f"{line}\n" for line in kept))
+    assert nanoscale(["runs", "compare", "a", "b", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["losses"]
+    losses = {(row["axis"], row["at"]): row["losses"] for row in rows}
+    assert {at for axis, at in losses if axis == "step"} == {2, 4}
+    assert losses["step", 4] == [6.0, 6.0]
+    assert {at for axis, at in losses if axis == "tokens"} == {400}
+    assert losses["tokens", 400] == [6.0, 8.0]
+    assert losses["seconds", 3.5] == [6.5, None]  # on the line from step 2 to step 4
+
+
 def test_terminal_and_page(capsys: Capsys) -> None:
     assert nanoscale(["runs", "compare", "a", "b", "--html", "page.html"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from nanoscale.common.units import duration
@@ -86,19 +87,31 @@ def _progress(records: list[Object]) -> Iterator[Document]:
 
 
 def _losses(runs: list[list[Document]]) -> Iterator[Document]:
-    """Yield the losses at equal steps, tokens and times, up to where the shortest run has come."""
-    for axis in ("step", "tokens", "seconds"):
-        ends = [max((it[axis] for it in run if it[axis] is not None), default=0) for run in runs]
-        for share in _SHARES if min(ends) else ():
-            at = min(ends) * share
-            at = at if axis == "seconds" else max(1, int(at))
-            yield {"axis": axis, "at": at, "losses": [_loss_at(run, axis, at) for run in runs]}
+    """Yield the losses at steps and tokens that all runs have logged, and at equal times."""
+    for axis in ("step", "tokens"):
+        logged = [{it[axis]: it["loss"] for it in run if it[axis] is not None} for run in runs]
+        common = sorted(set.intersection(*map(set, logged)))
+        last = common[-1] if common else 0
+        points = (
+            max((at for at in common if at <= share * last), default=None) for share in _SHARES
+        )
+        for at in dict.fromkeys(point for point in points if point is not None):
+            yield {"axis": axis, "at": at, "losses": [losses[at] for losses in logged]}
+    shortest = min(run[-1]["seconds"] if run else 0.0 for run in runs)
+    for at in (shortest * share for share in _SHARES if shortest):
+        losses = [_loss_after(run, at) for run in runs]
+        if any(loss is not None for loss in losses):
+            yield {"axis": "seconds", "at": at, "losses": losses}
 
 
-def _loss_at(run: list[Document], axis: str, at: float) -> float | None:
-    """Return the last loss that was logged up to a point."""
-    reached = [it["loss"] for it in run if it[axis] is not None and it[axis] <= at * (1 + 1e-9)]
-    return reached[-1] if reached else None
+def _loss_after(run: list[Document], seconds: float) -> float | None:
+    """Return the loss after a time, on the line between the logged losses before and after it."""
+    known = [(it["seconds"], it["loss"]) for it in run if it["loss"] is not None]
+    for (before, first), (after, second) in pairwise(known):
+        if before <= seconds <= after * (1 + 1e-9) and after > before:
+            share = min(1.0, (seconds - before) / (after - before))
+            return float(first + share * (second - first))
+    return None
 
 
 # --- the screen and the page ----------------------------------------------------------------------
