@@ -154,6 +154,11 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     from nanoscale.config.violations import nearest
 
     value = _value_of(option, arguments)
+    if value is not None and option in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
+        what = "unknown option of this command; a recipe is made of DeepSpeed's JSON"
+        advice = (f"nanoscale config from-deepspeed {shlex.quote(value)}",)
+        violation = Violation(option, value, "command line", what, advice)
+        return UserError("usage", f"{option}: {what}", [violation])
     dashed = option.replace("_", "-")  # as in --num_nodes
     possible = nearest(dashed, getattr(error, "possibilities", None) or ())
     if dashed in possible:

@@ -72,7 +72,9 @@ class RopeScaling:
         1.0, "wavelengths above original/low are scaled by the whole factor"
     )
     high_freq_factor: float = key(4.0, "wavelengths below original/high are not scaled")
-    original_seq_len: int = key(8192, "context before the scaling", unit="tokens", at_least=1)
+    original_seq_len: int = key(
+        8192, "context before the scaling", unit="tokens", at_least=1, scaled="binary"
+    )
 
 
 @dataclass(frozen=True)

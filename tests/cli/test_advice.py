@@ -261,3 +261,14 @@ def test_an_unsupported_family_is_trained_with_its_own_code(tmp_path: Path, caps
     (wrong,) = violations(["config", "show", f"model.init_from={folder}"], capsys)
     assert wrong["suggestions"] == [f"model=hf model.name={folder}"]
     assert violations(["config", "show", *wrong["suggestions"][0].split()], capsys) == []
+
+
+@pytest.mark.parametrize("option", ["--deepspeed", "--deepspeed_config"])
+def test_the_file_of_deepspeed_is_translated(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": 8}')
+    assert run(["train", "recipe=debug", option, "ds.json"]) == 2
+    line = capsys.readouterr().err.partition("type instead: ")[2].strip()
+    assert line == "nanoscale config from-deepspeed ds.json"
+    assert run(shlex.split(line)[1:]) == 0
+    assert "train.global_batch=8" in capsys.readouterr().err
