@@ -28,6 +28,8 @@ CHOSEN = [
     BY_NAME["LoRA, selective, bf16"],
     BY_NAME["LoRA, dp 2, stage 3, bf16"],
     BY_NAME["LoRA, pp 2"],
+    BY_NAME["packed documents, bf16, long"],
+    BY_NAME["packed documents, full, long"],
     Row(
         "adamw8bit, update highest",
         optimizer="adamw8bit",
@@ -68,6 +70,7 @@ USUAL = (
     "LoRA, dp 2, stage 3, bf16",
     "adamw8bit, update highest",
     "vocab 16k, few tokens, tied",
+    "packed documents, bf16, long",
 )
 """Rehearsals, which the plan is compared with in tests/rehearse, are compared with real ranks in more rows."""
 

@@ -449,3 +449,13 @@ def test_frozen_weights_take_a_third_less_arithmetic_and_no_update():
     assert frozen.parts.dp < whole.parts.dp
     flops = frozen.tokens_per_s_per_gpu * trained_flops_per_token(adapted)
     assert frozen.mfu == pytest.approx(flops / hardware.peak(config.precision))
+
+
+def test_attention_with_a_mask_computes_both_halves():
+    hardware, config = machine(), job()
+    masked = replace(config, data=replace(config.data, document_mask=True))
+    causal, dense = (
+        blocks.block(hardware, blocks.micro_batch_shape(each)).forward.attention
+        for each in (config, masked)
+    )
+    assert 1.9 < dense / causal < 2  # a causal pass computes the tiles of the diagonal whole

@@ -32,6 +32,12 @@ ROWS = {
     "dp 2, stage 2, large tied vocabulary, few tokens": on_gpus(
         Row("", {"dp": 2}, 2, 1, shape=vocabulary(16 * 2**10, tie_embeddings=True), seq=32)
     ),
+    "packed documents, bf16": on_gpus(
+        Row("", micro_batch=2, global_batch=8, seq=512, precision="bf16", documents=True)
+    ),
+    "packed documents, GPT-2, fp32, full": on_gpus(
+        Row("", recomputed("full"), 0, 2, shape=GPT2, global_batch=8, seq=512, documents=True)
+    ),
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(
@@ -44,6 +50,7 @@ USUAL = (
     "GPT-2, fp32",
     "dp 2, stage 3, full",
     "dp 2, stage 2, large tied vocabulary, few tokens",
+    "packed documents, bf16",
     "LoRA, bf16, selective",
     "LoRA, dp 2, stage 3, bf16",
 )

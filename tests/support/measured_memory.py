@@ -76,6 +76,8 @@ class Row:
     offload: dict[str, str] = field(default_factory=dict)
     seq: int = SEQ
     lora: Lora = field(default=Lora())
+    documents: bool = False
+    """True for packed documents, whose attention has a mask."""
 
 
 SCHEDULES = ("interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
@@ -135,6 +137,20 @@ ROWS = [
     *(
         Row(f"pp 2, {name}, bf16", scheduled(name), precision="bf16", micro_batch=2)
         for name in ("interleaved-1f1b", "zero-bubble", "dualpipev")
+    ),
+    *(
+        Row(f"packed documents{name}", degrees, precision=precision, documents=True, **more)
+        for name, degrees, precision, more in (
+            ("", {}, "fp32", {}),
+            (", long", {}, "fp32", {"seq": 512, "micro_batch": 2, "global_batch": 8}),
+            (", bf16, long", {}, "bf16", {"seq": 512, "micro_batch": 2, "global_batch": 8}),
+            (", full, long", recomputed("full"), "fp32", {"seq": 512}),
+            (", selective, long", recomputed("selective"), "bf16", {"seq": 512}),
+            (", tp 2, long", {"tp": 2}, "fp32", {"seq": 512}),
+            (", ulysses cp 2, long", {"cp": 2, "cp_method": "ulysses"}, "fp32", {"seq": 512}),
+            (", pp 2, long", {"pp": 2}, "fp32", {"seq": 512, "micro_batch": 2}),
+            (", experts, long", {}, "fp32", {"seq": 512, "shape": MIXTURE}),
+        )
     ),
     Row("one process, fp64", precision="fp64"),
     Row("one process, fp16", precision="fp16"),
@@ -391,7 +407,8 @@ def config_of(row: Row) -> ResolvedConfig:
     )
     train = replace(config.train, seq_len=row.seq, global_batch=row.global_batch)
     zero = Zero(stage=row.stage, **row.offload)  # type: ignore[arg-type]
-    return replace(config, train=train, zero=zero, lora=row.lora)
+    data = replace(config.data, document_mask=row.documents)
+    return replace(config, train=train, zero=zero, lora=row.lora, data=data)
 
 
 def measure(_rank: int, config: ResolvedConfig) -> int:
@@ -436,10 +453,19 @@ def train_two_steps(config: ResolvedConfig, begin: Callable[[], None]) -> None:
         gc.collect()
         begin()
         batches = [
-            Batch.of_rows(random.integers(0, config.model.vocab, shape))
-            for _ in range(config.accumulation)
+            _documents(batch) if config.data.document_mask else batch
+            for batch in (
+                Batch.of_rows(random.integers(0, config.model.vocab, shape))
+                for _ in range(config.accumulation)
+            )
         ]
         engine.train_step(batches, 1e-3)
+
+
+def _documents(batch: Batch) -> Batch:
+    """Return the batch as two documents a row."""
+    numbers = np.arange(batch.inputs.shape[1]) * 2 // batch.inputs.shape[1]
+    return Batch(batch.inputs, batch.targets, np.broadcast_to(numbers, batch.inputs.shape).copy())
 
 
 if __name__ == "__main__":

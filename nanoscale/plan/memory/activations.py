@@ -132,6 +132,8 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
     sizes["attended"] = queries
     if run.attention == "flash":
         sizes["log-sums"] = tokens * shape.heads * STATISTIC
+        if shape.masked:  # PyTorch makes a mask of the numbers that are added to the scores
+            sizes["mask"] = shape.masked * e
     else:
         scores = tokens * shape.heads * shape.span
         sizes["scores"] = scores * e

@@ -27,6 +27,8 @@ class Shape:
     heads: int
     rotary: int
     """Numbers of the cosines and sines of all positions: seq / cp · head_dim; 0 without rope."""
+    masked: int = 0
+    """Elements of the mask of documents; 0 without one."""
     local_experts: int = 0
     """Experts of this rank."""
     experts_per_token: int = 1

@@ -61,7 +61,7 @@ class MemorySetting:
 
 def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MemorySetting:
     """Return the setting of a configuration that `rules.check` has resolved."""
-    layout, precision = config.parallel, config.precision
+    layout, precision, train = config.parallel, config.precision, config.train
     deepspeed = config.backend.name == "deepspeed"
     compute, params = DTYPES[precision.compute].bytes, DTYPES[precision.params].bytes
     single = not deepspeed and (config.world_size == 1 or is_replicated(config))
@@ -88,7 +88,8 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
         shape=replace(
-            shape_of(config.model, layout, config.train.micro_batch, config.train.seq_len),
+            shape_of(config.model, layout, train.micro_batch, train.seq_len),
+            masked=train.micro_batch * train.seq_len**2 if config.data.document_mask else 0,
             adapter_rank=config.lora.rank,
             adapted=tuple(model_math.adapted_layers(config.model, config.lora)),
         ),

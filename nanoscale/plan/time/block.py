@@ -85,6 +85,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
         attention=attention_kernel(config, software),
+        masked=config.data.document_mask,
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
@@ -284,7 +285,7 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
             hardware, shape.dtype, shape.batch, tokens, keys, heads, width, causal, kernel
         )
 
-    local = seconds(tokens, True)
+    local = seconds(tokens, not shape.masked)
     return local + (shape.cp - 1) * seconds(max(1, tokens // 2), False) if ring else local
 
 

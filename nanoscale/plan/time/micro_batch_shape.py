@@ -31,6 +31,8 @@ class MicroBatchShape:
     ep: int = 1
     attention: str = "flash"
     """The attention kernel: flash or cudnn."""
+    masked: bool = False
+    """True if attention has a mask of documents, and computes the pairs that the mask excludes."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
     hooks: float = 1.0

@@ -62,20 +62,30 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
     enabled = torch.backends.cuda
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
-        if q.device.type != "cuda" or attn_mask is not None:
+        if q.device.type != "cuda":
             return plain(q, k, v, attn_mask, **options)
+        bias = None if attn_mask is None else _bias(attn_mask, q)
         causal, scale = options.get("is_causal", False), options.get("scale")
         half = q.dtype in (torch.bfloat16, torch.float16)
-        if half and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled()):
+        if bias is not None and half and enabled.cudnn_sdp_enabled():
+            cudnn = aten._scaled_dot_product_cudnn_attention
+            return cudnn(q, k, v, bias, True, 0.0, False, scale=scale)[0]
+        if bias is None and half and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled()):
             flash = aten._scaled_dot_product_flash_attention
             return flash(q, k, v, 0.0, causal, scale=scale)[0]
         ungrouped = q.dtype is torch.float32 and not options.get("enable_gqa")
         if ungrouped and enabled.mem_efficient_sdp_enabled():
             efficient = aten._scaled_dot_product_efficient_attention
-            return efficient(q, k, v, None, True, 0.0, causal, scale=scale)[0]
+            return efficient(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
         return plain(q, k, v, attn_mask, **options)
 
     return attention
+
+
+def _bias(mask: Any, q: Any) -> Any:
+    """Return the numbers that a fused kernel adds to the scores: PyTorch makes them of a mask of booleans."""
+    bias = torch.zeros_like(mask, dtype=q.dtype)
+    return bias.expand(*q.shape[:3], mask.shape[-1])
 
 
 def _rms_norm(plain: Callable[..., Any]) -> Callable[..., Any]:
