@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from nanoscale.common.errors import Violation
+from nanoscale.config.reference import declared
 from nanoscale.config.violations import refuse
 from nanoscale.plan.predict import Prediction
 
@@ -21,7 +22,8 @@ def within_budget(text: str, plan: Prediction) -> Prediction:
         text: money in `cluster.price`'s currency (20000EUR), device hours (2000h) or days of the job (14d).
 
     Raises:
-        UserError: the text has another form, money has no price, or it is not enough for one step.
+        UserError: the text has another form, money has no price, or it is not enough for one step, or for too
+            many.
     """
     match = _FORM.fullmatch(text)
     if match is None or not float(match[1]):
@@ -38,6 +40,9 @@ def within_budget(text: str, plan: Prediction) -> Prediction:
     if not steps:
         least = f"--budget {math.ceil(per_step * 1000) / 1000:.10g}{unit}"
         refuse([Violation("--budget", text, "", "is not enough for one step", (least,))], "usage")
+    if (most := declared()["train.steps"].at_most) is not None and steps > most:
+        message = f"is enough for more than the {most:,} steps that a training may have"
+        refuse([Violation("--budget", text, "", message)], "usage")
     return _with_steps(plan, steps)
 
 

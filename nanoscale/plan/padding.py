@@ -10,7 +10,7 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import Software
 from nanoscale.plan.time.step import step_time
 
-MULTIPLES = (64, 128)
+_MULTIPLES = (64, 128)
 """Columns of a matrix that fill the tiles in which devices compute."""
 _LEAST_GAIN = 1e-3
 """The share of a step below which a gain is not mentioned."""
@@ -37,7 +37,7 @@ def paddings(config: ResolvedConfig, hardware: Hardware, software: Software) -> 
     now = step_time(config, hardware, software=software).seconds
     for name, ranks in (("hidden", 1), ("ffn", config.parallel.tp), ("vocab", config.parallel.tp)):
         size = getattr(config.model, name)
-        larger = {-(-size // (ranks * each)) * ranks * each for each in MULTIPLES} - {size}
+        larger = {-(-size // (ranks * each)) * ranks * each for each in _MULTIPLES} - {size}
         times = {
             padded: step_time(
                 replace(config, model=replace(config.model, **{name: padded})),

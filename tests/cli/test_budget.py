@@ -81,6 +81,10 @@ def test_less_than_a_step_is_refused_with_what_is_enough(capsys: Capsys) -> None
         assert plan(capsys, *PRICED, "--budget", enough)["budget"]["steps"] >= 1
 
 
+def test_more_steps_than_a_training_may_have_are_refused(capsys: Capsys) -> None:
+    assert "1,000,000,000,000 steps" in refusal(capsys, *PRICED, "--budget", "9" * 20 + "EUR")
+
+
 @pytest.mark.parametrize("text", ["20k", "0d", "-3h", "1e400h", "EUR", "3 weeks", ""])
 def test_other_texts_are_refused_with_ones_that_are_accepted(capsys: Capsys, text: str) -> None:
     error = refusal(capsys, *H100, f"--budget={text}")

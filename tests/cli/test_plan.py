@@ -100,6 +100,16 @@ def test_selective_recomputation_that_saves_nothing_is_told(capsys):
     assert said not in output(capsys, *H100, "backend.compile=off")
 
 
+def test_the_memory_of_inference_is_planned(capsys):
+    job = ("model=llama-8b", "cluster=h100-sxm", "--inference")
+    content = json.loads(output(capsys, *job, "--json"))
+    assert content["fits"] and content["cache_bytes_per_token"] == 128 * 1024
+    assert f"{content['generate']['longest_sequence']:,}" in output(capsys, *job)
+    assert "does not fit" in output(capsys, *job, "model=llama-70b", code=3)
+    for other in ("--explain", "--search", "--budget=2h", "--num-gpus=4"):
+        assert "--inference" in refusal(capsys, *job, other)
+
+
 def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
     job = [
         "recipe=llama-1b",

@@ -96,7 +96,7 @@ BUDGET = {
     "metrics": 1020,
     "models": 1320,
     "parallel": 2074,
-    "plan": 6873,
+    "plan": 6878,
     "processes": 1034,
     "rehearse": 2814,
     "runs": 2432,

@@ -22,7 +22,7 @@ largest tile. Smaller tiles read their operands more often."""
 SPLIT = 1.1
 """The cost factor of dividing the last wave's tiles along k. Libraries divide them if it saves time (Stream-K,
 Osama et al. 2023, arXiv:2301.03598)."""
-ALIGNED = 16
+_ALIGNED = 16
 """Bytes: tensor cores load rows at their full rate if the length of a row is a multiple (NVIDIA, Matrix
 Multiplication Background User's Guide, section on tensor cores)."""
 _UNALIGNED = 3.0
@@ -54,7 +54,7 @@ def product(hardware: Hardware, kind: str, m: int, n: int, k: int, groups: int =
     arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
     if hardware.multiprocessors > 1:  # not a CPU
         arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
-        if WIDTH[kind] < 4 and any(length * WIDTH[kind] % ALIGNED for length in (n, k)):
+        if WIDTH[kind] < 4 and any(length * WIDTH[kind] % _ALIGNED for length in (n, k)):
             arithmetic *= _UNALIGNED
     result = 2 if kind == "fp8" else WIDTH[kind]
     traffic = groups * (WIDTH[kind] * (m + n) * k + result * m * n)
