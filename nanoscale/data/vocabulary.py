@@ -20,6 +20,8 @@ from nanoscale.data.tokens.tokenizer import (
     load,
 )
 
+_GENERATION = "generation_config.json"
+"""Transformers' settings of generation: tokens that end a text, and sampling."""
 _FILES = (
     "tokenizer.json",
     CONFIG,
@@ -29,7 +31,7 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "generation_config.json",
+    _GENERATION,
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -38,20 +40,24 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     """Write the tokenizer's files, as far as it is known; return the special tokens' numbers for config.json.
 
     It is that of `data.tokenizer`. If only token files were named, it is that of the run's initial model;
-    otherwise none is known.
+    otherwise none is known. The initial model's special tokens and its settings of generation are kept.
     """
     data, init_from = config.data, config.model.init_from
+    initial = Path(init_from) if init_from is not None and Path(init_from).is_dir() else None
     if data.tokenizer not in ("byte", "bpe"):
         tokenizer = load(data.tokenizer)
         _copy(tokenizer.path.parent, folder)
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
         _describe(folder, tokenizer.name_of(tokenizer.eos))
-        return _eos_entry(tokenizer.eos) | _special_entries(Path(data.tokenizer).parent)
+        if generation := initial and _read(initial / _GENERATION):
+            ends = _with_end(generation, tokenizer.eos)
+            (folder / _GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
+        special = _special_entries(initial) | _special_entries(Path(data.tokenizer).parent)
+        return _with_end(_eos_entry(None) | special, tokenizer.eos)
     if data.source != "stdlib":
-        if init_from is None or not Path(init_from).is_dir():
-            return _eos_entry(None)
-        _copy(Path(init_from), folder)
-        return _eos_entry(None) | _special_entries(Path(init_from))
+        if initial is not None:
+            _copy(initial, folder)
+        return _eos_entry(None) | _special_entries(initial)
     prepared = corpus.prepare(data)
     if data.tokenizer == "bpe":
         shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")
@@ -106,13 +112,26 @@ def _copy(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _special_entries(source: Path) -> dict[str, Any]:
-    """Return the special tokens of a model's config.json."""
+def _special_entries(source: Path | None) -> dict[str, Any]:
+    """Return the special tokens of a model's config.json; none without a folder."""
+    document = _read(source / "config.json") if source is not None else {}
+    return {name: document[name] for name in _SPECIAL if name in document}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a JSON object; {} if it is missing or unreadable."""
     try:
-        document = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        return {name: document[name] for name in _SPECIAL if name in document}
-    except (OSError, ValueError, TypeError):
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _with_end(settings: dict[str, Any], eos: int) -> dict[str, Any]:
+    """Add the end of a document to the tokens that end a text, if it is not one of them."""
+    named = settings.get("eos_token_id")
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    return settings if eos in ends else settings | {"eos_token_id": [*ends, eos] if ends else eos}
 
 
 def _eos_entry(number: int | None) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_the_tokenizer_is_the_one_of_the_tokens(tmp_path: Path) -> None:
         (tmp_path / name / "merges.txt").write_text(name)
     shape = replace(GPT2, init_from=str(tmp_path / "begun"))
     named = Data(source="megatron", tokenizer=str(tmp_path / "own" / "tokenizer.json"))
-    for data, name, eos in ((Data(source="megatron"), "begun", 7), (named, "own", 9)):
+    for data, name, eos in ((Data(source="megatron"), "begun", 7), (named, "own", [9, 256])):
         out = tmp_path / f"out-{name}"
         written = export(stored, Config(model=shape, data=data), out, "fp32", 10**9, quiet)
         assert written.tokenizer and (out / "merges.txt").read_text() == name
@@ -269,6 +269,31 @@ def test_transformers_knows_the_end_of_a_document_of_a_bare_tokenizer_file(tmp_p
     said = vocabulary.write(out, config)
     theirs = AutoTokenizer.from_pretrained(out)
     assert said["eos_token_id"] == theirs.eos_token_id == 256
+
+
+@pytest.mark.parametrize(
+    ("named", "exported"),
+    [([256, 9], [256, 9]), (9, [9, 256]), (None, 256)],
+    ids=["among them", "another", "none"],
+)
+def test_a_fine_tune_keeps_the_settings_of_generation_and_the_special_tokens(
+    named: Any, exported: Any, tmp_path: Path
+) -> None:
+    model, tokens, out = (tmp_path / name for name in ("model", "tokens", "out"))
+    for folder in (model, tokens, out):
+        folder.mkdir()
+    settings = {"eos_token_id": named, "temperature": 0.6, "do_sample": True}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    special = {"bos_token_id": 3, "eos_token_id": named, "pad_token_id": 7}
+    (model / "config.json").write_text(json.dumps({"hidden_size": 8} | special))
+    bytes_native().save(str(tokens / "tokenizer.json"))
+    shape = replace(GPT2, init_from=str(model))
+    config = Config(
+        model=shape, data=Data(source="megatron", tokenizer=str(tokens / "tokenizer.json"))
+    )
+    assert vocabulary.write(out, config) == special | {"eos_token_id": exported}
+    written = json.loads((out / "generation_config.json").read_text())
+    assert written == settings | {"eos_token_id": exported}
 
 
 # --- export and further training ------------------------------------------------------------------
