@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from nanoscale.runs import events, jsonlines
+from nanoscale.runs import events, jsonlines, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, fits_type
 from nanoscale.runs.jsonlines import Object, Tail
@@ -40,6 +40,14 @@ def last(run: RunDirectory, name: str | None = None) -> Object | None:
     """Return the newest logged step, or the newest that has a metric."""
     record = jsonlines.last(run.metrics, name)
     return None if record is None else _checked(run, record)
+
+
+def reached(run: RunDirectory, record: Object | None) -> int:
+    """Return the last known trained step, given the newest record: an attempt that fails may have trained
+    further."""
+    now, end = status.read(run), events.last(run, "end")
+    is_newest = end is not None and end["time"] >= (now.started or 0.0)
+    return max(record["step"] if record else 0, end.get("step", 0) if end and is_newest else 0)
 
 
 @dataclass(frozen=True)

@@ -93,17 +93,11 @@ class Training:
             evaluates = is_due(step, self.config.train.eval_every)
             by_step = is_due(step, self.config.checkpoint.every)
             saves = by_step or agreement.save_is_due
-            if (
-                is_due(step, self.config.train.log_every)
-                or evaluates
-                or step == self.config.train.steps
-            ):
-                if self.log(result, evaluates):
-                    by_step = saves = True
-            else:
-                if saves:
-                    result.grad_norm.item()  # so that queued work counts as the step's
-                self.meter.end()
+            if self.is_logged(step) or saves:
+                result.grad_norm.item()  # so that queued work counts as the step's
+            self.meter.end()
+            if self.is_logged(step) and self.log(result, evaluates):
+                by_step = saves = True
             if saves:
                 self.save(self.saver.begin, by_time=not by_step)
                 agreement.saved()
@@ -140,6 +134,12 @@ class Training:
         """Return why `train.stop_when` ends the training now; None: it continues."""
         return self.progress.evaluations.reason_to_stop(self.config.train.stop_when)
 
+    def is_logged(self, step: int) -> bool:
+        """True if the metrics of a step are due; those of the last step before a stop are logged as well."""
+        train = self.config.train
+        dues = (train.log_every, train.eval_every, train.steps)
+        return any(is_due(step, every) for every in dues)
+
     def log(self, result: StepResult, evaluates: bool) -> bool:
         """Gather one step's metrics from all ranks and write them; True if its checkpoint is to be kept as one
         of the best.
@@ -149,7 +149,6 @@ class Training:
         """
         local_figures = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
         all_figures = process_group.gather_numbers(local_figures)
-        self.meter.end()
         record: dict[str, Any] = {
             "step": self.progress.step,
             "loss": all_figures[:, 0].sum().item() / float(result.tokens),
@@ -202,6 +201,8 @@ class Training:
         self.recorder.end(self.progress.step + 1)
         self.report_saved(self.saver.finish())
         self.note("stopping", f"asked to stop after step {self.progress.step}")
+        if self.last is not None and not self.is_logged(self.progress.step):
+            self.log(self.last, evaluates=False)
         if self.config.checkpoint.at_stop:
             self.save(self.saver.write)
         return "stopped"

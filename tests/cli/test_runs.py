@@ -332,6 +332,18 @@ def test_how_to_go_on(runs):
     assert way_on(runs[0]) == "sbatch --array=3 '/a b/submit.sbatch'"
 
 
+def test_the_step_reached_and_the_step_of_the_loss(runs, capsys):
+    run = make(runs[0].path.parent, "far", "failed", 300.0)
+    run.metrics.write_text('{"step": 10, "loss": 3.5}\n')
+    events.append(run, "end", "failed", step=17)
+    assert nanoscale(["runs", "ls", "--json", "--where", "name=far"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["step"], row["loss"]) == (17, 3.5)
+    text = io.StringIO()
+    print_outcome(run, Outcome("failed", 1), text)
+    assert "after 17 steps" in text.getvalue() and "loss 3.5000 at step 10" in text.getvalue()
+
+
 def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
     before = io.StringIO()
     print_outcome(runs[0], Outcome("stopped", 130), before)

@@ -99,7 +99,7 @@ BUDGET = {
     "plan": 6878,
     "processes": 1034,
     "rehearse": 2814,
-    "runs": 2432,
+    "runs": 2440,
     "sweep": 1096,
     "train": 1016,
     "view": 4691,

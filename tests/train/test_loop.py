@@ -152,6 +152,19 @@ def test_the_last_step_is_logged_and_kept_whatever_the_cadence(tmp_path: Path) -
     assert steps_kept(run) == [9, 10]
 
 
+def test_the_last_step_before_a_stop_is_logged_whatever_the_cadence(tmp_path: Path) -> None:
+    config = config_for(tmp_path, every={"log_every": 4})
+    run = make_run(config)
+    assert train(run, config, StopBefore(7)) == ["stopped"]
+    assert [record["step"] for record in records(run)] == [4, 6]
+    assert train(run, config, StopBefore(1)) == ["stopped"]  # before a step: nothing to log
+    assert train(run, config) == ["completed"]
+    assert [record["step"] for record in records(run)] == [4, 6, 8, 10]
+    trained(config_for(tmp_path, every={"log_every": 2}), "all")
+    same = figures(RunDirectory(run.path.with_name("all")))[1:]  # its steps 4, 6, 8 and 10
+    assert np.array_equal(figures(run), same)
+
+
 class StopOneBefore(StopBefore):
     """Only rank 1 is asked to stop."""
 
@@ -217,7 +230,8 @@ def test_a_poisoned_step_is_not_kept_even_where_it_was_not_logged(
     run = make_run(config)
     with pytest.raises(RuntimeError, match="NonFiniteError: .*grad_norm is nan at step 2"):
         train(run, config, StopBefore(stop) if stop else None)
-    assert steps_kept(run) == [] and records(run) == []
+    assert steps_kept(run) == []
+    assert [(r["step"], r["grad_norm"]) for r in records(run)] == ([(2, None)] if stop else [])
 
 
 def fail_beside_a_lost_peer(rank: int, run: RunDirectory) -> None:

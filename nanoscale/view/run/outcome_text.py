@@ -8,10 +8,10 @@ from typing import Any, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
-from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.slurm.jobs import Job, in_words, output_of, way_on
-from nanoscale.runs import events, failure, metrics, status
+from nanoscale.runs import failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.tail import read_end
@@ -30,7 +30,7 @@ def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
         "run_dir": str(run.path),
         "status": outcome.state,
         "attempt": status.read(run).attempt,
-        "steps": _reached(run, last),
+        "steps": metrics.reached(run, last),
         "metrics": last,
         "failure": asdict(outcome.failure) if outcome.failure else None,
         "exit_code": outcome.exit_code,
@@ -97,13 +97,14 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     now = status.read(run)
     last = metrics.last(run)
     words: list[str] = [outcome.state]
-    step = _reached(run, last)
+    step = metrics.reached(run, last)
     if step:
-        words.append(f"after {step} steps")
+        words.append(f"after {counted(step, 'step')}")
     if now.started is not None and now.ended is not None:
         words.append(f"in {duration(now.ended - now.started)}")
     if last is not None:
         words.append(f"with loss {number(last['loss'], '.4f')}")
+        words += [f"at step {last['step']}"] if last["step"] != step else []
     checkpoints = run.checkpoint_steps()
     compared = _against_plan(run, last)
     lines = [" ".join(words), f"  run         {run.path}"]
@@ -129,12 +130,6 @@ def _ways_on(run: RunDirectory) -> list[str]:
         "  checkpoint  none was saved: the training would start again from step 1",
         f"  start over  {way_on(run)}",
     ]
-
-
-def _reached(run: RunDirectory, last: dict[str, Any] | None) -> int:
-    """Return the last known trained step: not every step is logged."""
-    end = events.last(run, "end")
-    return max(last["step"] if last else 0, end["step"] if end else 0)
 
 
 def _against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:

@@ -44,7 +44,7 @@ def document(run: RunDirectory) -> Document:
         else [],
         "attempts": _attempts(happened),
         "failure": asdict(cause) if cause else None,
-        "step": max((int(record["step"]) for record in records), default=0),
+        "step": metrics.reached(run, records[-1] if records else None),
         "steps": config.train.steps,
         "first": records[0] if records else None,
         "last": records[-1] if records else None,

@@ -190,7 +190,7 @@ def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
         "job": job.document() if job else None,
         "attempt": now.attempt,
         "exit_code": now.exit_code,
-        "step": last["step"] if last else 0,
+        "step": metrics.reached(run, last),
         "steps": keys["train.steps"],
         "model": keys["model.name"],
         "loss": last.get("loss") if last else None,
