@@ -147,7 +147,11 @@ def _options(
 
 def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
     """Return a mistake in options or commands, in the form of all other mistakes."""
-    message = error.format_message().rstrip(".")
+    # Typer passes on pydantic's sentences.
+    message = re.sub(r"Value error, |, unable to parse.*", "", error.format_message()).rstrip(".")
+    message = message.replace("Input should be", "must be")
+    if choice := re.fullmatch(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)", message):
+        return _wrong_choice(*choice.groups())
     option = getattr(error, "option_name", None)
     if not isinstance(option, str):
         return UserError("usage", message)
@@ -170,6 +174,16 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     what = "unknown option of this command" + (f"; it {note}" if note else "")
     violation = Violation(option, None, "command line", what, (*options, *overrides))
     return UserError("usage", f"{option}: {what}", [violation])
+
+
+def _wrong_choice(option: str, value: str, listed: str) -> UserError:
+    from nanoscale.config.violations import nearest
+
+    choices = re.findall(r"'([^']+)'", listed)
+    message = f"is not one of {', '.join(choices)}"
+    advice = tuple(f"{option} {choice}" for choice in nearest(value, choices) or choices)
+    violation = Violation(option, value, "command line", message, advice)
+    return UserError("usage", f"{option} {value}: {message}", [violation])
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:

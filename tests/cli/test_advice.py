@@ -113,6 +113,7 @@ LINES = [
     "checkpoints ls absentt",
     "train recipe=debug parallel.tp=3 --dry-run",
     "config show --deepspeed recipe=debug",
+    "sweep recipe=debug optimizer.lr=1e-3,2e-3 --sampler griid --dry-run",
 ]
 
 
@@ -181,6 +182,15 @@ def test_what_an_error_of_a_command_advises_is_accepted(line: str, capsys: Capsy
     for each, text in advice:
         again = violations(type_back(arguments, each, text), capsys)
         assert not again, text
+
+
+def test_a_wrong_value_of_an_option_is_answered_in_our_words(capsys: Capsys) -> None:
+    assert run(shlex.split("data prepare x.txt --out x --bad skipp")) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --bad skipp: is not one of refuse, skip\n")
+    assert "type instead: --bad skip\n" in shown
+    assert run(shlex.split("data inspect x --samples many")) == 2
+    assert "'--samples': must be a valid integer\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -144,6 +144,10 @@ def test_extra_settings_are_judged_by_deepspeed_before_the_launch(folder, capsys
     assert "zero_optimization" in capsys.readouterr().err
     assert nanoscale([*command, "backend.extra={zero_optimization: {round: 1}}"]) == 2
     assert "Extra inputs are not permitted" in capsys.readouterr().err
+    assert (
+        nanoscale([*command, "backend.extra={zero_optimization: {compute_grad_norm: false}}"]) == 2
+    )
+    assert ": compute_grad_norm=false is supported only" in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 

@@ -33,6 +33,10 @@ from tests.support.recipes import changed
          ("zero.stage=2 backend.reduce_bucket=1000",)),
         ("bf16", {"enabled": True}, ("precision=bf16",)),
         ("deepspeed", "ds_config.json", ("backend=deepspeed",)),
+        ("use_lora", True, ("lora.rank=16",)),
+        ("flash_attention", True, ("backend.attention=flash",)),
+        ("attn_implementation", "sdpa", ("backend.attention=auto",)),
+        ("load_in_4bit", True, ("nanoscale config explain lora.rank",)),
         ("resume_from_checkpoint", True, ("nanoscale resume --help",)),
     ],
 )  # fmt: skip
@@ -40,6 +44,11 @@ def test_a_term_of_another_trainer_is_answered(
     typed: str, value: object, answers: tuple[str, ...]
 ) -> None:
     assert unknown_key(typed, value, "command line").suggestions == answers
+
+
+@pytest.mark.parametrize("typed", ["rl", "dpo", "load_in_8bit", "use_qlora", "lora_dropout"])
+def test_a_method_that_does_not_exist_here_is_answered_with_what_does(typed: str) -> None:
+    assert "unknown key; it does not exist here: " in unknown_key(typed, "x", "").message
 
 
 def test_no_name_is_in_the_table_twice_or_a_key_of_ours() -> None:

@@ -44,7 +44,7 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
         DeepSpeedConfig(recorded)
     except ValidationError as error:
         return [
-            (".".join(map(str, problem["loc"])), f"{problem['msg']} ({error.title})", [])
+            (".".join(map(str, problem["loc"])), _message(problem, error.title), [])
             for problem in error.errors()
         ]
     except Exception as error:
@@ -54,6 +54,10 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
         for name in recorded
         if name not in recorded.names
     ]
+
+
+def _message(problem: Any, setting: str) -> str:
+    return f"{problem['msg'].removeprefix('Value error, ')} ({setting})"
 
 
 def main() -> None:
