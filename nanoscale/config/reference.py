@@ -122,12 +122,16 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of keys `SECTION.NAME`."""
+    """Return the configuration with other values of keys, whose sections are not null."""
     for key, value in values.items():
-        section, name = key.split(".")
-        changed: Any = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: changed})
+        config = _with_value(config, key.split("."), value)
     return config
+
+
+def _with_value(section: Any, names: list[str], value: Any) -> Any:
+    first, *inner = names
+    changed = _with_value(getattr(section, first), inner, value) if inner else value
+    return replace(section, **{first: changed})
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -272,12 +272,25 @@ def training_samples(data: Data, seq_len: int) -> int | None:
     if data.source == "stdlib" or data.path is None or data.mixture or data.packing != "stream":
         return None
     with suppress(DamagedError, OSError):
-        read = {"megatron": _megatron, "datatrove": _datatrove}[data.source]
-        total, start_of = read(data.path)
-        held_out = 0.0 if data.valid_path is not None else data.valid_fraction
-        end, _ = training_end(total, held_out, start_of)
-        return (end - 1) // seq_len or None
+        tokens, _ = split_sizes(data, MixtureSource(data.path, None, data.valid_path))
+        return (tokens - 1) // seq_len or None
     return None
+
+
+def split_sizes(data: Data, source: MixtureSource) -> tuple[int, int]:
+    """Return the tokens of a source to train on, and to validate on.
+
+    Raises:
+        DamagedError: an index is not what it should be.
+        OSError: a file cannot be read.
+    """
+    read = {"megatron": _megatron, "datatrove": _datatrove}[data.source]
+    assert source.path is not None
+    total, start_of = read(source.path)
+    if source.valid_path is not None:
+        return total, read(source.valid_path)[0]
+    end, _ = training_end(total, data.valid_fraction, start_of)
+    return end, total - end
 
 
 def training_end(total: int, valid_fraction: float, start_of: StartOf) -> tuple[int, bool]:

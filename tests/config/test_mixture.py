@@ -29,8 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_tokens(prefix: Path) -> None:
-    write_indexed(prefix, [[0] * 100])
+def write_tokens(prefix: Path, count: int = 100) -> None:
+    write_indexed(prefix, [[0] * count])
 
 
 def data_of(*words: str) -> Data:

@@ -68,7 +68,7 @@ def leaves(values: dict, prefix: str = "") -> dict[str, object]:
 def test_every_recipe_is_legal(name):
     needed = []
     if name in FINE_TUNING:
-        write_tokens(Path("corpus"))
+        write_tokens(Path("corpus"), 5000)
         Path("model").mkdir()
         Path("model/config.json").write_text(json.dumps(_LLAMA))
         needed = ["data.path=corpus", "model.init_from=./model"]
@@ -101,9 +101,9 @@ def _default(key: str) -> object:
 def test_every_option_is_legal(group, option):
     words = [*NEEDS.get((group, option), []), f"{group}={option}", "train.steps=10"]
     if option in ("megatron", "datatrove"):
-        write_tokens(Path("corpus"))
-        Path("corpus").write_bytes(bytes(2))
-        Path("corpus.index").write_bytes((1).to_bytes(8, "little"))
+        write_tokens(Path("corpus"), 5000)
+        Path("corpus").write_bytes(bytes(2 * 5000))
+        Path("corpus.index").write_bytes((5000).to_bytes(8, "little"))
         words.append("data.path=corpus")
     composed = compose(words)
     check(composed, ON.get((group, option), CPU))

@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.config import token_files
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.rules import Devices, check
+from nanoscale.data.dataset import open_data
 from tests.config.test_mixture import refused
 from tests.support.token_files import write_indexed
+
+CPU = Devices("cpu", 1)
 
 
 def write(prefix: Path, dtype: str, *documents: list[int]) -> None:
@@ -68,3 +74,39 @@ def test_a_datatrove_file_cut_short(tmp_path: Path) -> None:
     path.write_bytes(bytes(9))
     Path(f"{path}.index").write_bytes(np.array([2, 4], "<u8").tobytes())
     assert "4 tokens of 2 or 4 bytes" in refused("data=datatrove", f"data.path={path}")
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("train.seq_len=512 model.max_seq_len=512 data.valid_fraction=0", "train.seq_len=256"),
+        ("train.eval_every=5 data.valid_fraction=0.001", "data.valid_fraction=0.2"),
+        (
+            "train.seq_len=256 train.eval_every=5 train.stop_when.patience=2 data.valid_path=b "
+            "model.max_seq_len=256",
+            "train.seq_len=64",
+        ),
+        (
+            "data.mixture.x.path=a data.mixture.y.path=b data.path=null train.seq_len=128 "
+            "train.eval_every=5 model.max_seq_len=128 data.valid_fraction=0.02",
+            "train.seq_len=32 data.valid_fraction=0.5",
+        ),
+        ("data.packing=whole train.eval_every=5 data.path=one data.valid_fraction=0.5", ""),
+    ],
+)
+def test_too_few_tokens_are_refused_before_the_launch_with_remedies_that_hold(
+    words: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a"), "u2", [7] * 200, [8] * 200)
+    write(Path("b"), "u2", [7] * 100)
+    write(Path("one"), "u2", [7])
+    given = ("recipe=debug", "data=megatron", "data.path=a", "train.steps=2", *words.split())
+    with pytest.raises(UserError) as caught:
+        check(compose(given), CPU)
+    found = caught.value.violations[-1]
+    assert "and a sample of train.seq_len=" in found.message
+    assert found.suggestions[:1] == ((first,) if first else ())
+    for remedy in found.suggestions:
+        config = check(compose([*given, *remedy.split()]), CPU)
+        assert open_data(config.data, config.train, config.model.vocab).train

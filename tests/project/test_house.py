@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2591,
     "cli": 4940,
     "common": 624,
-    "config": 9654,
+    "config": 9723,
     "data": 4592,
     "generate": 1102,
     "launch": 5611,

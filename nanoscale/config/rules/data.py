@@ -6,17 +6,18 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoscale.common.units import listed
-from nanoscale.config import token_files
+from nanoscale.common.units import counted, listed
+from nanoscale.config import reference, token_files
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import of_kind, refused
-from nanoscale.config.schema import Data
+from nanoscale.config.schema import Config, Data
 from nanoscale.config.token_files import (
     MEMBERS,
     DamagedError,
@@ -25,6 +26,7 @@ from nanoscale.config.token_files import (
     glance_at_datatrove,
     glance_at_megatron,
     sources_of,
+    split_sizes,
 )
 from nanoscale.config.violations import nearest, override
 
@@ -63,6 +65,8 @@ def resolve_data(resolution: Resolution) -> Data:
         _tokenizer(resolution, data)
     else:
         data = _one_source(resolution, data)
+    if data.source in ("megatron", "datatrove") and not resolution.violations:
+        _require_samples(resolution, data)
     return replace(
         data,
         document_mask=_document_mask(resolution, data),
@@ -276,6 +280,55 @@ def _vocabulary(files: TokenFiles) -> bytes | None:
 
 def _tokens_of(files: TokenFiles) -> str:
     return f"tokens of {files.tokenizer}" if files.tokenizer else "bytes (no tokenizer.json)"
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+def _require_samples(resolution: Resolution, data: Data) -> None:
+    """Refuse a source without a sample to train on, or to validate on if there are evaluations."""
+    config = replace(resolution.config, data=data)
+    train = config.train
+    for source in sources_of(data):
+        if _has_samples(source, config):
+            continue
+        tokens, held_out = split_sizes(data, source)
+        evaluated = f" and {counted(held_out, 'token')} to validate on" if train.eval_every else ""
+        message = (
+            f"has {counted(tokens, 'token')} to train on{evaluated}, and a sample of train.seq_len="
+            f"{train.seq_len} has {train.seq_len + 1} tokens"
+        )
+        remedies = map(resolution.completed, _samples_instead(source, config))
+        resolution.refuse_value(f"{source.key}.path", source.path, message, *remedies, kind="data")
+
+
+def _has_samples(source: MixtureSource, config: Config) -> bool:
+    """True if the files of a source hold a sample of each split that is read, or cannot be read here."""
+    least = config.train.seq_len if config.data.packing == "stream" else 1
+    with suppress(DamagedError, OSError):
+        tokens, held_out = split_sizes(config.data, source)
+        return tokens > least and (config.train.eval_every == 0 or held_out > least)
+    return True
+
+
+def _samples_instead(source: MixtureSource, config: Config) -> Iterator[str]:
+    """Yield overrides with which a source has samples: other shares, shorter samples, no evaluations."""
+    shares = [0.1, 0.2, 0.5] if source.valid_path is None and config.train.eval_every else []
+    lengths = [1 << power for power in range(20, 3, -1) if 1 << power < config.train.seq_len]
+    attempts: list[list[dict[str, Any]]] = [
+        [{"data.valid_fraction": share} for share in shares],
+        [{"train.seq_len": length} for length in lengths],
+        [
+            {"train.seq_len": length, "data.valid_fraction": share}
+            for length in lengths
+            for share in shares
+        ],
+        [{"train.eval_every": 0}, {"train.eval_every": 0, "data.valid_fraction": 0}],
+    ]
+    for kind in attempts:
+        enough = (it for it in kind if _has_samples(source, reference.with_values(config, it)))
+        if changes := next(enough, None):
+            yield " ".join(override(key, value) for key, value in changes.items())
 
 
 # --- token files ----------------------------------------------------------------------------------

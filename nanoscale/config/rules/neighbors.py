@@ -95,7 +95,8 @@ def _read(text: str) -> Changes:
     changes: Changes = {}
     for word in shlex.split(text):
         key, equals, value = word.partition("=")
-        if not equals or key not in reference.declared() or key.count(".") != 1:
+        section = key.rpartition(".")[0]
+        if not equals or key not in reference.declared() or section in reference.declared():
             return {}
         try:
             changes[key] = json.loads(value)

@@ -128,10 +128,8 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
             why = "is not defined for several sources, each of which is seen by its own weight"
         elif data.packing != "stream" and data.source != "stdlib":
             why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
-        elif data.source == "stdlib":
-            why = "needs token files, and data.source=stdlib makes its tokens in the launch"
         else:
-            why = f"needs a training sample, and {data.path} is too small for one"
+            why = f"needs token files, and data.source={data.source} makes its tokens in the launch"
         instead = "train.epochs=null" + ("" if given else " train.steps=100")
         resolution.refuse("train.epochs", why, instead)
     return samples
