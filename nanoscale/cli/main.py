@@ -27,7 +27,7 @@ from nanoscale.cli.common.output import (
     show_error,
 )
 from nanoscale.common import display
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, reason
 
 VERBS = {
     "train": "jobs.train",
@@ -93,7 +93,7 @@ def run(arguments: list[str]) -> int:
             display.note(f"error: writing to the disk failed: {error}")
             return FAILED
         if error.filename is not None:  # an unsuitable file of the user's
-            file = UserError("usage", f"{error.filename}: {error.strerror}")
+            file = UserError("usage", f"{error.filename}: {reason(error)}")
             show_error(file, as_json=as_json)
             return WRONG_REQUEST
         _show_fault()

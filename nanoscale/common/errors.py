@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 
@@ -36,3 +39,16 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+def reason(error: OSError) -> str:
+    """Return why a file cannot be used; if its permissions are the reason, for which user."""
+    text = error.strerror or str(error)
+    return f"{text} for the user {user_name()}" if isinstance(error, PermissionError) else text
+
+
+def user_name() -> str:
+    """Return the name of the user of this process, or the number if it has no name."""
+    with suppress(KeyError):
+        return pwd.getpwuid(os.geteuid()).pw_name
+    return str(os.geteuid())

@@ -864,7 +864,9 @@ class Train:
         64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
     )
     stop_when: StopWhen = field(default_factory=StopWhen)
-    sample_prompt: str = key("", "text that the sample after the training continues")
+    sample_prompt: str | None = key(
+        "", "text that the sample after the training continues; null: no sample"
+    )
     sample_tokens: int = key(
         0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0
     )

@@ -87,7 +87,7 @@ def subject(violation: Violation) -> str:
         return violation.source
     value = violation.value
     nested = isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value)
-    if value is None or isinstance(value, dict) or nested:
+    if (value is None and not violation.typed) or isinstance(value, dict) or nested:
         return violation.key
     return f"{violation.key}={violation.typed or shown(value)}"
 

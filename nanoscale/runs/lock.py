@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import getpass
 import json
 import os
 import re
@@ -35,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanoscale.common import display
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation, user_name
 from nanoscale.common.units import clock
 from nanoscale.processes.proc import kernel_id, start_ticks
 from nanoscale.processes.scratch import flock
@@ -74,7 +73,7 @@ class Owner:
     @classmethod
     def me(cls) -> Owner:
         host, pid, command = socket.gethostname(), os.getpid(), shlex.join(sys.argv)
-        return cls(host, pid, _user(), time.time(), command, kernel_id("pid"), start_ticks(pid))
+        return cls(host, pid, user_name(), time.time(), command, kernel_id("pid"), start_ticks(pid))
 
     @property
     def is_here(self) -> bool:
@@ -457,9 +456,3 @@ def _taken_over(run: RunDirectory, taker: Owner | None) -> TakenOverError:
 
 def _command(verb: str, run: RunDirectory, *options: str) -> str:
     return shlex.join(["nanoscale", "runs", verb, run.reference, *options])
-
-
-def _user() -> str:
-    with suppress(KeyError, OSError):
-        return getpass.getuser()
-    return str(os.getuid())

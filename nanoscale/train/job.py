@@ -158,7 +158,7 @@ def base_fingerprint(config: ResolvedConfig) -> str | None:
 
 def show_sample(training: Training, data: Dataset) -> None:
     train = training.config.train
-    if data.tokenizer is None:
+    if data.tokenizer is None or train.sample_prompt is None:
         return
     text = sample(
         training.engine,

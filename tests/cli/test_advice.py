@@ -67,6 +67,7 @@ WORDS = [
     "profile.ranks=8",
     "optimizer.lr='1e-3'",
     "optimizer.beta1='-1'",
+    "data.document_mask=null",
     "run.name=5",
     "launcher.pass_env=A",
     "launcher.include=h1@h2:0,2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, user_name
 from nanoscale.data.prepare import chunks, encode, preparation
 from nanoscale.data.prepare.sources import Reading, find_sources
 from tests.data.texts import (
@@ -130,6 +131,38 @@ def test_it_is_refused_with_its_place_and_nothing_is_left(tmp_path, name, capsys
     (advice,) = re.findall(r"skip them with (--bad \w+)", error)
     typed = [*words, *advice.split(), "--out", str(tmp_path / "out")]
     assert nanoscale(["data", "prepare", *typed]) == 0
+
+
+def test_an_empty_file_alone_is_answered_with_what_to_name(tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    words = [str(tmp_path / "empty.txt"), "--tokenizer", "byte", "--out", str(tmp_path / "out")]
+    assert nanoscale(["data", "prepare", *words]) == 2
+    assert "empty.txt: is empty\n  remedy: name files with texts\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["texts", "texts/*.txt", "texts/a.txt", "."])
+def test_what_may_not_be_read_is_named_with_the_user(argument, tmp_path, capsys, monkeypatch):
+    """Also a folder inside the named one, whose texts would be left out without a word."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("texts/a.txt", "b.txt"):
+        Path(name).write_text("a")
+
+    def deny(module, name):  # the tests may run as root, who may read everything
+        real = getattr(module, name)
+
+        def refuse(path=".", *rest, **options):
+            if Path(path).absolute().is_relative_to(tmp_path / "texts"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *rest, **options)
+
+        monkeypatch.setattr(module, name, refuse)
+
+    for module, name in ((os, "scandir"), (os, "listdir"), (Path, "open")):
+        deny(module, name)
+    assert nanoscale(["data", "prepare", argument, "--tokenizer", "byte", "--out", "out"]) == 2
+    error = capsys.readouterr().err
+    assert "texts" in error and f": Permission denied for the user {user_name()}\n" in error
 
 
 @pytest.mark.parametrize("name", BAD)

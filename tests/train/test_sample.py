@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch._dynamo.utils import counters
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.schema import Backend
 from nanoscale.data.tokens.tokenizer import ByteTokenizer
+from nanoscale.train.job import show_sample
 from nanoscale.train.sample import sample
 from nanoscale.train.stability import NonFiniteError, require_finite
 from tests.support.jobs import BYTES, make_config
+from tests.support.recipes import changed
 
 
 class Counting:
@@ -76,3 +80,9 @@ def test_a_sample_plans_no_attention_of_cudnn() -> None:
 
     sample(Looking(999), ByteTokenizer(), "abc", 2, context=3, seed=0)
     assert allowed == [False, False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_prompt_of_null_means_no_sample() -> None:
+    train = changed("train.sample_prompt=null", "train.sample_tokens=8").config.train
+    training: Any = SimpleNamespace(config=SimpleNamespace(train=train))  # without an engine
+    show_sample(training, cast(Any, SimpleNamespace(tokenizer=ByteTokenizer())))

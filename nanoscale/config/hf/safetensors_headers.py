@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.errors import reason
 from nanoscale.config.dtypes import DTYPES
 
 INDEX = "model.safetensors.index.json"
@@ -81,7 +82,7 @@ def read_header(file: Path) -> dict[str, Stored]:
                 raise BadFileError(f"{file.name} is damaged or cut off: it has no whole header")
             header = json.loads(opened.read(length))
     except OSError as error:
-        raise BadFileError(f"{file.name} cannot be read: {error.strerror}") from error
+        raise BadFileError(f"{file.name} cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise BadFileError(f"{file.name} is damaged: its header is not JSON") from error
     return _tensors(file, header, 8 + length, size - 8 - length)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.errors import reason
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal, read_folder
 from nanoscale.config.schema import Model
 from nanoscale.config.values.convert import convert
@@ -238,7 +239,7 @@ def read_config(folder: Path) -> Json:
     try:
         document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnsupportedError(f"config.json cannot be read: {error.strerror}") from error
+        raise UnsupportedError(f"config.json cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise UnsupportedError(f"config.json is not JSON: {error}") from error
     if not isinstance(document, dict):

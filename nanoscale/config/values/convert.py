@@ -252,6 +252,8 @@ def _entries_within_bounds(key: reference.Key, values: list[Any]) -> None:
 
 def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
     """Return overrides in place of a value of the wrong type."""
+    if raw is None and fits(key.name, key.default):
+        return (override(key.name, key.default),)
     choices = [
         value
         for choice in reference.alternatives(key.annotation)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from nanoscale.common.errors import Violation
+from nanoscale.common.errors import Violation, reason
 from nanoscale.config.violations import refuse
 
 LARGEST_FILE = 1 << 20
@@ -55,7 +55,7 @@ def read_text(path: Path, name: str) -> str:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        _refuse(name, f"cannot be read: {error.strerror}")
+        _refuse(name, f"cannot be read: {reason(error)}")
     if len(raw) > LARGEST_FILE:
         _refuse(name, f"has {len(raw)} bytes; a configuration has at most {LARGEST_FILE}")
     try:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from nanoscale.common.units import byte_size
-from nanoscale.data.prepare.records import Bad, csv_records, json_records
+from nanoscale.data.prepare.records import EMPTY, Bad, csv_records, json_records
 from nanoscale.data.prepare.render import RecordError
 from nanoscale.data.prepare.sources import (
     Reading,
@@ -111,7 +111,7 @@ def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> 
             yield Chunk(start.source, cursor.record, text, after, raw.tell(), bad)
             cursor = after
     if cursor.offset == 0:
-        raise _DamageError(Bad(source.name, "is empty"))
+        raise _DamageError(Bad(source.name, EMPTY))
 
 
 def _whole_records(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, int]]:
@@ -184,7 +184,7 @@ def _record_chunks(source: TextSource, start: Cursor) -> Iterator[Chunk]:
                 begin, cells, size = row + 1, [], 0
         end = begin + len(cells)
         if end == 1:
-            raise _DamageError(Bad(source.name, "is empty"))
+            raise _DamageError(Bad(source.name, EMPTY))
         if cells:
             yield Chunk(number, begin, cells, Cursor(number, end - 1, end), source.bytes)
 

@@ -13,6 +13,7 @@ from typing import Any
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.data.prepare.render import RecordError
 
+EMPTY = "is empty"
 _LONGEST_CELL = 1 << 30
 """The most characters of a cell, in place of Python's 131,072; records have a limit of their own."""
 
@@ -35,7 +36,12 @@ def bad_records_error(
         kept: a clause on what was prepared before.
         nothing_else: True if no data would be left without them.
     """
-    remedy = "fix these records" + ("" if nothing_else else ", or skip them with --bad skip")
+    is_empty = all(bad.what == EMPTY for bad in bad_records)
+    remedy = "leave out empty files" if is_empty else "fix these records"
+    if nothing_else:
+        remedy = "name files with texts" if is_empty else remedy
+    else:
+        remedy += ", or skip them with --bad skip"
     violations = [
         Violation(bad.place, None, "", bad.what, remedy="" if remaining else f"{remedy}{kept}")
         for remaining, bad in zip(range(len(bad_records) - 1, -1, -1), bad_records, strict=True)

@@ -7,6 +7,7 @@ import codecs
 import glob
 import hashlib
 import json
+import os
 import shlex
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from typing import Any, Literal
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
-from nanoscale.data.prepare.records import Bad, csv_header
+from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
 from nanoscale.data.prepare.render import INPUT, Template, pair_in
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "dataset"]
@@ -121,7 +122,7 @@ def find_sources(arguments: Sequence[str]) -> list[TextSource]:
 def problem(source: TextSource, reading: Reading) -> Bad | None:
     """Return a problem of a whole file, as far as its frame shows one."""
     if source.bytes == 0:
-        return Bad(source.name, "is empty")
+        return Bad(source.name, EMPTY)
     if source.kind == "parquet":
         return _parquet_problem(source, reading)
     if source.kind == "dataset":
@@ -225,9 +226,12 @@ def _find_argument(argument: str) -> Iterator[TextSource]:
     if path.is_file():
         yield _file(path)
     elif path.is_dir():
-        files = (p for p in path.rglob("*") if _kind(p) is not None)
+        files = (p for p in _all_files(path) if _kind(p) is not None)
         yield from _several(argument, (p for p in files if _ending(p)[0] not in _NAMED_ONLY))
     elif glob.has_magic(argument):
+        folder = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+        if folder.is_dir():
+            list(folder.iterdir())  # raises if it may not be read, where a pattern finds nothing
         # Path.glob accepts no absolute pattern.
         matches = (Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
         yield from _several(argument, matches)
@@ -253,6 +257,16 @@ def _standard_input() -> TextSource:
     return TextSource("standard input", kind, "", size, digest.hexdigest(), file.name)
 
 
+def _all_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder. Raises PermissionError, where Path.rglob would skip a part of the data."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(place, name) for name in names)
+
+
 def _several(argument: str, paths: Iterator[Path]) -> Iterator[TextSource]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
@@ -268,7 +282,8 @@ def _file(path: Path) -> TextSource:
     if form is None:
         raise _UnusableError(f"{path.name} cannot be read; supported are {_KNOWN}")
     kind, compression = form
-    stat = path.stat()
+    with path.open("rb"):  # raises if it may not be read, before anything is written
+        stat = path.stat()
     return TextSource(str(path.absolute()), kind, compression, stat.st_size, str(stat.st_mtime_ns))
 
 
@@ -311,7 +326,7 @@ def _parquet_problem(source: TextSource, reading: Reading) -> Bad | None:
     except (pa.ArrowException, OSError) as error:
         return Bad(source.name, f"is not a readable parquet file: {first_line(error)}")
     if rows == 0:
-        return Bad(source.name, "is empty")
+        return Bad(source.name, EMPTY)
     return _column_problem(source, schema, reading)
 
 
@@ -322,7 +337,7 @@ def _csv_problem(source: TextSource, reading: Reading) -> Bad | None:
     except (OSError, ValueError) as error:
         return Bad(source.name, f"cannot be read: {first_line(error)}")
     if not names:
-        return Bad(source.name, "is empty")
+        return Bad(source.name, EMPTY)
     if reading.field in names or (reading.is_chat and pair_in(names)):
         return None
     return Bad(
