@@ -104,7 +104,7 @@ def show(screen: Console, report: Report) -> None:
             screen.print()
         separated = isinstance(block, Lines) and bool(block.style)
         if isinstance(block, Lines):
-            screen.print("\n".join(block.lines), style=block.style or None, soft_wrap=True)
+            screen.print("\n".join(block.lines), style=block.style or None)
         elif isinstance(block, Table):
             show_table(screen, block)
         else:
@@ -116,19 +116,24 @@ def show_table(screen: Console, block: Table) -> None:
     if {*LONG} & {*block.header}:
         screen.print(rich_table(block))
     else:
-        display.print_table(screen, rich_table(block))
+        display.print_table(screen, rich_table(block, screen.width if screen.is_terminal else None))
 
 
-def rich_table(block: Table) -> rich.table.Table:
-    """Return a table for a terminal."""
+def rich_table(block: Table, width: int | None = None) -> rich.table.Table:
+    """Return a table for a terminal; one that needs more than `width` columns breaks no word but first cells."""
     from rich.table import Table as RichTable
 
+    columns = [[name, *cells] for name, *cells in zip(block.header, *block.rows, strict=True)]
+    natural = sum(max(map(len, column)) + 2 for column in columns) - 2
+    is_tight = width is not None and natural > width
     result = RichTable(title=block.title or None, title_justify="left", box=None, pad_edge=False)
-    for number, name in enumerate(block.header):
+    result.padding = (0, 1, 0, 0) if is_tight else (0, 1)
+    for number, (name, *cells) in enumerate(columns):
         result.add_column(
-            name,
+            name.replace(" ", "\n") if is_tight else name,
             justify="left" if block.is_text(number) else "right",
-            overflow="fold" if name in LONG else "ellipsis",
+            overflow="fold" if name in LONG or number == 0 else "ellipsis",
+            no_wrap=is_tight and number > 0 and not any(" " in cell for cell in cells),
         )
     for row in block.rows:
         result.add_row(*row)

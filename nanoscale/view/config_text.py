@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.config.reference import declared, value_of
 from nanoscale.config.violations import shown
-from nanoscale.view.blocks import Table, rich_table
+from nanoscale.view.blocks import Table, show_table
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.library import Option
@@ -91,5 +91,5 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 def print_backends(rows: Sequence[tuple[str, str, str]], outside: Sequence[str]) -> None:
     """Print what each backend does with each key; the sections `outside` apply to both."""
     header = ("key", "native", "deepspeed")
-    display.console().print(rich_table(Table(header, rows, texts=header)))
+    show_table(display.console(), Table(header, rows, texts=header))
     display.console().print(f"\nthe sections {', '.join(outside)} apply to both", style="dim")

@@ -123,7 +123,9 @@ def _print_table(screen: Console, title: str, rows: Sequence[dict[str, Any]]) ->
     """Print figures, slow ones in red; nothing if there are none."""
     if not rows:
         return
-    shown = rich_table(table([it for key, it in _COLUMNS.items() if key in rows[0]], rows))
+    shown = rich_table(
+        table([it for key, it in _COLUMNS.items() if key in rows[0]], rows), screen.width
+    )
     shown.columns[0].justify = "left" if {"host", "ends"} & rows[0].keys() else "right"
     for line, row in zip(shown.rows, rows, strict=True):
         line.style = "red" if row.get("slow") else None

@@ -69,6 +69,26 @@ def test_page(part: str) -> None:
     assert part in page(REPORT) and "as text" not in page(REPORT)
 
 
+def test_a_narrow_terminal_breaks_no_word_and_cuts_no_name() -> None:
+    names = [f"lr=0.001,rope_theta=10000,seed={number}" for number in (1, 2)]
+    columns = [
+        Column("trial", str),
+        *(Column(name, lambda _: "completed", is_text=True) for name in ("state", "before")),
+        Column("evaluation loss", lambda _: "5.4365"),
+    ]
+    text = "dp auto, tp auto, pp auto, cp auto, ep auto, micro batch auto, ZeRO stage auto"
+    with io.StringIO() as stream:
+        screen = console(stream)
+        screen._force_terminal, screen.width, screen.soft_wrap = True, 60, False
+        show(screen, Report("", [Lines([text]), table(columns, names)]))
+        printed = stream.getvalue()
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 60 and " ".join(line.strip() for line in lines[:2]) == text
+    assert printed.count("completed") == 4 and "…" not in printed
+    folded = "".join(line.split()[0] for line in lines[5:])
+    assert folded == "".join(names)
+
+
 def test_long_texts_wrap_in_a_file() -> None:
     stream = io.StringIO()
     screen = console(stream)

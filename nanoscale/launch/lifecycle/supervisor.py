@@ -170,7 +170,7 @@ class Supervisor:
         events.append(
             self.run,
             events.ATTEMPT,
-            f"attempt {plan.attempt}: {plan.world_size} ranks on {names}",
+            f"attempt {plan.attempt}: {counted(plan.world_size, 'rank')} on {names}",
             attempt=plan.attempt,
             world_size=plan.world_size,
         )

@@ -29,7 +29,7 @@ WIDTH = 120
 """The width if the output is not a terminal."""
 MOST_POINTS = 2000
 """The most layouts in the chart of a search."""
-_LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
+_LEAST_NEEDED = ("MFU", "fits", "schedule", "cost", "micro", "recompute")
 """Columns that a narrow terminal omits, in this order."""
 
 
@@ -149,14 +149,16 @@ def _fitting_table(
     """Return the table with all columns for which there is space."""
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    result = rich_table(_table(plans, front))
+    result = rich_table(_table(plans, front), console.width)
     for column in result.columns:
         column.no_wrap = True
     for name in _LEAST_NEEDED:
         options = console.options.update(width=WIDTH)
-        if console.measure(result, options=options).minimum <= console.width:
+        if console.measure(result, options=options).maximum <= console.width:
             break
-        result.columns = [column for column in result.columns if column.header != name]
+        result.columns = [
+            column for column in result.columns if str(column.header).replace("\n", " ") != name
+        ]
     return result
 
 

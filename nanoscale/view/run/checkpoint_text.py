@@ -9,7 +9,7 @@ from nanoscale.checkpoint import store
 from nanoscale.checkpoint.store import DamagedCheckpointError, StoredCheckpoint
 from nanoscale.common import display
 from nanoscale.common.units import byte_size, clock, counted
-from nanoscale.view.blocks import Table, rich_table
+from nanoscale.view.blocks import Table, show_table
 
 
 def summary(stored: StoredCheckpoint) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def print_manifest(document: dict[str, Any]) -> None:
     ]
     files = [(name, f"{it['bytes']:,}", it["xxh3_128"]) for name, it in document["files"].items()]
     header = ("tensor", "shape", "type")
-    display.console().print(rich_table(Table(header, tensors, texts=header)))
-    display.console().print(rich_table(Table(("file", "bytes", "XXH3-128"), files)))
+    show_table(display.console(), Table(header, tensors, texts=header))
+    show_table(display.console(), Table(("file", "bytes", "XXH3-128"), files))
 
 
 def print_exported(name: str, written: dict[str, Any]) -> None:

@@ -206,7 +206,8 @@ def print_script(batch: BatchJob, variants: Sequence[Variant]) -> None:
     display.content(batch.script)
     worlds = {one.config.world_size for one in batch.requests}
     ranks = " or ".join(map(str, sorted(worlds)))
-    display.note(f"{ranks} ranks on {counted(len(batch.requests[0].hosts), 'node')}")
+    noun = "rank" if worlds == {1} else "ranks"
+    display.note(f"{ranks} {noun} on {counted(len(batch.requests[0].hosts), 'node')}")
     if batch.is_array:
         _print_runs(batch, variants)
     if shutil.which("sbatch") is None:

@@ -50,7 +50,7 @@ class SweepTable:
     def show(self, rows: Sequence[Row], *, stopping: bool = False) -> None:
         """Show the rows as they are now, and whether their trials are being stopped."""
         if self._live is not None:
-            shown = rich_table(_table(most_important(rows)))
+            shown = rich_table(_table(most_important(rows)), self._console.width)
             shown.caption, shown.caption_justify = _STOPPING if stopping else None, "left"
             self._live.update(shown, refresh=True)
             return
@@ -84,10 +84,8 @@ def print_table(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table, with a column for each key that differs."""
-    known = ("trial", "state", *_FIGURES)
-    keys = [name for name in (rows[0] if rows else ()) if name not in known]
-    return table([*_COLUMNS, *(_figure(key) for key in keys)], rows)
+    """Return the rows as a table; the names of the trials have the values of all keys that differ."""
+    return table(_COLUMNS, rows)
 
 
 def _figure(name: str, header: str = "") -> Column:
