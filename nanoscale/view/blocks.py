@@ -120,7 +120,7 @@ def show_table(screen: Console, block: Table) -> None:
 
 
 def rich_table(block: Table, width: int | None = None) -> rich.table.Table:
-    """Return a table for a terminal; one that needs more than `width` columns breaks no word but first cells."""
+    """Return a table for a terminal; beyond `width` columns it folds the first column, and wraps at blanks."""
     from rich.table import Table as RichTable
 
     columns = [[name, *cells] for name, *cells in zip(block.header, *block.rows, strict=True)]
