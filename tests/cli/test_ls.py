@@ -236,4 +236,7 @@ def test_a_run_that_may_not_be_read_hides_no_other(
     monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) and path.open("rb").read())
     assert set(names(capsys)) == {"r0", "r1", "r2"}
     assert nanoscale(["runs", "ls"]) == 0
-    assert "damaged: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "damaged: " in printed and max(map(len, printed.splitlines())) <= 110
+    assert nanoscale(["runs", "show", "r1"]) == 2
+    assert "Permission denied" in capsys.readouterr().err

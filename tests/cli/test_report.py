@@ -76,7 +76,7 @@ def test_prediction_beside_measurement(capsys):
     plan = json.loads(run.plan.read_text())
     rows = {row["what"]: row for row in about["against_plan"]}
     assert rows["step time"]["measured"] == 0.5
-    assert rows["step time"]["error"] == pytest.approx(plan["step_time_s"] / 0.5 - 1)
+    assert rows["step time"]["error"] == pytest.approx(0.5 / plan["step_time_s"] - 1)
     tokens = 8 * 64  # of a step: the recipe's global batch and sequence
     assert rows["tokens/s"]["measured"] == pytest.approx(tokens / 0.5)
     assert rows["memory allocated"]["measured"] is None  # a CPU's figure is of the whole process

@@ -69,6 +69,13 @@ def test_page(part: str) -> None:
     assert part in page(REPORT) and "as text" not in page(REPORT)
 
 
+def test_a_page_is_no_wider_than_a_phone() -> None:
+    style = page(REPORT)
+    assert (
+        "table { display: block; overflow-x: auto;" in style and "overflow-wrap: anywhere" in style
+    )
+
+
 def test_a_narrow_terminal_breaks_no_word_and_cuts_no_name() -> None:
     names = [f"lr=0.001,rope_theta=10000,seed={number}" for number in (1, 2)]
     columns = [

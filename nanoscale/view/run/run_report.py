@@ -82,7 +82,7 @@ def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> lis
             "unit": unit,
             "predicted": predicted,
             "measured": measured,
-            "error": predicted / measured - 1 if measured and predicted is not None else None,
+            "error": measured / predicted - 1 if predicted and measured is not None else None,
         }
         for name, unit, predicted, measured in rows
     ]

@@ -27,6 +27,8 @@ STATES = (
 """The names of a row that are neither metrics nor keys; they come first."""
 SUMMARY = (*STATES, "path", "in_progress", "message", "job")
 """The names of a run's summary."""
+_LONGEST = 40
+"""The most characters of a damaged run's problem in a list."""
 _TIMES = ("created", "started", "ended", "time")
 _CONDITION = re.compile(r"([\w./-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.S)
 
@@ -215,7 +217,7 @@ def document(run: RunDirectory, job: Job | None) -> dict[str, Any]:
 
 _FIRST = (
     Column("run", lambda row: row["name"]),
-    Column("state", lambda row: row["message"], is_text=True),
+    Column("state", lambda row: row["message"] if row["state"] else _short(row), is_text=True),
 )
 _USUAL = (
     Column("step", lambda row: f"{_known(row['step'])}/{_known(row['steps'])}", is_text=True),
@@ -230,6 +232,12 @@ def print_runs(rows: list[dict[str, Any]], columns: list[RunColumn]) -> None:
     """Print the runs with some columns, or the usual ones."""
     chosen = [Column(column.name, column.text, is_text=True) for column in columns] or _USUAL
     show_table(display.console(), table([*_FIRST, *chosen], rows))
+
+
+def _short(row: Row) -> str:
+    """Return the problem of a damaged run in few words; `runs show` has the whole."""
+    text = row["message"].replace(f"{row['path']}/", "")
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _known(value: int | None) -> str:
