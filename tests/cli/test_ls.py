@@ -222,6 +222,17 @@ def test_tags(capsys: Capsys) -> None:
     assert "holds no list of tags" in capsys.readouterr().err
 
 
+def test_trials_of_sweeps_are_shown_to_be_elsewhere(capsys: Capsys) -> None:
+    Path("runs").rename("kept")
+    Path("sweeps/a b").mkdir(parents=True)
+    Path("kept").rename("sweeps/a b/runs")
+    Path("sweeps/a b/sweep.json").write_text("{}")
+    assert nanoscale(["runs", "ls"]) == 0
+    command = capsys.readouterr().err.strip().rpartition(": nanoscale ")[2]
+    assert nanoscale(shlex.split(command)) == 0
+    assert "r0" in capsys.readouterr().out
+
+
 def test_a_run_that_may_not_be_read_hides_no_other(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

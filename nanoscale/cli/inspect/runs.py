@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,7 @@ def list_runs(
     """List the runs, the oldest first. Several --where must all hold."""
     from nanoscale.launch.slurm.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
+    from nanoscale.sweep.sweep import ROOT
     from nanoscale.view.run.run_table import column, condition, print_runs, row
 
     runs = RunDirectory.all(root)
@@ -87,6 +90,10 @@ def list_runs(
     else:
         such = " such" if conditions and runs else ""
         display.show(f"no{such} runs in {root.absolute()}")
+    if not as_json and not conditions:
+        for file in sorted(root.absolute().parent.glob(f"{ROOT}/*/sweep.json")):
+            path = shlex.quote(os.path.relpath(file.with_name("runs")))
+            display.note(f"trials of the sweep {file.parent.name}: nanoscale runs ls --root {path}")
 
 
 def _ordered(
