@@ -150,9 +150,11 @@ def test_nothing_is_overwritten_and_the_advice_works(capsys):
 
 
 def test_a_person_at_a_terminal_is_asked(capsys, monkeypatch):
-    answers = iter(["wrong", "pretrain", "debug", "stdlib", "mine"])
+    answers = iter(["wrong", "pretrain", "debugg", "debug", "/nope", "stdlib", "mine"])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("typer._click.termui.visible_prompt_func", lambda _: next(answers))
     assert nanoscale(["init"]) == 0
     assert "override /model: debug" in Path("mine.yaml").read_text()
-    assert "type one of pretrain, finetune, lora, chat, chat-lora" in capsys.readouterr().err
+    asked = capsys.readouterr().err
+    assert "type one of pretrain, finetune, lora, chat, chat-lora" in asked
+    assert "--data /nope: does not exist" in asked or "data=/nope: does not exist" in asked, asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import answer, refuse_option
 from nanoscale.common import display
+from nanoscale.common.errors import UserError
 from nanoscale.config.composing.first_recipe import ABOUT, FirstRecipe, Task
 
 _STDLIB = "stdlib"
@@ -42,8 +44,10 @@ def init(
     """
     task = _asked_task() if task is None else task
     tunes = task != "pretrain"
-    model = _asked("model", None if tunes else "tiny") if model is None else model
-    data = _asked("data", None if tunes else _STDLIB) if data is None else data
+    if model is None:
+        model = _asked("model", None if tunes else "tiny", _pretrained if tunes else _own_shape)
+    if data is None:
+        data = _asked("data", None if tunes else _STDLIB, lambda it: _tokens_of(task, it))
     name = _asked("name", task) if name is None else name
     if not _NAME.fullmatch(name):
         refuse_option(
@@ -77,14 +81,23 @@ def _asked_task() -> Task:
     return next(task for task in ABOUT if task == answer)
 
 
-def _asked(option: str, default: str | None) -> str:
-    """Return the answer of a person at a terminal; elsewhere the default.
+def _asked(
+    option: str, default: str | None, check: Callable[[str], object] = lambda _: None
+) -> str:
+    """Return the answer of a person at a terminal, who is asked until `check` refuses no more; elsewhere the
+    default.
 
     Raises:
         UserError: there is no default, and nobody to ask.
     """
-    if sys.stdin.isatty():
-        return str(typer.prompt(option, default=default, err=True))
+    while sys.stdin.isatty():
+        answer = str(typer.prompt(option, default=default, err=True))
+        try:
+            check(answer)
+        except UserError as error:
+            display.note(error.message)
+        else:
+            return answer
     if default is None:
         refuse_option(f"--{option}", None, "is needed by this task", f"--{option} PATH")
     return default
@@ -96,21 +109,26 @@ def _checked(task: Task, model: str, data: str) -> FirstRecipe:
     Raises:
         UserError: the model or the data does not exist.
     """
-    from nanoscale.config.token_files import folder_of
-
     if task == "pretrain":
         shape = _own_shape(model)
         vocab, longest = shape["vocab"], shape["max_seq_len"]
     else:
         vocab, (model, longest) = 0, _pretrained(model)
     seq_len = min(_LONGEST, longest)
+    return FirstRecipe(task, model, vocab, seq_len, *_tokens_of(task, data))
+
+
+def _tokens_of(task: Task, data: str) -> tuple[Path | None, bool]:
+    """Return the path of the data, and True if it is prepared. Raises UserError if it does not exist."""
+    from nanoscale.config.token_files import folder_of
+
     if task == "pretrain" and data == _STDLIB:
-        return FirstRecipe(task, model, vocab, seq_len, None, prepared=True)
+        return None, True
     path = Path(data).expanduser().absolute()
     prepared = folder_of(path) is not None or Path(f"{path}.idx").is_file()
     if not prepared and not path.exists():
         refuse_option("--data", data, "does not exist")
-    return FirstRecipe(task, model, vocab, seq_len, path, prepared)
+    return path, prepared
 
 
 def _own_shape(model: str) -> dict[str, Any]:
