@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-    "cli": 4965,
+    "cli": 4966,
     "common": 640,
     "config": 9729,
     "data": 4613,

@@ -92,8 +92,9 @@ def list_runs(
         display.show(f"no{such} runs in {root.absolute()}")
     if not as_json and not conditions:
         for file in sorted(root.absolute().parent.glob(f"{ROOT}/*/sweep.json")):
-            path = shlex.quote(os.path.relpath(file.with_name("runs")))
-            display.note(f"trials of the sweep {file.parent.name}: nanoscale runs ls --root {path}")
+            path = os.path.relpath(file.with_name("runs"))
+            list_them = shlex.join(["nanoscale", "runs", "ls", "--root", path])
+            display.note(f"trials of the sweep {file.parent.name}: {list_them}")
 
 
 def _ordered(
