@@ -149,6 +149,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     """Return a mistake in options or commands, in the form of all other mistakes."""
     # Typer passes on pydantic's sentences.
     message = re.sub(r"Value error, |, unable to parse.*", "", error.format_message()).rstrip(".")
+    message = re.sub(r" \(Possible options: .*\)$", "", message)
     message = message.replace("Input should be", "must be")
     if choice := re.fullmatch(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)", message):
         return _wrong_choice(*choice.groups())
@@ -164,7 +165,12 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
         violation = Violation(option, value, "command line", what, advice)
         return UserError("usage", f"{option}: {what}", [violation])
     dashed = option.replace("_", "-")  # as in --num_nodes
-    possible = nearest(dashed, getattr(error, "possibilities", None) or ())
+    first, _, rest = dashed.rpartition("-")
+    possible = tuple(
+        name  # of --num-gpus, the last word must be near, too
+        for name in nearest(dashed, getattr(error, "possibilities", None) or ())
+        if not name.startswith(f"{first}-") or nearest(rest, [name.removeprefix(f"{first}-")])
+    )
     if dashed in possible:
         possible = (dashed,)
     options = [_with_value(name, value, getattr(error, "ctx", None)) for name in possible]

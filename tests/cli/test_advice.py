@@ -113,6 +113,9 @@ LINES = [
     "recipes show tinyy",
     "checkpoints ls absentt",
     "train recipe=debug parallel.tp=3 --dry-run",
+    "train recipe=debug parallel.dp=1 parallel.tp=8 launcher.devices=8 launcher.device=cpu --dry-run",
+    "config show recipe=debug model.rope_scale=4",
+    "config show recipe=debug model.rope_scale=yarn",
     "config show --deepspeed recipe=debug",
     "sweep recipe=debug optimizer.lr=1e-3,2e-3 --sampler griid --dry-run",
 ]
@@ -192,6 +195,11 @@ def test_a_wrong_value_of_an_option_is_answered_in_our_words(capsys: Capsys) -> 
     assert "type instead: --bad skip\n" in shown
     assert run(shlex.split("data inspect x --samples many")) == 2
     assert "'--samples': must be a valid integer\n" in capsys.readouterr().err
+
+
+def test_an_option_is_not_taken_for_one_that_only_begins_alike(capsys: Capsys) -> None:
+    assert run(shlex.split("generate first --num-beams 4")) == 2
+    assert capsys.readouterr().err == "error: No such option: --num-beams\n"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanoscale.cli.common.examples import EXAMPLES
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Model
@@ -318,3 +319,52 @@ def test_errors_and_plans_that_a_page_shows_are_printed(
 
 def test_what_is_excused_is_written_somewhere() -> None:
     assert set(EXCUSED) | MENTIONED <= {line for page in PAGES for line in lines(page)}
+
+
+EXCUSED_EXAMPLES = {
+    "nanoscale doctor --hostfile hosts --quick": "needs hosts: tests/cluster",
+    "nanoscale bench recipe=llama-1b --steps 20": "measures with real ranks: tests/cli/test_bench.py",
+    "nanoscale eval first --tasks hellaswag --limit 100": "needs the hub: tests/generate/test_harness.py",
+    "nanoscale init": "asks questions: tests/cli/test_init.py",
+    "nanoscale runs stop first": "needs a running job: tests/cli/test_stop_and_resume.py",
+    "nanoscale runs rm first": "asks a question: tests/cli/test_remove.py",
+}
+ABOUT_CLUSTERS = ("plan", "config", "recipes", "rehearse")
+"""Commands whose examples are typed with the packaged recipes."""
+
+
+@pytest.fixture(scope="module")
+def example_files(stand_ins: Path) -> Path:
+    """Return the stand-ins, with what the examples name in addition."""
+    runs = stand_ins / "runs"
+    shutil.copytree(runs / "chats", runs / "second", symlinks=True)
+    (stand_ins / "texts").mkdir()
+    for number in range(40):
+        (stand_ins / "texts" / f"{number}.txt").write_text(f"text number {number}\n" * 20)
+    (stand_ins / "questions.txt").write_text("def main():\n")
+    (stand_ins / "ds_config.json").write_text('{"train_batch_size": 8}')
+    logs = runs / "first" / "logs" / "attempt-1"
+    logs.mkdir(parents=True)
+    for ending in ("out", "err"):
+        (logs / f"here.rank-0.{ending}").touch()
+    return stand_ins
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_examples_of_every_help_run(
+    command: str, here: Path, example_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in EXAMPLES[command]:
+        if line in EXCUSED_EXAMPLES:
+            continue
+        if command.split()[0] in ABOUT_CLUSTERS:
+            monkeypatch.chdir(tmp_path)
+            shutil.copy(example_files / "ds_config.json", tmp_path)
+        elif command.startswith("data") or command == "init":
+            for folder in ("corpus", "chats"):
+                shutil.rmtree(folder, ignore_errors=True)
+        typed = placed(line, f"help-{command}", here)
+        typed = typed.replace("inspect corpus", "inspect data/models.md-corpus")
+        typed = typed.replace("--step 1200", "--step 7").replace("watch first", "watch second")
+        _type(typed, monkeypatch, lambda _: False, refused=False)

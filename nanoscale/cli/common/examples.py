@@ -3,7 +3,7 @@
 EXAMPLES = {
     "train": (
         "nanoscale train recipe=tiny run.name=first",
-        "nanoscale train recipe=llama-8b parallel.tp=8 zero=stage3 --dry-run",
+        "nanoscale train recipe=llama-8b zero=stage3 --dry-run",
         "nanoscale train recipe=llama-8b --hostfile hosts launcher=ssh",
     ),
     "resume": (
@@ -11,12 +11,12 @@ EXAMPLES = {
         "nanoscale resume first train.steps=2400 parallel.dp=2",
     ),
     "submit": (
-        "nanoscale submit recipe=llama-8b --num-nodes 4 --dry-run",
-        "nanoscale submit recipe=tiny train.seed=1,2,3",
+        "nanoscale submit recipe=llama-8b --num-nodes 4 --num-gpus 8 --dry-run",
+        "nanoscale submit recipe=tiny train.seed=1,2,3 --num-gpus 1",
     ),
     "sweep": (
         "nanoscale sweep recipe=tiny optimizer.lr=1e-3,3e-4 train.seed=1,2",
-        "nanoscale sweep 'optimizer.lr=interval(1e-4,1e-2)' --sampler tpe --trials 20",
+        "nanoscale sweep recipe=tiny 'model.layers=range(2,9)' --sampler tpe --trials 5",
     ),
     "plan": (
         "nanoscale plan recipe=llama-8b cluster=h100-sxm launcher.devices=8",
@@ -44,7 +44,10 @@ EXAMPLES = {
     "runs watch": ("nanoscale runs watch first",),
     "runs stop": ("nanoscale runs stop first",),
     "runs compare": ("nanoscale runs compare first second --html comparison.html",),
-    "runs tag": ("nanoscale runs tag first baseline paper --remove draft",),
+    "runs tag": (
+        "nanoscale runs tag first baseline paper",
+        "nanoscale runs tag first --remove paper",
+    ),
     "runs rm": ("nanoscale runs rm first",),
     "runs report": ("nanoscale runs report first --html report.html",),
     "checkpoints ls": ("nanoscale checkpoints ls first",),

@@ -22,7 +22,7 @@ from nanoscale.config.rules import (
     pipeline,
     training,
 )
-from nanoscale.config.rules.devices import resolve_degrees, resolve_device
+from nanoscale.config.rules.devices import keeps_ranks, resolve_degrees, resolve_device
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule
@@ -94,6 +94,9 @@ def check(
     resolution.decide(model=model.resolve_model(resolution))
     device = resolve_device(resolution)
     dp, ranks = resolve_degrees(resolution, device)
+    fixed = bool(hosts) or config.launcher.devices != "auto"
+    if fixed and config.parallel.dp != "auto" and not resolution.violations:
+        resolution.rules = (*every, keeps_ranks(ranks))
     resolution.decide(parallel=replace(config.parallel, dp=dp))
     resolution.decide(launcher=replace(config.launcher, device=device))
     resolution.decide(precision=numbers.resolve_precision(resolution, device))

@@ -10,7 +10,8 @@ from typing import Literal
 from nanoscale.common.errors import Violation
 from nanoscale.common.units import counted
 from nanoscale.config.rules.resolution import Resolution, divisors
-from nanoscale.config.schema import Parallel
+from nanoscale.config.rules.rule import Rule
+from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.values import forms
 
 _MOST_ENTRIES = 8
@@ -32,6 +33,23 @@ def copies(layout: Parallel, ranks: int) -> int | None:
     """Return the data-parallel degree that uses all of the ranks; None if tp·pp·cp does not divide them."""
     dp, rest = divmod(ranks, ranks_of_copy(layout))
     return None if rest or not dp else dp
+
+
+def keeps_ranks(ranks: int) -> Rule:
+    """Return the rule that the degrees make as many ranks as now, for advice on other degrees."""
+    layout = ("dp", "tp", "pp", "cp")
+
+    def advice(config: Config) -> list[str]:
+        dp = copies(config.parallel, ranks)
+        return [] if dp is None else [f"parallel.dp={dp}"]
+
+    return Rule(
+        "parallel.dp",
+        tuple(f"parallel.{name}" for name in layout),
+        lambda config: copies(config.parallel, ranks) == config.parallel.dp,
+        "",
+        advice,
+    )
 
 
 def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:

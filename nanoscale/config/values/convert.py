@@ -60,7 +60,15 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
     if isinstance(value, Mapping):
         near = nearest(leaf, [part for part in sections if part])
         return Violation(name, value, source, message, tuple(f"{part}: …" for part in near))
-    return Violation(name, value, source, message, tuple(_settings(near, value))[:3])
+    keys = [inner for key in near for inner in (_keys_in(key) or [key])]
+    settings = tuple(_settings(keys, value)) or tuple(
+        f"nanoscale config explain {key}" for key in near
+    )
+    return Violation(name, value, source, message, settings[:3])
+
+
+def _keys_in(section: str) -> list[str]:
+    return [key for key in reference.declared() if key.startswith(f"{section}.")]
 
 
 def _settings(keys: Iterable[str], value: object) -> Iterator[str]:
