@@ -147,17 +147,21 @@ def _options(
 
 def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
     """Return a mistake in options or commands, in the form of all other mistakes."""
+    from nanoscale.config.violations import nearest
+
     # Typer passes on pydantic's sentences.
     message = re.sub(r"Value error, |, unable to parse.*", "", error.format_message()).rstrip(".")
     message = re.sub(r" \(Possible options: .*\)$", "", message)
     message = message.replace("Input should be", "must be")
     if choice := re.fullmatch(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)", message):
-        return _wrong_choice(*choice.groups())
+        name, wrong, choices = choice[1], choice[2], re.findall(r"'([^']+)'", choice[3])
+        what = f"is not one of {', '.join(choices)}"
+        advice = tuple(f"{name} {it}" for it in nearest(wrong, choices) or choices)
+        violation = Violation(name, wrong, "command line", what, advice)
+        return UserError("usage", f"{name} {wrong}: {what}", [violation])
     option = getattr(error, "option_name", None)
     if not isinstance(option, str):
         return UserError("usage", message)
-    from nanoscale.config.violations import nearest
-
     value = _value_of(option, arguments)
     if value is not None and option in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
         what = "unknown option of this command; a recipe is made of DeepSpeed's JSON"
@@ -169,7 +173,9 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     possible = tuple(
         name  # of --num-gpus, the last word must be near, too
         for name in nearest(dashed, getattr(error, "possibilities", None) or ())
-        if not name.startswith(f"{first}-") or nearest(rest, [name.removeprefix(f"{first}-")])
+        if len(rest) < 4
+        or not name.startswith(f"{first}-")
+        or nearest(rest, [name.removeprefix(f"{first}-")])
     )
     if dashed in possible:
         possible = (dashed,)
@@ -180,16 +186,6 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     what = "unknown option of this command" + (f"; it {note}" if note else "")
     violation = Violation(option, None, "command line", what, (*options, *overrides))
     return UserError("usage", f"{option}: {what}", [violation])
-
-
-def _wrong_choice(option: str, value: str, listed: str) -> UserError:
-    from nanoscale.config.violations import nearest
-
-    choices = re.findall(r"'([^']+)'", listed)
-    message = f"is not one of {', '.join(choices)}"
-    advice = tuple(f"{option} {choice}" for choice in nearest(value, choices) or choices)
-    violation = Violation(option, value, "command line", message, advice)
-    return UserError("usage", f"{option} {value}: {message}", [violation])
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:

@@ -7,12 +7,12 @@ No name server is queried: its answer may take seconds, and may change.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanoscale.common.errors import user_name
 from nanoscale.config.violations import override
 
 _LONGEST = 253
@@ -101,7 +101,7 @@ def is_here(name: str) -> bool:
     Another user's account on it does not count.
     """
     user = name.rpartition("@")[0]
-    if user and user != _own_user():
+    if user and user != user_name():
         return False
     host, own = canonical(name), socket.gethostname().lower()
     return is_loopback(name) or host in (own, own.partition(".")[0]) or host in _addresses(host)
@@ -136,15 +136,6 @@ def _ipv6_problem(host: str) -> str:
     if percent and (not zone or _FOREIGN.search(zone)):
         return "has an IPv6 zone that names no interface"
     return ""
-
-
-def _own_user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return ""
 
 
 def _addresses(host: str) -> set[str]:

@@ -865,7 +865,7 @@ class Train:
     )
     stop_when: StopWhen = field(default_factory=StopWhen)
     sample_prompt: str | None = key(
-        "", "text that the sample after the training continues; null: no sample"
+        "", "text that a sample after the training continues; null: none"
     )
     sample_tokens: int = key(
         0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0

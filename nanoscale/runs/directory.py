@@ -191,7 +191,7 @@ class RunDirectory:
             try:
                 temporary.rename(root / name)
             except OSError as error:
-                check_free(root, name)  # another process was faster
+                check_free(root, name, is_running=True)  # another process was faster
                 raise _unwritable(root, error) from error
             sync_folder(root)
 
@@ -229,15 +229,16 @@ def check_name(name: str) -> None:
     raise UserError("run", f"{name!r} cannot name a run", [violation])
 
 
-def check_free(root: Path, name: str) -> None:
-    """Raise a UserError if a run of that name exists already."""
+def check_free(root: Path, name: str, *, is_running: bool = False) -> None:
+    """Raise a UserError if a run of that name exists already; `is_running` decides the advice."""
     root = _absolute(root)
     if not os.path.lexists(root / name):
         return
-    resume = (shlex.join(["nanoscale", "resume", str(root / name)]),)
-    is_run = RunDirectory(root / name).config.is_file()
-    suggestions = (override("run.name", free_name(root, name)), *(resume if is_run else ()))
-    rule = "a new run never overwrites an old one"
+    run = RunDirectory(root / name)
+    verbs = ["runs watch", "runs stop"] if is_running else ["resume"] * run.config.is_file()
+    commands = (f"nanoscale {verb} {shlex.quote(str(run.path))}" for verb in verbs)
+    suggestions = (override("run.name", free_name(root, name)), *commands)
+    rule = "a new run never overwrites " + ("a running" if is_running else "an old") + " one"
     violation = Violation("run.name", name, "", rule, suggestions)
     raise UserError("run", f"the run {name!r} exists already in {root}", [violation])
 

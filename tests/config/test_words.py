@@ -130,6 +130,27 @@ def test_a_filter_of_hosts_is_one_value_with_commas():
     assert wrong.source == "command line" and "needs quotes" in wrong.message
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("recipe=debug run.name=Müller lauf", "'run.name=\"Müller lauf\"'"),
+        ("run.root=/data/my runs 2", "'run.root=\"/data/my runs 2\"'"),
+        ("recipe=debug data.path=out dir train.steps=3", "'data.path=\"out dir\"'"),
+        ("recipe=./my own.yaml", "'recipe=\"./my own.yaml\"'"),
+        ("run.name=it's mine", shlex.quote(r"run.name='it\'s mine'")),
+    ],
+)
+def test_a_text_that_the_shell_has_divided_is_quoted_at_once(typed, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my own.yaml").write_text("train:\n  steps: 3\n")
+    with pytest.raises(UserError) as caught:
+        compose(typed.split(" "))
+    (wrong,) = caught.value.violations
+    assert "the shell divides it" in wrong.message
+    assert wrong.suggestions == (meant,)
+    compose(shlex.split(meant))
+
+
 def test_a_list_of_words_with_equals_signs_is_quoted_word_by_word():
     (proposal,) = violation("launcher.slurm.directives=[--x=1, --y]").suggestions
     (word,) = shlex.split(proposal)

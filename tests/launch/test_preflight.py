@@ -373,6 +373,24 @@ def test_gpus_that_are_in_use_unlike_or_silent_are_told_and_do_not_stop_a_job():
     assert refusal(them) is None
 
 
+def test_a_small_job_needs_little_room() -> None:
+    small = resolved(
+        replace(
+            SSH,
+            run=Run(name="x", root="/tmp"),
+            launcher=replace(SSH.launcher, devices=8),
+            model=Model(layers=1, hidden=8, heads=1, kv_heads=1, ffn=8, vocab=8),
+            parallel=Parallel(dp=24, virtual_stages=1),
+            train=Train(micro_batch=1, steps=1),
+        )
+    )
+    them = members()
+    change(them[1], "root.free_gib", 0.03)
+    assert wrong(them, small) == []
+    change(them[1], "root.free_gib", 0.01)
+    assert "only 10.2 MiB free" in the_wrong_one(them, small).finding
+
+
 @pytest.mark.parametrize(
     ("path", "check", "needed"),
     [
@@ -387,7 +405,7 @@ def test_too_little_room_is_told_with_the_amount(path, check, needed):
     change(them[1], path, 0.1)
     found = the_wrong_one(them)
     assert (found.host, found.check, found.needed) == ("n2", check, needed)
-    assert "only 0.1 GiB" in found.finding
+    assert "only 102.4 MiB" in found.finding and " needed" in found.finding
     change(them[1], path, None)
     assert wrong(them) == []  # unknown facts are not fault
 
@@ -518,7 +536,7 @@ def test_equal_findings_of_many_hosts_are_one_line_with_one_remedy():
         change(member, "memory_gib", 0.1 * number)
     said = refusal(them, replace(SSH, cluster=Cluster(python="/opt/python"))).violations
     assert [(one.source, one.message) for one in said] == [
-        ("n1, n2 and 3 more", "only 0.0 to 0.4 GiB of host memory free; 1 is the minimum"),
+        ("n1, n2 and 3 more", "only 0.0 to 409.6 MiB of host memory free; 1 GiB needed"),
         ("n1, n2 and 14 more", "does not see the folder of runs (/runs) of the launcher"),
     ]
     assert all(one.remedy for one in said)

@@ -82,6 +82,18 @@ def test_names_come_from_the_recipe_and_the_time_and_are_free(folder, monkeypatc
         check_new_run(taken.config)
 
 
+def test_the_name_of_a_running_run_does_not_advise_a_resume():
+    config = request("run.name=x").config
+    with new_run(request("run.name=x")), pytest.raises(UserError) as caught:
+        check_new_run(config)
+    advice = caught.value.violations[0].suggestions
+    run = Path("runs/x").absolute()
+    assert advice == ("run.name=x-2", f"nanoscale runs watch {run}", f"nanoscale runs stop {run}")
+    with pytest.raises(UserError) as caught:
+        check_new_run(config)  # it has ended
+    assert caught.value.violations[0].suggestions[1:] == (f"nanoscale resume {run}",)
+
+
 def test_the_configuration_of_an_earlier_attempt_is_kept_where_it_differs():
     with new_run(request("run.name=x")) as held:
         run = held.run

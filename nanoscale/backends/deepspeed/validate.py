@@ -44,8 +44,9 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
         DeepSpeedConfig(recorded)
     except ValidationError as error:
         return [
-            (".".join(map(str, problem["loc"])), _message(problem, error.title), [])
+            (".".join(map(str, problem["loc"])), f"{text} ({error.title})", [])
             for problem in error.errors()
+            for text in [problem["msg"].removeprefix("Value error, ")]
         ]
     except Exception as error:
         return [("", str(error), [])]
@@ -54,10 +55,6 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
         for name in recorded
         if name not in recorded.names
     ]
-
-
-def _message(problem: Any, setting: str) -> str:
-    return f"{problem['msg'].removeprefix('Value error, ')} ({setting})"
 
 
 def main() -> None:

@@ -59,7 +59,18 @@ def read_words(words: Sequence[str], library: Library) -> Words:
     """Parse and check every override; wrong ones are left out and listed in `violations`."""
     result = Words()
     parser = OverridesParser.create()
+    before = ""
     for word in words:
+        if _continues(before, word, library):
+            before = f"{before} {word}"
+            key, _, text = before.partition("=")
+            message = "has a blank, at which the shell divides it; it needs quotes"
+            divided = Violation(
+                key, text, COMMAND_LINE, message, (to_override(key, text),), "", text
+            )
+            result.violations = [it for it in result.violations if it.key != key] + [divided]
+            continue
+        before = word
         if not word.partition("=")[0]:
             problem = Violation(word or "''", None, COMMAND_LINE, "is not KEY=VALUE")
             result.violations.append(problem)
@@ -72,6 +83,17 @@ def read_words(words: Sequence[str], library: Library) -> Words:
         result.typed[override.key_or_group] = word.partition("=")[2]
         result.violations += _take(override, library, result)
     return result
+
+
+def _continues(before: str, word: str, library: Library) -> bool:
+    """True if a lone word belongs to the text of the override before it, divided by the shell at a blank."""
+    key, equals, text = before.partition("=")
+    if not equals or not word or "=" in word or word in reference.declared():
+        return False
+    if any(library.find(f"{group}/{word}") for group in library.groups()):
+        return False
+    text += f" {word}"
+    return is_path(text) if key == RECIPE else key in reference.declared() and fits(key, text)
 
 
 def with_good_advice(violation: Violation, asked: Words, library: Library) -> Violation:

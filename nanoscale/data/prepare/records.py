@@ -36,12 +36,9 @@ def bad_records_error(
         kept: a clause on what was prepared before.
         nothing_else: True if no data would be left without them.
     """
-    is_empty = all(bad.what == EMPTY for bad in bad_records)
-    remedy = "leave out empty files" if is_empty else "fix these records"
-    if nothing_else:
-        remedy = "name files with texts" if is_empty else remedy
-    else:
-        remedy += ", or skip them with --bad skip"
+    are_empty = all(bad.what == EMPTY for bad in bad_records)
+    remedy = "name files with texts" if are_empty else "fix these records"
+    remedy += "" if nothing_else else ", or skip them with --bad skip"
     violations = [
         Violation(bad.place, None, "", bad.what, remedy="" if remaining else f"{remedy}{kept}")
         for remaining, bad in zip(range(len(bad_records) - 1, -1, -1), bad_records, strict=True)

@@ -18,7 +18,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
@@ -226,7 +226,8 @@ def _find_argument(argument: str) -> Iterator[TextSource]:
     if path.is_file():
         yield _file(path)
     elif path.is_dir():
-        files = (p for p in _all_files(path) if _kind(p) is not None)
+        walk = os.walk(path, onerror=_refuse_folder)  # Path.rglob would leave it out
+        files = (p for at, _, names in walk for name in names if _kind(p := Path(at, name)))
         yield from _several(argument, (p for p in files if _ending(p)[0] not in _NAMED_ONLY))
     elif glob.has_magic(argument):
         folder = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
@@ -257,14 +258,8 @@ def _standard_input() -> TextSource:
     return TextSource("standard input", kind, "", size, digest.hexdigest(), file.name)
 
 
-def _all_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder. Raises PermissionError, where Path.rglob would skip a part of the data."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for place, _, names in os.walk(folder, onerror=refuse):
-        yield from (Path(place, name) for name in names)
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise error
 
 
 def _several(argument: str, paths: Iterator[Path]) -> Iterator[TextSource]:

@@ -37,7 +37,7 @@ from nanoscale.runs.directory import (
     write_atomically,
     write_json,
 )
-from nanoscale.runs.lock import RunLock
+from nanoscale.runs.lock import RunLock, owner
 
 _PACKAGES = (
     "torch", "numpy", "tokenizers", "hydra-core", "omegaconf", "pyyaml", "xxhash", "deepspeed",
@@ -70,10 +70,10 @@ def check_new_run(config: ResolvedConfig) -> None:
     Raises:
         UserError: the name is used or invalid, or no run can be created under run.root.
     """
-    root = Path(config.run.root)
+    root, name = Path(config.run.root), str(config.run.name)
     check_root(root)
-    check_name(str(config.run.name))
-    check_free(root, str(config.run.name))
+    check_name(name)
+    check_free(root, name, is_running=owner(RunDirectory(root / name)) is not None)
 
 
 def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:

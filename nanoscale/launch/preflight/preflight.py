@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import shlex
 from collections import Counter
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import GIB, counted, listed, share
+from nanoscale.common.units import GIB, byte_size, counted, listed, share
 from nanoscale.common.versions import versions
 from nanoscale.config.optimizers import rule_of
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
@@ -27,6 +29,7 @@ from nanoscale.launch.preflight.verdicts import (
 )
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
+from nanoscale.plan.saving import plan_saving
 from nanoscale.processes.messages import Message
 
 _MOST_SKEW_S = 5.0
@@ -345,7 +348,10 @@ def _resources(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
         yield CheckRow("run.root", f"cannot write in {runs}: {root['problem']}", elsewhere)
     else:
         remedy = "free some space, or start the run with run.root=FOLDER on another disk"
-        yield from _free("run.root", root["free_gib"], f"free in {runs}", remedy)
+        most = math.inf
+        if isinstance(hosts.config, ResolvedConfig):  # checkpoints, logs and metrics
+            most = plan_saving(hosts.config, None).needed / GIB + 1 / 64
+        yield from _free("run.root", root["free_gib"], f"free in {runs}", remedy, most_gib=most)
     if cache["problem"] is not None:
         text, remedy = f"cannot write in {prepared}: {cache['problem']}", "data.cache_dir=FOLDER"
         yield CheckRow("cache", text, remedy, needed=prepares)
@@ -358,12 +364,15 @@ def _resources(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
 
 
 def _free(
-    check: str, free: float | None, resource: str, remedy: str, *, needed: bool = True
-) -> Iterator[CheckRow]:
+    check: str, free: float | None, resource: str, remedy: str, *, needed: bool = True,
+    most_gib: float = math.inf,
+) -> Iterator[CheckRow]:  # fmt: skip
     if free is not None:
-        least, text = _LEAST_GIB[check], f"{{}} GiB {resource}"
-        bad = f"only {text}; {least:g} is the minimum" if free < least else ""
-        yield CheckRow(check, bad, remedy, text, needed, free)
+        least = min(_LEAST_GIB[check], most_gib)
+        unit, amount = ("GiB", free) if free >= 1 else ("MiB", 1024 * free)
+        text = f"{{}} {unit} {resource}"
+        bad = f"only {text}; {byte_size(least * GIB)} needed" if free < least else ""
+        yield CheckRow(check, bad, remedy, text, needed, amount)
 
 
 def _locks(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
