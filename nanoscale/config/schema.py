@@ -432,7 +432,7 @@ class Data:
     path: str | None = key(
         None,
         "megatron: path of the .bin and .idx, without the ending, or of a prepared folder, which also "
-        "says valid_path and tokenizer · datatrove: path of the .ds",
+        "says valid_path and tokenizer, or a file of texts or chats · datatrove: path of the .ds",
         path=True,
     )
     valid_path: str | None = key(

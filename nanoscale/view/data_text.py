@@ -7,12 +7,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
-from nanoscale.common.units import byte_size, duration
+from nanoscale.common.units import byte_size, counted, duration
+from nanoscale.config.token_files import manifest
 from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from nanoscale.data.prepare import PreparationRequest
     from nanoscale.data.prepare.folder import PreparationProgress
 
 _LINE_S = 10.0
@@ -95,6 +97,18 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     display.show(
         f"  train       nanoscale train recipe=… data=megatron {override('data.path', str(out))}{begun}"
     )
+
+
+def prepared_line(request: PreparationRequest, folder: Path) -> str:
+    """Return what was made of a text file that data.path names."""
+    found = manifest(folder)
+    assert found is not None, "it was prepared"
+    train = found["train"]
+    documents = counted(train["documents"], "chat" if request.chat else "document")
+    learned = f", of which {_share(train)} are learned" if request.chat else ""
+    tokenizer = request.tokenizer or "a new BPE"
+    made = f"{documents}, {train['tokens']:,} tokens{learned}; tokenizer: {tokenizer}"
+    return f"{request.sources[0]}: {made}; kept in {folder}"
 
 
 def print_inspected(document: dict[str, Any]) -> None:

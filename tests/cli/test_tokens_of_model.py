@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from nanoscale.cli.common import texts
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.data.tokens.tokenizer import train_bpe
+from nanoscale.config.token_files import manifest
+from nanoscale.data.tokens.tokenizer import digest, train_bpe
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 
@@ -65,3 +68,50 @@ def test_what_was_prepared_is_trained_with_the_words_that_are_printed(capsys):
     assert "model.vocab=320" in line
     job = ["recipe=debug", "train.seq_len=32", "launcher.device=cpu", "parallel.dp=1"]
     assert nanoscale(["train", *job, *line, "--dry-run"]) == 0
+
+
+@pytest.fixture
+def line(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path / "cache"))
+    job = ["recipe=debug", "train.seq_len=32", "launcher.device=cpu", "parallel.dp=1"]
+    return ["train", *job, "--dry-run", "--json"]
+
+
+def test_a_text_file_becomes_tokens_of_the_models_tokenizer_once(line, capsys):
+    words = ["recipe=finetune", "model.init_from=./model", "data.path=a.jsonl", "--dry-run"]
+    for command in ("train", "plan"):
+        texts._prepared.cache_clear()  # each command is a process of its own
+        others = words[:-1] if command == "plan" else words
+        assert nanoscale([command, *others, *line[2:5]]) == 0
+        assert (
+            "40 documents, " in (said := capsys.readouterr().err) and "tokenizer: ./model" in said
+        )
+    (folder,) = Path("cache/texts").iterdir()
+    found = manifest(folder)
+    assert found is not None and found["tokenizer"] == digest(Path("model/tokenizer.json"))
+    Path("a.jsonl").write_text(json.dumps({"text": TEXTS[1] * 99}))
+    texts._prepared.cache_clear()
+    assert nanoscale(["train", *words, *line[2:5]]) == 0
+    assert len(list(Path("cache/texts").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]},
+        {"instruction": "2+2", "output": "4"},
+    ],
+)
+def test_a_file_of_chats_is_recognised(line, record, capsys):
+    Path("chats.jsonl").write_text(f"{json.dumps(record)}\n" * 60)
+    assert nanoscale([*line, "data.path=chats.jsonl", "data.valid_path=chats.jsonl"]) == 0
+    out, err = capsys.readouterr()
+    assert "60 chats" in err and "texts/chats.jsonl-" in out
+
+
+def test_a_large_text_file_is_prepared_with_the_command_that_is_shown(line, capsys, monkeypatch):
+    monkeypatch.setattr(texts, "_MOST", 1000)
+    assert nanoscale([*line, "data.path=a.jsonl"]) == 2
+    (command,) = json.loads(capsys.readouterr().out)["error"]["violations"][0]["suggestions"]
+    assert nanoscale(shlex.split(command)[1:]) == 0
+    assert nanoscale([*line, "data.path=a-tokens", "data=megatron"]) == 0

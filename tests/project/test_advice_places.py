@@ -26,6 +26,7 @@ TYPED_BACK = {
     "checkpoint/hf/adapters.py": "cli/test_advice_on_adapters.py",
     "checkpoint/store.py": "cli/test_advice_on_files.py",
     "cli/common/rehearsal.py": "rehearse/test_command.py",
+    "cli/common/texts.py": "cli/test_tokens_of_model.py",
     "view/run/run_table.py": "cli/test_ls.py",
     "launch/slurm/jobs.py": "cli/test_remove.py",
     "cli/inspect/config.py": "cli/test_advice.py",

@@ -86,10 +86,10 @@ BUDGET = {
     "agent": 1124,
     "backends": 1804,
     "checkpoint": 2591,
-    "cli": 4975,
+    "cli": 5103,
     "common": 640,
     "config": 9771,
-    "data": 4613,
+    "data": 4676,
     "generate": 1102,
     "launch": 5631,
     "measure": 611,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2440,
     "sweep": 1096,
     "train": 1016,
-    "view": 4702,
+    "view": 4716,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -55,18 +55,26 @@ class CommandLine:
     """True to run the code and programs that another user's frozen configuration names, without asking."""
 
     def compose(self) -> Composed:
-        """Compose the configuration.
+        """Compose the configuration; text files that data.path names are replaced by their tokens.
 
         Raises:
             UserError: with every mistake in overrides and files.
         """
+        from nanoscale.cli.common.texts import tokens_of_texts
+
+        words = tuple(self.overrides or ())
+        composed = self._compose(words, self.options)
+        tokens = {} if self.config_file else tokens_of_texts(composed)
+        if not tokens:
+            return composed
+        others = [word for word in words if word.partition("=")[0] not in tokens]
+        return replace(self._compose(others, {**self.options, **tokens}), words=words)
+
+    def _compose(self, words: Sequence[str], options: Mapping[str, Setting]) -> Composed:
         from nanoscale.config.composing.compose import compose
 
         return compose(
-            self.overrides or (),
-            config_dir=self.config_dir,
-            config_file=self.config_file,
-            options=self.options,
+            words, config_dir=self.config_dir, config_file=self.config_file, options=options
         )
 
     def require_startable(self) -> None:

@@ -93,13 +93,7 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
         LostProcessError: a worker was killed.
     """
     request = replace(request, out=request.out.expanduser().absolute())
-    sources = tuple(find_sources(request.sources))
-    tokenizer = _existing_tokenizer(request)
-    template = None
-    if request.chat:
-        assert tokenizer is not None, "a chat needs the tokenizer of its model"
-        template = find_template(tokenizer, request.chat_template)
-    reading = Reading(sources, request.field, request.separator, request.validation, template)
+    reading, tokenizer = inputs_of(request)
     identity = identity_of(request, reading, tokenizer)
     finished = manifest(request.out)
     if finished is not None and finished.get("request") == identity:
@@ -111,6 +105,18 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
         _refuse_unreadable(reading)
     with _interrupted() as stop:
         return write_folder(request, reading, tokenizer, identity, watcher, stop)
+
+
+def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
+    """Return the sources, and the tokenizer unless it is trained. Raises UserError."""
+    sources = tuple(find_sources(request.sources))
+    tokenizer = _existing_tokenizer(request)
+    template = None
+    if request.chat:
+        assert tokenizer is not None, "a chat needs the tokenizer of its model"
+        template = find_template(tokenizer, request.chat_template)
+    reading = Reading(sources, request.field, request.separator, request.validation, template)
+    return reading, tokenizer
 
 
 def write_folder(

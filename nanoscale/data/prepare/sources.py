@@ -228,7 +228,7 @@ def _find_argument(argument: str) -> Iterator[TextSource]:
     elif path.is_dir():
         walk = os.walk(path, onerror=_refuse_folder)  # Path.rglob would leave it out
         files = (p for at, _, names in walk for name in names if _kind(p := Path(at, name)))
-        yield from _several(argument, (p for p in files if _ending(p)[0] not in _NAMED_ONLY))
+        yield from _several(argument, (p for p in files if ending(p)[0] not in _NAMED_ONLY))
     elif glob.has_magic(argument):
         folder = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
         if folder.is_dir():
@@ -283,14 +283,14 @@ def _file(path: Path) -> TextSource:
 
 
 def _kind(path: Path) -> tuple[Kind, str] | None:
-    suffix, compression = _ending(path)
+    suffix, compression = ending(path)
     kind = KINDS.get(suffix)
     if kind is None or (kind == "parquet" and compression):
         return None
     return kind, compression
 
 
-def _ending(path: Path) -> tuple[str, str]:
+def ending(path: Path) -> tuple[str, str]:
     """Return the ending that names the form, and the compression or ""."""
     compression = COMPRESSIONS.get(path.suffix, "")
     return (Path(path.stem).suffix if compression else path.suffix), compression

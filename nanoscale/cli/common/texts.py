@@ -1,0 +1,124 @@
+"""Text files that data.path names: tokens are made of them before the request is checked."""
+
+from __future__ import annotations
+
+import shlex
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoscale.common import display
+from nanoscale.common.devices import cores
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import byte_size
+from nanoscale.config.token_files import TOKENIZER, TOKENS
+from nanoscale.config.values.provenance import Setting
+
+if TYPE_CHECKING:
+    from nanoscale.config.values.provenance import Composed
+    from nanoscale.data.prepare import PreparationRequest
+
+_MOST = 256 << 20
+"""The most bytes of a file that is prepared on the way to a launch, which takes up to some minutes."""
+
+
+def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
+    """Prepare the text files that data.path and data.valid_path name; return the keys that name their tokens.
+
+    Chats are recognised by their first record. The tokenizer is that of data.tokenizer if it is set, otherwise
+    that of model.init_from.
+
+    Raises:
+        UserError: a file is too large or cannot be prepared.
+    """
+    data = composed.config.data
+    settings: dict[str, Setting] = {}
+    if data.source not in ("stdlib", "megatron"):
+        return {}
+    for key in ("path", "valid_path"):
+        file = getattr(data, key)
+        if not file or not Path(file).expanduser().is_file():
+            continue
+        from nanoscale.data.prepare.sources import KINDS, ending
+
+        if ending(Path(file))[0] not in KINDS:
+            continue
+        folder = _prepared(_request(composed, file))
+        source = f"prepared from {file}"
+        settings |= {
+            f"data.{key}": Setting(str(folder if key == "path" else folder / TOKENS), source),
+            "data.source": Setting("megatron", source),
+        }
+        if (folder / TOKENIZER).is_file():
+            settings["data.tokenizer"] = Setting(str(folder / TOKENIZER), source)
+    return settings
+
+
+def _request(composed: Composed, file: str) -> PreparationRequest:
+    from nanoscale.data.corpus import cache_folder
+    from nanoscale.data.prepare import PreparationRequest
+    from nanoscale.data.prepare.cached import holds_chats
+    from nanoscale.data.prepare.sources import find_sources
+
+    (source,) = find_sources([file])
+    data, model = composed.config.data, composed.config.model
+    by_hand = composed.by_hand("data.tokenizer")
+    named = data.tokenizer if by_hand or model.init_from is None else model.init_from
+    chat = holds_chats(source)
+    if chat and named == "bpe":
+        what = "chats need the tokenizer of the model that is trained on them, not a new one"
+        wrong = Violation("data.tokenizer", named, "", what, ("data.tokenizer=byte",))
+        raise UserError("data", f"data.tokenizer={named}: {what}", [wrong])
+    request = PreparationRequest(
+        sources=(source.name,),
+        out=cache_folder(data) / "texts",
+        tokenizer=None if named == "bpe" else named,
+        vocab_size=data.bpe_vocab,
+        field="messages" if chat else "text",
+        chat=chat,
+        workers=cores(),
+    )
+    if source.bytes > _MOST:
+        what = f"has {byte_size(source.bytes)}, and texts of more than {byte_size(_MOST)} are "
+        what += "prepared before the launch, once"
+        wrong = Violation("data.path", file, "", what, (_command(request),))
+        raise UserError("data", f"{file}: {what}", [wrong])
+    return request
+
+
+def _command(request: PreparationRequest) -> str:
+    """Return the command that prepares the same texts by hand."""
+    (file,) = request.sources
+    name = request.tokenizer
+    how = (
+        ["--tokenizer", name]
+        if name
+        else ["--train-tokenizer", "--vocab-size", str(request.vocab_size)]
+    )
+    words = [*how, *(["--chat"] if request.chat else [])]
+    return shlex.join(
+        ["nanoscale", "data", "prepare", file, *words, "--out", f"{Path(file).stem}-tokens"]
+    )
+
+
+@lru_cache  # a command composes its configuration more than once
+def _prepared(request: PreparationRequest) -> Path:
+    from nanoscale.data.prepare.cached import prepare_in_cache
+    from nanoscale.processes.pool import LostProcessError
+    from nanoscale.view.data_text import PreparationScreen, prepared_line
+
+    try:
+        with PreparationScreen() as screen:
+            folder = prepare_in_cache(request, screen)
+    except LostProcessError as error:
+        message = f"{request.sources[0]}: a worker ended by {error}"
+        what = "cannot be prepared with one worker a core"
+        wrong = Violation(
+            "data.path", request.sources[0], "", what, (f"{_command(request)} --workers 1",)
+        )
+        raise UserError("data", message, [wrong]) from error
+    except UserError:
+        display.note(f"to choose how the texts are read: {_command(request)}")
+        raise
+    display.note(prepared_line(request, folder))
+    return folder
