@@ -60,6 +60,8 @@ class Steady:
     """Seconds of a step, the median of the records; None if there are none."""
     memory_gib: float | None
     """The largest logged value, over all steps."""
+    after: int
+    """The step after which the present configuration was trained."""
 
 
 def steady(run: RunDirectory) -> Steady:
@@ -80,7 +82,7 @@ def steady(run: RunDirectory) -> Steady:
         if seconds is not None and seconds > 0 and not is_warming_up:
             steps += step - first + 1
             times.append(seconds)
-    return Steady(steps, median(times) if times else None, max(memory, default=None))
+    return Steady(steps, median(times) if times else None, max(memory, default=None), first_step)
 
 
 def _configuration_start(run: RunDirectory) -> tuple[int, list[int]]:

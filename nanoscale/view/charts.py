@@ -132,7 +132,7 @@ def curves(
     *,
     logarithmic: bool = False,
     from_zero: bool = False,
-    level: tuple[str, float] | None = None,
+    level: tuple[str, float, int] | None = None,
     starts: Sequence[int] = (),
     axis: str = "step",
     width: int = 470,
@@ -143,7 +143,7 @@ def curves(
     Args:
         axis: the name of the horizontal axis, for the hover texts.
         series: each with its name, "" if there is only one. Values that were not finite are red dots.
-        level: the name and the value of a level to compare with.
+        level: the name and the value of a level to compare with, and the step after which it holds.
         starts: steps after which an attempt began, drawn as vertical lines.
     """
     values = [value for _, points in series for _, value in points if value is not None]
@@ -169,7 +169,8 @@ def curves(
         if first < step <= last
     ]
     if level is not None:
-        parts.append(line(x.start, y.at(level[1]), x.end, y.at(level[1]), "level"))
+        start = x.at(max(first, level[2]))
+        parts.append(line(start, y.at(level[1]), x.end, y.at(level[1]), "level"))
     for place, (_, points) in enumerate(series):
         parts += _curve(points, x, y, place, axis)
     names = [(f"curve curve-{place}", called) for place, (called, _) in enumerate(series) if called]

@@ -166,6 +166,20 @@ def test_no_spike_is_lost_where_curves_are_thinned():
     assert few[-1] == points[-1] and few == sorted(few, key=lambda point: point[0])
 
 
+def test_the_predicted_speed_is_drawn_where_its_layout_trained(capsys):
+    run = make()
+    attempt(run, 1)
+    log(run, range(1, 21))
+    run.attempt_config(1).write_text(run.config.read_text())
+    attempt(run, 2, after=20)
+    log(run, range(21, 41))
+    shown(capsys, "r", "--html", "page.html")
+    speed = Path("page.html").read_text().partition("tokens/s by step")[2].partition("</svg>")[0]
+    level = re.search(r'<line x1="([\d.]+)"[^>]*x2="([\d.]+)"[^>]*class="level"', speed)
+    border = re.search(r'<line x1="([\d.]+)"[^>]*class="start"', speed)
+    assert level and border and level[1] == border[1] != level[2]
+
+
 @pytest.mark.slow
 def test_training_leaves_a_report_and_resuming_plans_again(capsys):
     words = ["recipe=debug", "model.layers=1", "train.steps=2", "train.log_every=1", "logger=none"]

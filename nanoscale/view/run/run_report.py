@@ -29,6 +29,7 @@ Document = dict[str, Any]
 def document(run: RunDirectory) -> Document:
     """Return the whole report; unknown values are null. Times are UNIX seconds, sizes GiB."""
     now, records, happened = status.require(run), metrics.read(run), events.read(run)
+    seen = steady(run)
     cause, config, plan = failure.read(run), load(run.config), read_plan(run)
     return {
         "run": run.name,
@@ -48,7 +49,8 @@ def document(run: RunDirectory) -> Document:
         "steps": config.train.steps,
         "first": records[0] if records else None,
         "last": records[-1] if records else None,
-        "against_plan": against_plan(run, config, steady(run)),
+        "against_plan": against_plan(run, config, seen),
+        "planned_after": seen.after,
         "usual_mfu": usual_mfu(config) if config.launcher.device == "cuda" else None,
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name in CURVES},
@@ -238,7 +240,7 @@ def _charts(about: Document) -> Iterator[str]:
         return
     starts = [attempt["after_step"] for attempt in about["attempts"] if attempt["after_step"]]
     planned = next((row for row in about["against_plan"] if row["what"] == "tokens/s"), None)
-    level = ("predicted", planned["predicted"]) if planned else None
+    level = ("predicted", planned["predicted"], about["planned_after"]) if planned else None
     losses = [("", metrics["loss"])]
     if metrics["eval_loss"]:
         losses = [("training", metrics["loss"]), ("evaluation", metrics["eval_loss"])]
