@@ -59,7 +59,7 @@ def three_digits(value: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return `1 step`, `2 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def listed(words: list[str]) -> str:

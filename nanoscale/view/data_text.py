@@ -68,7 +68,7 @@ class PreparationScreen:
             f"{byte_size(progress.read)} of {byte_size(total)}",
             f"{speed / 1e6:.2f} MB/s",
             f"ETA {duration(left)}",
-            f"{progress.documents:,} documents",
+            counted(progress.documents, "document"),
             f"{progress.tokens:,} tokens",
         ]
         if progress.bad:
@@ -83,7 +83,7 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     if manifest["bad"]:
         display.note(f"left out: {manifest['bad']:,} bad records in total")
     train, valid = manifest["train"], manifest["valid"]
-    words = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
+    words = f"{counted(train['documents'], 'document')}, {train['tokens']:,} tokens"
     held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
     display.show(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
     if "answers" in train:
@@ -126,10 +126,12 @@ def print_inspected(document: dict[str, Any]) -> None:
 
 
 def _print_split(name: str, split: dict[str, Any]) -> None:
-    display.show(f"\n{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
+    display.show(f"\n{name}: {counted(split['documents'], 'document')}, {split['tokens']:,} tokens")
     display.show(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
     if split["ended_by_eos"] is not None:
-        display.show(f"  {split['ended_by_eos']:,} documents end with the end-of-text token")
+        display.show(
+            f"  end with the end-of-text token: {counted(split['ended_by_eos'], 'document')}"
+        )
     if split["answers"] is not None:
         display.show(f"  {_share(split)} of the tokens belong to answers, shown in ⟦ ⟧ below")
     lengths = split["lengths"]

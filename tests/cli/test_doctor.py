@@ -250,7 +250,7 @@ def test_the_slowest_hosts_and_pairs_are_shown_of_many(capsys):
     ]
     measured = Measured(figures("nccl", 1024, MANY, within, pairs))
     text = shown(capsys, judged(0), measured)
-    assert "all-reduce of 1024 ranks over nccl" in text
+    assert "all-reduce of 1,024 ranks over nccl" in text
     assert "64 MiB       1,500                87.2" in text
     assert "all-reduce within each host, the slowest 6 of 20 hosts" in text
     assert "n005                 405" in text and "406" not in text

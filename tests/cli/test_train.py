@@ -109,7 +109,7 @@ def test_a_run_goes_on_in_another_layout(trained, capsys):
     assert (status.read(run).attempt, status.read(run).state) == (2, "completed")
     before = run.config.stat()
     assert nanoscale(["resume", str(run.path)]) == 0
-    assert "trained all 6 steps" in capsys.readouterr().out
+    assert "trained 6 steps" in capsys.readouterr().out
     assert run.config.stat() == before and run.last_attempt() == 2
 
 

@@ -36,7 +36,7 @@ def test_the_chosen_layout_surely_fits_all_devices(count):
     assert chosen.composed.source("parallel.tp") == SOURCE
     assert chosen.composed.source("train.micro_batch") == SOURCE
     sure = sum(plan.fits_probability >= MARGIN for plan in chosen.choice.result.ranked)
-    layouts = f"{sure} layout" + "s" * (sure > 1)
+    layouts = f"{sure:,} layout" + "s" * (sure > 1)
     assert f"the fastest of the {layouts} that fit" in choice_line(chosen.choice)
 
 

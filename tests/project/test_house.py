@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2440,
     "sweep": 1096,
     "train": 1016,
-    "view": 4719,
+    "view": 4721,
     "": 183,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -23,6 +23,7 @@ from nanoscale.checkpoint.store import (
     undo,
 )
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import counted
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import mapping_around
 from nanoscale.config.resolved import ResolvedConfig, differences
@@ -170,7 +171,7 @@ def completion(run: RunDirectory, config: ResolvedConfig) -> str:
             "train.stop_when.patience=0 train.stop_when.eval_loss=null"
         )
     return (
-        f"the run is complete: it trained all {steps} steps; to train longer, type\n"
+        f"the run is complete: it trained {counted(steps, 'step')}; to train longer, type\n"
         f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}"
     )
 

@@ -79,8 +79,8 @@ def bought_training(amount: str, plan: Prediction, override: str) -> tuple[dict[
     run = plan.training
     tokens = run.steps * plan.config.tokens_per_step
     line = (
-        f"{amount} buys {run.steps:,} steps, {size(tokens)} tokens, in {duration(3600 * run.hours)} and "
-        f"{three_digits(run.device_hours)} device hours: type {override}"
+        f"{amount} buys {counted(run.steps, 'step')}, {size(tokens)} tokens, in "
+        f"{duration(3600 * run.hours)} and {three_digits(run.device_hours)} device hours: type {override}"
     )
     return {"amount": amount, "tokens": tokens, **asdict(run), "override": override}, line
 
@@ -275,7 +275,7 @@ def outcome(plan: Prediction) -> list[str]:
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
     device_hours = f"{three_digits(run.device_hours)} device hours"
-    length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
+    length = f"{counted(run.steps, 'step')} in {duration(3600 * run.hours)}, {device_hours}{cost}"
     saving = plan_saving(plan.config, time.seconds)
     on_cpu = plan.hardware.device == CPU
     rough = on_cpu and known_speed() is None
