@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,11 @@ class Engine(ABC):
     def frozen_state(self) -> dict[str, Tensor]:
         """Return, with lora, `model.<parameter>` of all frozen weights, which no checkpoint holds; otherwise
         nothing."""
+
+    @abstractmethod
+    def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
+        """Yield parameters that the layout may replicate: the name, the ranks that hold the same elements, and
+        this rank's plain tensors that are equal on all of them between two steps."""
 
     @abstractmethod
     def empty_state(self) -> dict[str, Tensor]:

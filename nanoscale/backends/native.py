@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from nanoscale.backends import float8, gradients
 from nanoscale.backends.base import Engine, StepResult, make_stage
+from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.master_weights import MasterWeights, cast_frozen
 from nanoscale.backends.optimizer import (
     clip_in_update,
@@ -14,6 +20,7 @@ from nanoscale.backends.optimizer import (
     load_state,
     make_optimizer,
     named_state,
+    plain_tensors,
     set_lr,
 )
 from nanoscale.config.layout import is_replicated
@@ -94,6 +101,17 @@ class NativeEngine(Engine):
 
     def frozen_state(self) -> dict[str, Tensor]:
         return {f"model.{name}": p for name, p in self._all_parameters() if not p.requires_grad}
+
+    def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
+        for name, parameter in self._all_parameters():
+            if isinstance(parameter, DTensor):
+                ranks = _replica_ranks(parameter.device_mesh, tuple(parameter.placements))
+            else:
+                ranks = tuple(range(self.config.world_size if self.reducer is not None else 1))
+            moments = self.optimizer.state.get(parameter, {}).values()
+            # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
+            local = [local_tensor(it) for it in (parameter, *moments) if it.ndim]
+            yield name, ranks, [plain for it in local for plain in plain_tensors(it)]
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         moments = {
@@ -196,6 +214,16 @@ class NativeEngine(Engine):
             boundary,
             self._loss,
         )
+
+
+@cache
+def _replica_ranks(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Return the ranks that hold the same shard as this one of a tensor with these placements."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    axes = zip(coordinates, placements, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else at for at, placement in axes)
+    return tuple(mesh.mesh[index].flatten().tolist())
 
 
 def build_stages(

@@ -234,6 +234,11 @@ def is_quantized(moment: Tensor) -> bool:
     return hasattr(local_tensor(moment), "codes")
 
 
+def plain_tensors(local: Any) -> list[Tensor]:
+    """Return the tensors that a local parameter or moment consists of: the codes and the scales of 8 bits."""
+    return [local.codes, local.scale] if hasattr(local, "codes") else [local]
+
+
 def dequantize(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) -> Tensor:
     """Return an 8-bit moment in fp32, `[elements]`, which gives the same bits when it is quantized again.
 

@@ -22,7 +22,7 @@ from nanoscale.runs.directory import RunDirectory
 
 IN_MANIFEST = "config"
 _EVENT = "configuration"
-_FREE = ("run", "launcher", "logger", "cluster", "checkpoint", "profile")
+_FREE = ("run", "launcher", "logger", "cluster", "checkpoint", "profile", "guard")
 """Sections about a run's hosts, folders and outputs: a user may edit them in the file."""
 _OF_THE_MODEL = ("model.", "lora.", "data.tokenizer")
 """Keys of config.yaml that matter to commands that only use a checkpoint's weights."""

@@ -873,6 +873,19 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """The detection of wrong computation while a run trains."""
+
+    every: int | None = key(
+        None,
+        "steps between comparisons of tensors that several ranks hold equally, in addition to one before each "
+        "checkpoint; null: only before checkpoints; 0: never",
+        unit="steps",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole job."""
 
@@ -892,3 +905,4 @@ class Config:
     logger: Logger = field(default_factory=Logger)
     train: Train = field(default_factory=Train)
     profile: Profile = field(default_factory=Profile)
+    guard: Guard = field(default_factory=Guard)

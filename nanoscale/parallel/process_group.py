@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -93,9 +93,9 @@ def broadcast(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> 
     return value
 
 
-def gather_numbers(numbers: list[float]) -> torch.Tensor:
-    """Return every rank's numbers, fp64 `[ranks, numbers]` in host memory, the same on every rank."""
-    local = torch.tensor(numbers, dtype=torch.float64)
+def gather_numbers(numbers: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return every rank's numbers, `[ranks, numbers]` in host memory, the same on every rank."""
+    local = torch.tensor(numbers, dtype=dtype)
     if not dist.is_initialized():
         return local[None]
     all_numbers = [torch.empty_like(local) for _ in range(dist.get_world_size())]

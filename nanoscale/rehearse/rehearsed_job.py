@@ -19,6 +19,7 @@ from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Guard
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.metrics.meter import Meter
@@ -71,14 +72,17 @@ _BY_SAFETENSORS = {
 
 
 def shortened(config: ResolvedConfig, steps: int) -> ResolvedConfig:
-    """Return the configuration with `steps` steps. Evaluation and checkpoint, if any, follow the last."""
+    """Return the configuration with `steps` steps. Evaluation and checkpoint, if any, follow the last.
+
+    Replicas are not compared, because simulated tensors have no bits.
+    """
     train, checkpoint = config.train, config.checkpoint
     saves = checkpoint.every > 0 or bool(checkpoint.every_minutes)
     every = steps if train.eval_every else 0
     one_batch = config.parallel.dp * train.micro_batch
     train = replace(train, steps=steps, log_every=steps, eval_every=every, eval_samples=one_batch)
     checkpoint = replace(checkpoint, every=steps if saves else 0, every_minutes=None)
-    return replace(config, train=train, checkpoint=checkpoint)
+    return replace(config, train=train, checkpoint=checkpoint, guard=Guard(every=0))
 
 
 class EqualSamples:

@@ -302,6 +302,12 @@ _BY_TEXT = (
         "precision=fp32, or another attention kernel: backend.attention=math, or flash without masks",
     ),
     (
+        r"ReplicaError",
+        "tensors that several ranks hold equally are different: a device or its memory has made an error, or "
+        "code treats the ranks differently",
+        "test the devices of that host, or leave it out with --exclude; resume from the newest checkpoint",
+    ),
+    (
         r"No (available kernel|viable backend)",
         "the attention kernel of backend.attention does not support this model here",
         "backend.attention=auto",

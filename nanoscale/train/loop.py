@@ -28,6 +28,7 @@ from nanoscale.parallel import process_group
 from nanoscale.runs.directory import checkpoint_path
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
+from nanoscale.train.guard import require_equal_replicas
 from nanoscale.train.profile import Recorder
 from nanoscale.train.stability import require_finite
 
@@ -66,7 +67,7 @@ class Training:
     def __post_init__(self) -> None:
         on_gpu = self.engine.device.type == "cuda"
         self.samples: SampleSource = Prefetched(self.data.train) if on_gpu else self.data.train
-        self.saved_step = self.progress.step
+        self.saved_step = self.compared_step = self.progress.step
         self.last: StepResult | None = None
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
@@ -95,6 +96,8 @@ class Training:
             saves = by_step or agreement.save_is_due
             if self.is_logged(step) or saves:
                 result.grad_norm.item()  # so that queued work counts as the step's
+            if is_due(step, self.config.guard.every or 0):
+                self.compare_replicas()
             self.meter.end()
             if self.is_logged(step) and self.log(result, evaluates):
                 by_step = saves = True
@@ -220,12 +223,15 @@ class Training:
 
         Raises:
             NonFiniteError: the step's gradients were not finite, so its weights are useless.
+            ReplicaError: ranks differ in tensors that must be equal.
             OSError: this checkpoint, or the previous one, could not be written.
             FencedError: the run has continued without this rank's attempt.
         """
         if self.last is None or self.saved_step == self.progress.step:
             return
         self.require_finite_gradients(self.last)
+        if self.config.guard.every != 0:
+            self.compare_replicas()
         for sink in self.sinks:
             sink.flush()
         manifest = {
@@ -243,6 +249,12 @@ class Training:
         self.report_saved(self.saver.finish())
         self.report_saved(write(self.engine.state(), manifest))
         self.saved_step = self.progress.step
+
+    def compare_replicas(self) -> None:
+        """Raise an error on every rank if ranks differ in what they hold equally, once a step."""
+        if self.compared_step != self.progress.step:
+            require_equal_replicas(self.engine, self.progress.step)
+            self.compared_step = self.progress.step
 
     def report_saved(self, saved: Saved | None) -> None:
         if saved is None:

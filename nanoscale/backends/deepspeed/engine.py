@@ -116,6 +116,12 @@ class DeepSpeedEngine(Engine):
             for (name, _), (start, local) in zip(frozen, local_shards, strict=True)
         }
 
+    def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
+        if self.zero_stage < 3:  # stages 1 and 2 gather the weights after each update
+            ranks = tuple(dist.get_process_group_ranks(self.groups.data))
+            for name, parameter in self.model.named_parameters():
+                yield name, ranks, [parameter]
+
     def empty_state(self) -> dict[str, Tensor]:
         self._fill_state()
         return self.state()

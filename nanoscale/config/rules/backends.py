@@ -30,7 +30,7 @@ from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override
 
 OUTSIDE = (
-    "run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "profile", "train",
+    "run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "profile", "train", "guard",
 )  # fmt: skip
 """Sections of the launcher or the training loop: they apply to every backend."""
 

@@ -1,0 +1,152 @@
+"""Tensors that the layout keeps equal on several ranks are compared bit by bit before they are saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.backends.base import StepResult
+from nanoscale.backends.gradients import local_tensor
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Checkpoint, Guard
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import StopFlag
+from nanoscale.train.guard import _CHUNK, _differing, _digest
+from nanoscale.train.loop import Training
+from tests.support.jobs import make_config, make_run, train_rank, write_documents, write_tokens
+from tests.support.layouts import ROWS, Row, row_config, train_all
+from tests.support.ranks import run_ranks
+
+MATRIX = "layers.0.attention.wq.weight"
+NORM = "layers.1.mlp_norm.weight"
+FLIPPED_AT = 3
+
+
+@torch.no_grad()
+def flip(training: Training, name: str, moment: str = "") -> None:
+    """Flip the lowest bit of one element of a rank's shard."""
+    engine: Any = training.engine
+    parameter = dict(engine.parameters())[name]
+    tensor = engine.optimizer.state[parameter][moment] if moment else parameter
+    local_tensor(tensor).view(-1)[:1].view(torch.int64).bitwise_xor_(1)
+
+
+def train_flipped(rank: int, path: Path, wrong: int, name: str, moment: str) -> str:
+    """Train as the job does; after step 3 one rank has one flipped bit. Return the error, or the outcome."""
+    advance = Training.advance
+
+    def advance_and_flip(training: Training) -> StepResult:
+        result = advance(training)
+        if rank == wrong and training.progress.step == FLIPPED_AT:
+            flip(training, name, moment)
+        return result
+
+    Training.advance = advance_and_flip  # type: ignore[method-assign]
+    try:
+        return train_rank(rank, path, StopFlag())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def outcomes(config: ResolvedConfig, wrong: int, name: str, moment: str = "") -> list[str]:
+    run = make_run(config)
+    return run_ranks(train_flipped, config.world_size, run.path, wrong, name, moment)
+
+
+def steps_of(config: ResolvedConfig) -> list[int]:
+    run = RunDirectory(Path(config.run.root) / "run")
+    return [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)]
+
+
+def saving(folder: Path, guard: int | None = None, **layout: Any) -> ResolvedConfig:
+    write_tokens(folder)
+    checkpoint = Checkpoint(every=2, keep_last=None, at_end=False)
+    config = make_config(folder, checkpoint=checkpoint, **layout)
+    return replace(config, guard=Guard(guard), train=replace(config.train, steps=5))
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong", "name", "moment", "expected"),
+    [
+        ({"dp": 2}, 1, MATRIX, "", "ranks 0 and 1 differ in tensors that must be equal"),
+        ({"dp": 2}, 0, MATRIX, "exp_avg_sq", "ranks 0 and 1 differ in tensors"),
+        ({"dp": 4}, 2, NORM, "", "rank 2 differs from the 3 other replicas"),
+        # Ranks 1 and 3 hold the same columns, and all four the norms.
+        ({"dp": 2, "parallel": {"tp": 2}}, 3, MATRIX, "", "ranks 1 and 3 differ"),
+        ({"dp": 2, "parallel": {"tp": 2}}, 3, NORM, "", "rank 3 differs from the 3 other replicas"),
+        ({"dp": 4, "dp_replicate": 2, "stage": 3}, 2, MATRIX, "", "ranks 0 and 2 differ"),
+    ],
+)  # fmt: skip
+def test_a_flipped_bit_is_found_before_the_checkpoint(
+    tmp_path: Path, layout: dict[str, Any], wrong: int, name: str, moment: str, expected: str
+) -> None:
+    config = saving(tmp_path, **layout)
+    texts = outcomes(config, wrong, name, moment)
+    place = f"at step 4; the first parameter that differs is {name}"
+    assert all(expected in text and place in text for text in texts), texts
+    guilty = [rank for rank, text in enumerate(texts) if text.startswith("ReplicaError")]
+    assert wrong in guilty
+    assert all(f" {rank}" in expected for rank in guilty)
+    assert steps_of(config) == [2]
+
+
+def test_every_step_or_never(tmp_path: Path) -> None:
+    always, never = tmp_path / "always", tmp_path / "never"
+    for folder in (always, never):
+        folder.mkdir()
+    texts = outcomes(saving(always, guard=1, dp=2), 1, MATRIX)
+    assert all(f"at step {FLIPPED_AT};" in text for text in texts)
+    config = saving(never, guard=0, dp=2)
+    assert outcomes(config, 1, MATRIX) == ["completed", "completed"]
+    assert steps_of(config) == [2, 4]
+
+
+def guarded(rank: int, configs: list[ResolvedConfig]) -> int:
+    return len(train_all(rank, configs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_equal_replicas_are_equal_in_every_layout(tmp_path: Path, ranks: int) -> None:
+    rows = [row for row in ROWS if _world_size(row) == ranks]
+    configs = []
+    for number, row in enumerate(rows):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_documents(folder) if row.packed else write_tokens(folder)
+        config = row_config(folder, row, row.precisions[-1], steps=4)
+        configs.append(replace(config, guard=Guard(1)))
+    assert run_ranks(guarded, ranks, configs) == [len(rows)] * ranks
+
+
+def _world_size(row: Row) -> int:
+    degrees = row.degrees
+    return degrees.get("dp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
+
+
+def test_the_rank_without_a_majority_is_named() -> None:
+    none = [-1, 0]
+    rows = [[0, 7, *none * 3], [0, 7, *none * 3], [0, 8, *none * 3], [3, 9, *none * 3]]
+    assert _differing(rows) == (0, [2], [0, 1, 2])
+    assert _differing([rows[0], rows[2]]) == (0, [0, 1], [0, 1])
+    assert _differing([rows[0], rows[1], rows[3]]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("count", [1, 3, 9, _CHUNK + 5])
+def test_every_bit_and_the_order_count(dtype: torch.dtype, count: int) -> None:
+    values = torch.arange(count).to(dtype)
+    before = _digest(values).item()
+    assert before == _digest(values.clone()).item()
+    bits = values.view(torch.uint8)
+    for byte in {0, bits.numel() // 2, bits.numel() - 1}:
+        for bit in range(8):
+            bits[byte] ^= 1 << bit
+            assert _digest(values).item() != before
+            bits[byte] ^= 1 << bit
+    assert count == 1 or _digest(values.flip(0)).item() != before
