@@ -111,15 +111,16 @@ class Saver:
             self._workspace, state, manifest, self._group if in_background else None
         )
         best = [step for _, step in manifest.get(store.BEST, [])[: self._settings.keep_best]]
-        undeleted = self._prune(best) if self._rank == 0 else {}
+        before_spike = manifest.get(store.BEFORE_SPIKE, {}).get("steps", [])
+        undeleted = self._prune([*best, *before_spike]) if self._rank == 0 else {}
         seconds = time.perf_counter() - start
         stall_s = self._stall_s if in_background else seconds
         return Saved(path, manifest["step"], seconds, stall_s, undeleted)
 
-    def _prune(self, best: list[int]) -> dict[int, str]:
-        """Delete old checkpoints, except those of the best steps; return new failures to delete one."""
+    def _prune(self, kept: list[int]) -> dict[int, str]:
+        """Delete old checkpoints, except those of the steps in `kept`; return new failures to delete one."""
         settings = self._settings
-        pruned = store.prune(self._workspace, settings.keep_last, settings.keep_every, best)
+        pruned = store.prune(self._workspace, settings.keep_last, settings.keep_every, kept)
         failed = pruned.failed
         new = {step: reason for step, reason in failed.items() if step not in self._undeleted}
         self._undeleted |= new

@@ -34,6 +34,8 @@ EVAL_LOSS = "eval_loss"
 """A key of a manifest: the loss of an evaluation at its step."""
 BEST = "best"
 """A key of a manifest: the lowest evaluation losses until its step, each with its step, the lowest first."""
+BEFORE_SPIKE = "before_spike"
+"""A key of a manifest: the checkpoints from before a jump of the loss that is not over, and its limit."""
 BY_TIME = "by_time"
 """A key of a manifest; true in a checkpoint that was saved only because of checkpoint.every_minutes."""
 _SET_ASIDE = re.compile(r"damaged-(step-(\d{8,}))(?:-\d+)?")

@@ -864,6 +864,9 @@ class Train:
         64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
     )
     stop_when: StopWhen = field(default_factory=StopWhen)
+    on_spike: Literal["note", "stop"] = key(
+        "note", "after a loss far above the last ones: note it and continue, or stop the run"
+    )
     sample_prompt: str | None = key(
         "", "text that a sample after the training continues; null: none"
     )

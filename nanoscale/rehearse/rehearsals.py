@@ -90,7 +90,7 @@ def _shaping(config: Config) -> dict[str, Any]:
 _ONLY_NUMBERS = (
     "run.", "cluster.", "launcher.", "logger.", "profile.", "scheduler.", "optimizer.lr", "optimizer.betas",
     "optimizer.eps", "train.steps", "train.tokens", "train.epochs", "train.seed", "train.log_every",
-    "train.eval_samples", "train.stop_when.", "train.sample_", "data.path", "data.valid_",
+    "train.eval_samples", "train.stop_when.", "train.sample_", "train.on_", "data.path", "data.valid_",
     "data.mixture", "data.tokenizer", "data.bpe_vocab", "data.cache_dir", "guard.", "checkpoint.keep_last",
     "checkpoint.keep_every", "checkpoint.at_stop",
 )  # fmt: skip

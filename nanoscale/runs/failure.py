@@ -302,6 +302,11 @@ _BY_TEXT = (
         "precision=fp32, or another attention kernel: backend.attention=math, or flash without masks",
     ),
     (
+        r"LossSpikeError",
+        "the loss jumped far above its spread",
+        "resume from the newest checkpoint with a lower optimizer.lr, or with train.on_spike=note",
+    ),
+    (
         r"ReplicaError",
         "tensors that several ranks hold equally are different: a device or its memory has made an error, or "
         "code treats the ranks differently",

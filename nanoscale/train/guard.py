@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -14,10 +15,8 @@ from nanoscale.parallel import process_group
 
 _SETS = 4
 """The most sets of ranks that a rank shares tensors with: divided by tp or not, of experts or not."""
-_NO_SET = [-1, 0]
-_CHUNK = 1 << 18
-"""The integers that are summed at once, of which each needs 16 bytes for a moment."""
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""The integers that are summed at once, of which each needs 8 bytes for a moment; a CPU's stay in its cache."""
 
 
 class ReplicaError(RuntimeError):
@@ -34,27 +33,26 @@ def require_equal_replicas(engine: Engine, step: int) -> None:
     """
     if process_group.world_size() == 1:
         return
-    rank = process_group.rank()
-    sets: dict[tuple[int, ...], dict[str, Tensor]] = defaultdict(dict)
+    sets: dict[tuple[int, ...], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, ranks, tensors in engine.replicated():
         if len(ranks) > 1:
-            sets[ranks][name] = _combined([_digest(tensor) for tensor in tensors])
+            sets[ranks] += [(name, part) for tensor in tensors for part in _sums(tensor)]
     assert len(sets) <= _SETS
-    digests = [_combined(list(by_name.values())) for by_name in sets.values()]
+    digests = [_weighted_sum(torch.stack([part for _, part in sums])) for sums in sets.values()]
     totals = torch.stack(digests).tolist() if digests else []  # the only wait for the device
     # Ranks that share a set have the same parameters, so a set has the same index on all of its ranks.
     row = [value for ranks, total in zip(sets, totals, strict=True) for value in (ranks[0], total)]
-    row += _NO_SET * (_SETS - len(sets))
+    row += [-1, 0] * (_SETS - len(sets))
     differing = _differing(process_group.gather_numbers(row, torch.int64).tolist())
     if differing is None:
         return
     index, wrong, members = differing
-    local = list(sets.values())[index].items() if rank in members else ()
-    by_rank = process_group.gather({name: digest.item() for name, digest in local})
-    of_members = [by_rank[member] for member in members]
-    first = next(name for name in of_members[0] if len({each[name] for each in of_members}) > 1)
+    local = list(sets.values())[index] if process_group.rank() in members else []
+    by_rank = process_group.gather([(name, part.item()) for name, part in local])
+    compared = zip(*(by_rank[member] for member in members), strict=True)
+    first = next(same[0][0] for same in compared if len(set(same)) > 1)
     text = f"{_named(wrong, members)} at step {step}; the first parameter that differs is {first}"
-    if rank in wrong:
+    if process_group.rank() in wrong:
         raise ReplicaError(text)
     raise ConnectionError(f"a peer was lost: {text}")
 
@@ -68,11 +66,10 @@ def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None
     for index in range(_SETS):
         sets: dict[int, dict[int, int]] = defaultdict(dict)
         for rank, row in enumerate(rows):
-            first, digest = row[2 * index : 2 * index + 2]
-            sets[first][rank] = digest
-        for first, digests in sets.items():
+            sets[row[2 * index]][rank] = row[2 * index + 1]
+        for digests in sets.values():  # that of -1 has equal ones
             common, count = Counter(digests.values()).most_common(1)[0]
-            if count < len(digests) and first != _NO_SET[0]:
+            if count < len(digests):
                 majority = 2 * count > len(digests)
                 wrong = [r for r, digest in digests.items() if not majority or digest != common]
                 return index, wrong, list(digests)
@@ -89,33 +86,24 @@ def _named(wrong: list[int], members: list[int]) -> str:
     )
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    """Return 64 bits of a plain tensor, int64, a scalar on its device. One flipped bit always changes them."""
+def _sums(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield 64 bits of each chunk of a plain tensor. One flipped bit always changes them."""
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = bits.numel() // 4 * 4
     if bits.storage_offset() % 4:
         bits = bits.clone()
-    tail = bits[whole:]
-    return _combined([_weighted_sum(bits[:whole].view(torch.int32)), _weighted_sum(tail)])
+    whole = bits.numel() // 4 * 4
+    for words in (bits[:whole].view(torch.int32), bits[whole:]):
+        chunks = words.split(_CHUNK[tensor.device.type])
+        yield from (_weighted_sum(chunk) for chunk in chunks if len(chunk))
 
 
-def _weighted_sum(words: Tensor) -> Tensor:
-    """Return the sum, modulo 2 ** 64, of integers `[n]`, each times an odd number that follows from its
-    position."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(_CHUNK):  # so that no large tensor is copied
-        total = (
-            total * _ODD + chunk.to(torch.int64).mul_(_weights(words.device)[: len(chunk)]).sum()
-        )
-    return total
-
-
-def _combined(digests: list[Tensor]) -> Tensor:
-    return _weighted_sum(torch.stack(digests))
+def _weighted_sum(integers: Tensor) -> Tensor:
+    """Return the sum of the integers of a chunk, modulo 2 ** 64, each times an odd number of its position."""
+    return (integers * _weights(integers.device)[: len(integers)]).sum()
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return odd numbers, int64 `[_CHUNK]`: a difference of less than 64 bits times one is never 0."""
     generator = torch.Generator().manual_seed(0)
-    return (torch.randint(2**62, (_CHUNK,), generator=generator) * 2 + 1).to(device)
+    count = _CHUNK[device.type]
+    return (torch.randint(2**62, (count,), generator=generator) * 2 + 1).to(device)

@@ -31,6 +31,7 @@ from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
+from nanoscale.train.stability import Spikes
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
@@ -128,7 +129,8 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         require_same_base(context.config, base, manifest)
     step, consumed = manifest["step"], manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
-    return Progress(step, consumed, base, Evaluations.from_manifest(manifest))
+    spikes = Spikes(**manifest.get(store.BEFORE_SPIKE, {}))
+    return Progress(step, consumed, base, Evaluations.from_manifest(manifest), spikes)
 
 
 def load_initial_weights(engine: Engine, config: ResolvedConfig, note: Note) -> None:

@@ -30,7 +30,7 @@ from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas
 from nanoscale.train.profile import Recorder
-from nanoscale.train.stability import require_finite
+from nanoscale.train.stability import LossSpikeError, Spikes, require_finite
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
 """A function that writes a state, or begins to; it returns a checkpoint that is complete by then."""
@@ -47,6 +47,7 @@ class Progress:
     base: str | None = None
     """The fingerprint of the frozen weights with lora, which no checkpoint holds."""
     evaluations: Evaluations = field(default_factory=Evaluations)
+    spikes: Spikes = field(default_factory=Spikes)
 
 
 @dataclass
@@ -149,6 +150,7 @@ class Training:
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
+            LossSpikeError: the loss has jumped, and `train.on_spike=stop`.
         """
         local_figures = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
         all_figures = process_group.gather_numbers(local_figures)
@@ -169,6 +171,8 @@ class Training:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
         self.require_finite_gradients(result)
+        if jump := self.progress.spikes.add(record["loss"]):
+            self.report_jump(f"{jump} (step {record['step']})")
         if not evaluates:
             return False
         return self.progress.evaluations.add(
@@ -177,6 +181,20 @@ class Training:
             self.config.checkpoint.keep_best,
             self.config.train.stop_when.min_delta,
         )
+
+    def report_jump(self, jump: str) -> None:
+        """Note a jump of the loss, and keep the checkpoints from before it.
+
+        Raises:
+            LossSpikeError: `train.on_spike=stop`.
+        """
+        self.report_saved(self.saver.finish())
+        if self.rank == 0:
+            stored = store.list_checkpoints(self.workspace.parent)
+            self.progress.spikes.steps = [checkpoint.step for checkpoint in stored]
+        self.note("spike", f"{jump}; the checkpoints from before it are kept")
+        if self.config.train.on_spike == "stop":
+            raise LossSpikeError(f"{jump}; the run stops because of train.on_spike=stop")
 
     def require_finite_gradients(self, result: StepResult) -> None:
         """Raise a NonFiniteError, unless the step was skipped because of the loss scale."""
@@ -240,6 +258,7 @@ class Training:
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
             "data": self.data.fingerprint,
             **self.progress.evaluations.in_manifest(self.progress.step),
+            **self.progress.spikes.in_manifest(),
             **({"base": self.progress.base} if self.progress.base else {}),
             "world_size": self.config.world_size,
             "time": time.time(),

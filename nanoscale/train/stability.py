@@ -1,8 +1,17 @@
-"""Detection of a diverged training."""
+"""Detection of a diverged training, and of a loss that jumps."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from nanoscale.checkpoint.store import BEFORE_SPIKE
+
+_WINDOW, _FEWEST = 100, 20
+"""The logged losses of which the spread is known, and the fewest that show one."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -20,3 +29,47 @@ def require_finite(step: int, **values: float) -> None:
             "environment.json says that attention is cuDNN's, try backend.attention=flash, or "
             "math with document masks"
         )
+
+
+class LossSpikeError(ArithmeticError):
+    """The loss has jumped, and `train.on_spike=stop`."""
+
+
+@dataclass
+class Spikes:
+    """The detection of jumps of the logged loss; after a resume, the spread is measured anew."""
+
+    steps: list[int] = field(default_factory=list)
+    """On rank 0, the steps of the checkpoints from before the jump, which are not deleted until it is over."""
+    limit: float | None = None
+    """The highest loss without a jump, until the jump is over; None: there is none."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    calm: int = 0
+    """The losses in a row that were within the limit."""
+
+    def add(self, loss: float) -> str | None:
+        """Add a logged loss; return a sentence if a jump begins with it.
+
+        A jump is above the median by more than ten times the spread, which is 1.4826 times the median absolute
+        deviation, but at least 2 % of the median and 0.05. It is over after 20 lower losses in a row.
+        """
+        if self.limit is None and len(self.recent) >= _FEWEST:
+            middle = median(self.recent)
+            spread = 1.4826 * median(abs(other - middle) for other in self.recent)
+            limit = middle + 10 * max(spread, 0.02 * abs(middle), 0.05)
+            if loss > limit:
+                self.limit, self.calm = limit, 0
+                known = f"the median of the last {len(self.recent)}"
+                return f"the loss jumped to {loss:.4g}, far above {middle:.4g}, {known}"
+        if self.limit is not None:
+            self.calm = self.calm + 1 if loss <= self.limit else 0
+            if self.calm >= _FEWEST:
+                self.steps, self.limit = [], None
+        if self.limit is None or loss <= self.limit:
+            self.recent.append(loss)
+        return None
+
+    def in_manifest(self) -> dict[str, Any]:
+        """Return what a checkpoint's manifest holds of a jump that is not over; otherwise nothing."""
+        is_over = self.limit is None
+        return {} if is_over else {BEFORE_SPIKE: {"steps": self.steps, "limit": self.limit}}

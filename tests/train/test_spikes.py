@@ -1,0 +1,115 @@
+"""A loss that jumps far above its own spread is noted, or stops the run, and older checkpoints stay."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.backends.base import StepResult
+from nanoscale.backends.gradients import local_tensor
+from nanoscale.checkpoint.store import BEFORE_SPIKE, list_checkpoints
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Checkpoint
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import StopFlag
+from nanoscale.train.loop import Training
+from nanoscale.train.stability import Spikes
+from tests.support.jobs import make_config, make_run, read_metrics, train, train_rank, write_tokens
+from tests.support.ranks import run_ranks
+
+JUMP = 25
+
+
+def jumps(losses: list[float]) -> list[int]:
+    spikes = Spikes()
+    return [at for at, loss in enumerate(losses) if spikes.add(loss)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_an_ordinary_training_has_no_jump(noise: float) -> None:
+    for seed in range(20):
+        dice = random.Random(seed)
+        falling = [2.5 + 8.5 * math.exp(-at / 30) for at in range(1000)]
+        assert jumps([loss + dice.gauss(0, noise) for loss in falling]) == []
+
+
+def test_a_jump_is_reported_once_until_it_is_over() -> None:
+    steady = [4.8 + 0.01 * (at % 5) for at in range(40)]
+    assert jumps([*steady[:19], 813.0]) == [], "19 losses show no spread"
+    assert jumps([*steady[:20], 813.0]) == [20]
+    assert jumps(steady + [813.0, 5.0, 700.0] + [9.0] * 200) == [40], "it is not over"
+    assert jumps([*steady, 813.0, *steady[:19], 813.0, *steady[:19], 813.0]) == [40]
+    assert jumps([*steady, 813.0, *steady[:20], 813.0]) == [40, 61]
+
+
+def test_checkpoints_are_kept_until_the_jump_is_over() -> None:
+    spikes = Spikes()
+    assert sum(bool(spikes.add(loss)) for loss in [2.0] * 30 + [50.0]) == 1
+    spikes.steps = [10, 20]
+    resumed = Spikes(**spikes.in_manifest()[BEFORE_SPIKE])
+    assert [resumed.add(loss) for loss in [2.0] * 19] == [None] * 19
+    assert resumed.in_manifest() == spikes.in_manifest()
+    resumed.add(2.0)
+    assert resumed.in_manifest() == {} and resumed.steps == []
+
+
+def train_jumping(rank: int, path: Path) -> str:
+    """Train as the job does; before step 25 every rank's head is 30 times as large. Return what happened."""
+    advance = Training.advance
+
+    def advance_after_jump(training: Training) -> StepResult:
+        if training.progress.step == JUMP - 1:
+            engine: Any = training.engine
+            with torch.no_grad():
+                local_tensor(dict(engine.parameters())["head.weight"]).mul_(30)
+        return advance(training)
+
+    Training.advance = advance_after_jump  # type: ignore[method-assign]
+    try:
+        return train_rank(rank, path, StopFlag())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def jumping(folder: Path, on_spike: str, **changes: Any) -> tuple[ResolvedConfig, RunDirectory]:
+    write_tokens(folder, samples=100)
+    checkpoint = Checkpoint(every=4, keep_last=2, at_end=False)
+    config = make_config(folder, checkpoint=checkpoint, precision="fp32", **changes)
+    settings = replace(config.train, steps=36, on_spike=on_spike)  # type: ignore[arg-type]
+    config = replace(config, train=settings)
+    return config, make_run(config)
+
+
+def kept(run: RunDirectory) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)]
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, {"parallel": {"tp": 2}, "stage": 1}], ids=["dp", "tp"]
+)
+def test_a_jump_is_noted_and_the_checkpoints_before_it_stay(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    config, run = jumping(tmp_path, "note", **layout)
+    assert run_ranks(train_jumping, 2, run.path) == ["completed"] * 2
+    (event,) = [event for event in events.read(run) if event["kind"] == "spike"]
+    assert "the loss jumped to " in event["message"] and "(step 25)" in event["message"]
+    assert kept(run) == [20, 24, 32, 36]
+    longer = replace(config, train=replace(config.train, steps=44))
+    assert train(run, longer) == ["completed"] * 2
+    assert kept(run) == [20, 24, 40, 44], "a resumed run keeps them, too"
+
+
+def test_a_jump_stops_every_rank_on_request(tmp_path: Path) -> None:
+    _, run = jumping(tmp_path, "stop", dp=2, stage=3)
+    texts = run_ranks(train_jumping, 2, run.path)
+    assert all(text.startswith("LossSpikeError: the loss jumped to ") for text in texts), texts
+    assert kept(run) == [20, 24]
+    assert read_metrics(run)[-1]["step"] == JUMP
