@@ -24,6 +24,7 @@ from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.processes.proc import allow_open_files, bind_to_gpu, keep_freed_memory
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
+from nanoscale.runs.position import answer_questions
 from nanoscale.runs.rank_context import RankContext, StopFlag
 
 EXIT_CODES = {"completed": 0, "stopped": 75}
@@ -58,6 +59,8 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
     allow_open_files()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # the agent's request for the stacks of a rank that hangs
+    if "NANOSCALE_FAILURE_FILE" in os.environ:
+        answer_questions(Path(os.environ["NANOSCALE_FAILURE_FILE"]))
     _flush_every_line()
     run = RunDirectory(Path(run_dir).absolute())
     try:

@@ -19,9 +19,11 @@ from nanoscale.agent.link import Link
 from nanoscale.agent.rank import RankFiles, RankLogs, start_rank, start_store
 from nanoscale.processes.network import interface_towards, is_loopback
 from nanoscale.processes.proc import available_gib, is_stopped, oom_kills
+from nanoscale.runs import position
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure, read_rank_failure, stopped_rank
 from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder, message_of
+from nanoscale.runs.position import Position
 from nanoscale.worker import Job
 
 _POLL_S = 0.05
@@ -45,6 +47,7 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
+    positions: dict[int, Position] = {}
     store = None
     try:
         if link.killed_attempt >= host.attempt:
@@ -57,6 +60,7 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
             _run_ranks(host, watch, logs, run, job, order.meet_s)
             outcome = watch.outcome()
             failures += watch.failures.values()
+            positions = watch.positions
     except Exception as error:
         traceback.print_exc()
         failures.append(
@@ -65,7 +69,7 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
         outcome = "failed"
     link.is_starting = False
     evidence = Evidence(oom_kills() - killed_before, available_gib())
-    ended = Ended(host.attempt, outcome, tuple(failures), evidence, _result(run))
+    ended = Ended(host.attempt, outcome, tuple(failures), evidence, _result(run), positions)
     link.send(**message_of(ended))
     return store
 
@@ -150,6 +154,7 @@ class Watch:
         self._stop_forwarded = False
         self._stopped_since: dict[int, float] = {}
         self.killed = False
+        self.positions: dict[int, Position] = {}
         self.failures: dict[int, RankFailure] = {}
 
     def check(self, processes: Sequence[BaseProcess]) -> bool:
@@ -189,11 +194,28 @@ class Watch:
         self.killed = True
         if self._link.wants_stacks:
             send(processes, signal.SIGUSR2)
-            _join(processes, _STACKS_S)
+            self._ask(processes)
         self._collect_failures(processes)
         # Not SIGTERM, which would mean a regular stop.
         send(processes, signal.SIGKILL)
         _join(processes, _REAP_S)
+
+    def _ask(self, processes: Sequence[BaseProcess]) -> None:
+        """Collect the positions of the ranks that still run."""
+        files = {rank: files.failure for rank, files in self._logs.files.items()}
+        alive = {
+            rank
+            for rank, process in zip(self._host.ranks, processes, strict=True)
+            if process.exitcode is None
+        }
+        for rank in alive:
+            position.ask(files[rank])
+        deadline = time.monotonic() + _STACKS_S
+        while alive and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            found = {rank: position.answered(files[rank]) for rank in alive}
+            self.positions |= {rank: where for rank, where in found.items() if where is not None}
+            alive -= self.positions.keys()
 
     def _collect_failures(self, processes: Sequence[BaseProcess]) -> None:
         """Collect the failures so far; a known failure keeps its time."""

@@ -27,7 +27,7 @@ from nanoscale.checkpoint import store
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.staging import State
 from nanoscale.checkpoint.store import StoredCheckpoint
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import LostPeerError, UserError, Violation
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
 from nanoscale.runs.directory import checkpoint_path
@@ -270,7 +270,9 @@ def _torch_errors_explained(path: Path) -> Iterator[None]:
             )
             number, reason = _reason(error)
             text = f"{reason} (rank {rank}, in {path})"
-            raise OSError(number, text if local_failure else f"a peer was lost: {text}") from error
+            if local_failure:
+                raise OSError(number, text) from error
+            raise LostPeerError(number, f"a peer was lost: {text}") from error
 
 
 def _reason(error: BaseException) -> tuple[int, str]:
@@ -332,5 +334,5 @@ def _on_all_ranks(
         if isinstance(failed, FencedError):
             raise failed
         if failed is not None:
-            raise error or OSError(failed.errno, f"a peer was lost: {failed} (rank {rank})")
+            raise error or LostPeerError(failed.errno, f"a peer was lost: {failed} (rank {rank})")
     return [value for value, _ in outcomes]

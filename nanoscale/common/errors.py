@@ -52,3 +52,7 @@ def user_name() -> str:
     with suppress(KeyError):
         return pwd.getpwuid(os.geteuid()).pw_name
     return str(os.geteuid())
+
+
+class LostPeerError(ConnectionError):
+    """A failure of another rank, whose own report says why."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import GIB, byte_size
+from nanoscale.common.units import GIB, byte_size, listed
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import damaged, read_record
+from nanoscale.runs.position import Position, late_for, of_error, waits, where
 
 Document = dict[str, Any]
 
@@ -25,10 +26,10 @@ _MESSAGE_LENGTH, _TRACEBACK_LENGTH = 1 << 12, 1 << 14
 """Characters; all ranks of a host may fail, and the agent reports them in one message."""
 
 
-Kind = Literal["raised", "rendezvous", "ended", "stopped", "absent", "forced", "agent"]
-"""The event, as the place that noticed it knows it: the rank raised an exception, or missed another host in
-the rendezvous; its process ended without a report, or was stopped by a signal; others waited for it; the
-launcher ended it by force; the agent failed."""
+Kind = Literal["raised", "lost", "rendezvous", "ended", "stopped", "absent", "forced", "agent"]
+"""The event, as the place that noticed it knows it: the rank raised an exception of its own, or one that says
+that another rank did not answer; it missed another host in the rendezvous; its process ended without a report,
+or was stopped by a signal; others waited for it; the launcher ended it by force; the agent failed."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class RankFailure:
     """The UserError as a document, if it was one."""
     exit_code: int | None = None
     """The exit code of its process; negative: the signal that ended it; None: still running or unknown."""
+    position: Document | None = None
+    """The `Position` of a rank that lost another one."""
     diagnosis: str = ""
     """The diagnosis, if it is known already; "" leaves it to `diagnose`."""
     remedy: str = ""
@@ -65,12 +68,14 @@ class RankFailure:
         kind: Kind = "raised",
     ) -> RankFailure:
         """Return the failure of a rank that raised `error` now."""
+        is_lost = kind == "raised" and is_of_another_rank(error)
         return cls(
-            *(kind, rank, local_rank, host, time.time()),
+            *("lost" if is_lost else kind, rank, local_rank, host, time.time()),
             type=_qualified_name(type(error)),
             message=_shortened(str(error), _MESSAGE_LENGTH),
             traceback=_shortened("".join(traceback.format_exception(error)), _TRACEBACK_LENGTH),
             user_error=_user_document(error) if isinstance(error, UserError) else None,
+            position=asdict(of_error(error)) if is_lost else None,
         )
 
     @property
@@ -182,28 +187,43 @@ def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
     )
 
 
-def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
-    """Return the failure of the first of the ranks for which the others timed out.
+def absent_ranks(
+    silent: Sequence[RankFailure], known: Mapping[int, Position], waited: str
+) -> RankFailure:
+    """Return the failure of the first of the ranks for which the others waited, with its stack.
 
     Args:
         silent: all of them, each with its rank and host.
+        known: the positions of ranks, also of those that waited.
+        waited: how long the others waited, and by which limit.
     """
-    ranks = ", ".join(str(failure.rank) for failure in silent)
-    is_plural = len(silent) > 1
+    first = silent[0]
+    assert first.rank is not None
+    ranks = listed([str(failure.rank) for failure in silent])
+    position = known.get(first.rank)
+    late = late_for(first.rank, known)
+    missed = f"{late}" if late else "a collective operation"
     return replace(
-        silent[0],
-        diagnosis=f"rank{'s' if is_plural else ''} {ranks} did not arrive at a collective operation; the "
-        f"others waited for {limit_s:g} s (launcher.collective_timeout_s)",
-        remedy="the end of its log shows where it was; on GPUs, flight-recorder.rank-N next to the "
+        first,
+        traceback=position.stack if position else "",
+        diagnosis=f"rank{'s' if len(silent) > 1 else ''} {ranks} did not arrive at {missed}; {waited}. "
+        f"Rank {first.rank}: {where(position)}",
+        remedy="the stack shows where it was; on GPUs, flight-recorder.rank-N next to the "
         "log shows the last calls of each rank; if it only needed more time, set a larger "
         "launcher.collective_timeout_s",
     )
 
 
-def all_timed_out(failures: Sequence[RankFailure]) -> bool:
-    """True if all failures are timeouts of ranks that waited for another one."""
-    texts = (f"{failure.type} {failure.message}" for failure in failures)
-    return bool(failures) and all(_TIMEOUT.search(text) for text in texts)
+def absent_hosts(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
+    """Return the failure of the first of the hosts that the others did not meet at the start."""
+    hosts = listed(sorted({failure.host for failure in silent}))
+    return replace(
+        silent[0],
+        rank=None,
+        local_rank=None,
+        diagnosis=f"{hosts} did not arrive at the rendezvous; the others waited for {limit_s:g} s",
+        remedy="look at the log of its agent, and whether the hosts reach each other: `nanoscale doctor`",
+    )
 
 
 def signal_name(exit_code: int | None) -> str | None:
@@ -216,28 +236,28 @@ def signal_name(exit_code: int | None) -> str | None:
         return f"signal {-exit_code}"
 
 
-_LOST_PEER = re.compile(
-    r"connection (closed|reset) by|connection was likely closed|connection refused|broken pipe"
-    r"|socket closed|connectfullmesh|failed to recv, got 0 bytes|sendbytes failed|recvvalue failed"
-    r"|pair closure|peer closed|timed out waiting|timed out after|collective operation timeout"
-    r"|socket (has )?timed out|connect timeout|failed to connect to|wait timeout after"
-    r"|ncclremoteerror|remote process exited|communicator was aborted|nccl watchdog"
-    r"|store.*(closed|timeout)|a peer was lost",
-    re.IGNORECASE,
-)
+_OF_TRANSPORT = re.compile(r"\[\S*gloo/transport/|.*\[[\da-fA-F.:]+\]:\d+")
+"""Beginnings of gloo's errors outside of a wait: the source file of its network code, or a peer's address."""
 
 
-_TIMEOUT = re.compile(r"timed out|timeout|DistStoreError|wait.*expired", re.IGNORECASE)
+def is_of_another_rank(error: BaseException | None) -> bool:
+    """True if an exception, or one that it was raised from, says that another rank did not answer."""
+    while error is not None:
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if names & {"LostPeerError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+            return True
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if type(error) is RuntimeError and (waits(frames) or _OF_TRANSPORT.match(str(error))):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _distance_from_cause(failure: RankFailure) -> int:
     """Return 0 for a cause of its own, 1 for an abort, which may follow from a lost peer, 2 for a lost peer."""
-    if failure.diagnosis:
-        return 0
     if failure.exit_code == -signal.SIGABRT and failure.kind == "ended":
         return 1
-    text = f"{failure.type} {failure.message}"
-    return 2 if _LOST_PEER.search(text) and failure.user_error is None else 0
+    return 2 if failure.kind in ("lost", "rendezvous") else 0
 
 
 TORCH_BUILDS = "see https://pytorch.org/get-started/locally"
@@ -374,15 +394,15 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
     if name and failure.kind == "ended":
         unknown = f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
         return _diagnose_kill(evidence) if name == "SIGKILL" else _BY_SIGNAL.get(name, unknown)
+    text = f"{failure.type}: {failure.message}"
+    for pattern, diagnosis, remedy in _BY_TEXT:
+        if re.search(pattern, text, re.IGNORECASE):
+            return diagnosis, remedy
     if is_consequence(failure):
         return (
             "the connection to another rank was lost, and no rank reported a cause",
             "look at the ends of all ranks' logs, and at the network between the hosts",
         )
-    text = f"{failure.type}: {failure.message}"
-    for pattern, diagnosis, remedy in _BY_TEXT:
-        if re.search(pattern, text, re.IGNORECASE):
-            return diagnosis, remedy
     if failure.kind == "ended":
         return f"it ended with code {failure.exit_code} without a message", "its log may show more"
     return "the program raised an exception", "the traceback shows where"

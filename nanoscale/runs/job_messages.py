@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from nanoscale.processes.messages import TRAINING, Message
 from nanoscale.runs.failure import Evidence, RankFailure
+from nanoscale.runs.position import Position
 
 RENDEZVOUS_S = 600.0
 
@@ -83,11 +84,15 @@ class Ended:
     evidence: Evidence = field(default_factory=Evidence)
     result: Any = None
     """The result that the first rank left; None if it left none."""
+    positions: dict[int, Position] = field(default_factory=dict)
+    """The positions of ranks before they were ended, if the launcher asked."""
 
     @classmethod
     def read(cls, message: Message) -> Ended:
         content = _content(message)
         content["evidence"] = Evidence(**content["evidence"])
+        where = content["positions"].items()
+        content["positions"] = {int(rank): Position(**position) for rank, position in where}
         return cls(**{**content, "failures": _failures(content)})
 
 

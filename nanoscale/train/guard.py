@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoscale.backends.base import Engine
+from nanoscale.common.errors import LostPeerError
 from nanoscale.common.units import counted
 from nanoscale.parallel import process_group
 
@@ -29,7 +30,7 @@ def require_equal_replicas(engine: Engine, step: int) -> None:
 
     Raises:
         ReplicaError: this rank differs, or one of two replicas does.
-        ConnectionError: another rank differs.
+        LostPeerError: another rank differs.
     """
     if process_group.world_size() == 1:
         return
@@ -54,7 +55,7 @@ def require_equal_replicas(engine: Engine, step: int) -> None:
     text = f"{_named(wrong, members)} at step {step}; the first parameter that differs is {first}"
     if process_group.rank() in wrong:
         raise ReplicaError(text)
-    raise ConnectionError(f"a peer was lost: {text}")
+    raise LostPeerError(f"a peer was lost: {text}")
 
 
 def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None:

@@ -26,6 +26,7 @@ from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import checkpoint_path
+from nanoscale.runs.position import NOW
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas
@@ -115,7 +116,7 @@ class Training:
 
     def advance(self) -> StepResult:
         """Run one optimizer step."""
-        step = self.progress.step + 1
+        step = NOW.step = self.progress.step + 1
         micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
             self.config.train.global_batch,

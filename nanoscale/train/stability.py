@@ -37,7 +37,7 @@ class LossSpikeError(ArithmeticError):
 
 @dataclass
 class Spikes:
-    """The detection of jumps of the logged loss; after a resume, the spread is measured anew."""
+    """The detection of jumps of the logged loss; after a resume the spread begins again."""
 
     steps: list[int] = field(default_factory=list)
     """On rank 0, the steps of the checkpoints from before the jump, which are not deleted until it is over."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanoscale.common.errors import LostPeerError
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config, Launcher
 from nanoscale.launch.fleet.connections import Member
@@ -20,12 +21,15 @@ from nanoscale.runs import events, failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure
 from nanoscale.runs.job_messages import Ended, Failing, message_of
+from nanoscale.runs.position import Position
 
 HOSTS = (HostPlan("a", 2, (0, 1), ("x",)), HostPlan("b", 2, (2, 3), ("x",)))
 PLAN = LaunchPlan(1, 4, HOSTS, "a", 1, {}, ())
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-LOST = ConnectionResetError("Connection reset by peer")
-LATE = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+LOST = LostPeerError("a peer was lost")
+LATE = RuntimeError(
+    "[/gloo/gloo/transport/tcp/pair.cc:1] Timed out waiting 1000ms for recv operation to complete"
+)
 
 
 class Fleet:
@@ -159,6 +163,31 @@ def test_ranks_that_did_not_arrive_are_named(attempt):
     assert (cause.rank, cause.host) == (2, "b")
     assert "rank 2 did not arrive" in cause.diagnosis
     assert cause.log == "logs/attempt-1/b.rank-2.err"
+
+
+def test_a_host_that_misses_the_rendezvous_is_named_with_its_own_limit(attempt):
+    late = [
+        RankFailure.of(LATE, rank=rank, local_rank=0, host="a", kind="rendezvous")
+        for rank in (0, 1)
+    ]
+    failing(attempt, "a", *late)
+    attempt.execution.outcomes = {"a": "killed", "b": "killed"}
+    cause = attempt._judge().failure
+    assert (cause.rank, cause.host) == (None, "b")
+    assert cause.diagnosis == "b did not arrive at the rendezvous; the others waited for 600 s"
+
+
+def test_the_rank_that_keeps_a_job_from_stopping_is_named_with_its_stack(attempt):
+    waiting = Position(4, {}, True, "train/loop.py:1 in log")
+    hung = Position(
+        4, {"g": {"axis": "tp", "ranks": [2, 3], "issued": 1}}, False, "x.py:2 in f", stack="s"
+    )
+    attempt.execution.positions = {0: waiting, 1: waiting, 2: hung, 3: waiting}
+    attempt.signals.first, attempt.forced = TERM, "it did not stop within 120 s"
+    attempt.execution.outcomes = {"a": "killed", "b": "killed"}
+    cause = attempt._judge().failure
+    assert (cause.rank, cause.traceback) == (2, "s")
+    assert "it did not stop within 120 s. Rank 2: in step 4, at x.py:2 in f" in cause.diagnosis
 
 
 def test_a_lost_host_is_a_cause(attempt):

@@ -290,3 +290,24 @@ def test_joining_before_the_first_step_waits_for_it(run, clock):
         log_steps(run, 1)
         view.poll()
     assert shown_steps(stream) == [1]
+
+
+def test_a_long_silence_is_told_and_again_when_it_has_doubled(run, clock):
+    stream = io.StringIO()
+    with shown(run, PLAN, 10, stream) as view:
+        events.append(run, "running", "")
+        view.poll()
+        for step, at in ((1, 110.0), (2, 120.0)):
+            clock.now = at
+            log_steps(run, step)
+            view.poll()
+        for at in (149.0, 151.0, 155.0, 180.0, 183.0):  # 29 s of silence, 31, 35, 60 and 63
+            clock.now = at
+            view.poll()
+        clock.now = 184.0
+        log_steps(run, 3)
+        view.poll()
+        clock.now = 360.0  # less than three times the longest silence before
+        view.poll()
+    told = [line for line in stream.getvalue().splitlines() if line.startswith("no step for")]
+    assert told == ["no step for 31 s, since step 2", "no step for 63 s, since step 2"]

@@ -83,15 +83,15 @@ def test_no_room_is_too_large(imports):
 
 
 BUDGET = {
-    "agent": 1124,
+    "agent": 1146,
     "backends": 1844,
-    "checkpoint": 2594,
+    "checkpoint": 2596,
     "cli": 5103,
-    "common": 640,
+    "common": 644,
     "config": 9792,
     "data": 4676,
     "generate": 1102,
-    "launch": 5631,
+    "launch": 5657,
     "measure": 611,
     "metrics": 1020,
     "models": 1320,
@@ -99,11 +99,11 @@ BUDGET = {
     "plan": 6878,
     "processes": 1034,
     "rehearse": 2818,
-    "runs": 2447,
+    "runs": 2723,
     "sweep": 1096,
-    "train": 1209,
-    "view": 4721,
-    "": 183,
+    "train": 1211,
+    "view": 4739,
+    "": 186,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""
 

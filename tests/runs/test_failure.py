@@ -5,8 +5,9 @@ import signal
 from dataclasses import replace
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import LostPeerError, UserError, Violation
 from nanoscale.processes.messages import LONGEST_LINE, pack
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
@@ -15,7 +16,7 @@ from nanoscale.runs.job_messages import Ended, message_of
 
 
 def failed(rank, at, type="", message="", exit_code=1, **more):
-    kind = "raised" if type else "ended"
+    kind = more.pop("kind", "raised" if type else "ended")
     return RankFailure(
         kind, rank, rank, "h", at, type=type, message=message, exit_code=exit_code, **more
     )
@@ -27,7 +28,7 @@ NCCL = "NCCL error: remote process exited or there was a network error\nncclRemo
 STORE = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
 LATE = "[c10d] The client socket has timed out after 600000ms while trying to connect to (h, 1)"
 LAZY = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]"
-WATCHDOG = "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
+LATE_READ = "[/pytorch/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv"
 # As torch 2.11 and 2.13 and Triton 3.6 write them.
 NO_CUDA = "module 'torch._C' has no attribute '_cuda_setDevice'"
 OLD_DRIVER = (
@@ -43,24 +44,74 @@ NO_HEADERS = (
 )
 
 
-@pytest.mark.parametrize("lost", [CLOSED, RESET, NCCL, STORE, LATE, LAZY, WATCHDOG])
-def test_a_lost_peer_is_a_consequence_however_early(lost):
-    cause = failed(3, 20.0, "ValueError", "bad batch")
-    found = first_cause([failed(0, 10.0, "torch.distributed.DistBackendError", lost), cause])
-    assert found is cause
+def lost(rank, at, message=CLOSED, exit_code=1):
+    return failed(rank, at, "RuntimeError", message, exit_code, kind="lost")
+
+
+def raised(error):
+    """Return the failure of a rank that raises this, from a wait if it is a function."""
+    try:
+        if callable(error):
+            error()
+        raise error
+    except Exception as caught:
+        return RankFailure.of(caught, rank=0, local_rank=0, host="h")
+
+
+def _wait():
+    sizes = {1: 1}
+
+    class Work:
+        wait = iter(sizes).__next__  # raises a RuntimeError in C, as the work of a collective
+
+    sizes[2] = 2
+    Work.wait()
+
+
+def _pipeline():
+    try:
+        raise RuntimeError(LATE_READ)
+    except RuntimeError as error:
+        raise RuntimeError("[Stage 1] failed to run forward") from error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *map(RuntimeError, (CLOSED, RESET, LAZY)),
+        DistBackendError(NCCL),
+        DistNetworkError(STORE),
+        DistStoreError(LATE),
+        LostPeerError("x"),
+        _pipeline,
+        _wait,
+    ],
+)
+def test_an_error_of_another_rank_is_a_consequence_however_early(error):
+    cause = failed(3, 2e12, "ValueError", "bad batch")
+    consequence = raised(error)
+    assert consequence.kind == "lost"
+    assert first_cause([consequence, cause]) is cause
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("ProcessGroupGloo::allreduce: a wrong shape"), ValueError(CLOSED)]
+)
+def test_another_error_is_a_cause_whatever_it_says(error):
+    assert raised(error).kind == "raised"
 
 
 def test_a_killed_rank_beats_those_that_lost_it():
     killed = failed(1, 11.0, exit_code=-signal.SIGKILL)
-    assert first_cause([failed(0, 10.0, "RuntimeError", CLOSED), killed]) is killed
+    assert first_cause([lost(0, 10.0), killed]) is killed
 
 
 def test_an_abort_may_follow_from_a_lost_peer_but_says_more_than_one():
     aborted = failed(2, 12.0, exit_code=-signal.SIGABRT)
-    lost = failed(0, 10.0, "RuntimeError", RESET)
+    peer = lost(0, 10.0, RESET)
     segfault = failed(1, 13.0, exit_code=-signal.SIGSEGV)
-    assert first_cause([lost, aborted]) is aborted
-    assert first_cause([lost, aborted, segfault]) is segfault
+    assert first_cause([peer, aborted]) is aborted
+    assert first_cause([peer, aborted, segfault]) is segfault
 
 
 def test_of_several_causes_the_earliest_wins():
@@ -87,7 +138,6 @@ def test_of_several_causes_the_earliest_wins():
         ("torch._inductor.exc.InductorError", NO_CC, 1, "no C compiler", "launcher.env.CC="),
         ("torch._inductor.exc.InductorError", NO_HEADERS, 1, "Python.h", "backend.compile=off"),
         ("RuntimeError", "x.c:1: fatal error: Python.h: No such file", 1, "Python.h", "headers"),
-        ("RuntimeError", CLOSED, 1, "no rank reported a cause", "logs"),
         ("", "", 3, "ended with code 3", "log"),
         ("", "", -signal.SIGSEGV, "segmentation fault", "log"),
         ("", "", -signal.SIGBUS, "bus error", "/dev/shm"),
@@ -98,6 +148,11 @@ def test_diagnoses(kind, message, code, words, remedy):
     diagnosis, advice = diagnose(failed(0, 0.0, kind, message, code), Evidence())
     assert words in diagnosis
     assert remedy in advice
+
+
+def test_a_lost_connection_without_a_cause_is_told():
+    diagnosis, advice = diagnose(lost(0, 0.0), Evidence())
+    assert "no rank reported a cause" in diagnosis and "logs" in advice
 
 
 def test_a_kill_is_called_the_kernels_only_if_the_kernel_counted_one():
@@ -113,7 +168,7 @@ def test_the_document_names_rank_host_log_and_who_else_failed(tmp_path):
     found = digest(
         run,
         2,
-        [failed(0, 2.0, "RuntimeError", CLOSED), failed(1, 3.0, exit_code=-9)],
+        [lost(0, 2.0), failed(1, 3.0, exit_code=-9)],
         {"h": Evidence(oom_kills=1), "other": Evidence()},
     )
     assert "out-of-memory" in found.diagnosis
@@ -121,8 +176,8 @@ def test_the_document_names_rank_host_log_and_who_else_failed(tmp_path):
     assert found.log == "logs/attempt-2/h.rank-1.err"
     failure.write(run, found)
     assert failure.read(run) == found
-    lost = digest(run, 2, [failure.agent_failure("h", "the agent was lost")], {})
-    assert (lost.rank, lost.diagnosis) == (None, "the agent was lost") and "agent" in lost.log
+    gone = digest(run, 2, [failure.agent_failure("h", "the agent was lost")], {})
+    assert (gone.rank, gone.diagnosis) == (None, "the agent was lost") and "agent" in gone.log
     assert digest(run, 2, [failure.agent_failure("h", "x")], {}, "srun").log.endswith(
         "srun.agent.log"
     )

@@ -31,7 +31,7 @@ REMEDIES = {
     failure._diagnose_kill(Evidence(oom_kills=1))[1],
     failure._diagnose_kill(Evidence())[1],
     failure.stopped_rank(0, 0, "h").remedy,
-    failure.absent_ranks([RANK], 60.0).remedy,
+    failure.absent_ranks([RANK], {}, "").remedy,
     "a larger launcher.stop_grace_s",
 }
 NAMED = re.compile(

@@ -22,12 +22,15 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import (
     Failure,
     RankFailure,
+    absent_hosts,
     absent_ranks,
     agent_failure,
-    all_timed_out,
+    first_cause,
+    is_consequence,
 )
-from nanoscale.runs.job_messages import LaunchOrder
+from nanoscale.runs.job_messages import RENDEZVOUS_S, LaunchOrder
 from nanoscale.runs.lock import RunLock
+from nanoscale.runs.position import different_collectives, suspects
 from nanoscale.runs.status import State
 
 DONE, FAILED, WRONG, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -173,7 +176,7 @@ class Attempt:
 
     def _force(self, reason: str) -> None:
         self.forced = reason
-        self.execution.kill()
+        self.execution.kill(stacks=not self.signals.kill_requested)
 
     # --- outcome --------------------------------------------------------------------------------------
 
@@ -192,21 +195,48 @@ class Attempt:
     def _failed(self) -> Outcome:
         failures = list(self.execution.failures.values())
         if self.forced is not None:
-            first = self.plan.hosts[0]
-            late = RankFailure("forced", first.ranks[0], 0, first.host, time.time())
-            remedy = "a larger launcher.stop_grace_s"
-            failures = [replace(late, diagnosis=self.forced, remedy=remedy)]
-        elif all_timed_out(failures) and (silent := self._silent_ranks()):
-            limit = self.launcher.collective_timeout_s
-            failures.append(absent_ranks(silent, limit))
+            failures = [self._forced(self.forced)]
         elif not failures:
             host = self.plan.hosts[0].host
             failures = [agent_failure(host, "the ranks ended without a reason", "look at the logs")]
+        elif all(map(is_consequence, failures)):
+            failures += self._unreported_cause(failures)
         evidence, log = self.execution.evidence, self.fleet.output.common_log
         cause = failure.digest(self.run, self.plan.attempt, failures, evidence, log)
         with suppress(OSError):
             failure.write(self.run, cause)
         return Outcome("failed", WRONG if cause.user_error else FAILED, cause)
+
+    def _forced(self, reason: str) -> RankFailure:
+        """Return the failure of the rank that kept the others from stopping, or of the first one."""
+        silent = self._silent_ranks()
+        suspected = set(
+            suspects(self.execution.positions, [it.rank for it in silent if it.rank is not None])
+        )
+        those = [it for it in silent if it.rank in suspected]
+        if those and len(those) < self.plan.world_size:
+            late = absent_ranks(those, self.execution.positions, reason)
+        else:
+            first = self.plan.hosts[0]
+            late = RankFailure(
+                "forced", first.ranks[0], 0, first.host, time.time(), diagnosis=reason
+            )
+        return replace(late, kind="forced", remedy="a larger launcher.stop_grace_s")
+
+    def _unreported_cause(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
+        """Return the cause that no rank reported: ranks that hang, or that wait in different collectives."""
+        silent, known = self._silent_ranks(), self.execution.positions
+        if silent and all(one.kind == "rendezvous" for one in failures):
+            return [absent_hosts(silent, RENDEZVOUS_S)]
+        suspected = set(suspects(known, [it.rank for it in silent if it.rank is not None]))
+        if those := [it for it in silent if it.rank in suspected]:
+            limit = self.launcher.collective_timeout_s
+            waited = f"the others waited for {limit:g} s (launcher.collective_timeout_s)"
+            return [absent_ranks(those, known, waited)]
+        if text := different_collectives(known):
+            remedy = "a rank took another branch than the others: compare the lines"
+            return [replace(first_cause(failures), kind="absent", diagnosis=text, remedy=remedy)]
+        return []
 
     def _silent_ranks(self) -> list[RankFailure]:
         """List the ranks that did not fail."""

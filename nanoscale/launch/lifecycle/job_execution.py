@@ -13,6 +13,7 @@ from nanoscale.launch.preflight.preflight import skew_s
 from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose, first_cause, is_consequence
 from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder, message_of
+from nanoscale.runs.position import Position
 
 _POLL_S = 0.1
 _CAUSE_GRACE_S = 1.5
@@ -41,6 +42,8 @@ class JobExecution:
     """The results of each host's ranks, by host."""
     failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
+    positions: dict[int, Position] = field(default_factory=dict)
+    """The positions of ranks when they lost another one, or before they were ended."""
     result: Message | None = None
     """The result that the first rank left; None if there is none."""
     late: list[str] = field(default_factory=list)
@@ -116,6 +119,7 @@ class JobExecution:
             self.outcomes[member.name] = ended.outcome
             self.evidence[member.name] = ended.evidence
             self.result = self.result or ended.result
+            self.positions |= ended.positions
             self._add(member, ended.failures)
 
     def _add(self, member: Member, failures: Sequence[RankFailure]) -> None:
@@ -127,6 +131,8 @@ class JobExecution:
             after_kill = self.killing_since is not None and recorded is None and died
             if not after_kill:
                 self.failures[key] = replace(failure, time=failure.time - skew)
+                if failure.rank is not None and failure.position is not None:
+                    self.positions[failure.rank] = Position(**failure.position)
         if self.failures and self.failing_since is None:
             self.failing_since = time.monotonic()
 

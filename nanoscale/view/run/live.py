@@ -28,6 +28,8 @@ _SHOWN_BYTES = 1 << 14
 _BACKLOG_BYTES = 1 << 18
 """The most bytes of a rank's output that wait to be shown; earlier ones are only in its log."""
 _LONGEST_LINE = 1 << 12
+_SILENCE_S, _SILENT_GAPS = 30.0, 3
+"""The silence that is reported: at least this long, and that many times as long as any before."""
 _UNFINISHED_S = 5.0
 """Seconds after which the beginning of a line is shown without its end."""
 _SILENT = ("attempt", "end", "failure")
@@ -52,6 +54,9 @@ class LiveView:
         self._began = time.monotonic()
         self._step_times: list[float] = []
         self._record: Object | None = None
+        self._last_step = 0.0
+        self._longest_gap = 0.0
+        self._told_after = 0.0
         self._screen = _screen(stream)
 
     def __enter__(self) -> LiveView:
@@ -99,6 +104,7 @@ class LiveView:
         news: list[tuple[Object, Callable[[Object], None]]]
         news = [(event, self._event) for event in self._handle(self._events.poll())]
         news += [(record, self._step) for record in self._new_records()]
+        self._tell_silence()
         for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
             show(item)
         self._screen.refresh(self._panel)
@@ -143,6 +149,15 @@ class LiveView:
         records = self._metrics.poll() if self._metrics is not None else []
         return [record for record in records if int(record.get("step", 0)) > self._first_step]
 
+    def _tell_silence(self) -> None:
+        """Say that no step was logged for long, and again whenever that time has doubled."""
+        if self._record is None:
+            return
+        silence = time.monotonic() - self._last_step
+        if silence > max(_SILENCE_S, _SILENT_GAPS * self._longest_gap, 2 * self._told_after):
+            self._told_after = silence
+            self._screen.line(f"no step for {duration(silence)}, since step {self._record['step']}")
+
     def _event(self, event: Object) -> None:
         kind, message = event.get("kind"), str(event.get("message", ""))
         if kind == "sample":
@@ -152,7 +167,10 @@ class LiveView:
             self._screen.line(message)
 
     def _step(self, record: Object) -> None:
-        self._record = record
+        now = time.monotonic()
+        if self._record is not None:
+            self._longest_gap = max(self._longest_gap, now - self._last_step)
+        self._record, self._last_step, self._told_after = record, now, 0.0
         self._step_times = [*self._step_times, float(record["step_time_s"])][-_SMOOTHED_STEPS:]
         line = _one_line(record, self._steps, self._eta())
         last = int(record["step"]) >= self._steps

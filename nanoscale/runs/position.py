@@ -1,0 +1,251 @@
+"""The position of a rank: its step, the collectives that it has issued in each group, and its stack.
+
+Process groups count their collectives themselves, with gloo and NCCL alike, so that a step pays nothing for it.
+A thread of the rank answers while the rank's main thread waits or hangs.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nanoscale.common.units import listed
+from nanoscale.runs.directory import write_json
+from nanoscale.runs.documents import read_record
+
+_PACKAGE = Path(__file__).parent.parent
+_COMMUNICATING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/rendezvous.py",
+)
+"""The ends of torch's files whose functions wait for other ranks."""
+_CALLING = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torch/_library/autograd.py")
+"""The ends of torch's files that only call a collective for others."""
+_WRITING = "torch/distributed/checkpoint/filesystem.py"
+_MOST_FRAMES = 40
+ASK, ANSWER = ".ask", ".position"
+"""Endings of the rank's files for the agent's question and for the answer."""
+
+
+@dataclass
+class Now:
+    """The rank's step, for the answer."""
+
+    step: int = 0
+
+
+NOW = Now()
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a rank when it was asked, or when it lost another one."""
+
+    step: int
+    """The step that it trains; 0: it has not begun."""
+    groups: dict[str, dict[str, Any]]
+    """The groups by name: `axis`, `ranks`, and the number of collectives `issued` by this rank; empty before it
+    joined."""
+    waits: bool
+    """True if it waited for another rank."""
+    line: str
+    """The innermost lines of nanoscale's own code, as `train/loop.py:120 in log`."""
+    path: str = ""
+    """The file that it was writing or reading."""
+    stack: str = ""
+
+
+def of_frames(frames: list[tuple[FrameType, int]]) -> Position:
+    """Return the position of a thread with these frames and line numbers, the outermost first."""
+    own = [(frame, line) for frame, line in frames if _is_own(frame)]
+    begin = next((n for n, (frame, _) in enumerate(frames) if _is_own(frame)), 0)
+    shown = frames[begin:][-_MOST_FRAMES:]
+    texts = [
+        traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in shown
+    ]
+    return Position(
+        step=NOW.step,
+        groups=_groups(),
+        waits=waits(frames, also_begins=True),
+        line=" < ".join(_place(frame, line) for frame, line in reversed(own[-2:])),
+        path=next((path for frame, _ in reversed(frames[-12:]) if (path := _path(frame))), ""),
+        stack="".join(traceback.format_list(texts)),
+    )
+
+
+def of_thread(thread: int) -> Position:
+    """Return the position of a running thread."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    frames: list[tuple[FrameType, int]] = []
+    while frame is not None:
+        frames.insert(0, (frame, frame.f_lineno))
+        frame = frame.f_back
+    return of_frames(frames)
+
+
+def of_error(error: BaseException) -> Position:
+    """Return the position where an exception, or the one that it was raised from, was raised."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return of_frames(list(traceback.walk_tb(error.__traceback__)))
+
+
+def _groups() -> dict[str, dict[str, Any]]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
+        return {}
+    from torch.distributed import distributed_c10d as c10d
+
+    found = {}
+    for group in list(c10d._world.pg_map):
+        with suppress(Exception):  # a group that is being destroyed
+            ranks = c10d.get_process_group_ranks(group)
+            issued = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            axis = group.group_desc.removeprefix("mesh_")
+            found[str(group.group_name)] = {"axis": axis, "ranks": ranks, "issued": issued}
+    return found
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(f"{_PACKAGE}{os.sep}")
+
+
+def _place(frame: FrameType, line: int) -> str:
+    file = Path(frame.f_code.co_filename).relative_to(_PACKAGE)
+    return f"{file}:{line} in {frame.f_code.co_name}"
+
+
+def waits(frames: Sequence[tuple[FrameType, int]], *, also_begins: bool = False) -> bool:
+    """True if a thread waits for the end of a collective, or `also_begins` one, in its innermost frame."""
+    calls = [it for it in frames if not it[0].f_code.co_filename.endswith(_CALLING)]
+    if not calls:
+        return False
+    frame, line = calls[-1]
+    text = linecache.getline(frame.f_code.co_filename, line)
+    is_inside = also_begins and frame.f_code.co_filename.endswith(_COMMUNICATING)
+    return is_inside or ".wait(" in text or "wait_tensor(" in text
+
+
+def _path(frame: FrameType) -> str:
+    """Return the file that a function of checkpoints or of run directories has in its hands."""
+    file = Path(frame.f_code.co_filename)
+    rooms = file.relative_to(_PACKAGE).parts[:1] if _is_own(frame) else ()
+    if rooms not in (("checkpoint",), ("runs",)) and not str(file).endswith(_WRITING):
+        return ""
+    found = [frame.f_locals.get(name) for name in ("file_name", "path", "staging")]
+    return next((str(it) for it in found if isinstance(it, str | Path)), "")
+
+
+# --- question and answer --------------------------------------------------------------------------
+
+
+def answer_questions(failure_file: Path) -> None:
+    """Answer the agent's questions from a thread, as long as this rank lives."""
+    ask = failure_file.with_suffix(ASK)
+    with suppress(OSError):
+        os.mkfifo(ask)
+        # Open for writing as well, so that reading never ends.
+        descriptor = os.open(ask, os.O_RDWR | os.O_CLOEXEC)
+        main = threading.main_thread().ident
+        assert main is not None
+
+        def answer() -> None:
+            while os.read(descriptor, 1):
+                with suppress(OSError):
+                    write_json(failure_file.with_suffix(ANSWER), asdict(of_thread(main)))
+
+        threading.Thread(target=answer, name="position", daemon=True).start()
+
+
+def ask(failure_file: Path) -> None:
+    """Ask a rank of this host; its answer is in a file soon, unless no thread of it runs."""
+    failure_file.with_suffix(ANSWER).unlink(missing_ok=True)
+    with suppress(OSError):  # it has not begun, or is gone
+        descriptor = os.open(failure_file.with_suffix(ASK), os.O_WRONLY | os.O_NONBLOCK)
+        os.write(descriptor, b"?")
+        os.close(descriptor)
+
+
+def answered(failure_file: Path) -> Position | None:
+    """Return a rank's answer; None if there is none yet."""
+    with suppress(OSError, ValueError):
+        return read_record(Position, failure_file.with_suffix(ANSWER))
+    return None
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def suspects(known: Mapping[int, Position], silent: Collection[int]) -> list[int]:
+    """Return those of the silent ranks, which reported no failure, that wait for nobody.
+
+    A rank waits if it is in a collective, or has issued more collectives of a group than another rank of it. A
+    rank that gave no answer waits for nobody: none of its threads runs.
+    """
+    return [
+        rank
+        for rank in silent
+        if rank not in known or not (known[rank].waits or any(_behind(rank, known)))
+    ]
+
+
+def _behind(rank: int, known: Mapping[int, Position]) -> Iterator[int]:
+    """Yield the ranks that have issued fewer collectives of a group than this one."""
+    for name, group in known[rank].groups.items():
+        for other in group["ranks"]:
+            theirs = known[other].groups.get(name) if other in known else None
+            if theirs is not None and theirs["issued"] < group["issued"]:
+                yield other
+
+
+def where(position: Position | None) -> str:
+    """Return in words where a rank was that the others waited for."""
+    if position is None:
+        return "it gave no answer: none of its threads runs Python code"
+    if not position.groups:
+        return f"it was stuck before it joined them, at {position.line}"
+    writing = f", with {position.path}" if position.path else ""
+    step = f"in step {position.step}, " if position.step else ""
+    return f"{step}at {position.line}{writing}"
+
+
+def late_for(rank: int, known: Mapping[int, Position]) -> str:
+    """Return which collective others have issued and this rank has not; "" if it is not known."""
+    if rank not in known:
+        return ""
+    for name, group in known[rank].groups.items():
+        ahead = [
+            other
+            for other in group["ranks"]
+            if other in known and known[other].groups.get(name, group)["issued"] > group["issued"]
+        ]
+        if ahead:
+            ranks = f"rank{'s' if len(ahead) > 1 else ''} {listed(list(map(str, sorted(ahead))))}"
+            of = "all ranks" if group["axis"] == "default_pg" else f"group {group['axis']}"
+            return f"collective {group['issued'] + 1:,} of {of}, where {ranks} waited"
+    return ""
+
+
+def different_collectives(known: Mapping[int, Position]) -> str:
+    """Return what the ranks wait in, if it is not the same; "" if it is."""
+    lines: dict[str, list[int]] = {}
+    for rank in sorted(known):
+        lines.setdefault(known[rank].line, []).append(rank)
+    if len(lines) < 2:
+        return ""
+    parts = [
+        f"rank{'s' * (len(ranks) > 1)} {listed([*map(str, ranks[:4]), *['…'] * (len(ranks) > 4)])} at {line}"
+        for line, ranks in sorted(lines.items(), key=lambda pair: len(pair[1]))
+    ]
+    return f"ranks wait in different collectives: {'; '.join(parts)}"

@@ -1,0 +1,118 @@
+"""The rank that the others wait for, from positions; dev/first_causes.py finds it on real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from nanoscale.runs import position
+from nanoscale.runs.position import (
+    Position,
+    answered,
+    different_collectives,
+    late_for,
+    of_thread,
+    suspects,
+    where,
+)
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def at(waits=False, line="train/loop.py:1 in log", **issued):
+    """Return the position of a rank in groups `tp01`, whose ranks are in the name."""
+    groups = {
+        name: {"axis": name[:2], "ranks": [int(rank) for rank in name[2:]], "issued": count}
+        for name, count in issued.items()
+    }
+    return Position(3, groups, waits, line)
+
+
+def test_the_rank_that_waits_for_nobody_is_suspected():
+    known = {
+        0: at(tp01=7, dp02=4),
+        1: at(waits=True, tp01=7, dp13=3),
+        2: at(tp23=5, dp02=3),
+        3: at(tp23=6, dp13=3),
+    }
+    assert suspects(known, [0, 1, 2, 3]) == [
+        2
+    ]  # 0 waits for 2, 3 waits for 2, and 1 is in a collective
+    assert late_for(2, known) == "collective 6 of group tp, where rank 3 waited"
+    assert suspects(known, [0, 1, 3]) == []
+
+
+def test_a_rank_that_gives_no_answer_is_suspected():
+    assert suspects({0: at(dp01=4)}, [0, 1]) == [0, 1]
+    assert suspects({0: at(waits=True, dp01=4)}, [0, 1]) == [1]
+    assert "none of its threads" in where(None)
+
+
+def test_ranks_in_different_collectives_are_listed_with_their_lines():
+    same = {rank: at(waits=True) for rank in range(3)}
+    assert different_collectives(same) == ""
+    text = different_collectives({**same, 3: at(waits=True, line="parallel/ddp.py:37 in receive")})
+    assert text.index("rank 3 at parallel/ddp.py:37") < text.index(
+        "ranks 0, 1 and 2 at train/loop.py:1"
+    )
+
+
+def _hang(file, ready):
+    position.answer_questions(file)
+    position.NOW.step = 5
+    ready.set()
+    threading.Event().wait()
+
+
+def test_a_rank_that_hangs_answers_with_its_stack(tmp_path):
+    context = get_context("spawn")
+    ready = context.Event()
+    file = tmp_path / "rank.json"
+    process = context.Process(target=_hang, args=(file, ready), daemon=True)
+    process.start()
+    try:
+        assert ready.wait(60)
+        position.ask(file)
+        wait_until(lambda: answered(file), 60)
+        found = answered(file)
+        assert found is not None and found.step == 5 and found.groups == {}
+    finally:
+        process.kill()
+    position.ask(file)  # nobody reads any more
+    assert answered(file) is None
+
+
+def test_a_file_that_is_being_written_is_named(tmp_path):
+    path = tmp_path / "state.bin"
+    frame_of = compile(
+        "def write(path):\n    return take()\n", f"{ROOT}/nanoscale/checkpoint/x.py", "exec"
+    )
+    names = {"take": lambda: of_thread(threading.get_ident())}
+    exec(frame_of, names)
+    assert names["write"](path).path == str(path)  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "tp 2 · dp 2: hang forward",
+        "tp 2 · pp 2: kill forward",
+        "dp 2: skip collective",
+        "dp 2: hang join",
+        "dp 2: hang disk",
+    ],
+)
+def test_the_first_cause_of_a_planted_fault_is_named(fault):
+    command = [sys.executable, ROOT / "dev" / "first_causes.py", "1", f"^{fault}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
