@@ -22,7 +22,7 @@ from nanoscale.processes.proc import available_gib, is_stopped, oom_kills
 from nanoscale.runs import position
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure, read_rank_failure, stopped_rank
-from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder, message_of
+from nanoscale.runs.job_messages import Answered, Ended, Failing, HostRanks, LaunchOrder, message_of
 from nanoscale.runs.position import Position
 from nanoscale.worker import Job
 
@@ -152,6 +152,7 @@ class Watch:
         self._logs = logs
         self._lost_after_s = lost_after_s
         self._stop_forwarded = False
+        self._questions = link.questions
         self._stopped_since: dict[int, float] = {}
         self.killed = False
         self.positions: dict[int, Position] = {}
@@ -170,6 +171,10 @@ class Watch:
         if self._link.stopped_attempt >= self._host.attempt and not self._stop_forwarded:
             self._stop_forwarded = True
             send(processes, signal.SIGTERM)
+        if self._link.questions > self._questions:
+            self._questions = self._link.questions
+            self._ask(processes)
+            self._link.send(**message_of(Answered(self._host.attempt, self.positions)))
         self._collect_failures(processes)
         outcomes = [_outcome(files) for files in self._logs.files.values()]
         exit_codes = [process.exitcode for process in processes]
@@ -202,6 +207,7 @@ class Watch:
 
     def _ask(self, processes: Sequence[BaseProcess]) -> None:
         """Collect the positions of the ranks that still run."""
+        self.positions = {}
         files = {rank: files.failure for rank, files in self._logs.files.items()}
         alive = {
             rank

@@ -54,6 +54,7 @@ class Link:
         self.is_starting = False
         """True if an attempt has begun and is not watched yet: its start cannot be interrupted."""
         self.wants_stacks = False
+        self.questions = 0
         """True if killed ranks should write their stacks."""
         self.scratch = scratch.make()
         """The folder for files that only this agent and its ranks read."""
@@ -150,6 +151,8 @@ class Link:
                 pass
             case "stop":
                 self.stopped_attempt = message["attempt"]
+            case "ask":
+                self.questions += 1
             case "kill":
                 self.wants_stacks = message["stacks"]
                 self.killed_attempt = message["attempt"]

@@ -76,6 +76,9 @@ class RunDirectory:
     submission = _Entry("slurm.json")
     script = _Entry("submit.sbatch")
     failure = _Entry("failure.json")
+    question = _Entry("positions.request")
+    """The request of `runs explain`, which the launcher removes and answers with `positions`."""
+    positions = _Entry("positions.json")
     task = _Entry("task.json")
     """The task of such a job in addition to the configuration."""
     result = _Entry("result.json")

@@ -1,7 +1,7 @@
 """The messages about a job's ranks between the launcher and the agent of a host: their content, typed.
 
 The launcher sends a `LaunchOrder` to each host. Its agent answers with `Failing` whenever further ranks have
-failed, and at last with `Ended`.
+failed, with `Answered` to a question for positions, and at last with `Ended`.
 """
 
 from __future__ import annotations
@@ -91,12 +91,24 @@ class Ended:
     def read(cls, message: Message) -> Ended:
         content = _content(message)
         content["evidence"] = Evidence(**content["evidence"])
-        where = content["positions"].items()
-        content["positions"] = {int(rank): Position(**position) for rank, position in where}
-        return cls(**{**content, "failures": _failures(content)})
+        return cls(**{**content, "failures": _failures(content), "positions": _positions(content)})
 
 
-def message_of(content: LaunchOrder | Failing | Ended) -> Message:
+@dataclass(frozen=True)
+class Answered:
+    """The positions of the ranks of a host, for which the launcher asked."""
+
+    kind: ClassVar[str] = "answered"
+    attempt: int
+    positions: dict[int, Position]
+
+    @classmethod
+    def read(cls, message: Message) -> Answered:
+        content = _content(message)
+        return cls(content["attempt"], _positions(content))
+
+
+def message_of(content: LaunchOrder | Failing | Answered | Ended) -> Message:
     """Return the message that `read` of the same class understands."""
     return {"kind": content.kind, **asdict(content)}
 
@@ -107,3 +119,7 @@ def _content(message: Message) -> Message:
 
 def _failures(content: Message) -> tuple[RankFailure, ...]:
     return tuple(RankFailure(**failure) for failure in content["failures"])
+
+
+def _positions(content: Message) -> dict[int, Position]:
+    return {int(rank): Position(**position) for rank, position in content["positions"].items()}

@@ -231,9 +231,10 @@ def late_for(rank: int, known: Mapping[int, Position]) -> str:
             if other in known and known[other].groups.get(name, group)["issued"] > group["issued"]
         ]
         if ahead:
-            ranks = f"rank{'s' if len(ahead) > 1 else ''} {listed(list(map(str, sorted(ahead))))}"
             of = "all ranks" if group["axis"] == "default_pg" else f"group {group['axis']}"
-            return f"collective {group['issued'] + 1:,} of {of}, where {ranks} waited"
+            return (
+                f"collective {group['issued'] + 1:,} of {of}, where {_ranks(sorted(ahead))} waited"
+            )
     return ""
 
 
@@ -245,7 +246,35 @@ def different_collectives(known: Mapping[int, Position]) -> str:
     if len(lines) < 2:
         return ""
     parts = [
-        f"rank{'s' * (len(ranks) > 1)} {listed([*map(str, ranks[:4]), *['…'] * (len(ranks) > 4)])} at {line}"
+        f"{_ranks(ranks)} at {line}"
         for line, ranks in sorted(lines.items(), key=lambda pair: len(pair[1]))
     ]
     return f"ranks wait in different collectives: {'; '.join(parts)}"
+
+
+def explained(known: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
+    """Return in words for whom the ranks of a running job wait; `hosts` has all of its ranks."""
+    those = suspects(known, hosts)
+    lines = []
+    if len(those) < len(hosts):
+        for rank in those:
+            late = late_for(rank, known)
+            lines += [f"rank {rank} on {hosts[rank]}: {where(known.get(rank))}"]
+            lines += [f"  it is before {late}"] if late else []
+            lines += [known[rank].stack.rstrip()] if rank in known else []
+        if not those:
+            lines = ["every rank waits for another one"]
+    else:
+        lines = ["no rank waits for another one"]
+    places: dict[str, list[int]] = {}
+    for rank in sorted(known.keys() - set(those)):
+        places.setdefault(f"in step {known[rank].step}, at {known[rank].line}", []).append(rank)
+    for place, ranks in places.items():
+        lines.append(f"{_ranks(ranks)}: {'waits' if len(ranks) == 1 else 'wait'} {place}")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or at most four of several ranks."""
+    names = [*map(str, ranks[:4]), *(["…"] if len(ranks) > 4 else [])]
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(names)}"

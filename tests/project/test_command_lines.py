@@ -327,6 +327,7 @@ EXCUSED_EXAMPLES = {
     "nanoscale eval first --tasks hellaswag --limit 100": "needs the hub: tests/generate/test_harness.py",
     "nanoscale init": "asks questions: tests/cli/test_init.py",
     "nanoscale runs stop first": "needs a running job: tests/cli/test_stop_and_resume.py",
+    "nanoscale runs explain first": "needs a running job: tests/runs/test_position.py",
     "nanoscale runs rm first": "asks a question: tests/cli/test_remove.py",
 }
 ABOUT_CLUSTERS = ("plan", "config", "recipes", "rehearse")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from nanoscale.runs.position import (
     Position,
     answered,
     different_collectives,
+    explained,
     late_for,
     of_thread,
     suspects,
@@ -116,3 +118,52 @@ def test_the_first_cause_of_a_planted_fault_is_named(fault):
         command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_ranks_of_a_running_job_are_explained():
+    hosts = dict.fromkeys(range(4), "h")
+    known = {rank: at(waits=rank != 2, tp23=4 + (rank == 3)) for rank in range(4)}
+    text = explained(known, hosts)
+    assert text.startswith("rank 2 on h: in step 3, at train/loop.py:1 in log\n")
+    assert "it is before collective 5 of group tp, where rank 3 waited" in text
+    assert "ranks 0, 1 and 3: wait in step 3" in text
+    assert "no rank waits" in explained({rank: at() for rank in range(4)}, hosts)
+    assert "every rank waits" in explained({rank: at(waits=True) for rank in range(4)}, hosts)
+
+
+@pytest.mark.slow
+def test_runs_explain_names_the_rank_that_hangs_while_it_does(tmp_path):
+    words = ["recipe=debug", "train.steps=9", "launcher.device=cpu", "parallel.dp=2", "run.name=r"]
+    environment = {
+        **os.environ,
+        "PLANTED_FAULT": "hang forward 1 3",
+        "PYTHONPATH": f"{ROOT / 'dev' / 'planted'}:{ROOT}",
+    }
+    nanoscale = [sys.executable, "-m", "nanoscale"]
+    output = tmp_path / "output"
+    with output.open("w") as out:
+        training = subprocess.Popen(
+            [*nanoscale, "train", *words], cwd=tmp_path, env=environment, stdout=out, stderr=out
+        )
+    try:
+        log = tmp_path / "runs" / "r" / "logs" / "attempt-1"
+        wait_until(lambda: any("PLANTED" in file.read_text() for file in log.glob("*.rank-1.err")))
+        wait_until(lambda: "rank 1 on" in explain(nanoscale, tmp_path).partition("\n")[0])
+        assert "models/transformer.py" in explain(nanoscale, tmp_path)
+    finally:
+        training.send_signal(signal.SIGINT)
+        wait_until(lambda: "Ctrl-C again" in output.read_text())
+        training.send_signal(signal.SIGINT)
+        training.wait(60)
+    done = subprocess.run(
+        [*nanoscale, "runs", "explain", "r"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "is not running" in done.stderr
+
+
+def explain(nanoscale, folder):
+    done = subprocess.run(
+        [*nanoscale, "runs", "explain", "r"], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

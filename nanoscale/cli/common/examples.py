@@ -42,6 +42,7 @@ EXAMPLES = {
     "runs show": ("nanoscale runs show first",),
     "runs logs": ("nanoscale runs logs first --rank 0 --follow",),
     "runs watch": ("nanoscale runs watch first",),
+    "runs explain": ("nanoscale runs explain first",),
     "runs stop": ("nanoscale runs stop first",),
     "runs compare": ("nanoscale runs compare first second --html comparison.html",),
     "runs tag": (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import FAILED, INTERRUPTED, print_json
+from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, answer, print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _LOOK_S = 0.1
+_ANSWER_S = 15.0
 
 
 def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
@@ -116,6 +117,39 @@ def _outcome(run: RunDirectory) -> Outcome | None:
         return None
     cause = failure.read(run) if now.state == "failed" else None
     return Outcome(now.state, now.exit_code, cause)
+
+
+def explain_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
+    """Show where each rank of a running job is, and for which ranks the others wait.
+
+    The exit code is 1 if the job's launcher does not answer.
+    """
+    from nanoscale.common.errors import UserError, Violation
+    from nanoscale.launch.lifecycle.command import read_plan
+    from nanoscale.runs import lock
+    from nanoscale.runs.directory import RunDirectory, read_json
+    from nanoscale.runs.position import Position, explained
+
+    directory = RunDirectory.open(run)
+    plan = read_plan(directory)
+    if lock.owner(directory) is None or plan is None:
+        what = "is not running"
+        command = shlex.join(["nanoscale", "runs", "show", directory.reference])
+        violation = Violation("RUN", directory.name, "command line", what, (command,))
+        raise UserError("run", f"{directory.name} {what}", [violation])
+    directory.positions.unlink(missing_ok=True)
+    directory.question.touch()
+    deadline = time.monotonic() + _ANSWER_S
+    while not directory.positions.exists():
+        if time.monotonic() > deadline or lock.owner(directory) is None:
+            display.note(f"the launcher of {directory.name} did not answer")
+            return FAILED
+        time.sleep(_LOOK_S)
+    found = read_json(directory.positions)
+    hosts = {rank: host.host for host in plan.hosts for rank in host.ranks}
+    known = {int(rank): Position(**position) for rank, position in found.items()}
+    answer(as_json, found, lambda _: display.show(explained(known, hosts)))
+    return DONE
 
 
 def show_logs(

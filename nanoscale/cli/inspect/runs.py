@@ -19,7 +19,7 @@ from nanoscale.cli.common.output import (
     write_page,
 )
 from nanoscale.cli.inspect.run_changes import remove_runs, stop_run, tag_run
-from nanoscale.cli.inspect.run_output import show_logs, watch_run
+from nanoscale.cli.inspect.run_output import explain_run, show_logs, watch_run
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ _COMMANDS: dict[str, Callable[..., int | None]] = {
     "rm": remove_runs,
     "stop": stop_run,
     "watch": watch_run,
+    "explain": explain_run,
     "report": report_run,
     "show": show_run,
     "logs": show_logs,

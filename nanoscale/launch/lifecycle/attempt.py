@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.processes.messages import Message
 from nanoscale.runs import events, failure, status
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.failure import (
     Failure,
     RankFailure,
@@ -36,6 +36,8 @@ from nanoscale.runs.status import State
 DONE, FAILED, WRONG, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 _POLL_S = 0.1
+_QUESTION_S, _ANSWER_S = 1.0, 5.0
+"""Seconds between two looks for a question of `runs explain`, and for its answer."""
 
 
 class View(Protocol):
@@ -83,6 +85,9 @@ class Attempt:
     """The reason why it was ended by force; None otherwise."""
     was_running: bool = False
     next_poll: float = 0.0
+    next_question: float = 0.0
+    asked_since: float | None = None
+    """The time of the question of `runs explain` that is not answered yet."""
 
     def __post_init__(self) -> None:
         order_for = partial(
@@ -120,7 +125,25 @@ class Attempt:
             self.was_running = True
             with suppress(OSError):  # as in `_record`
                 status.write(self.run, status.read(self.run).running())
+        with suppress(OSError):
+            self._explain()
         self._handle_signals()
+
+    def _explain(self) -> None:
+        """Ask the ranks for their positions if `runs explain` wants them, and pass on the answers."""
+        now = time.monotonic()
+        if self.asked_since is not None:
+            everybody = len(self.execution.answered) == len(self.members)
+            if everybody or now - self.asked_since > _ANSWER_S:
+                self.asked_since = None
+                known = {str(rank): asdict(it) for rank, it in self.execution.positions.items()}
+                write_json(self.run.positions, known)
+        elif now >= self.next_question:
+            self.next_question = now + _QUESTION_S
+            if self.run.question.exists():
+                self.run.question.unlink()
+                self.asked_since = now
+                self.execution.ask()
 
     def _on_message(self, member: Member, message: Message) -> None:
         """Record a signal that the host received, or write output that the rank has not written itself."""

@@ -12,7 +12,7 @@ from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.preflight.preflight import skew_s
 from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose, first_cause, is_consequence
-from nanoscale.runs.job_messages import Ended, Failing, HostRanks, LaunchOrder, message_of
+from nanoscale.runs.job_messages import Answered, Ended, Failing, HostRanks, LaunchOrder, message_of
 from nanoscale.runs.position import Position
 
 _POLL_S = 0.1
@@ -46,6 +46,8 @@ class JobExecution:
     """The positions of ranks when they lost another one, or before they were ended."""
     result: Message | None = None
     """The result that the first rank left; None if there is none."""
+    answered: set[str] = field(default_factory=set)
+    """Hosts that have answered the last question for positions."""
     late: list[str] = field(default_factory=list)
     """Hosts whose ranks were still running at the time limit."""
     failing_since: float | None = None
@@ -68,6 +70,11 @@ class JobExecution:
             self._end_at_limit(start)
             self._end_after_failure()
             self._give_up_stragglers()
+
+    def ask(self) -> None:
+        """Ask all hosts for the positions of their ranks."""
+        self.positions, self.answered = {}, set()
+        self.fleet.send(self.members, "ask", attempt=self.plan.attempt)
 
     def kill(self, *, stacks: bool = False) -> None:
         """Order all agents to end their ranks at once."""
@@ -114,6 +121,9 @@ class JobExecution:
             pass  # belongs to an attempt that was given up
         elif message["kind"] == Failing.kind:
             self._add(member, Failing.read(message).failures)
+        elif message["kind"] == Answered.kind:
+            self.positions |= Answered.read(message).positions
+            self.answered.add(member.name)
         elif message["kind"] == Ended.kind:
             ended = Ended.read(message)
             self.outcomes[member.name] = ended.outcome
