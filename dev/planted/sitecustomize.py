@@ -31,6 +31,24 @@ def strike() -> None:
         raise ValueError("a planted mistake")
 
 
+def slow_down(owner: Any) -> None:
+    """Let one rank need STEP percent more time for each call."""
+    inner = owner.forward
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = inner(*args, **kwargs)
+        if os.environ.get("RANK") == RANK:
+            end = (
+                time.perf_counter() + 3 * (time.perf_counter() - start) * int(STEP) / 100
+            )  # also backward
+            while time.perf_counter() < end:
+                pass
+        return result
+
+    owner.forward = outer
+
+
 def is_due(step: int) -> bool:
     return os.environ.get("RANK") == RANK and step == int(STEP)
 
@@ -77,7 +95,9 @@ def plant(loop: Any) -> None:
         return advance(self)
 
     loop.Training.advance = counted
-    if PLACE in ("forward", "backward"):
+    if KIND == "slow":
+        slow_down(Block)
+    elif PLACE in ("forward", "backward"):
         before(Block, "forward", backward=PLACE == "backward")
     elif PLACE == "evaluation":
         before(loop.Training, "evaluate")

@@ -27,8 +27,8 @@ from nanoscale.runs.position import Position
 from nanoscale.worker import Job
 
 _POLL_S = 0.05
-_STACKS_S = 0.5
-"""Seconds for the ranks to write their stacks."""
+_STACKS_S = 2.0
+"""The longest time for the ranks to say where they are."""
 _REAP_S = 10.0
 _FORWARD_S = 0.25
 """Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""

@@ -11,6 +11,7 @@ from nanoscale.config.hardware.data_sheets import peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.metrics import waits
 
 
 def device_peak(config: ResolvedConfig, device: torch.device) -> float | None:
@@ -46,23 +47,29 @@ class Meter:
         self._flops_per_token = _flops_per_token(config)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
-        self._start = 0.0
+        self._start = self._waited_before = 0.0
         self._busy = 0.0
+        self._waited = 0.0
         self._steps = 0
 
     def begin(self) -> None:
-        self._start = time.perf_counter()
+        self._start, self._waited_before = time.perf_counter(), waits.seconds()
 
     def end(self) -> None:
         self._busy += time.perf_counter() - self._start
+        self._waited += waits.seconds() - self._waited_before
         self._steps += 1
+
+    def own_time(self) -> float:
+        """Return the mean seconds of a step since the last reading in which this rank waited for no other."""
+        return (self._busy - self._waited) / self._steps
 
     def read(self, tokens_per_step: int) -> dict[str, float | None]:
         """Return means over the steps since the last reading; `mfu` as in Chowdhery et al. 2022 (PaLM),
         appendix B."""
         step_time = self._busy / self._steps
         tokens_per_s = tokens_per_step / step_time
-        self._busy, self._steps = 0.0, 0
+        self._busy, self._waited, self._steps = 0.0, 0.0, 0
         mfu = None
         if self._peak is not None and self._flops_per_token is not None:
             mfu = tokens_per_s * self._flops_per_token / self._peak

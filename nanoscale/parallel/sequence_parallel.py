@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 # As operations that return a new tensor: activation checkpointing can keep their results, and torch.compile
@@ -86,13 +87,13 @@ def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
     if not divided:
         return x
     gathered = collective.all_gather_into_tensor(x.contiguous(), ranks, group)
-    gathered = collective.wait_tensor(gathered)
+    gathered = functional.wait_tensor(gathered)
     # Rank by rank, [ranks · …, seq / ranks, hidden]: nothing is copied if there is one sample.
     return gathered.unflatten(0, (ranks, -1)).movedim(0, -3).flatten(-3, -2)
 
 
 def _reduce(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
     if not divided:
-        return collective.wait_tensor(collective.all_reduce(x.contiguous(), "sum", group))
+        return functional.wait_tensor(collective.all_reduce(x.contiguous(), "sum", group))
     x = x.unflatten(-2, (ranks, -1)).movedim(-3, 0).flatten(0, 1).contiguous()
-    return collective.wait_tensor(collective.reduce_scatter_tensor(x, "sum", ranks, group))
+    return functional.wait_tensor(collective.reduce_scatter_tensor(x, "sum", ranks, group))

@@ -29,8 +29,13 @@ _COMMUNICATING = (
     "torch/distributed/rendezvous.py",
 )
 """The ends of torch's files whose functions wait for other ranks."""
-_CALLING = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torch/_library/autograd.py")
-"""The ends of torch's files that only call a collective for others."""
+_CALLING = (
+    "torch/_ops.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/_library/autograd.py",
+    "nanoscale/metrics/waits.py",
+)
+"""The ends of files whose functions only call a collective, or a wait, for others."""
 _WRITING = "torch/distributed/checkpoint/filesystem.py"
 _MOST_FRAMES = 40
 ASK, ANSWER = ".ask", ".position"
@@ -118,7 +123,8 @@ def _groups() -> dict[str, dict[str, Any]]:
 
 
 def _is_own(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(f"{_PACKAGE}{os.sep}")
+    file = frame.f_code.co_filename
+    return file.startswith(f"{_PACKAGE}{os.sep}") and not file.endswith(_CALLING)
 
 
 def _place(frame: FrameType, line: int) -> str:
@@ -212,7 +218,7 @@ def _behind(rank: int, known: Mapping[int, Position]) -> Iterator[int]:
 def where(position: Position | None) -> str:
     """Return in words where a rank was that the others waited for."""
     if position is None:
-        return "it gave no answer: none of its threads runs Python code"
+        return "it gave no answer, so none of its threads runs Python code"
     if not position.groups:
         return f"it was stuck before it joined them, at {position.line}"
     writing = f", with {position.path}" if position.path else ""

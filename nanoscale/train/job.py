@@ -18,6 +18,7 @@ from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.model_math import describe_adapters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import Dataset, open_data
+from nanoscale.metrics import waits
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.metrics.trackers import Subject
@@ -52,6 +53,8 @@ def run(context: RankContext) -> str:
     if config.train.eval_every:
         data.require_counted(config.train.eval_samples, "train.eval_samples=")
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
+    if device.type == "cpu" and context.world_size > 1:
+        waits.measure()
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
@@ -69,6 +72,7 @@ def run(context: RankContext) -> str:
         sinks=make_sinks(context, progress.step),
         note=note,
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
+        hosts=process_group.gather(context.host),
     )
     if config.lora.rank:
         training.note("adapters", f"training {describe_adapters(config)}")

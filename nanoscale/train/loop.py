@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas
 from nanoscale.train.profile import Recorder
 from nanoscale.train.stability import LossSpikeError, Spikes, require_finite
+from nanoscale.train.stragglers import Stragglers
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
 """A function that writes a state, or begins to; it returns a checkpoint that is complete by then."""
@@ -65,6 +66,8 @@ class Training:
     sinks: list[Sink]
     note: Note
     recorder: Recorder = field(default_factory=Recorder.disabled)
+    hosts: Sequence[str] = ()
+    """The host of each rank; empty: late ranks are not looked for."""
 
     def __post_init__(self) -> None:
         on_gpu = self.engine.device.type == "cuda"
@@ -73,6 +76,9 @@ class Training:
         self.last: StepResult | None = None
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
+        peers = len(self.hosts) // self.config.parallel.pp
+        stages = [range(first, first + peers) for first in range(0, len(self.hosts), max(1, peers))]
+        self.stragglers = Stragglers(stages, self.hosts)
 
     def run(self, agreement: Agreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
@@ -153,7 +159,8 @@ class Training:
             NonFiniteError: the loss or the gradient norm is not finite.
             LossSpikeError: the loss has jumped, and `train.on_spike=stop`.
         """
-        local_figures = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
+        loss_sum, memory = result.loss_sum.item(), peak_memory_gib(self.engine.device)
+        local_figures = [loss_sum, memory, self.meter.own_time()]
         all_figures = process_group.gather_numbers(local_figures)
         record: dict[str, Any] = {
             "step": self.progress.step,
@@ -172,6 +179,10 @@ class Training:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
         self.require_finite_gradients(result)
+        own_times = all_figures[:, 2].tolist()
+        late = self.stragglers.add(record["step"], own_times, record["step_time_s"])
+        if late is not None:
+            self.note("straggler", late)
         if jump := self.progress.spikes.add(record["loss"]):
             self.report_jump(f"{jump} (step {record['step']})")
         if not evaluates:
