@@ -33,6 +33,14 @@ def mismatches(
     return [*dict.fromkeys(differences), *_lost_messages(good, is_ring)]
 
 
+def compared_groups(records: Sequence[RankRecord]) -> tuple[int, int]:
+    """Return in how many groups of the played ranks two members were played without an error, and the number of
+    groups."""
+    good = {record.rank for record in records if not record.error}
+    groups = {tuple(group) for record in records for group in record.groups if len(group) > 1}
+    return sum(len(good.intersection(group)) > 1 for group in groups), len(groups)
+
+
 def _neighbors(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
     """Yield each rank with the first played rank of each of its groups."""
     by_rank = {record.rank: record for record in records}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.rehearse.compare import axis_of, mismatches
+from nanoscale.rehearse.compare import axis_of, compared_groups, mismatches
 from nanoscale.rehearse.played.record import RankRecord
 
 
@@ -31,6 +31,7 @@ def document(
     ranks = [_rank(record, stands_for[record.rank], context) for record in records]
     capacity = gpu["memory"] if gpu is not None else None
     worst = max(ranks, key=lambda rank: int(rank["total"]))
+    compared, groups = compared_groups(records)
     eager = config.backend.compile == "on"
     fits = None if capacity is None else worst["total"] <= capacity
     return {
@@ -46,6 +47,8 @@ def document(
         "worst_rank": worst["rank"],
         "fits": None if eager and not fits else fits,  # an upper bound proves only that a job fits
         "mismatches": mismatches(records, lambda group: axis_of(group, degrees) == "cp"),
+        "compared_groups": compared,
+        "groups": groups,
         "eager": eager,
         "notes": _notes(config, records),
         "collectives": _totals(records, degrees, steps),

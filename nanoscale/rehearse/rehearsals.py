@@ -26,9 +26,9 @@ from nanoscale.config.hardware.data_sheets import UnknownHardwareError, describe
 from nanoscale.config.reference import flat
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
-from nanoscale.rehearse.kinds import distinct_ranks
+from nanoscale.rehearse.kinds import played_ranks
 from nanoscale.rehearse.played.record import RankRecord
-from nanoscale.runs.directory import read_json, write_json
+from nanoscale.runs.directory import read_json, write_atomically, write_json
 
 STEPS = 2
 """The steps of a rehearsal: the first one makes the optimizer's states."""
@@ -108,11 +108,20 @@ def cached(name: str) -> Path:
 
 
 def known(name: str) -> dict[str, Any] | None:
-    """Return the document of a rehearsal in the cache; None if there is none."""
+    """Return the document of a rehearsal in the cache; None if there is none that this user wrote and that can
+    be read."""
     with suppress(OSError, ValueError):
-        document: dict[str, Any] = read_json(cached(name))
-        return document
+        about = cached(name).stat()
+        total, _, text = cached(name).read_text(encoding="utf-8").partition("\n")
+        is_own = about.st_uid == os.getuid() and not about.st_mode & 0o022
+        if is_own and total == _sum(text):
+            document: dict[str, Any] = json.loads(text)
+            return document
     return None
+
+
+def _sum(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
@@ -121,12 +130,12 @@ def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
         gpu, _ = device_of(config)
     except UnknownHardwareError:
         return None
-    return known(digest(config, gpu, sorted(distinct_ranks(config)), STEPS))
+    return known(digest(config, gpu, sorted(played_ranks(config)), STEPS))
 
 
 def estimated_seconds(config: ResolvedConfig) -> float:
     """Return the estimated seconds of a rehearsal on this machine, from the ranks that take longest."""
-    layout, kinds = config.parallel, len(distinct_ranks(config))
+    layout, kinds = config.parallel, len(played_ranks(config))
     # Without a pipeline, the micro batches in the middle of a step are played once.
     micro_batches = config.accumulation if layout.pp > 1 else min(3, config.accumulation)
     passes = STEPS * micro_batches * config.model.layers / layout.pp
@@ -137,7 +146,9 @@ def keep(name: str, document: dict[str, Any]) -> None:
     """Write the document of a rehearsal into the cache; errors of a full or read-only disk are ignored."""
     with suppress(OSError):
         cached(name).parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached(name), document)
+        text = json.dumps(document)
+        write_atomically(cached(name), f"{_sum(text)}\n{text}")
+        cached(name).chmod(0o644)
 
 
 @dataclass(frozen=True)

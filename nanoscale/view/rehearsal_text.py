@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanoscale.common.units import GIB, byte_size, duration, share
+from nanoscale.common.units import GIB, byte_size, counted, duration, share
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
 
@@ -54,17 +54,28 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
     if result["collectives"]:
         yield table(_COLLECTIVES, result["collectives"])
         if not result["mismatches"]:
-            yield Lines(["all members of every group agree on kind, size, type and order"])
+            yield Lines([_agreement(result)])
     yield Lines([*_waits(result), *(f"note: {note}" for note in result["notes"])])
     if wrong:
         yield Lines(wrong, "red")
+
+
+def _agreement(result: Document) -> str:
+    """Return of how many groups members were compared."""
+    compared, groups = result["compared_groups"], result["groups"]
+    agree = "agree on kind, size, type and order"
+    if len(result["ranks"]) == result["world_size"] and compared == groups:
+        return f"all members of every group {agree}"
+    if compared == 0:
+        return "no two members of a group were played: their collectives were not compared"
+    return f"in {compared:,} of {counted(groups, 'group')} two or more members were played, and they {agree}"
 
 
 def _head(result: Document) -> str:
     """Return what was rehearsed, in one line."""
     played = len(result["ranks"])
     degrees = " · ".join(f"{axis} {n}" for axis, n in result["degrees"].items() if n > 1)
-    ranks = f"{played} of {result['world_size']:,} ranks played"
+    ranks = f"{played} of {counted(result['world_size'], 'rank')} played"
     seconds = duration(sum(rank["seconds"] for rank in result["ranks"]))
     layout = degrees or "one process"
     return f"{result['model']}, {layout}, on {result['device']}: {ranks} in {seconds} of processor time"

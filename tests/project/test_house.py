@@ -98,11 +98,11 @@ BUDGET = {
     "parallel": 2122,
     "plan": 6878,
     "processes": 1034,
-    "rehearse": 2818,
-    "runs": 2771,
+    "rehearse": 2857,
+    "runs": 2777,
     "sweep": 1096,
     "train": 1293,
-    "view": 4739,
+    "view": 4750,
     "": 186,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

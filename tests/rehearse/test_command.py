@@ -130,7 +130,7 @@ def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
     assert nanoscale([*words, "--json", "--html", "page.html"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["world_size"] == 2 and result["mismatches"] == []
-    assert [rank["rank"] for rank in result["ranks"]] == [0]
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert {row["axis"] for row in result["collectives"]} == {"dp"}
     assert "<svg" in Path("page.html").read_text()
 
@@ -286,3 +286,21 @@ def test_a_played_gpu_has_the_name_of_its_maker() -> None:
         "NVIDIA H100 80GB HBM3",
         "AMD Instinct MI300X",
     ]
+
+
+@pytest.mark.parametrize("content", ["", "no sum", "{}", '["a list"]', "sum\n{}"])
+def test_a_damaged_or_foreign_rehearsal_in_the_cache_is_played_again(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path))
+    rehearsals.keep("name", {"ranks": [1]})
+    assert rehearsals.known("name") == {"ranks": [1]}
+    file = rehearsals.cached("name")
+    file.chmod(0o666)  # others may have written it
+    assert rehearsals.known("name") is None
+    file.chmod(0o644)
+    file.write_text(content)
+    assert rehearsals.known("name") is None
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    rehearsals.keep("name", {"ranks": [1]})
+    assert rehearsals.known("name") is None  # another user wrote it

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.rehearse.kinds import distinct_ranks, first_of_kind
+from nanoscale.rehearse.kinds import first_of_kind, played_ranks
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
@@ -41,14 +40,27 @@ def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> ResolvedConfig
         (layout(pp=2, cp=2, tp=2), [0, 2, 4, 6]),
     ],
 )
-def test_ranks_that_are_played(config: ResolvedConfig, ranks: list[int]) -> None:
-    assert list(distinct_ranks(config)) == ranks
-    assert sum(distinct_ranks(config).values()) == config.world_size
+def test_the_first_ranks_of_kinds(config: ResolvedConfig, ranks: list[int]) -> None:
+    assert sorted(set(first_of_kind(config))) == ranks
+    assert set(ranks) <= set(played_ranks(config))
+    assert sum(played_ranks(config).values()) == config.world_size
 
 
-def test_every_rank_has_a_kind() -> None:
-    config = layout(pp=2, cp=4, dp=2, tp=2, shape=replace(SHAPE, bias=True))
-    assert Counter(first_of_kind(config)) == distinct_ranks(config)
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        (layout(), {0: 1}),
+        (layout(dp=4), {0: 3, 3: 1}),
+        (layout(dp=2, tp=2), {0: 2, 1: 1, 2: 1}),
+        (layout(pp=2, dp=2, tp=2), {0: 2, 1: 1, 2: 1, 4: 4}),
+        (layout(dp=4, cp=2, cp_method="ulysses"), {0: 6, 1: 1, 6: 1}),
+        (layout(dp=8, ep=4, shape=MIXTURE), {0: 6, 3: 1, 7: 1}),
+    ],
+)
+def test_a_second_member_of_each_axis_is_played_on_one_stage(
+    config: ResolvedConfig, ranks: dict[int, int]
+) -> None:
+    assert played_ranks(config) == ranks
 
 
 ALIKE: dict[str, Row] = {

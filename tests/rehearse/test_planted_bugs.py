@@ -19,7 +19,7 @@ from nanoscale.models import transformer
 from nanoscale.parallel import ring
 from nanoscale.parallel.attention_kernels import KERNELS
 from nanoscale.rehearse.compare import mismatches
-from nanoscale.rehearse.kinds import distinct_ranks
+from nanoscale.rehearse.kinds import played_ranks
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.patches import Patches
@@ -182,6 +182,21 @@ BUGS = {
         "messages to rank",
         RING,
     ),
+    "a collective that the last rank of dp skips": Bug(
+        in_norm(lambda rank, x: dist.all_reduce(x) if rank == 0 else None),
+        "ranks 0 and 1 share differs",
+        SHARDED,
+    ),
+    "another dtype on the last rank of tp": Bug(
+        instead(gradients, "global_norm", of_half), "ranks 0 and 1 share differs", {"tp": 2}
+    ),
+    "a gather of rank 0 alone": Bug(
+        in_step(
+            lambda rank, *_: dist.all_reduce(torch.zeros(2, device="cuda")) if rank == 0 else None
+        ),
+        "ranks 0 and 1 share differs",
+        {"tp": 2, "dp": 2},
+    ),
     "a tensor on the wrong device": Bug(
         in_block(lambda _, hidden: hidden + torch.ones(hidden.shape[-1])), "device"
     ),
@@ -262,7 +277,7 @@ def rehearse(number: int, bug: str, config: ResolvedConfig, ranks: list[int]) ->
 
 def reports(bug: str, config: ResolvedConfig) -> str:
     """Return all that a rehearsal reports as wrong or noteworthy."""
-    ranks = list(distinct_ranks(config))
+    ranks = list(played_ranks(config))
     records = run_ranks(rehearse, len(ranks), bug, config, ranks)
     lines = mismatches(records)
     for record in records:

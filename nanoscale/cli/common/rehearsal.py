@@ -119,11 +119,11 @@ def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
     Raises:
         UserError: there are no such ranks.
     """
-    from nanoscale.rehearse.kinds import distinct_ranks
+    from nanoscale.rehearse.kinds import played_ranks
 
     world = config.world_size
     if asked == "distinct":
-        return distinct_ranks(config)
+        return played_ranks(config)
     if asked == "all":
         return dict.fromkeys(range(world), 1)
     if not re.fullmatch(r"\d+(,\d+)*", asked):
