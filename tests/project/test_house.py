@@ -92,7 +92,7 @@ BUDGET = {
     "data": 4676,
     "generate": 1102,
     "launch": 5690,
-    "measure": 611,
+    "measure": 615,
     "metrics": 1071,
     "models": 1320,
     "parallel": 2122,
