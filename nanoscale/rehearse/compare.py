@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, zip_longest
 
 from nanoscale.common.units import byte_size
-from nanoscale.rehearse.played.record import Call, RankRecord
+from nanoscale.rehearse.deadlocks import deadlock
+from nanoscale.rehearse.played.record import MESSAGES, Call, RankRecord
 
-MESSAGES = ("send", "recv_")
 _ALL_PAIRS = 64
 """The most ranks for which every pair is compared."""
 
@@ -19,8 +19,8 @@ def mismatches(
 ) -> list[str]:
     """Return every difference between ranks that would hang or corrupt the job, as sentences.
 
-    Two ranks must call the collectives of all groups that they share in the same order, with equal kind, size
-    and dtype. The receiver of every message must wait for it.
+    Two ranks must call the collectives of all groups that they share in the same order, with equal kind, size,
+    dtype, root and reduction. The receiver of every message must wait for it. No ranks may wait in a circle.
 
     Args:
         is_ring: returns True for the members of a group in which every rank sends on what it receives.
@@ -30,7 +30,8 @@ def mismatches(
     if len(good) > _ALL_PAIRS:
         pairs = _neighbors(good)
     differences = filter(None, (_first_difference(first, second) for first, second in pairs))
-    return [*dict.fromkeys(differences), *_lost_messages(good, is_ring)]
+    found = [*dict.fromkeys(differences), *_lost_messages(good, is_ring)]
+    return found or deadlock(good)
 
 
 def compared_groups(records: Sequence[RankRecord]) -> tuple[int, int]:
@@ -81,9 +82,16 @@ def _described(record: RankRecord, call: Call | None) -> str:
         return "asks for no more"
     members = record.groups[call.group]
     return (
-        f"asks for {call.kind.strip('_')} of {byte_size(call.bytes)} {call.dtype} among {len(members)} ranks "
-        f"({_shortened(members)}) in {call.phase} at {call.line}"
+        f"asks for {_named(call, members)} of {byte_size(call.bytes)} {call.dtype} among {len(members)} "
+        f"ranks ({_shortened(members)}) in {call.phase} at {call.line}"
     )
+
+
+def _named(call: Call, members: Sequence[int]) -> str:
+    """Return the name of a collective, with its reduction or root."""
+    reduction = f" ({call.reduction})" if call.reduction else ""
+    root = f" with root {members[call.peer]}" if call.peer is not None else ""
+    return f"{call.kind.strip('_')}{reduction}{root}"
 
 
 def _shortened(members: Sequence[int]) -> str:

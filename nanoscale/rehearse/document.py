@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import axis_of, compared_groups, mismatches
-from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord
 
 
 def document(
@@ -65,6 +65,11 @@ def failed(result: dict[str, Any]) -> bool:
 
 def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
+    if config.parallel.pp == 1 and config.accumulation > PLAYED_BATCHES:
+        notes.append(
+            f"{PLAYED_BATCHES} of {config.accumulation:,} micro batches of a step were played: the first, the "
+            "last, and one for all between"
+        )
     if config.model.experts:
         notes.append("loads of experts are made up: every expert gets as many tokens")
     if config.backend.compile == "on":
@@ -88,6 +93,7 @@ def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
         },
         "after_steps": record.after,
         "host": record.host_peak,
+        "operations": record.operations,
         "checkpoint": record.checkpoint,
         "waits": waits,
         "findings": record.findings,

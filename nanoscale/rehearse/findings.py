@@ -24,12 +24,12 @@ def of_gradients(engine: NativeEngine) -> list[str]:
     return [f"gradients are kept after the step: {_shown(kept)}"] if kept else []
 
 
-def of_growth(after: list[int]) -> list[str]:
+def of_growth(after: list[int], where: str = "on the device") -> list[str]:
     """Report memory that grows with the last step. The first step makes the optimizer's states."""
     if len(after) < 2 or after[-1] <= after[-2]:
         return []
     more = after[-1] - after[-2]
-    return [f"a step leaves {more:,} bytes more than it found on the device: memory leaks"]
+    return [f"a step leaves {more:,} bytes more than it found {where}: memory leaks"]
 
 
 def of_resuming(written: Description, needed: Description) -> list[str]:

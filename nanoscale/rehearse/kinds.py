@@ -1,7 +1,7 @@
 """The kinds of ranks of a layout, and the ranks that are played by default. Torch-free.
 
 Ranks of one kind do the same, so one of each kind is played. Whether they do is seen from a second member of
-each axis' group, on one stage of the pipeline.
+each axis' group, on one stage of the pipeline, and from the rank in which these axes' groups meet again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ def played_ranks(config: ResolvedConfig) -> dict[int, int]:
     """Return the ranks to play, in order, and the number of ranks for which each stands."""
     firsts = first_of_kind(config)
     stands_for = Counter(firsts)
-    for rank in _last_of_axes(config):
+    for rank in _lasts(config):
         if rank not in stands_for:
             stands_for[firsts[rank]] -= 1
             stands_for[rank] = 1
     return dict(sorted(stands_for.items()))
 
 
-def _last_of_axes(config: ResolvedConfig) -> Iterator[int]:
-    """Yield the ranks that are the last along one of dp, cp, tp and ep, and the first along the others."""
+def _lasts(config: ResolvedConfig) -> Iterator[int]:
+    """Yield the ranks that are the last along one of dp, cp, tp and ep and the first along the others, and the
+    rank that is the last along all."""
     parallel = config.parallel
     data, cp, tp = (parallel.dp - 1) * parallel.cp, parallel.cp - 1, parallel.tp - 1
     yield from (data * parallel.tp, cp * parallel.tp, tp, (parallel.ep - 1) * parallel.tp)
+    yield (data + cp) * parallel.tp + tp
 
 
 def first_of_kind(config: ResolvedConfig) -> list[int]:

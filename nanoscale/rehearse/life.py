@@ -30,7 +30,7 @@ from nanoscale.rehearse.played.allocator import MemoryHistory
 from nanoscale.rehearse.played.collectives import identity
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.device_memory import TensorKind
-from nanoscale.rehearse.played.record import RankRecord, Wait
+from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord, Wait, is_own
 from nanoscale.rehearse.played.world import World, played
 from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
@@ -63,10 +63,20 @@ def play(
                 record.timeline = _thinned(record.timeline)
                 if snapshot is not None and world.history is not None:
                     snapshot.write_bytes(pickle.dumps(world.history.snapshot()))
-    except Exception:
-        record.error = traceback.format_exc()
+    except Exception as error:
+        record.error = _told(error)
     record.seconds = time.process_time() - began
     return record
+
+
+def _told(error: Exception) -> str:
+    """Return an exception and those that it was raised from, with nanoscale's own frames and the innermost."""
+    whole = cause = traceback.TracebackException.from_exception(error)
+    while cause is not None:
+        outer = [frame for frame in cause.stack[:-1] if is_own(frame.filename)]
+        cause.stack = traceback.StackSummary.from_list([*outer, *cause.stack[-1:]])
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return "".join(whole.format())
 
 
 @contextmanager
@@ -117,6 +127,7 @@ def _train(config: ResolvedConfig, world: World) -> None:
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
+    record.findings += findings.of_growth(record.host_after, "in host memory")
     with world.during("checkpoint"):
         sizes = [_bytes(value) for value in engine.state().values()]
         record.checkpoint = {"tensors": len(sizes), "bytes": sum(sizes)}
@@ -137,6 +148,7 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
     def advance(plain: Callable[[], StepResult]) -> StepResult:
         step, previous = training.progress.step + 1, training.last
         world.keeps_timeline = step == training.config.train.steps
+        world.record.operations = 0
         with world.during(f"step {step}"), _played_batches(samples, world, training.engine):
             result = plain()
         world.keeps_timeline = False
@@ -147,6 +159,7 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
         )
         held = sum(world.bytes_of(value) for value in values if isinstance(value, Tensor))
         world.record.after.append(world.live - held)
+        world.record.host_after.append(world.host_live)
         return result
 
     def within(section: str, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,18 +178,18 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
 
 @contextmanager
 def _played_batches(samples: EqualSamples, world: World, engine: Engine) -> Iterator[None]:
-    """Play three micro batches of a step: the first, one that stands for all in the middle, and the last.
+    """Play PLAYED_BATCHES of a step: the first, one that stands for all in the middle, and the last.
 
     A pipeline stage holds several micro batches at once, so all micro batches of a pipeline are played.
     """
     batches = samples.batches
-    if engine.config.parallel.pp > 1 or len(batches) <= 3:
+    if engine.config.parallel.pp > 1 or len(batches) <= PLAYED_BATCHES:
         yield
         return
     (stage,) = engine.stages.values()
     repeats = iter([1, len(batches) - 2, 1])
     hook = stage.register_forward_pre_hook(lambda *_: setattr(world, "repeat", next(repeats)))
-    samples.batches = batches[:3]
+    samples.batches = batches[:PLAYED_BATCHES]
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from nanoscale.config.reference import flat
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
 from nanoscale.rehearse.kinds import played_ranks
-from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord
 from nanoscale.runs.directory import read_json, write_atomically, write_json
 
 STEPS = 2
@@ -137,7 +137,9 @@ def estimated_seconds(config: ResolvedConfig) -> float:
     """Return the estimated seconds of a rehearsal on this machine, from the ranks that take longest."""
     layout, kinds = config.parallel, len(played_ranks(config))
     # Without a pipeline, the micro batches in the middle of a step are played once.
-    micro_batches = config.accumulation if layout.pp > 1 else min(3, config.accumulation)
+    micro_batches = (
+        config.accumulation if layout.pp > 1 else min(PLAYED_BATCHES, config.accumulation)
+    )
     passes = STEPS * micro_batches * config.model.layers / layout.pp
     return _BLOCK_S * passes * -(-kinds // cores())
 

@@ -11,6 +11,7 @@ from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, ta
 from nanoscale.view.charts import Curve, curves
 
 Document = dict[str, Any]
+_ERROR_LINES = 40
 _BAR = 30
 """Characters of the highest phase's bar."""
 _RANKS = (
@@ -56,6 +57,8 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
         if not result["mismatches"]:
             yield Lines([_agreement(result)])
     yield Lines([*_waits(result), *(f"note: {note}" for note in result["notes"])])
+    if "against" in result:
+        yield Lines(["changed:", *result["against"]] if result["against"] else ["nothing changed"])
     if wrong:
         yield Lines(wrong, "red")
 
@@ -113,7 +116,7 @@ def mistakes(result: Document) -> Iterator[str]:
             findings[finding].append(str(rank["rank"]))
     for error, ranks in errors.items():
         yield f"error: {_ranks(ranks)} failed:"
-        yield from (f"  {line}" for line in error.rstrip().splitlines()[-12:])
+        yield from (f"  {line}" for line in error.rstrip().splitlines()[-_ERROR_LINES:])
     for finding, ranks in findings.items():
         yield f"error: {_ranks(ranks)}: {finding}"
     for mismatch in result["mismatches"]:

@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1155,
     "backends": 1844,
     "checkpoint": 2596,
-    "cli": 5139,
+    "cli": 5147,
     "common": 644,
     "config": 9792,
     "data": 4676,
@@ -98,11 +98,11 @@ BUDGET = {
     "parallel": 2122,
     "plan": 6878,
     "processes": 1034,
-    "rehearse": 2857,
+    "rehearse": 3220,
     "runs": 2777,
     "sweep": 1096,
     "train": 1293,
-    "view": 4750,
+    "view": 4753,
     "": 186,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

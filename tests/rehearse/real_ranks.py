@@ -24,7 +24,8 @@ from nanoscale.train.job import load_initial_weights, make_engine
 from tests.support.even_loads import even_loads
 from tests.support.ranks import run_ranks
 
-Program = list[tuple[list[int], tuple[str, int, str, int | None]]]
+Signature = tuple[str, int, str, int | None, str]
+Program = list[tuple[list[int], Signature]]
 """The members of the group, and what the members of a group have in common, of each collective in order."""
 
 
@@ -53,7 +54,8 @@ class Recorder(LiveMemory):
             if call is not None:
                 assert call.group is not None
                 members = dist.get_process_group_ranks(call.group)
-                self.sequence.append((members, (call.kind, call.bytes, call.dtype, call.peer)))
+                about = call.kind, call.bytes, call.dtype, call.peer, call.reduction
+                self.sequence.append((members, about))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -54,6 +54,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*ON_GPUS, "--snapshots", "nowhere/memory"), "cannot be written"),
         ((*ON_GPUS, "--snapshots", "/etc"), "the folder is not empty"),
         ((*ON_GPUS, "--snapshots", "/etc/hosts"), "is a file"),
+        (("--against", "nowhere.json"), "--against nowhere.json: No such file"),
+        (("--against", "/etc/hosts"), "hosts"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_starts(
@@ -120,6 +122,20 @@ def test_what_does_not_fit_is_told_with_overrides_that_do(
     change = json.loads(capsys.readouterr().out)["changes"][0]["overrides"]
     assert said in out and change in out and change in Path("page.html").read_text()
     assert nanoscale([*words, *shlex.split(change)]) == 0
+
+
+@pytest.mark.slow
+def test_a_rehearsal_is_compared_with_a_former_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["rehearse", *LAYOUT, "--json"]) == 0
+    Path("former.json").write_text(capsys.readouterr().out)
+    against = ["rehearse", *LAYOUT, "--against", "former.json"]
+    assert nanoscale([*against, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["against"] == []
+    assert nanoscale([*against, "zero.stage=2"]) == 2
+    assert "is of another job: zero 3 in place of 2" in capsys.readouterr().err
+    assert nanoscale([*against, "parallel.activation_checkpointing=full"]) == 0
+    out = capsys.readouterr().out.split("changed:\n")[1]
+    assert "the peak of tensors is" in out and "operations of a step:" in out
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +25,7 @@ from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.train.loop import Training
 from tests.support.measured_memory import SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 
@@ -124,6 +126,31 @@ def sends(shape: tuple[int, int]) -> Plant:
     return in_step(act)
 
 
+def both_send_first(rank: int, engine: NativeEngine, _: Any) -> None:
+    group, x = engine.layout.pipeline, torch.zeros(8, device="cuda")
+    peer = 1 - dist.get_group_rank(group, rank)
+    dist.send(x, group=group, group_dst=peer)
+    dist.recv(x, group=group, group_src=peer)
+
+
+def reduce_between_messages(rank: int, engine: NativeEngine, _: Any) -> None:
+    group, x = engine.layout.pipeline, torch.zeros(8, device="cuda")
+    if dist.get_group_rank(group, rank) == 0:
+        dist.all_reduce(x)
+        dist.send(x, group=group, group_dst=1)
+    else:
+        dist.recv(x, group=group, group_src=0)
+        dist.all_reduce(x)
+
+
+def reduce_in_a_circle(rank: int, x: torch.Tensor) -> None:
+    """Reduce over tp and dp, and begin with dp on the ranks 1 and 2."""
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    own = [pair for pair in pairs if rank in dist.get_process_group_ranks(pair)]
+    for group in own if rank in (0, 3) else reversed(own):
+        dist.all_reduce(x, group=group)
+
+
 @dataclass
 class Bug:
     """A bug, and how it shows."""
@@ -165,6 +192,44 @@ BUGS = {
         {"cp": 2},
         3,
     ),
+    "another reduction on one rank": Bug(
+        in_norm(
+            lambda rank, x: dist.all_reduce(x, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+        ),
+        "ranks 0 and 1 share differs",
+        {"tp": 2},
+    ),
+    "another root of a reduction": Bug(
+        in_norm(lambda rank, x: dist.reduce(x, rank)), "with root 1", {"tp": 2}
+    ),
+    "a micro batch less on the last rank": Bug(
+        instead(
+            NativeEngine,
+            "train_step",
+            lambda rank, plain, engine, batches, *rest: plain(
+                engine, batches[: len(batches) - bool(rank)], *rest
+            ),
+        ),
+        "ranks 0 and 1 share differs",
+        SHARDED,
+        3,
+    ),
+    "a collective in the log of rank 0": Bug(
+        after(
+            Training,
+            "log",
+            lambda rank, *_: dist.all_reduce(torch.zeros(2, device="cuda")) if rank == 0 else None,
+        ),
+        "ranks 0 and 1 share differs",
+        SHARDED,
+    ),
+    "both stages send first": Bug(in_step(both_send_first), "a deadlock: rank 0 waits for rank 2"),
+    "an all-reduce between a send and its receive": Bug(
+        in_step(reduce_between_messages), "a deadlock: rank 0 waits for rank 2 in allreduce"
+    ),
+    "a circle over tp and dp": Bug(
+        in_norm(reduce_in_a_circle), "a deadlock: rank 0 waits for rank 1", {"tp": 2, "dp": 2}
+    ),
     "a message that nobody awaits": Bug(
         sends((8, 0)), "sends 11 messages to rank 2, which awaits 9"
     ),
@@ -201,7 +266,8 @@ BUGS = {
         in_block(lambda _, hidden: hidden + torch.ones(hidden.shape[-1])), "device"
     ),
     "a wrong shape on one stage": Bug(
-        in_block(lambda rank, hidden: hidden if rank == 0 else hidden.view(-1, 7)), "view"
+        in_block(lambda rank, hidden: hidden if rank == 0 else hidden.view(-1, 7)),
+        "shape '[-1, 7]' is invalid",
     ),
     "an item() in the step": Bug(
         in_step(lambda *given: given[2].loss_sum.item()), "item at", SHARDED
@@ -214,6 +280,24 @@ BUGS = {
     ),
     "a synchronize in the step": Bug(
         in_step(lambda *_: torch.cuda.synchronize()), "torch.cuda.synchronize at", SHARDED
+    ),
+    "a print in the step": Bug(
+        in_step(lambda *given: print(given[2].loss_sum, file=io.StringIO())), "print at", SHARDED
+    ),
+    "a formatted number in the step": Bug(
+        in_step(lambda *given: f"{given[2].loss_sum:.3f}"), "print at", SHARDED
+    ),
+    "an array of NumPy in the step": Bug(
+        in_step(lambda *given: given[2].loss_sum.cpu().numpy()), "copy to the host at", SHARDED
+    ),
+    "a choice by a mask in the step": Bug(
+        in_step(lambda *_: _positive(torch.zeros(4, 2, device="cuda"))), "nonzero at", SHARDED
+    ),
+    "a condition on a tensor in the step": Bug(
+        in_step(lambda *given: bool(given[2].loss_sum > 0)), "item at", SHARDED
+    ),
+    "host memory that grows with every step": Bug(
+        in_step(lambda *_: kept.append(torch.zeros(1000))), "in host memory", SHARDED
     ),
     "memory that grows with every step": Bug(
         in_step(lambda *_: kept.append(torch.zeros(1000, device="cuda"))), "memory leaks", SHARDED
@@ -232,12 +316,25 @@ BUGS = {
     "an error in the state of a checkpoint": Bug(
         instead(NativeEngine, "state", lambda *_: {}["model"]), "KeyError", SHARDED
     ),
+    "a tensor that one rank alone saves": Bug(
+        after(
+            NativeEngine,
+            "state",
+            lambda rank, state, *_: state | ({"extra": torch.zeros(2)} if rank == 0 else {}),
+        ),
+        "a checkpoint cannot be resumed from: extra",
+        SHARDED,
+    ),
     "a moment that a resumed run does not load": Bug(
         after(NativeEngine, "empty_state", lambda _, state, *__: without_last_moment(state)),
         "a checkpoint cannot be resumed from: optimizer.",
         SHARDED,
     ),
 }
+
+
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
 
 
 def without_last_moment(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

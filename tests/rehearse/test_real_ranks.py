@@ -9,11 +9,13 @@ import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
+from nanoscale.rehearse.deadlocks import deadlock
 from nanoscale.rehearse.kinds import first_of_kind
 from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import (
     Measured,
     Program,
+    Signature,
     before_saving,
     measured,
     rehearsed,
@@ -101,6 +103,7 @@ def check(rows: list[Row]) -> None:
 
 def compare(ranks: list[Measured], records: list[RankRecord], config: ResolvedConfig) -> None:
     assert [record.error for record in records] == [""] * len(records)
+    assert deadlock(records) == []
     by_rank = {record.rank: record for record in records}
     played = [by_rank[first] for first in first_of_kind(config)]
     expected = [(before_saving(record), record.peak) for record in played]
@@ -123,13 +126,13 @@ def compare(ranks: list[Measured], records: list[RankRecord], config: ResolvedCo
             )
 
 
-def within_groups(program: Program, rank: int) -> list[tuple[str, int, str, int | None]]:
+def within_groups(program: Program, rank: int) -> list[Signature]:
     """Return what the members of a group have in common; a peer is counted from `rank` in its group."""
     found = []
-    for members, (kind, size, dtype, peer) in program:
+    for members, (kind, size, dtype, peer, reduction) in program:
         if peer is not None and kind != "broadcast_":
             peer = (peer - members.index(rank)) % len(members)
-        found.append((kind, size, dtype, peer))
+        found.append((kind, size, dtype, peer, reduction))
     return found
 
 

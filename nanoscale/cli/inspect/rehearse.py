@@ -39,6 +39,9 @@ def rehearse(
     snapshots: Path | None = opt.option(
         "Write each rank's memory for pytorch.org/memory_viz", metavar="FOLDER"
     ),
+    against: Path | None = opt.option(
+        "Compare with the result in this file, of --json or a run's program.json", metavar="FILE"
+    ),
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,
 ) -> int:
@@ -47,17 +50,22 @@ def rehearse(
     The hardware is what `cluster` describes, or this machine.
     """
     from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.rehearse.against import changes as changes_against
+    from nanoscale.rehearse.against import read_former
     from nanoscale.rehearse.document import failed
     from nanoscale.view.rehearsal_text import rehearsal_report
 
     opt.require_at_least(1, {"--steps": steps})
     require_writable("--html", html, overwrite=overwrite)
+    former = read_former(against) if against is not None else None
     line = on_described_hosts(line)
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
     if snapshots is not None:
         _require_snapshots(request.config, snapshots)
     result = rehearsed(request.config, ranks, steps, snapshots)
     fits, changes = (True, []) if result["fits"] else _planned(request, result)
+    if against is not None and former is not None:
+        result |= {"against": changes_against(result, former, against)}
     report = rehearsal_report(result, changes)
     write_page(html, report, overwrite=overwrite)
     shown = {name: value for name, value in result.items() if name != "program"}

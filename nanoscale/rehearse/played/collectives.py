@@ -18,6 +18,9 @@ from nanoscale.rehearse.played.patches import Patches
 
 _REDUCTIONS = {"sum", "avg", "max", "min", "product"}
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
+_ROOTED = {"broadcast_", "reduce_", "gather_", "scatter_"}
+_OWN_PART = {"gather_": 1, "scatter_": 0}
+"""The argument of a collective's own part, which all ranks have; the root has the parts of all ranks."""
 _NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 NAMESPACES = ("c10d", "_c10d_functional")
 
@@ -63,7 +66,8 @@ class Collective(NamedTuple):
     """Bytes of the larger of this rank's input and output."""
     dtype: str
     peer: int | None
-    """The other rank of a message, or the root of a broadcast, numbered within the group."""
+    """The other rank of a message, or the root of a collective, numbered within the group."""
+    reduction: str
     tensors: list[Tensor]
 
 
@@ -74,21 +78,29 @@ def described(func: Any, args: Any) -> Collective | None:
         return None
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
     group: dist.ProcessGroup | None
+    reduction = next((arg for arg in args if isinstance(arg, str) and arg in _REDUCTIONS), "")
     if func.namespace == "_c10d_functional":
         name: Any = next(
             arg for arg in reversed(args) if isinstance(arg, str) and arg not in _REDUCTIONS
         )
         group, size = _resolve_process_group(name), _functional_bytes(kind, args)
     else:
-        boxed = (arg for arg in args if isinstance(arg, torch.ScriptObject))
-        groups = (arg for arg in boxed if "ProcessGroup" in str(arg._type()))
-        group = next(map(dist.ProcessGroup.unbox, groups), None)
-        size = max((_bytes(arg) for arg in args), default=0)
+        boxed: dict[str, Any] = {
+            str(arg._type()): arg for arg in args if isinstance(arg, torch.ScriptObject)
+        }
+        group = next(
+            (dist.ProcessGroup.unbox(boxed[name]) for name in boxed if "Group" in name), None
+        )
+        for name in boxed:
+            if "ReduceOp" in name:
+                reduction = dist.ReduceOp.RedOpType(boxed[name].op()).name.lower()
+        own = args[_OWN_PART[kind]] if kind in _OWN_PART else args
+        size = max((_bytes(arg) for arg in own), default=0)
     peer = None
-    if kind in _MESSAGES or kind == "broadcast_":
+    if kind in _MESSAGES or kind in _ROOTED:
         peer = next(arg for arg in args if type(arg) is int)
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    return Collective(kind, group, size, dtype, peer, tensors)
+    return Collective(kind, group, size, dtype, peer, reduction, tensors)
 
 
 def _bytes(argument: Any) -> int:
@@ -109,8 +121,12 @@ def _functional_bytes(kind: str, args: Any) -> int:
     return int(x.nbytes)
 
 
-def answer(func: Any, args: Any) -> Any:
-    """Return the result of a collective as if all members of the group had the same values."""
+def answer(func: Any, args: Any, work: Any) -> Any:
+    """Return the result of a collective as if all members of the group had the same values.
+
+    Args:
+        work: the `FakeWork` to return if the operation returns a work.
+    """
     kind = func.__name__.partition(".")[0]
     if func.namespace == "_c10d_functional":
         return _functional_answer(kind, args)
@@ -124,7 +140,7 @@ def answer(func: Any, args: Any) -> Any:
     for returned in func._schema.returns:
         type_name = str(returned.type)
         if "Work" in type_name:
-            results.append(torch._C._distributed_c10d.FakeWork().boxed())
+            results.append(work.boxed())
         else:
             results.append(args[0] if "List" in type_name or "[]" in type_name else first)
     return results[0] if len(results) == 1 else tuple(results) or None

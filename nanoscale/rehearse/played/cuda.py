@@ -84,17 +84,23 @@ def _replace_streams(patches: Patches, world: Any) -> None:
     """Replace the streams and events of torch.cuda and torch.accelerator. The default stream has number 0."""
     device, numbers = world.device, count(1)
 
+    def number_of(stream: Any) -> int:
+        return int(world.stream if stream is None else getattr(stream, "number", 0))
+
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:
             self.device = device
+            self.at = -1
 
-        def record(self, *_: Any) -> Event:
+        def record(self, stream: Any = None) -> Event:
+            self.at = world.last.get(number_of(stream), -1)
             return self
 
-        def wait(self, *_: Any) -> None: ...
+        def wait(self, stream: Any = None) -> None:
+            world.add_event("after", self.at, number_of(stream))
 
         def synchronize(self) -> None:
-            world.wait("Event.synchronize")
+            world.wait("Event.synchronize", self.at)
 
         def query(self) -> bool:
             return True
@@ -109,15 +115,17 @@ def _replace_streams(patches: Patches, world: Any) -> None:
             self.number = next(numbers) if number is None else number
             self.device = device
 
-        def wait_stream(self, *_: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None:
+            self.wait_event(Event().record(other))
 
-        def wait_event(self, *_: Any) -> None: ...
+        def wait_event(self, event: Event) -> None:
+            event.wait(self)
 
-        def record_event(self, *_: Any) -> Event:
-            return Event()
+        def record_event(self, event: Event | None = None) -> Event:
+            return (event or Event()).record(self)
 
         def synchronize(self) -> None:
-            world.wait("Stream.synchronize")
+            world.wait("Stream.synchronize", world.last.get(self.number, -1))
 
         def query(self) -> bool:
             return True

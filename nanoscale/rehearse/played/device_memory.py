@@ -60,7 +60,7 @@ class DeviceMemory(LiveMemory):
         """The record of every allocation; None if no snapshot is written."""
         self.keeps_timeline = False
         self._counts = True
-        self._host_live = 0
+        self.host_live = 0
         self._kinds: dict[int, TensorKind | None] = {}
         """The kind of each storage, by its address; None if it is in host memory."""
         self._kind_bytes: dict[str, int] = dict.fromkeys(TensorKind, 0)
@@ -174,8 +174,8 @@ class DeviceMemory(LiveMemory):
         if key not in self._held:
             del self._kinds[key]
         if kind is None:
-            self._host_live += after - before
-            self.record.host_peak = max(self.record.host_peak, self._host_live)
+            self.host_live += after - before
+            self.record.host_peak = max(self.record.host_peak, self.host_live)
             return
         self._kind_bytes[kind] += after - before
         if self.on_gpu:

@@ -106,6 +106,36 @@ def make_host_tensors_real(
         patches.wrap(torch, name, host_factory)
 
 
+def read_on_host(
+    patches: Patches,
+    wait: Callable[[str], None],
+    in_host: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Let the host print tensors and use them as arrays of NumPy, whose numbers are all 1.
+
+    Args:
+        wait: called when the host reads a tensor of the device.
+        in_host: a context in which new tensors are real.
+    """
+
+    def written(tensor: Any, spec: str = "") -> str:
+        if tensor.is_cuda:
+            wait("print")
+        return format(1.0, spec) if tensor.ndim == 0 else f"tensor({list(tensor.shape)})"
+
+    def numpy(tensor: Any, **_: Any) -> Any:
+        if tensor.is_cuda:
+            raise TypeError(
+                "a tensor of a GPU must be copied to the host before it can be an array of NumPy"
+            )
+        with in_host():
+            return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
+
+    for name in ("__repr__", "__format__"):
+        patches.replace(FakeTensor, name, written)
+    patches.replace(FakeTensor, "numpy", numpy)
+
+
 def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str], None]) -> None:
     """Assume that every expert gets equally many tokens, since fake tensors cannot be routed.
 

@@ -9,8 +9,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
+MESSAGES = ("send", "recv_")
+PLAYED_BATCHES = 3
+"""The most micro batches of a step that are played without a pipeline."""
+HOST = -1
+"""The stream of events for which the host waits, in `Event.stream`."""
 PACKAGE = str(Path(__file__).parents[2])
 _REHEARSE = str(Path(__file__).parents[1])
+
+
+def is_own(file: str) -> bool:
+    """True for a file of nanoscale outside of this room."""
+    return file.startswith(PACKAGE) and not file.startswith(_REHEARSE)
 
 
 def calling_frames() -> Iterator[FrameType]:
@@ -54,11 +64,23 @@ class Call(NamedTuple):
     """The block of the model whose forward pass began last; empty before the first."""
     line: str
     """The line of code that called it, as `file:line`."""
+    reduction: str = ""
+    """The operation of a reduction, such as `sum`; empty for others."""
 
     @property
-    def signature(self) -> tuple[str, int, str, int | None]:
+    def signature(self) -> tuple[str, int, str, int | None, str]:
         """The properties that must be equal on all members of the group."""
-        return self.kind, self.bytes, self.dtype, self.peer
+        return self.kind, self.bytes, self.dtype, self.peer, self.reduction
+
+
+class Event(NamedTuple):
+    """A step of a stream on its way through collectives and messages. The host of a CPU is one stream."""
+
+    stream: int
+    what: str
+    """`call` begins one, `wait` waits until one has ended, and `after` until another event has passed."""
+    of: int
+    """The index in `RankRecord.calls`, or that of an event."""
 
 
 class Wait(NamedTuple):
@@ -89,14 +111,19 @@ class RankRecord:
     groups: list[list[int]] = field(default_factory=list)
     """The members of each process group that the rank used."""
     calls: list[Call] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     phases: dict[str, PhaseMemory] = field(default_factory=dict)
     reserved: int = 0
     """Bytes that the caching allocator reserves."""
+    operations: int = 0
+    """The number of operations on tensors in the last step, those of activation checkpointing included."""
     host_peak: int = 0
     """Peak bytes of tensors in host memory, for a job on GPUs."""
     after: list[int] = field(default_factory=list)
     """Bytes of tensors on the device after each step."""
+    host_after: list[int] = field(default_factory=list)
+    """Bytes of tensors in host memory after each step, for a job on GPUs."""
     checkpoint: dict[str, int] = field(default_factory=dict)
     """The number of tensors in a checkpoint, and the bytes of this rank's shards."""
     timeline: list[int] = field(default_factory=list)
@@ -126,6 +153,7 @@ class RankRecord:
     def of_json(cls, document: dict[str, Any]) -> Self:
         record = cls(**document)
         record.calls = [Call(*call) for call in record.calls]
+        record.events = [Event(*event) for event in record.events]
         record.waits = [Wait(*wait) for wait in record.waits]
         record.phases = {
             name: PhaseMemory(**phase)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -31,11 +32,12 @@ from nanoscale.rehearse.played.fake_tensors import (
     balance_experts,
     device_in_cpp,
     make_host_tensors_real,
+    read_on_host,
     report_devices,
 )
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
-from nanoscale.rehearse.played.record import Call, RankRecord, calling_line
+from nanoscale.rehearse.played.record import HOST, Call, Event, RankRecord, calling_line
 
 aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
@@ -69,6 +71,10 @@ class World(DeviceMemory):
         """The number of waits, by section, operation and line."""
         self._group_numbers: dict[str, int] = {}
         """The index of each process group in the record, by the group's name."""
+        self._works: dict[int, tuple[int, Any]] = {}
+        """The index of the call and the work, by the address of the work or of a functional result."""
+        self.last: dict[int, int] = {}
+        """The index of the last event of each stream."""
         self._makes_host_tensors = False
 
     def __torch_dispatch__(
@@ -84,6 +90,8 @@ class World(DeviceMemory):
             return self.open(func, args)
         if func.namespace in collectives.NAMESPACES:
             return self._communicate(func, args)
+        if self.section.startswith("step"):
+            self.record.operations += 1
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if self.built and self.on_gpu and kwargs.get("device") == META:
             kwargs["device"] = self.device  # autograd passes on the device that C++ reported
@@ -102,6 +110,12 @@ class World(DeviceMemory):
             self._record_wait(func, tensors, args, kwargs)
         if func is _SCALAR:
             return torch.zeros((), dtype=tensors[0].dtype).item() if not fakes else 1
+        if (
+            func is aten.nonzero.default and fakes
+        ):  # of unknown size: at most all elements are chosen
+            return tensors[0].new_empty((tensors[0].numel(), tensors[0].ndim), dtype=torch.int64)
+        if func is aten.index.Tensor and fakes:
+            args = (args[0], [part for index in args[1] for part in _without_mask(index)])
         if fakes < len(tensors):
             # FakeTensorMode would compute with the values of real tensors.
             args = _mapped(self._without_numbers, args)
@@ -155,16 +169,36 @@ class World(DeviceMemory):
     # Collectives
 
     def _communicate(self, func: Any, args: Any) -> Any:
-        collective = collectives.described(func, args)
-        result = collectives.answer(func, args)
+        collective, work = collectives.described(func, args), FakeWork()
+        result = collectives.answer(func, args, work)
         if func.namespace == "_c10d_functional":
             self.see_all(result)
-        if collective is not None:
+            work = result[0] if isinstance(result, list) else result
+        if collective is None:
+            self.wait_for(args[0])
+        else:
             for tensor in collective.tensors:
                 new = TensorKind.COMMUNICATION
                 self.set_kind(tensor.untyped_storage(), new, replaces=_COMMUNICATED)
+            held = None if isinstance(work, Tensor) else work
+            self._works[_address(work)] = len(self.record.calls), held
+            self.add_event("call", len(self.record.calls))
             self._record_call(collective)
         return result
+
+    def wait_for(self, work: Any) -> bool:
+        """Record that the present stream waits for a work, or for the result of a functional collective."""
+        number, _ = self._works.pop(_address(work), (None, None))
+        if number is not None:
+            self.add_event("wait", number)
+        return True
+
+    def add_event(self, what: str, of: int, stream: int | None = None) -> None:
+        """Record an event of a stream, by default the present one; nothing if it refers to no event."""
+        if of >= 0:
+            stream = self.stream if stream is None else stream
+            self.last[stream] = len(self.record.events)
+            self.record.events.append(Event(stream, what, of))
 
     def _record_call(self, collective: collectives.Collective) -> None:
         group, groups = collective.group, self.record.groups
@@ -183,14 +217,17 @@ class World(DeviceMemory):
                 repeat=self.repeat,
                 block=self.block,
                 line=calling_line(),
+                reduction=collective.reduction,
             )
         )
 
     # Waits
 
-    def wait(self, operation: str) -> None:
-        """Record that the host waits for the device."""
+    def wait(self, operation: str, event: int | None = None) -> None:
+        """Record that the host waits for the device: for an event, or else for the present stream."""
         self.waits[self.section, operation, calling_line()] += self.repeat
+        at = self.last.get(self.stream, -1) if event is None else event
+        self.add_event("after", at, HOST)
 
     def _record_wait(
         self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]
@@ -198,6 +235,9 @@ class World(DeviceMemory):
         if func in _WAITING:
             if _is_on_gpu(tensors[0]):
                 self.wait(_WAITING[func])
+        elif func is aten.index.Tensor:
+            if any(_is_mask(index) and _is_on_gpu(index) for index in args[1]):
+                self.wait("nonzero")
         elif func is aten._to_copy.default:
             device = kwargs.get("device")
             moves = device is not None and torch.device(device).type != tensors[0].device.type
@@ -210,6 +250,22 @@ class World(DeviceMemory):
 
     def _wait_for_copy(self, source: Tensor) -> None:
         self.wait("copy to the host" if _is_on_gpu(source) else "copy from the host")
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _without_mask(index: Any) -> list[Any]:
+    """Return the positions, by dimension, that a mask chooses, which are at most all; else the index itself."""
+    if not _is_mask(index):
+        return [index]
+    return list(index.new_empty((index.ndim, index.numel()), dtype=torch.int64).unbind())
+
+
+def _address(work: Any) -> int:
+    """Return the address of a work, or of the storage of a functional collective's result."""
+    return int(work.untyped_storage()._cdata) if isinstance(work, Tensor) else id(work)
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
@@ -257,7 +313,10 @@ def played(
         report_devices(patches)
         patches.replace(torch, "compile", lambda function=None, **_: function or (lambda f: f))
         collectives.hold_tensors(patches, on_gpu=on_gpu)
-        balance_experts(patches, *experts, world.wait if on_gpu else lambda _: None)
+        patches.replace(FakeWork, "wait", lambda work, *_: world.wait_for(work))
+        wait = world.wait if on_gpu else lambda _: None
+        balance_experts(patches, *experts, wait)
+        read_on_host(patches, wait, world.in_host)
         if gpu is not None:
             cuda.pretend(patches, gpu, world)
             kernels.use_fused_kernels(patches)

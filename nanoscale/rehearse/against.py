@@ -1,0 +1,84 @@
+"""The changes of a rehearsal since a former one of the same layout: calls, bytes, memory, work. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoscale.common.errors import UserError
+from nanoscale.common.units import byte_size
+from nanoscale.runs.documents import damaged, read_record
+
+Document = dict[str, Any]
+_LAYOUT = ("model", "world_size", "degrees", "schedule", "zero", "device", "steps", "micro_batches")
+
+
+@dataclass(frozen=True)
+class _Former:
+    """The document of a former rehearsal, as `--json` prints it, or as a run's program.json."""
+
+    model: str
+    world_size: int
+    degrees: dict[str, int]
+    schedule: str | None
+    zero: int
+    device: str
+    steps: int
+    micro_batches: int
+    worst_rank: int
+    collectives: list[Document]
+    ranks: list[Document]
+
+
+def read_former(file: Path) -> Document:
+    """Return a former rehearsal.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        return vars(read_record(_Former, file))
+    except OSError as error:
+        raise UserError("usage", f"--against {file}: {error.strerror}") from error
+
+
+def changes(result: Document, former: Document, file: Path) -> list[str]:
+    """Return the differences of a rehearsal from a former one, which was read from a file, as sentences.
+
+    Raises:
+        UserError: the former one is of another layout, or is not whole.
+    """
+    other = [name for name in _LAYOUT if former[name] != result[name]]
+    if other:
+        texts = [f"{name} {former[name]} in place of {result[name]}" for name in other]
+        raise UserError("usage", f"--against {file}: is of another job: {'; '.join(texts)}")
+    try:
+        return [*_differences(former, result)]
+    except (KeyError, TypeError, StopIteration) as error:
+        raise damaged(file, "is not a whole document of a rehearsal") from error
+
+
+def _differences(former: Document, result: Document) -> Iterator[str]:
+    before, now = (
+        {(row["axis"], row["kind"]): (row["count"], row["bytes"]) for row in each["collectives"]}
+        for each in (former, result)
+    )
+    for axis, kind in sorted({*before, *now}):
+        one, other = (each.get((axis, kind), (0, 0)) for each in (before, now))
+        if one != other:
+            calls = f"{one[0]:,} calls of {byte_size(one[1])}"
+            yield f"{axis}: {kind}: {other[0]:,} calls of {byte_size(other[1])} a step, before {calls}"
+    of_worst: dict[str, tuple[str, Callable[[int], str]]] = {
+        "allocated": ("the peak of tensors is", byte_size),
+        "operations": ("operations of a step:", "{:,}".format),
+    }
+    worst = [
+        next(rank for rank in each["ranks"] if rank["rank"] == each["worst_rank"])
+        for each in (former, result)
+    ]
+    for name, (text, shown) in of_worst.items():
+        one, other = worst[0][name], worst[1][name]
+        if one != other:
+            yield f"{text} {shown(other)}, before {shown(one)}"
