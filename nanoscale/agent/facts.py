@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.cache_folder import cache_path, user_cache
-from nanoscale.common.devices import detect, driver_cuda, gpu_capabilities, gpu_memory, gpu_problem
+from nanoscale.common.devices import (
+    detect,
+    driver_cuda,
+    gpu_capabilities,
+    gpu_links,
+    gpu_memory,
+    gpu_problem,
+)
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message
 from nanoscale.processes.network import addresses, interface_towards, resolve
@@ -131,9 +138,27 @@ def gpu_software() -> dict[str, Any]:
     return {
         "driver_cuda": driver_cuda(),
         "capabilities": gpu_capabilities(),
+        "links": gpu_links(),
+        "fabric": fabric(Path("/sys")),
         "torch": torch_build(),
         "compiler": compiler(os.environ),
     }
+
+
+def fabric(system: Path) -> list[str]:
+    """Return the rate of each active port of InfiniBand or RoCE, and `GPUDirect RDMA` if its module is loaded.
+
+    Args:
+        system: the folder of sysfs.
+    """
+    found = []
+    for port in sorted(system.glob("class/infiniband/*/ports/*")):
+        with suppress(OSError):
+            if "ACTIVE" in (port / "state").read_text(encoding="ascii"):
+                rate = (port / "rate").read_text(encoding="ascii").partition(" (")[0]
+                found.append(rate.strip())
+    direct = any((system / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
+    return found + ["GPUDirect RDMA"] * direct
 
 
 def torch_build() -> dict[str, Any] | None:

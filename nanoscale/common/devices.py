@@ -68,6 +68,11 @@ def _gpu_of_entry(gpus: list[Gpu], entry: str) -> Gpu | None:
     return next((gpu for gpu in gpus if len(entry) > 4 and gpu[1].startswith(entry)), None)
 
 
+def gpu_uuids() -> list[str]:
+    """Return the UUID of each GPU that CUDA would show a program here."""
+    return [uuid for _, uuid in visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
 def _gpus() -> list[Gpu]:
     def list_all(nvml: Any) -> list[Gpu]:
         count = nvml.nvmlDeviceGetCount()
@@ -102,6 +107,21 @@ def gpu_capabilities() -> list[tuple[int, int]]:
     return _ask_gpus(lambda nvml, gpu: tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)))
 
 
+def gpu_links() -> list[tuple[int, int, int, int]]:
+    """Return for each GPU that CUDA would show the number of active NVLinks, the lanes of PCIe in use, the most
+    lanes, and the generation of PCIe; empty if unknown."""
+
+    def links(nvml: Any, gpu: Any) -> tuple[int, int, int, int]:
+        active = 0
+        with suppress(nvml.NVMLError):  # a GPU without NVLink
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+                active += nvml.nvmlDeviceGetNvLinkState(gpu, link)
+        lanes = nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu), nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)
+        return active, *lanes, nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)
+
+    return _ask_gpus(links)
+
+
 def gpu_cores(highest: int) -> list[set[int]]:
     """Return the CPU cores near each GPU that CUDA would show a program here; empty if unknown.
 
@@ -134,10 +154,10 @@ def _ask_driver(query: Callable[[Any], T]) -> T | None:
 
 def _ask_gpus(query: Callable[[Any, Any], T]) -> list[T]:
     """Return NVML's answer for each GPU that CUDA would show a program here; empty if there is none."""
-    gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    uuids = gpu_uuids()
 
     def ask_each(nvml: Any) -> list[T]:
-        return [query(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for _, uuid in gpus]
+        return [query(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids]
 
     return _ask_driver(ask_each) or []
 

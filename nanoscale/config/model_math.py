@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanoscale.config.parameters import block, block_products, ends
 from nanoscale.config.schema import Config, Lora, Model
 
@@ -56,6 +58,17 @@ def trained_flops_per_token(config: Config) -> int:
     if not config.lora.rank:
         return full
     return full - 2 * matmul_parameters(config.model) + 6 * adapter_parameters(config)
+
+
+def recomputed_factor(config: Config, plan: dict[str, Any] | None) -> float | None:
+    """Return all FLOPs over the model's, by the document of the job's plan; None if unknown.
+
+    The factor does not depend on the speed that the plan expects.
+    """
+    if config.parallel.activation_checkpointing == "none":
+        return 1.0
+    factor: float | None = plan["hfu"] / plan["mfu"] if plan and plan.get("mfu") else None
+    return factor
 
 
 def _half_attention(model: Model, seq_len: int) -> int:

@@ -7,10 +7,15 @@ ranks take the same decisions, on gathered numbers, so no rank waits for one tha
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +61,22 @@ def run(context: RankContext) -> str:
             write_json(context.run.result, {"closed": [asdict(way) for way in closed]})
         return "completed"
     device = ranks.local_device(context.config.launcher.device)
+    log = Path(tempfile.mkdtemp()) / "nccl.log"
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}  # read by NCCL when it starts
     ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
     hosts = ranks.gather(context.host)
     reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
     within = measure_within(hosts, device)
     slow = needs_pairs(reduced, within)
     pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    shutil.rmtree(log.parent, ignore_errors=True)
+    used = {name for names in ranks.gather(transports(text)) for name in names}
     if context.rank == 0:
         figures = {
             "closed": [],
             "backend": _BACKEND[device.type],
+            "transports": sorted(used),
             "ranks": len(hosts),
             "hosts": list(dict.fromkeys(hosts)),
             "all_reduce": reduced,
@@ -75,6 +86,12 @@ def run(context: RankContext) -> str:
         write_json(context.run.result, figures)
     ranks.leave()
     return "completed"
+
+
+def transports(log: str) -> list[str]:
+    """Return the transports that NCCL has chosen, such as `P2P/CUMEM` or `NET/IB/GDRDMA`, by its log."""
+    found = set(re.findall(r"NCCL INFO Channel .* via (\S+)", log))
+    return sorted({re.sub(r"/\d+", "", name) for name in found})
 
 
 def bus_gb_s(size: int, seconds: float, count: int) -> float:

@@ -43,7 +43,19 @@ def _flops_per_token(config: ResolvedConfig) -> int | None:
 class Meter:
     """A timer of steps; work between them (evaluation, checkpoints) does not count."""
 
-    def __init__(self, config: ResolvedConfig, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        world_size: int,
+        device: torch.device,
+        recomputed: float | None = None,
+    ) -> None:
+        """Make a timer.
+
+        Args:
+            recomputed: all FLOPs over the model's, for `hfu`; None: unknown.
+        """
+        self._seq_len, self._recomputed = config.train.seq_len, recomputed
         self._flops_per_token = _flops_per_token(config)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
@@ -73,4 +85,10 @@ class Meter:
         mfu = None
         if self._peak is not None and self._flops_per_token is not None:
             mfu = tokens_per_s * self._flops_per_token / self._peak
-        return {"step_time_s": step_time, "tokens_per_s": tokens_per_s, "mfu": mfu}
+        return {
+            "step_time_s": step_time,
+            "tokens_per_s": tokens_per_s,
+            "samples_per_s": tokens_per_s / self._seq_len,
+            "mfu": mfu,
+            "hfu": mfu * self._recomputed if mfu and self._recomputed else None,
+        }

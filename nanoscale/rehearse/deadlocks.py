@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nanoscale.common.units import byte_size
-from nanoscale.rehearse.played.record import HOST, MESSAGES, Call, Event, RankRecord
+from nanoscale.rehearse.played.record import HOST, MESSAGES, Call, RankRecord, StreamEvent
 
 _SHOWN = 4
 
@@ -40,7 +40,7 @@ class _Rank:
             self._host_before.append(last)
             last = at if event.stream == HOST else last
 
-    def next_event(self, stream: int) -> Event | None:
+    def next_event(self, stream: int) -> StreamEvent | None:
         """Return the next event of a stream; None if the host has not reached it, or there is none."""
         queue = self.streams[stream]
         reached = queue and self._host_before[queue[0]] in self._passed
@@ -56,7 +56,9 @@ class _Rank:
                 self._passed.add(queue.popleft())
         return len(self._passed) > before
 
-    def _may_pass(self, event: Event, begun: dict[_Meeting, set[int]], played: set[int]) -> bool:
+    def _may_pass(
+        self, event: StreamEvent, begun: dict[_Meeting, set[int]], played: set[int]
+    ) -> bool:
         if event.what == "wait":
             meeting = self.meetings[event.of]
             return begun[meeting].issuperset(played.intersection(meeting.ranks))

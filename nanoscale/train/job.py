@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
-from nanoscale.config.model_math import describe_adapters
+from nanoscale.config.model_math import describe_adapters, recomputed_factor
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics import waits
@@ -27,6 +28,7 @@ from nanoscale.parallel.kernel_choice import kernels_in_use
 from nanoscale.processes.proc import ranges
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import read_json, write_json
+from nanoscale.runs.documents import read_document
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
@@ -68,7 +70,7 @@ def run(context: RankContext) -> str:
         data=data,
         progress=progress,
         rank=context.rank,
-        meter=Meter(config, context.world_size, device),
+        meter=Meter(config, context.world_size, device, _recomputed(context)),
         sinks=make_sinks(context, progress.step),
         note=note,
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
@@ -184,6 +186,14 @@ def make_sinks(context: RankContext, step: int) -> list[Sink]:
     return open_sinks(
         Subject(context.run, context.config, context.workspace, context.attempt), step
     )
+
+
+def _recomputed(context: RankContext) -> float | None:
+    """Return all FLOPs over the model's; None if neither the configuration nor a plan tells it."""
+    plan = None
+    with suppress(OSError, UserError):
+        plan = read_document(context.run.plan)
+    return recomputed_factor(context.config, plan)
 
 
 def record_kernels(context: RankContext, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from nanoscale.config.schedulers import lr_factor
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.loader import Prefetched, SampleSource
+from nanoscale.metrics.health import Health
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
@@ -79,6 +80,7 @@ class Training:
         peers = len(self.hosts) // self.config.parallel.pp
         stages = [range(first, first + peers) for first in range(0, len(self.hosts), max(1, peers))]
         self.stragglers = Stragglers(stages, self.hosts)
+        self.health = Health(self.engine.device.index if on_gpu else None)
 
     def run(self, agreement: Agreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
@@ -160,8 +162,9 @@ class Training:
             LossSpikeError: the loss has jumped, and `train.on_spike=stop`.
         """
         loss_sum, memory = result.loss_sum.item(), peak_memory_gib(self.engine.device)
-        local_figures = [loss_sum, memory, self.meter.own_time()]
+        local_figures = [loss_sum, memory, self.meter.own_time(), *self.health.read()]
         all_figures = process_group.gather_numbers(local_figures)
+        healths = all_figures[:, 3:].tolist()
         record: dict[str, Any] = {
             "step": self.progress.step,
             "loss": all_figures[:, 0].sum().item() / float(result.tokens),
@@ -171,6 +174,7 @@ class Training:
             **self.meter.read(self.config.tokens_per_step),
             **self.engine.figures(),
             "memory_gib": all_figures[:, 1].max().item(),
+            **self.health.metrics(healths),
             "time": time.time(),
         }
         if evaluates:
@@ -183,6 +187,8 @@ class Training:
         late = self.stragglers.add(record["step"], own_times, record["step_time_s"])
         if late is not None:
             self.note("straggler", late)
+        for fault in self.health.warnings(healths, self.hosts):
+            self.note("health", fault)
         if jump := self.progress.spikes.add(record["loss"]):
             self.report_jump(f"{jump} (step {record['step']})")
         if not evaluates:

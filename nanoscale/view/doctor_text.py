@@ -106,6 +106,7 @@ def _print_figures(
 
     without = [name for name in names if name not in figures["hosts"]]
     title = f"all-reduce of {counted(figures['ranks'], 'rank')} over {figures['backend']}"
+    title += f" by {' and '.join(figures['transports'])}" if figures["transports"] else ""
     title += f", without {join_names(without)}" if without else ""
     _print_table(screen, title, figures["all_reduce"])
     for key, title, noun in (

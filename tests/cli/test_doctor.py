@@ -236,7 +236,7 @@ def test_everything_is_shown_of_few_hosts(capsys):
 
 def figures(backend, ranks, hosts, within=(), pairs=()):
     return {
-        "backend": backend, "ranks": ranks, "hosts": hosts,
+        "backend": backend, "transports": ["P2P/CUMEM"] * (backend == "nccl"), "ranks": ranks, "hosts": hosts,
         "all_reduce": [{"bytes": 1 << 26, "latency_us": 1500.0, "bus_gb_s": 87.25}],
         "within_hosts": within, "point_to_point": pairs,
     }  # fmt: skip
@@ -250,7 +250,7 @@ def test_the_slowest_hosts_and_pairs_are_shown_of_many(capsys):
     ]
     measured = Measured(figures("nccl", 1024, MANY, within, pairs))
     text = shown(capsys, judged(0), measured)
-    assert "all-reduce of 1,024 ranks over nccl" in text
+    assert "all-reduce of 1,024 ranks over nccl by P2P/CUMEM" in text
     assert "64 MiB       1,500                87.2" in text
     assert "all-reduce within each host, the slowest 6 of 20 hosts" in text
     assert "n005                 405" in text and "406" not in text

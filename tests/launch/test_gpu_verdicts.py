@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.agent.facts import architectures, compiler, constants
+from nanoscale.agent.facts import architectures, compiler, constants, fabric
 from nanoscale.config.schema import Backend, Optimizer
 from nanoscale.launch.preflight.preflight import can_compute, judge
 from nanoscale.launch.preflight.verdicts import has_kernels
@@ -121,6 +121,33 @@ def test_an_old_gpu_beside_those_that_the_job_uses_is_no_fault():
 )
 def test_which_code_runs_on_which_gpu(built, capability, runs):
     assert has_kernels(built, capability) == runs
+
+
+# --- the links ---------------------------------------------------------------------------------------
+
+
+def links_of(member) -> list[str]:
+    return [it.finding for it in judge([member], SSH) if it.check == "links"]
+
+
+def test_the_links_of_a_host():
+    them = members()
+    words = "18 NVLinks a GPU, PCIe 5 x16, 8 × 400 Gb/sec, GPUDirect RDMA"
+    assert links_of(them[0]) == [words]
+    change(them[0], "gpu_software.links", [[18, 16, 16, 5]] * 6 + [[17, 16, 16, 5], [18, 8, 16, 5]])
+    found = "GPU 6 has 17 NVLinks, others 18; GPU 7 uses 8 of 16 lanes of PCIe"
+    assert links_of(them[0]) == [found] and refused(them) == []
+
+
+def test_ports_of_infiniband(tmp_path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / "class" / "infiniband" / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert fabric(tmp_path) == ["400 Gb/sec"]
+    (tmp_path / "module" / "nvidia_peermem").mkdir(parents=True)
+    assert fabric(tmp_path) == ["400 Gb/sec", "GPUDirect RDMA"]
 
 
 # --- the compiler -----------------------------------------------------------------------------------
@@ -246,6 +273,7 @@ def test_doctor_compares_the_driver_and_the_gpus_with_the_build(tmp_path, nvml, 
     variables = fake_environment(nvml, gpus=2, **settings)
     _, found = doctor(tmp_path, variables | {"PYTHONPATH": f"{torch}:{SOURCE}"})
     assert found["CUDA"]["good"] == (text is None)
+    assert found["links"]["finding"].startswith("18 NVLinks a GPU, PCIe 5 x16")
     assert (text or "built for CUDA 13.0; the driver supports CUDA 13.0") in found["CUDA"][
         "finding"
     ]

@@ -67,6 +67,8 @@ def facts(number: int) -> dict:
         "gpu_software": {
             "driver_cuda": [13, 1],
             "capabilities": [[9, 0]] * 8,
+            "links": [[18, 16, 16, 5]] * 8,
+            "fabric": ["400 Gb/sec"] * 8 + ["GPUDirect RDMA"],
             "torch": {
                 "version": "2.13.0+cu130",
                 "cuda": "13.0",
@@ -147,7 +149,8 @@ def test_healthy_hosts_are_good_in_every_respect():
     checks = {verdict.check for verdict in verdicts if verdict.host == "n2"}
     assert checks == {
         "ssh", "interpreter", "nanoscale", "python", "torch", "deepspeed", "driver", "devices",
-        "GPUs", "GPU memory", "CUDA", "memory", "run.root", "cache", "/dev/shm", "clock", "network",
+        "GPUs", "GPU memory", "CUDA", "links", "memory", "run.root", "cache", "/dev/shm", "clock",
+        "network",
     }  # fmt: skip
     assert [verdict.host for verdict in verdicts if verdict.check == "port"] == ["n1"]
     assert len({(v.host, v.check) for v in verdicts}) == len(verdicts)

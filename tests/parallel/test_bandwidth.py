@@ -19,6 +19,7 @@ from nanoscale.measure.bandwidth import (
     measure_within,
     needs_pairs,
     ring_rounds,
+    transports,
 )
 from nanoscale.measure.host_connections import closed_ways
 from nanoscale.parallel import process_group
@@ -49,6 +50,17 @@ def test_hosts_meet_their_neighbors_in_a_ring_and_nobody_twice_in_a_round(count,
 def test_pairs_are_measured_if_all_ranks_are_slow_compared_with_hosts(within, needed):
     reduced = [{"bus_gb_s": 0.01}, {"bus_gb_s": 180.0}]  # the largest size counts
     assert needs_pairs(reduced, [{"bus_gb_s": speed} for speed in within]) is needed
+
+
+def test_the_transports_of_nccl_are_read_from_its_log():
+    log = """n1:10:11 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>
+n1:10:11 [0] NCCL INFO Channel 00/0 : 1[1] -> 3[1] [receive] via NET/IB/2/GDRDMA
+n1:10:11 [0] NCCL INFO Channel 01/0 : 1[1] -> 3[1] [send] via NET/IB/3/GDRDMA
+n1:10:11 [0] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
+n1:10:11 [0] NCCL INFO Connected all rings
+"""
+    assert transports(log) == ["NET/IB/GDRDMA", "P2P/CUMEM"]
+    assert transports("") == []
 
 
 def test_less_than_half_of_the_median_is_slow():

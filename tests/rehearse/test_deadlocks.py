@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.rehearse.compare import mismatches
-from nanoscale.rehearse.played.record import HOST, Call, Event, RankRecord
+from nanoscale.rehearse.played.record import HOST, Call, RankRecord, StreamEvent
 
 SEND = Call("send", 0, 32, "float32", 1, "step 1", 1, "", "loop.py:1")
 RECEIVE = SEND._replace(kind="recv_", line="loop.py:2")
@@ -21,13 +21,13 @@ def pair(calls: list[Call], peers: list[Call], events: str, others: str) -> list
     return mismatches([first, RankRecord(1, [[0, 1]], peers, events_of(others))])
 
 
-def events_of(text: str) -> list[Event]:
+def events_of(text: str) -> list[StreamEvent]:
     """Return events: `c0` and `w0` begin call 0 and wait for it, on stream 0; a digit before is the stream."""
     events = []
     for word in text.split():
         stream = int(word[0]) if word[0].isdigit() else HOST if word[0] == "h" else 0
         what = {"c": "call", "w": "wait", "a": "after", "h": "after"}[word.lstrip("0123456789")[0]]
-        events.append(Event(stream, what, int(word[-1])))
+        events.append(StreamEvent(stream, what, int(word[-1])))
     return events
 
 

@@ -42,8 +42,9 @@ int nvmlDeviceGetUUID(void *gpu, char *uuid, unsigned int length) {
 
 int nvmlDeviceGetMemoryInfo(void *gpu, Memory *memory) {
     (void)gpu;
-    memory->total = memory->free = 141ull << 30;
-    memory->used = 0;
+    memory->total = 141ull << 30;
+    memory->used = (unsigned long long)atoi(setting("FAKE_NVML_USED_GIB", "0")) << 30;
+    memory->free = memory->total - memory->used;
     return 0;
 }
 
@@ -70,3 +71,77 @@ int nvmlDeviceGetCpuAffinity(void *gpu, unsigned int words, unsigned long *mask)
     if (words) mask[0] = strtoul(masks, NULL, 16);
     return 0;
 }
+
+// The health of GPU n is the n-th value of a list, separated by commas; the last holds for the rest.
+static int number_of(void *gpu, const char *name, const char *otherwise) {
+    const char *values = setting(name, otherwise);
+    for (size_t skip = (size_t)gpu - 1; skip && strchr(values, ','); skip--) values = strchr(values, ',') + 1;
+    return (int)strtol(values, NULL, 0);
+}
+
+int nvmlDeviceGetUtilizationRates(void *gpu, unsigned int *rates) {
+    rates[0] = number_of(gpu, "FAKE_NVML_UTILIZATION", "98");
+    rates[1] = 0;
+    return 0;
+}
+
+int nvmlDeviceGetPowerUsage(void *gpu, unsigned int *milliwatts) {
+    *milliwatts = 1000 * number_of(gpu, "FAKE_NVML_POWER", "650");
+    return 0;
+}
+
+int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned int *celsius) {
+    (void)sensor;
+    *celsius = number_of(gpu, "FAKE_NVML_TEMPERATURE", "60");
+    return 0;
+}
+
+int nvmlDeviceGetClockInfo(void *gpu, int kind, unsigned int *mhz) {
+    (void)kind;
+    *mhz = number_of(gpu, "FAKE_NVML_CLOCK", "1980");
+    return 0;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *gpu, unsigned long long *bits) {
+    *bits = number_of(gpu, "FAKE_NVML_SLOWED", "0");
+    return 0;
+}
+
+int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int counter, unsigned long long *errors) {
+    (void)kind, (void)counter;
+    int value = number_of(gpu, "FAKE_NVML_ECC", "0");
+    *errors = value;
+    return value < 0 ? 3 : 0;  // NVML_ERROR_NOT_SUPPORTED
+}
+
+typedef struct { void *gpu; unsigned long long type, data; unsigned int gi, ci; } EventData;
+
+static void *watched;
+
+int nvmlEventSetCreate(void **set) { *set = &watched; return 0; }
+
+int nvmlDeviceRegisterEvents(void *gpu, unsigned long long types, void *set) {
+    (void)types, (void)set;
+    watched = gpu;
+    return 0;
+}
+
+int nvmlEventSetWait_v2(void *set, EventData *data, unsigned int milliseconds) {
+    (void)set, (void)milliseconds;
+    int xid = watched ? number_of(watched, "FAKE_NVML_XID", "0") : 0;
+    data->data = xid;
+    return xid ? 0 : 10;  // NVML_ERROR_TIMEOUT
+}
+
+int nvmlDeviceGetNvLinkState(void *gpu, unsigned int link, int *active) {
+    *active = link < (unsigned int)number_of(gpu, "FAKE_NVML_NVLINKS", "18");
+    return 0;
+}
+
+int nvmlDeviceGetCurrPcieLinkWidth(void *gpu, unsigned int *lanes) {
+    *lanes = number_of(gpu, "FAKE_NVML_LANES", "16");
+    return 0;
+}
+
+int nvmlDeviceGetMaxPcieLinkWidth(void *gpu, unsigned int *lanes) { (void)gpu; *lanes = 16; return 0; }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *gpu, unsigned int *number) { (void)gpu; *number = 5; return 0; }

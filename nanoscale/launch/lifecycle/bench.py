@@ -19,7 +19,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import kind, peak_of, usual_mfu
 from nanoscale.config.hf.any_model import has_experts
-from nanoscale.config.model_math import parameters, trained_flops_per_token
+from nanoscale.config.model_math import parameters, recomputed_factor, trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.runs import fence, metrics
@@ -129,7 +129,7 @@ def _utilization(
     peak, rate = peak_of(config, name), measured["matmul_flops"]
     is_known = not has_experts(config.model.hf_config)
     flops = speed_per_device * trained_flops_per_token(config) if is_known else None
-    recompute_factor = _recompute_factor(config, plan)
+    recomputed = recomputed_factor(config, plan)
 
     def share(reference: float | None, factor: float | None = 1.0) -> float | None:
         return flops * factor / reference if flops and reference and factor else None
@@ -139,18 +139,10 @@ def _utilization(
         "peak_tflops": peak / 1e12 if peak else None,
         "matmul_tflops": rate / 1e12,
         "mfu": share(peak),
-        "hfu": share(peak, recompute_factor),
+        "hfu": share(peak, recomputed),
         "mfu_of_measured": share(rate),
-        "hfu_of_measured": share(rate, recompute_factor),
+        "hfu_of_measured": share(rate, recomputed),
     }
-
-
-def _recompute_factor(config: ResolvedConfig, plan: Document | None) -> float | None:
-    """Return all FLOPs over the model's, which do not depend on the speed; None if unknown."""
-    if config.parallel.activation_checkpointing == "none":
-        return 1.0
-    factor: float | None = plan["hfu"] / plan["mfu"] if plan else None
-    return factor
 
 
 def _predicted(plan: Document | None) -> Document | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -126,6 +127,7 @@ def gpu_software(config: Config, member: Member, facts: Message) -> Iterator[Che
     limit = f"; the driver supports CUDA {_version(driver)}" if driver else ""
     good = f"torch {build['version']} is built for CUDA {build['cuda']}{limit}"
     yield CheckRow("CUDA", problem, f"{remedy}, or launcher.device=cpu", good)
+    yield _links(software["links"], software["fabric"])
     if not problem:
         yield from _compiler(config, facts)
 
@@ -155,6 +157,21 @@ def torch_problem(software: Message, facts: Message, member: Member) -> tuple[st
         problem = f"{torch} has no kernels for {' and '.join(kinds)}: {kernels_text}"
         return problem, f"install a build of torch there that has them ({TORCH_BUILDS})"
     return "", ""
+
+
+def _links(links: Sequence[Sequence[int]], fabric: Sequence[str]) -> CheckRow:
+    """Judge the links of a host's GPUs: a lost NVLink, or lanes of PCIe that are not in use."""
+    most = max((active for active, *_ in links), default=0)
+    fewer = [number for number, (active, *_) in enumerate(links) if active < most]
+    narrow = [number for number, (_, lanes, whole, _) in enumerate(links) if lanes < whole]
+    problems = [f"GPU {number} has {links[number][0]} NVLinks, others {most}" for number in fewer]
+    problems += [f"GPU {it} uses {links[it][1]} of {links[it][2]} lanes of PCIe" for it in narrow]
+    ports = Counter(fabric)
+    words = [f"{most} NVLinks a GPU"] if most else []
+    words += [f"PCIe {links[0][3]} x{links[0][2]}"] if links else []
+    words += [name if "RDMA" in name else f"{n} × {name}" for name, n in ports.items()]
+    remedy = "look at `nvidia-smi topo -m`, `nvidia-smi nvlink -s` and `dmesg` there"
+    return CheckRow("links", "; ".join(problems), remedy, ", ".join(words), needed=False)
 
 
 def _version(numbers: Sequence[int]) -> str:

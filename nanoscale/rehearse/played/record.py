@@ -13,7 +13,7 @@ MESSAGES = ("send", "recv_")
 PLAYED_BATCHES = 3
 """The most micro batches of a step that are played without a pipeline."""
 HOST = -1
-"""The stream of events for which the host waits, in `Event.stream`."""
+"""The stream of events for which the host waits, in `StreamEvent.stream`."""
 PACKAGE = str(Path(__file__).parents[2])
 _REHEARSE = str(Path(__file__).parents[1])
 
@@ -73,7 +73,7 @@ class Call(NamedTuple):
         return self.kind, self.bytes, self.dtype, self.peer, self.reduction
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     """A step of a stream on its way through collectives and messages. The host of a CPU is one stream."""
 
     stream: int
@@ -111,7 +111,7 @@ class RankRecord:
     groups: list[list[int]] = field(default_factory=list)
     """The members of each process group that the rank used."""
     calls: list[Call] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[StreamEvent] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     phases: dict[str, PhaseMemory] = field(default_factory=dict)
     reserved: int = 0
@@ -153,7 +153,7 @@ class RankRecord:
     def of_json(cls, document: dict[str, Any]) -> Self:
         record = cls(**document)
         record.calls = [Call(*call) for call in record.calls]
-        record.events = [Event(*event) for event in record.events]
+        record.events = [StreamEvent(*event) for event in record.events]
         record.waits = [Wait(*wait) for wait in record.waits]
         record.phases = {
             name: PhaseMemory(**phase)  # type: ignore[arg-type]

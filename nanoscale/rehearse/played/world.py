@@ -37,7 +37,7 @@ from nanoscale.rehearse.played.fake_tensors import (
 )
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
-from nanoscale.rehearse.played.record import HOST, Call, Event, RankRecord, calling_line
+from nanoscale.rehearse.played.record import HOST, Call, RankRecord, StreamEvent, calling_line
 
 aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
@@ -198,7 +198,7 @@ class World(DeviceMemory):
         if of >= 0:
             stream = self.stream if stream is None else stream
             self.last[stream] = len(self.record.events)
-            self.record.events.append(Event(stream, what, of))
+            self.record.events.append(StreamEvent(stream, what, of))
 
     def _record_call(self, collective: collectives.Collective) -> None:
         group, groups = collective.group, self.record.groups

@@ -204,12 +204,18 @@ def figures(record: Object) -> dict[str, str]:
         "grad norm": number(record.get("grad_norm"), ".3f"),
         "tokens/s": number(record.get("tokens_per_s"), ",.0f"),
     }
+    if record.get("samples_per_s") is not None:
+        shown["samples/s"] = f"{record['samples_per_s']:,.4g}"
     if record.get("mfu") is not None:
         shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
+    if record.get("hfu") not in (None, record.get("mfu")):
+        shown["HFU"] = f"{record['hfu'] * 100:.1f}%"
     if record.get("memory_gib") is not None:
         shown["memory"] = byte_size(GIB * record["memory_gib"])
     if record.get("step_time_s") is not None:
         shown["step time"] = duration(record["step_time_s"])
+    if record.get("gpu_utilization") is not None:
+        shown["GPU"] = gpu_state(record)
     if record.get("loss_scale") is not None:
         shown["loss scale"] = f"{record['loss_scale']:g}"
         shown["skipped"] = counted(record.get("skipped_steps") or 0, "step")
@@ -221,6 +227,21 @@ def figures(record: Object) -> dict[str, str]:
         if name.startswith("eval_loss/"):
             shown[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
     return shown
+
+
+def gpu_state(record: Object) -> str:
+    """Return the state of the ranks' GPUs: means of utilization and power, the hottest, the slowest clock."""
+    units = {
+        "gpu_utilization": "{:.0f}%",
+        "gpu_power_w": "{:,.0f} W",
+        "gpu_temperature_c": "{:.0f} °C",
+        "gpu_clock_mhz": "{:,.0f} MHz",
+    }
+    words = [
+        form.format(record[name]) for name, form in units.items() if record.get(name) is not None
+    ]
+    slowed = int(record.get("gpus_slowed") or 0)
+    return ", ".join([*words, *([f"{slowed} slowed down"] if slowed else [])])
 
 
 def number(value: float | None, form: str) -> str:

@@ -19,10 +19,13 @@ from nanoscale.runs.metrics import Steady, steady
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, page, table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
+from nanoscale.view.run.live import gpu_state
 
 CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
 MOST_POINTS = 600
 """The most points of a curve."""
+_NOTICED = ("straggler", "spike", "health")
+"""Kinds of events that a reader of the report should know."""
 Document = dict[str, Any]
 
 
@@ -52,6 +55,7 @@ def document(run: RunDirectory) -> Document:
         "against_plan": against_plan(run, config, seen),
         "planned_after": seen.after,
         "usual_mfu": usual_mfu(config) if config.launcher.device == "cuda" else None,
+        "noticed": [event for event in happened if event.get("kind") in _NOTICED],
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name in CURVES},
     }
@@ -67,11 +71,14 @@ def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> lis
             return []
         on_cpu = plan["hardware"]["device"] == "cpu"
         allocated, memory = plan["memory"]["allocated_gib"], None if on_cpu else seen.memory_gib
+        seq_len = config.train.seq_len
         speed = config.tokens_per_step / seen.seconds if seen.seconds else None
         rows = [
             ("step time", "s", plan["step_time_s"], seen.seconds),
             ("tokens/s", "", plan["tokens_per_s"], speed),
-            ("MFU", "%", 100 * plan["mfu"], _mfu(run)),
+            ("samples/s", "", plan["tokens_per_s"] / seq_len, speed and speed / seq_len),
+            ("MFU", "%", 100 * plan["mfu"], _utilization(run, "mfu")),
+            ("HFU", "%", 100 * plan["hfu"], _utilization(run, "hfu")),
             ("memory allocated", "GiB", allocated, memory),
         ]
         if on_cpu:  # the measurement covers a process with its libraries, which is not predicted
@@ -102,12 +109,12 @@ def prediction(run: RunDirectory) -> Document | None:
         return None
 
 
-def _mfu(run: RunDirectory) -> float | None:
-    """Return the MFU in percent, of the steady steps; it is proportional to the speed."""
+def _utilization(run: RunDirectory, name: str) -> float | None:
+    """Return the MFU or HFU in percent, of the steady steps; it is proportional to the speed."""
     last, seen = metrics.last(run), steady(run)
-    if last is None or not last.get("mfu") or not last.get("step_time_s") or not seen.seconds:
+    if last is None or not last.get(name) or not last.get("step_time_s") or not seen.seconds:
         return None
-    return 100.0 * float(last["mfu"]) * float(last["step_time_s"]) / seen.seconds
+    return 100.0 * float(last[name]) * float(last["step_time_s"]) / seen.seconds
 
 
 def _attempts(happened: list[Object]) -> list[Document]:
@@ -188,6 +195,11 @@ def _blocks(about: Document) -> Iterator[Block]:
     if not about["against_plan"]:
         yield Lines(["There is no plan of this layout."])
     yield Lines([usual] if (usual := usual_mfu_text(about["usual_mfu"])) else [])
+    if about["noticed"]:
+        texts = [str(event.get("message", "")) for event in about["noticed"]]
+        yield Lines([f"noticed: {text}" for text in dict.fromkeys(texts)], "yellow")
+    if (about["last"] or {}).get("gpu_utilization") is not None:
+        yield Lines([f"GPUs at the last logged step: {gpu_state(about['last'])}"])
     if about["attempts"]:
         yield table(_ATTEMPTS, about["attempts"], "attempts")
     if about["checkpoints"]:
