@@ -98,7 +98,7 @@ BUDGET = {
     "parallel": 2122,
     "plan": 6878,
     "processes": 1034,
-    "rehearse": 3220,
+    "rehearse": 3222,
     "runs": 2778,
     "sweep": 1096,
     "train": 1309,
