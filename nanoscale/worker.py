@@ -24,7 +24,7 @@ from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.processes.proc import allow_open_files, bind_to_gpu, keep_freed_memory
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
-from nanoscale.runs.position import answer_questions
+from nanoscale.runs.position import NOW, answer_questions
 from nanoscale.runs.rank_context import RankContext, StopFlag
 
 EXIT_CODES = {"completed": 0, "stopped": 75}
@@ -63,6 +63,7 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
         answer_questions(Path(os.environ["NANOSCALE_FAILURE_FILE"]))
     _flush_every_line()
     run = RunDirectory(Path(run_dir).absolute())
+    NOW.program = run.program if run.program.is_file() else None
     try:
         context = _context(run, stop)
         _use_threads(context.config)

@@ -215,7 +215,7 @@ def _watch(engine: NativeEngine, world: World) -> None:
         stage.register_forward_pre_hook(lambda *_: _set_kinds(optimizer, world))
         for number, block in stage.layers.items():
             name = f"layers.{number}"
-            block.register_forward_pre_hook(lambda *_, name=name: setattr(world, "block", name))
+            block.register_forward_pre_hook(lambda *_, name=name: world.begin_block(name))
 
 
 def _set_kinds(optimizer: torch.optim.Optimizer, world: World) -> None:

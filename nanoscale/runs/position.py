@@ -13,14 +13,16 @@ import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nanoscale.common.units import listed
+from nanoscale.common.errors import UserError
+from nanoscale.common.units import byte_size, listed
 from nanoscale.runs.directory import write_json
-from nanoscale.runs.documents import read_record
+from nanoscale.runs.documents import read_document, read_record
 
 _PACKAGE = Path(__file__).parent.parent
 _COMMUNICATING = (
@@ -47,6 +49,16 @@ class Now:
     """The rank's step, for the answer."""
 
     step: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
+    """The number of collectives of each group, by its name, that the rank had issued before the step."""
+    program: Path | None = None
+    """The file of the run's rehearsal, which tells what a step does; None if there was none."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+        self.step = step
+        if self.program is not None:
+            self.begun = {group.group_name: _issued(group) for group in _process_groups()}
 
 
 NOW = Now()
@@ -59,8 +71,8 @@ class Position:
     step: int
     """The step that it trains; 0: it has not begun."""
     groups: dict[str, dict[str, Any]]
-    """The groups by name: `axis`, `ranks`, and the number of collectives `issued` by this rank; empty before it
-    joined."""
+    """The groups by name: `axis`, `ranks`, the number of collectives `issued` by this rank, and in `next` what
+    the next one is, if a rehearsal tells it; empty before it joined."""
     waits: bool
     """True if it waited for another rank."""
     line: str
@@ -106,19 +118,37 @@ def of_error(error: BaseException) -> Position:
     return of_frames(list(traceback.walk_tb(error.__traceback__)))
 
 
-def _groups() -> dict[str, dict[str, Any]]:
+def _process_groups() -> list[Any]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
-        return {}
-    from torch.distributed import distributed_c10d as c10d
+        return []
+    return list(torch.distributed.distributed_c10d._world.pg_map)
 
+
+def _issued(group: Any) -> int:
+    return int(group._get_sequence_number_for_group())
+
+
+def _ranks_of(group: Any) -> list[int]:
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(group)
+
+
+def _groups() -> dict[str, dict[str, Any]]:
     found = {}
-    for group in list(c10d._world.pg_map):
+    for group in _process_groups():
         with suppress(Exception):  # a group that is being destroyed
-            ranks = c10d.get_process_group_ranks(group)
-            issued = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            axis = group.group_desc.removeprefix("mesh_")
-            found[str(group.group_name)] = {"axis": axis, "ranks": ranks, "issued": issued}
+            name, ranks, issued = str(group.group_name), _ranks_of(group), _issued(group)
+            about = {
+                "axis": group.group_desc.removeprefix("mesh_"),
+                "ranks": ranks,
+                "issued": issued,
+            }
+            if NOW.program is not None and name in NOW.begun:
+                number = issued - NOW.begun[name] + 1
+                about["next"] = next_call(NOW.program, ranks[group.rank()], ranks, number)
+            found[name] = about
     return found
 
 
@@ -151,6 +181,56 @@ def _path(frame: FrameType) -> str:
         return ""
     found = [frame.f_locals.get(name) for name in ("file_name", "path", "staging")]
     return next((str(it) for it in found if isinstance(it, str | Path)), "")
+
+
+# --- the words of a rehearsal ---------------------------------------------------------------------
+
+
+def next_call(file: Path, rank: int, members: Sequence[int], number: int) -> str:
+    """Return the kind, size, block and place of a collective of a step; "" if no rehearsal tells it.
+
+    Args:
+        rank: this rank, or one of the same stage of the pipeline stands for it.
+        members: the ranks of the group.
+        number: the collective's number in the step, among those of the group, from 1 on.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError, UserError):
+        document = read_document(file)
+        calls = list(_calls(document, rank, members))
+        kind, size, block = calls[number - 1] if number > 0 else ("", 0, "")
+        if kind:
+            where = f" of {block}" if block else ""
+            return f"{kind.strip('_')}{where}, {byte_size(size)}, {number:,} of {len(calls):,} of the step"
+    return ""
+
+
+def _calls(
+    document: dict[str, Any], rank: int, members: Sequence[int]
+) -> Iterator[tuple[str, int, str]]:
+    """Yield kind, bytes and block of the collectives of the last played step in groups like this one."""
+    stage_ranks = document["world_size"] // document["degrees"]["pp"]
+    played = sorted(map(int, document["program"]))
+    like = [it for it in played if it // stage_ranks == rank // stage_ranks]
+    program = document["program"][str(rank if rank in played else like[0])]
+    shape = [member - members[0] for member in members]
+    groups = {
+        at
+        for at, group in enumerate(program["groups"])
+        if [member - group[0] for member in group] == shape
+    }
+    columns = zip(*(program[name] for name in _COLUMNS), strict=True)
+    last = f"step {document['steps']}"
+    # Equal micro batches are played once.
+    for repeat, several in groupby(columns, key=lambda call: call[-1]):
+        found = [
+            (kind, size, block)
+            for kind, group, size, phase, block, _ in several
+            if group in groups and phase == last and kind not in ("send", "recv_")
+        ]
+        yield from found * repeat
+
+
+_COLUMNS = ("kind", "group", "bytes", "phase", "block", "repeat")
 
 
 # --- question and answer --------------------------------------------------------------------------
@@ -238,9 +318,8 @@ def late_for(rank: int, known: Mapping[int, Position]) -> str:
         ]
         if ahead:
             of = "all ranks" if group["axis"] == "default_pg" else f"group {group['axis']}"
-            return (
-                f"collective {group['issued'] + 1:,} of {of}, where {_ranks(sorted(ahead))} waited"
-            )
+            what = f" ({group['next']})" if group.get("next") else ""
+            return f"collective {group['issued'] + 1:,} of {of}{what}, where {_ranks(sorted(ahead))} waited"
     return ""
 
 

@@ -124,7 +124,8 @@ class Training:
 
     def advance(self) -> StepResult:
         """Run one optimizer step."""
-        step = NOW.step = self.progress.step + 1
+        step = self.progress.step + 1
+        NOW.begin(step)
         micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
             self.config.train.global_batch,

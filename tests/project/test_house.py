@@ -98,12 +98,12 @@ BUDGET = {
     "parallel": 2122,
     "plan": 6878,
     "processes": 1034,
-    "rehearse": 3222,
-    "runs": 2778,
+    "rehearse": 3226,
+    "runs": 2866,
     "sweep": 1096,
-    "train": 1309,
+    "train": 1310,
     "view": 4787,
-    "": 186,
+    "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""
 

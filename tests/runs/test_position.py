@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from nanoscale.runs.position import (
     different_collectives,
     explained,
     late_for,
+    next_call,
     of_thread,
     suspects,
     where,
@@ -49,6 +51,38 @@ def test_the_rank_that_waits_for_nobody_is_suspected():
     ]  # 0 waits for 2, 3 waits for 2, and 1 is in a collective
     assert late_for(2, known) == "collective 6 of group tp, where rank 3 waited"
     assert suspects(known, [0, 1, 3]) == []
+
+
+def test_the_next_collective_in_the_words_of_a_rehearsal(tmp_path):
+    names = ("kind", "group", "bytes", "phase", "block", "repeat")
+    rows = [
+        ("allreduce_", 1, 4, "log", "", 1),
+        ("_allgather_base_", 0, 1 << 20, "step 2", "layers.0", 1),
+        ("send", 1, 64, "step 2", "layers.0", 1),
+        ("_allgather_base_", 0, 2 << 20, "step 2", "layers.1", 2),
+        ("_reduce_scatter_base_", 0, 4 << 20, "step 2", "layers.1", 2),
+        ("allreduce_", 1, 4, "step 2", "", 1),
+    ]
+    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    program = {"groups": [[0, 2], [0, 1, 2, 3]], **columns}
+    document = {"world_size": 4, "degrees": {"pp": 1}, "steps": 2, "program": {"0": program}}
+    file = tmp_path / "program.json"
+    file.write_text(json.dumps(document))
+    said = [next_call(file, 1, [1, 3], number) for number in range(7)]
+    assert said == [
+        "",
+        "allgather_base of layers.0, 1 MiB, 1 of 5 of the step",
+        "allgather_base of layers.1, 2 MiB, 2 of 5 of the step",
+        "reduce_scatter_base of layers.1, 4 MiB, 3 of 5 of the step",
+        "allgather_base of layers.1, 2 MiB, 4 of 5 of the step",
+        "reduce_scatter_base of layers.1, 4 MiB, 5 of 5 of the step",
+        "",
+    ]
+    assert next_call(file, 1, [0, 1, 2, 3], 1) == "allreduce, 4 B, 1 of 1 of the step"
+    assert next_call(tmp_path / "none.json", 1, [1, 3], 1) == ""
+    known = {0: at(tp01=6), 1: at(waits=True, tp01=7)}
+    known[0].groups["tp01"]["next"] = said[1]
+    assert late_for(0, known) == f"collective 7 of group tp ({said[1]}), where rank 1 waited"
 
 
 def test_a_rank_that_gives_no_answer_is_suspected():

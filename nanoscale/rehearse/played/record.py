@@ -61,7 +61,7 @@ class Call(NamedTuple):
     repeat: int
     """The number of calls for which this one stands, since equal micro batches are played once."""
     block: str
-    """The block of the model whose forward pass began last; empty before the first."""
+    """The block of the model whose forward pass, or recomputation, began last in the phase; else empty."""
     line: str
     """The line of code that called it, as `file:line`."""
     reduction: str = ""

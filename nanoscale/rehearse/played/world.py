@@ -65,8 +65,8 @@ class World(DeviceMemory):
         """True once the model has memory. Before, its parameters are on the meta device."""
         self.repeat = 1
         """The number of equal micro batches for which the present one stands."""
-        self.block = ""
-        """The block of the model whose forward pass began last."""
+        self._block = "", ""
+        """The block of the model whose forward pass began last, and the phase in which it did."""
         self.waits: Counter[tuple[str, str, str]] = Counter()
         """The number of waits, by section, operation and line."""
         self._group_numbers: dict[str, int] = {}
@@ -168,6 +168,10 @@ class World(DeviceMemory):
 
     # Collectives
 
+    def begin_block(self, name: str) -> None:
+        """Set the block of the following calls, until another phase begins."""
+        self._block = name, self.phase
+
     def _communicate(self, func: Any, args: Any) -> Any:
         collective, work = collectives.described(func, args), FakeWork()
         result = collectives.answer(func, args, work)
@@ -215,7 +219,7 @@ class World(DeviceMemory):
                 peer=collective.peer,
                 phase=self.section,
                 repeat=self.repeat,
-                block=self.block,
+                block=self._block[0] if self._block[1] == self.phase else "",
                 line=calling_line(),
                 reduction=collective.reduction,
             )
