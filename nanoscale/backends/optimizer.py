@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from nanoscale.backends.adamw import LocalAdamW
 from nanoscale.backends.gradients import excess, local_tensor
+from nanoscale.backends.muon import Muon
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.optimizers import rule_of
@@ -25,11 +27,14 @@ Moments = dict[str, Tensor]
 
 def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Optimizer:
     """Create the optimizer that the configuration names, in groups of decayed matrices and other parameters."""
-    matrices = [p for _, p in parameters if _dimensions(p) > 1]
+    muon = [p for name, p in parameters if config.name == "muon" and _is_in_block(name, p)]
+    of_muon = {id(p) for p in muon}
+    matrices = [p for _, p in parameters if _dimensions(p) > 1 and id(p) not in of_muon]
     vectors = [p for _, p in parameters if _dimensions(p) <= 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
+        {"params": muon, "weight_decay": config.weight_decay, "is_muon": True},
     ]
     groups = [group for group in groups if group["params"]]
     keys = rule_of(config).keys
@@ -39,6 +44,11 @@ def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Opti
     if "beta2" in keys:
         arguments["betas"] = (config.beta1, config.beta2)
     return BUILDERS[config.name](groups, lr=config.lr, **arguments)
+
+
+def _is_in_block(name: str, parameter: nn.Parameter) -> bool:
+    """True for a matrix of a block, whose number is a part of its name."""
+    return _dimensions(parameter) > 1 and any(part.isdecimal() for part in name.split("."))
 
 
 def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
@@ -69,22 +79,6 @@ class Lion(Optimizer):
                 average.lerp_(gradient, 1 - beta2)
 
 
-class LocalAdamW(AdamW):
-    """AdamW on the local shard of every parameter, which suffices for an element-wise update.
-
-    Updated as DTensors, 288 parameters took 11 to 14 ms of the host's time a step, and 0.7 to 0.9 s in the
-    first one, in which PyTorch determines the sharding of each; local shards take 5 ms, and 23 ms in the
-    first.
-    """
-
-    def _init_group(self, group: dict[str, Any], *tensor_lists: list[Tensor]) -> bool:
-        """Let PyTorch fill the lists of the update, and replace their entries by local tensors."""
-        has_complex: bool = super()._init_group(group, *tensor_lists)
-        for tensors in tensor_lists:
-            tensors[:] = [local_tensor(tensor) for tensor in tensors]
-        return has_complex
-
-
 def _dimensions(parameter: nn.Parameter) -> int:
     """Return the dimensions of the whole parameter; one sharded by DeepSpeed is empty and keeps its shape."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
@@ -112,6 +106,7 @@ BUILDERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": _make_adamw,
     "adamw8bit": _make_adamw8bit,
     "lion": Lion,
+    "muon": Muon,
     "sgd": SGD,
 }
 """Builders by the value of `optimizer.name`; `nanoscale.config.optimizers.OPTIMIZERS` describes each."""
@@ -133,7 +128,7 @@ def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:
     The fused update of AdamW reads the gradients anyway, and writes them back divided: that is 4 bytes a
     parameter less than a pass of its own. Its divisor is fp32, which would be too coarse for fp64.
     """
-    if not isinstance(optimizer, AdamW) or norm.dtype != torch.float32:
+    if type(optimizer) not in (AdamW, LocalAdamW) or norm.dtype != torch.float32:
         return False
     fused: Any = optimizer
     fused.grad_scale = excess(norm, limit)
@@ -155,6 +150,8 @@ def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     if isinstance(optimizer, SGD):
         with_momentum = optimizer.param_groups[0]["momentum"] != 0
         return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
+    if isinstance(optimizer, Muon) and any(parameter is p for p in optimizer.matrices()):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
     if isinstance(optimizer, AdamW):
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

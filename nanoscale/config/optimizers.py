@@ -23,6 +23,8 @@ class UpdateRule:
     """The names of its moments in checkpoints; each has the shape and the dtype of its parameter."""
     passes: float
     """Reads and writes of tensors of the parameter's size in an update."""
+    moments_in_blocks: tuple[str, ...] | None = None
+    """The names of the moments of the matrices of blocks; None: as those of all others."""
     momentum_key: str | None = None
     """A key that is 0 if there are no moments."""
     quantized: bool = False
@@ -66,6 +68,15 @@ OPTIMIZERS = {
         copies=1.0,
         other_names=("fusedlion", "lion_32bit"),
     ),
+    "muon": UpdateRule(
+        keys=("beta1", "beta2", "eps", "momentum"),
+        moments=("exp_avg", "exp_avg_sq"),
+        moments_in_blocks=("momentum_buffer",),
+        passes=9.0,  # momentum 4, direction 1, update 4
+        copies=1.0,
+        deepspeed=False,
+        other_names=("muonadamw", "muon_adamw"),
+    ),
     "sgd": UpdateRule(
         keys=("momentum",),
         moments=("momentum_buffer",),
@@ -86,11 +97,14 @@ def optimizers_with(key: str) -> tuple[str, ...]:
     return tuple(name for name, rule in OPTIMIZERS.items() if key in rule.keys)
 
 
-def moments_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the moments that a job's optimizer keeps."""
+def moments_of(optimizer: Optimizer, *, in_blocks: bool = False) -> tuple[str, ...]:
+    """Return the names of the moments that a job's optimizer keeps, of the matrices of blocks or of others."""
     rule = rule_of(optimizer)
     is_off = rule.momentum_key is not None and getattr(optimizer, rule.momentum_key) == 0
-    return () if is_off else rule.moments
+    found = (
+        rule.moments if rule.moments_in_blocks is None or not in_blocks else rule.moments_in_blocks
+    )
+    return () if is_off else found
 
 
 def by_other_name(name: str) -> str | None:

@@ -386,11 +386,13 @@ class Backend:
 class Optimizer:
     """The update rule. Biases and normalization weights are never decayed."""
 
-    name: Literal["adamw", "sgd", "adamw8bit", "lion"] = key(
-        "adamw", "adamw · sgd with momentum · adamw with 8-bit moments (torchao) · lion"
+    name: Literal["adamw", "sgd", "adamw8bit", "lion", "muon"] = key(
+        "adamw",
+        "adamw · sgd with momentum · adamw with 8-bit moments (torchao) · lion · muon for the matrices of "
+        "blocks, with adamw for the rest",
     )
     lr: float = key(3e-4, "peak learning rate", at_least=0)
-    weight_decay: float = key(0.1, "decoupled for adamw and lion, L2 for sgd", at_least=0)
+    weight_decay: float = key(0.1, "decoupled, except L2 for sgd", at_least=0)
     beta1: float = key(
         0.9, "adamw: decay of the first moment; lion: of the direction", at_least=0, at_most=1
     )
@@ -398,7 +400,7 @@ class Optimizer:
         0.95, "adamw: decay of the second moment; lion: of the moment", at_least=0, at_most=1
     )
     eps: float = key(1e-8, "adamw: term added to the root of the second moment", at_least=0)
-    momentum: float = key(0.9, "sgd: momentum", at_least=0, at_most=1)
+    momentum: float = key(0.9, "sgd and muon: momentum", at_least=0, at_most=1)
     clip_norm: float | None = key(
         1.0, "largest global gradient norm; null: no clipping", at_least=0
     )

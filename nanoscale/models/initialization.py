@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -56,23 +56,26 @@ def local_shard(whole: Tensor, like: DTensor) -> Tensor:
     ]
 
 
-def local_region(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of this rank's shard in the whole tensor, without communication.
+def local_region(
+    like: DTensor, coordinate: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of a rank's shard in the whole tensor, without communication.
 
     The axes of a mesh shard from the first to the last, except strided ones: FSDP shards what remains after
     tensor parallelism, the axis after it.
+
+    Args:
+        coordinate: the rank's coordinate in the mesh; None: this rank.
     """
+    coordinate = coordinate or like.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
     offsets, sizes = [0] * like.ndim, list(like.shape)
     axes = range(like.device_mesh.ndim)
     strided = [axis for axis in axes if isinstance(like.placements[axis], _StridedShard)]
     for axis in [axis for axis in axes if axis not in strided] + strided[::-1]:
         placement = like.placements[axis]
         if isinstance(placement, Shard | _StridedShard):
-            rank, ranks, dim = (
-                like.device_mesh.get_local_rank(axis),
-                like.device_mesh.size(axis),
-                placement.dim,
-            )
+            rank, ranks, dim = coordinate[axis], like.device_mesh.size(axis), placement.dim
             chunk = -(-sizes[dim] // ranks)  # like torch.chunk: the last ones may be empty
             start = min(rank * chunk, sizes[dim])
             offsets[dim] += start

@@ -12,6 +12,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
+from nanoscale.config.parameters import block
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 
@@ -212,7 +213,12 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
     trained = adapter_parameters(config) if config.lora.rank else parameters(config.model)
     width = DTYPES[config.precision.params].bytes
     stored = 4 if rule_of(config.optimizer).quantized else width
-    return int(trained * (width + stored * len(moments_of(config.optimizer))))
+    in_blocks = trained
+    if not config.lora.rank and config.model.source != "hf":
+        matrices = [it.numel for it in block(config.model).values() if not it.is_vector]
+        in_blocks = config.model.layers * sum(matrices)
+    kept = [len(moments_of(config.optimizer, in_blocks=it)) for it in (True, False)]
+    return int(trained * width + stored * (kept[0] * in_blocks + kept[1] * (trained - in_blocks)))
 
 
 def _free_bytes(root: Path) -> int | None:

@@ -36,6 +36,15 @@ def test_the_moments_are_those_of_the_built_optimizer(name: str, momentum: float
     assert all(is_quantized(value) == rule.quantized for value in moments.values())
 
 
+def test_muon_has_one_moment_of_a_matrix_in_a_block_and_two_of_others() -> None:
+    config = Optimizer(name="muon")
+    parameters = [(name, nn.Parameter(torch.ones(8, 4))) for name in ("embed", "layers.0.mlp.up")]
+    optimizer = make_optimizer(parameters, config)
+    fill_state(optimizer)
+    moments = [tuple(optimizer.state[parameter]) for _, parameter in parameters]
+    assert moments == [("step", *moments_of(config)), moments_of(config, in_blocks=True)]
+
+
 def test_names_of_other_software() -> None:
     assert by_other_name("FusedAdam") == "adamw" and by_other_name("Lion") == "lion"
     assert by_other_name("lamb") is None

@@ -20,6 +20,7 @@ ROWS = {
     "fp32": (Row("", DEGREES, 2, shape=DENSE), {}),
     "bf16": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
     "fp8": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
+    "Muon": (Row("", {"dp": 2, "tp": 2}, 3, shape=DENSE, optimizer="muon"), {}),
     "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
     "experts, ep 2": (

@@ -92,15 +92,21 @@ def _train(
         layer.mlp = mixture
     trained: nn.Module = Merged(model, lora) if lora.rank else model
     parameters = [p for p in trained.parameters() if p.requires_grad]
+    in_blocks = {id(p) for layer in model.layers.values() for p in layer.parameters() if p.ndim > 1}
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    update: torch.optim.Optimizer
+    update: torch.optim.Optimizer | Both
     if optimizer == "adamw":
         update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     elif optimizer == "lion":
         update = PaperLion(groups, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    elif optimizer == "muon":
+        muon = [p for p in matrices if id(p) in in_blocks]
+        groups[0]["params"] = [p for p in matrices if id(p) not in in_blocks]
+        update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        update = Both(update, PaperMuon(muon, lr=1e-2, momentum=0.9, weight_decay=0.1))
     else:
         update = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1)
     curve = []
@@ -137,6 +143,46 @@ class PaperLion(torch.optim.Optimizer):
                 update = torch.sign(beta1 * m + (1 - beta1) * theta.grad)
                 theta.copy_(theta - lr * (update + group["weight_decay"] * theta))
                 self.state[theta]["m"] = beta2 * m + (1 - beta2) * theta.grad
+
+
+class PaperMuon(torch.optim.Optimizer):
+    """Muon with the singular values of arXiv:2502.16982: the polynomial acts on them alone."""
+
+    def __init__(self, parameters: list[nn.Parameter], **defaults: float) -> None:
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        lr, mu = group["lr"], group["momentum"]
+        for theta in group["params"]:
+            m = mu * self.state[theta].get("m", torch.zeros_like(theta)) + (1 - mu) * theta.grad
+            self.state[theta]["m"] = m
+            left, values, right = torch.linalg.svd(
+                mu * m + (1 - mu) * theta.grad, full_matrices=False
+            )
+            values = values / values.square().sum(-1, keepdim=True).sqrt()
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            update = left @ torch.diag_embed(values) @ right
+            scale = 0.2 * math.sqrt(max(theta.shape[-2:]))
+            theta.copy_(theta - lr * (scale * update + group["weight_decay"] * theta))
+
+
+class Both:
+    """Two optimizers that update different parameters."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
 
 
 class Merged(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, Optimizer
 from tests.support.jobs import (
     KillBefore,
     StopBefore,
@@ -80,6 +80,24 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
     assert any(record["moe_imbalance"] == shape.experts for record in records)
     ours = [tuple(record[k] for k in ("loss", "grad_norm", "lr", "tokens")) for record in records]
     assert_equal_curves(ours, plain_loop("fp64", shape=shape), "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "degrees"), [(0, {}), (3, {"dp": 2, "ep": 2}), (1, {"dp": 4, "ep": 2})]
+)
+def test_muon_of_experts_equals_plain_loop(
+    tmp_path: Path, stage: int, degrees: dict[str, int]
+) -> None:
+    write_tokens(tmp_path)
+    muon = Optimizer(name="muon", lr=1e-2, clip_norm=0.5)
+    dp = degrees.get("dp", 1)
+    config = make_config(
+        tmp_path, dp=dp, stage=stage, precision="fp64", model=MOE, parallel=degrees, optimizer=muon
+    )
+    records = run_ranks(record_all, dp, config)[0]
+    ours = [tuple(record[k] for k in ("loss", "grad_norm", "lr", "tokens")) for record in records]
+    assert_equal_curves(ours, plain_loop("fp64", "muon", shape=MOE), "fp64")
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from tests.support.rows import exhaustive
 ADAMW = Optimizer(lr=1e-2, clip_norm=0.5)
 SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
 LION = {"optimizer": Optimizer(name="lion", lr=1e-3, clip_norm=0.5)}
+MUON = {"optimizer": Optimizer(name="muon", lr=1e-2, clip_norm=0.5)}
 HSDP = {"dp_replicate": 2}
 
 
@@ -52,6 +53,7 @@ def _tokens(tmp_path: Path) -> None:
         exhaustive(4, 3, "fp32", HSDP),
         (1, 0, "fp32", SGD),
         (2, 3, "fp32", LION),
+        (2, 3, "fp32", MUON),
         exhaustive(2, 2, "fp32", SGD),
     ],
 )

@@ -26,6 +26,9 @@ from nanoscale.plan.memory.phases import Phase, RankPhases
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
+_ALONE, _EXCHANGED = 2.0, 5.5
+"""The memory of an update of Muon for the shard of a matrix, in halves of a weight's width: directions and
+updates in one process; with several, also whole matrices on their way between the ranks."""
 _QUANTIZING = 53
 """Bytes of each element at the peak of an update of 8-bit moments that is not compiled: fp32 copies of the
 weights, of both moments and of the scaled moment (16); three int64 tensors of codes (24); the two neighboring
@@ -75,7 +78,7 @@ def _single(
     states, trained = setting.states, params.trained
     # Frozen weights have no fp32 master weights.
     weights = int(states.weights * (trained if states.copy else params).numel)
-    optimizer = int(states.optimizer * trained.numel)
+    optimizer = states.moments(trained.numel, trained.in_blocks)
     grads = int(states.gradients)
     before = grads * trained.numel if setting.micro_batches > 1 else 0
     product, head = setting.compute * _product(setting, trained), grads * trained.head
@@ -121,7 +124,8 @@ def _sharded(
     several, stage2 = setting.micro_batches > 1, setting.stage >= 2
     gathers = setting.stage == 3
     reduces_each = not several or stage2  # every micro batch, not only the last
-    weights, optimizer = int(states.weights * params.shard), int(states.optimizer * trained.shard)
+    weights = int(states.weights * params.shard)
+    optimizer = states.moments(trained.shard, trained.in_blocks_shard)
     sharded = int(states.gradients * trained.shard)
     before = 0
     if several:
@@ -247,7 +251,8 @@ def _pipelined(
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     reducing = _reducing(setting)
     trained = params.trained
-    weights, optimizer = int(states.weights * params.shard), int(states.optimizer * trained.shard)
+    weights = int(states.weights * params.shard)
+    optimizer = states.moments(trained.shard, trained.in_blocks_shard)
     copies = compute * params.numel
     waiting = reduce * trained.numel
     sharded = int(states.gradients * trained.shard)
@@ -332,6 +337,10 @@ def _update(
     if setting.gpu and rule.decay_copies_gradients and setting.config.optimizer.weight_decay:
         gradients *= 2
     temporary = int(allocated * _largest_shard(setting, params)) if allocated else 0
+    if rule.moments_in_blocks is not None:
+        alone = setting.config.world_size == setting.pp
+        held = setting.states.weights / 2 * (_ALONE if alone else _EXCHANGED)
+        temporary = int(held * params.trained.in_blocks_shard)
     return Phase(
         "update",
         before.weights,
@@ -369,7 +378,10 @@ def _explain(
     if name == "weights":
         return f"{states.weights:g} B · {rank}"
     if name == "optimizer":
-        return f"{states.optimizer:g} B · {trained}; {setting.config.optimizer.name}'s states"
+        each = f"{states.optimizer:g} B"
+        if states.in_blocks != states.optimizer:
+            each += f" ({states.in_blocks:g} B of a matrix in a block)"
+        return f"{each} · {trained}; {setting.config.optimizer.name}'s states"
     if name == "compute copies":
         return (
             f"{setting.compute} B · {params.numel:,}: unsharded weights in the compute dtype, "

@@ -144,7 +144,8 @@ def _checkpoint_copy(setting: MemorySetting, params: RankParameters) -> int:
     if not (saving.asynchronous and during):
         return 0
     share = -(-params.numel // setting.shards) if setting.flat else params.shard
-    return int((setting.states.weights + setting.states.optimizer) * share)
+    moments = setting.states.moments(share, 0 if setting.flat else params.in_blocks_shard)
+    return int(setting.states.weights * share) + moments
 
 
 def _explain_holes(memory: RankMemory) -> str:

@@ -146,7 +146,7 @@ def _distributed_optimizer(setting: MemorySetting) -> MemorySetting:
         copies_gradients=False,
         keeps_gradients=True,
         placeholders=True,
-        states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8),
+        states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8),
         whole_logits=(compute, setting.loss),
     )
 

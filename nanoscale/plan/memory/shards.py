@@ -72,11 +72,14 @@ class Unit:
 
     def shard(self, ranks: int) -> int:
         """Return the elements of one unit on the rank with the largest shard. ZeRO shards matrices by rows."""
-        if ranks == 1:
-            return self.numel
+        return self.matrix_shard(ranks) + sum(-(-length // ranks) for length in self.vectors)
+
+    def matrix_shard(self, ranks: int) -> int:
+        """Return those elements of `shard` that are of matrices."""
         matrices = sum(-(-rows // ranks) * width for rows, width in self.matrices)
-        experts = self.experts.shard(ranks) if self.experts else 0
-        return matrices + sum(-(-length // ranks) for length in self.vectors) + experts
+        if self.experts is None:
+            return matrices
+        return matrices + (self.experts.shard(ranks) if ranks > 1 else self.experts.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,9 @@ class RankParameters:
     largest_product: int
     """`Unit.largest_product` of the largest block."""
     head_shard: int
+    in_blocks: int = 0
+    """Elements of the matrices of blocks, before ZeRO."""
+    in_blocks_shard: int = 0
     adapters: RankParameters | None = None
     """LoRA's adapters alone; None without LoRA."""
 
@@ -256,6 +262,8 @@ def _parameters(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParam
         rest=rest,
         largest_product=max((block.largest_product for block in blocks), default=0),
         head_shard=named["head"].shard(shards) if "head" in named else 0,
+        in_blocks=sum(block.count * block.matrix_shard(1) for block in blocks),
+        in_blocks_shard=sum(block.count * block.matrix_shard(shards) for block in blocks),
     )
 
 

@@ -27,12 +27,18 @@ class BytesPerParameter:
     gradients: float
     optimizer: float
     """The optimizer's moments, without master weights."""
+    in_blocks: float
+    """The moments of matrices of blocks."""
+
+    def moments(self, numel: int, in_blocks: int) -> int:
+        """Return the bytes of the moments of `numel` parameters, of which some are in matrices of blocks."""
+        return int(self.optimizer * (numel - in_blocks) + self.in_blocks * in_blocks)
 
 
-def moments(optimizer: Optimizer, params: int) -> float:
-    """Return the bytes of the optimizer's moments of one parameter, which itself has `params` bytes."""
+def moments(optimizer: Optimizer, params: int, *, in_blocks: bool = False) -> float:
+    """Return the bytes of the moments of a parameter of `params` bytes, in a matrix of a block or elsewhere."""
     width = QUANTIZED if rule_of(optimizer).quantized else params
-    return float(width * len(moments_of(optimizer)))
+    return float(width * len(moments_of(optimizer, in_blocks=in_blocks)))
 
 
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:
@@ -43,4 +49,5 @@ def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerP
         copy=compute if compute != params else 0,
         gradients=params,
         optimizer=moments(optimizer, params),
+        in_blocks=moments(optimizer, params, in_blocks=True),
     )

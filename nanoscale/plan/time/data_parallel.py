@@ -8,9 +8,11 @@ The time in which the device both computes and copies costs the share `Efficienc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nanoscale.config import parameters
 from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -296,6 +298,36 @@ def cost(
     return Cost(network + exposed_all_reduce, slowdown, copies * units)
 
 
+_ITERATIONS = 5
+"""Newton and Schulz's iterations of Muon."""
+
+
+def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> float:
+    """Return the seconds in which Muon exchanges and orthogonalizes a rank's part of the matrices of blocks.
+
+    The ranks of a pipeline stage divide the matrices among each other, and send them to and fro in 16 bits.
+    """
+    if rule_of(config.optimizer).moments_in_blocks is None:
+        return 0.0
+    ranks = config.world_size // config.parallel.pp
+    kind = "fp64" if config.precision.params == "fp64" else "bf16"
+    seconds = size = 0.0
+    for matrix in parameters.block(config.model).values():
+        if matrix.is_vector:
+            continue
+        experts, (rows, columns) = (
+            max(1, matrix.numel // math.prod(matrix.shape[-2:])),
+            matrix.shape[-2:],
+        )
+        short, long = sorted((rows, columns))
+        products = ((short, short, long), (short, short, short), (short, long, short))
+        each = sum(operations.product(hardware, kind, m, n, k) for m, n, k in products)
+        seconds += experts * _ITERATIONS * each / ranks
+        size += matrix.numel * operations.WIDTH[kind] / ranks
+    group = collectives.group(hardware, ranks, 1)
+    return blocks * seconds + 2 * collectives.all_to_all(hardware, group, blocks * size)
+
+
 def update(
     config: ResolvedConfig,
     hardware: Hardware,
@@ -313,7 +345,7 @@ def update(
         passes += 3
     size = passes * operations.WIDTH[config.precision.params] * parameters
     if config.zero.offload_optimizer == "none":
-        seconds = operations.elementwise(hardware, size)
+        seconds = operations.elementwise(hardware, size) + _orthogonalized(config, hardware, blocks)
         if not software.dtensor or config.world_size == 1:
             return seconds
         tensors = blocks * (len(linears(config.model, 1)) + 2)
