@@ -34,7 +34,6 @@ class Muon(LocalAdamW):
     """AdamW whose groups with `is_muon` are matrices that Muon updates."""
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **arguments: Any) -> None:
-        groups = [{"is_muon": False, **group} for group in groups]
         super().__init__(groups, **arguments, fused=True)
         self._momentum = momentum
         self._exchanges: list[_Exchange] | None = None
@@ -51,11 +50,12 @@ class Muon(LocalAdamW):
         super().step()
         if self._exchanges is None:
             self._exchanges = _exchanges(self.matrices())
-        group = next((group for group in self.param_groups if group["is_muon"]), {})
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for exchange in self._exchanges:
             directions = [self._direction(parameter) for parameter in exchange.parameters]
             updates = exchange.orthogonalized(directions)
             for parameter, update in zip(exchange.parameters, updates, strict=True):
+                group = group_of[id(parameter)]
                 scale = _SCALE * math.sqrt(max(parameter.shape[-2:]))
                 weights = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
                 weights.add_(update, alpha=-group["lr"] * scale)

@@ -16,7 +16,7 @@ from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.muon import Muon
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.config.optimizers import rule_of
+from nanoscale.config.optimizers import group_of, rule_of
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.models.initialization import local_region
 
@@ -26,29 +26,37 @@ Moments = dict[str, Tensor]
 
 
 def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Optimizer:
-    """Create the optimizer that the configuration names, in groups of decayed matrices and other parameters."""
-    muon = [p for name, p in parameters if config.name == "muon" and _is_in_block(name, p)]
-    of_muon = {id(p) for p in muon}
-    matrices = [p for _, p in parameters if _dimensions(p) > 1 and id(p) not in of_muon]
-    vectors = [p for _, p in parameters if _dimensions(p) <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-        {"params": muon, "weight_decay": config.weight_decay, "is_muon": True},
+    """Create the optimizer that the configuration names, in groups of parameters with equal values.
+
+    Matrices are decayed and other parameters are not, unless `optimizer.groups` says otherwise.
+    """
+    groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        is_matrix = _dimensions(parameter) > 1
+        is_muon = config.name == "muon" and is_matrix and _is_in_block(name)
+        chosen = group_of(name, config)
+        decay, factor = config.weight_decay if is_matrix else 0.0, 1.0
+        if chosen is not None:
+            factor = chosen.lr_factor
+            decay = decay if chosen.weight_decay is None else chosen.weight_decay
+        groups.setdefault((is_muon, not is_matrix, factor, decay), []).append(parameter)
+    own = [
+        {"params": groups[key], "weight_decay": key[3], "lr_factor": key[2]}
+        | ({"is_muon": key[0]} if config.name == "muon" else {})
+        for key in sorted(groups)
     ]
-    groups = [group for group in groups if group["params"]]
     keys = rule_of(config).keys
     arguments: dict[str, Any] = {
         key: getattr(config, key) for key in ("eps", "momentum") if key in keys
     }
     if "beta2" in keys:
         arguments["betas"] = (config.beta1, config.beta2)
-    return BUILDERS[config.name](groups, lr=config.lr, **arguments)
+    return BUILDERS[config.name](own, lr=config.lr, **arguments)
 
 
-def _is_in_block(name: str, parameter: nn.Parameter) -> bool:
-    """True for a matrix of a block, whose number is a part of its name."""
-    return _dimensions(parameter) > 1 and any(part.isdecimal() for part in name.split("."))
+def _is_in_block(name: str) -> bool:
+    """True for a parameter of a block, whose number is a part of the name."""
+    return any(part.isdecimal() for part in name.split("."))
 
 
 def _make_adamw(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:
@@ -113,13 +121,13 @@ BUILDERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate, which groups may multiply."""
     for group in optimizer.param_groups:
-        if isinstance(
-            group["lr"], Tensor
-        ):  # a number would be compiled into the update, again in every step
-            group["lr"].fill_(lr)
+        own = lr * group.get("lr_factor", 1.0)
+        if isinstance(group["lr"], Tensor):  # a number would be compiled into each update
+            group["lr"].fill_(own)
         else:
-            group["lr"] = lr
+            group["lr"] = own
 
 
 def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:

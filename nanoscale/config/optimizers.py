@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from nanoscale.config.schema import Optimizer
 
@@ -86,6 +87,24 @@ OPTIMIZERS = {
     ),
 }
 """The rows by the value of `optimizer.name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters with values of their own: an entry of `optimizer.groups`."""
+
+    match: str
+    """A pattern of names in the whole model, in which `*` stands for any text."""
+    lr_factor: float = 1.0
+    """The multiple of the learning rate."""
+    weight_decay: float | None = None
+    """The weight decay; None: as without the group."""
+
+
+def group_of(name: str, optimizer: Optimizer) -> ParameterGroup | None:
+    """Return the first group of a job that a parameter is in."""
+    groups = (ParameterGroup(**entry) for entry in optimizer.groups.values())
+    return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:

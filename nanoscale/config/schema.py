@@ -401,6 +401,11 @@ class Optimizer:
     )
     eps: float = key(1e-8, "adamw: term added to the root of the second moment", at_least=0)
     momentum: float = key(0.9, "sgd and muon: momentum", at_least=0, at_most=1)
+    groups: dict[str, Any] = key(
+        {},
+        "parameters with values of their own, each NAME: {match, lr_factor, weight_decay}; match is a pattern "
+        "of names such as *norm*, and the first group that matches counts",
+    )
     clip_norm: float | None = key(
         1.0, "largest global gradient norm; null: no clipping", at_least=0
     )

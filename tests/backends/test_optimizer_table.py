@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from nanoscale.backends.optimizer import BUILDERS, fill_state, is_quantized, make_optimizer
+from nanoscale.backends.optimizer import BUILDERS, fill_state, is_quantized, make_optimizer, set_lr
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.optimizers import KEYS, OPTIMIZERS, by_other_name, moments_of
+from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Optimizer
 
 
@@ -43,6 +46,50 @@ def test_muon_has_one_moment_of_a_matrix_in_a_block_and_two_of_others() -> None:
     fill_state(optimizer)
     moments = [tuple(optimizer.state[parameter]) for _, parameter in parameters]
     assert moments == [("step", *moments_of(config)), moments_of(config, in_blocks=True)]
+
+
+def test_groups_have_values_of_their_own() -> None:
+    groups = {
+        "norms": {"match": "*norm*", "weight_decay": 0.3},
+        "embedding": {"match": "embed.weight", "lr_factor": 0.5},
+        "late": {"match": "*", "lr_factor": 2.0},
+    }
+    config = Optimizer(lr=1e-2, weight_decay=0.1, groups=groups)
+    names = ("embed.weight", "norm.weight", "layers.0.mlp.up.weight", "layers.0.mlp.up.bias")
+    shapes = ((4, 4), (4,), (4, 4), (4,))
+    parameters = [
+        (name, nn.Parameter(torch.ones(shape))) for name, shape in zip(names, shapes, strict=True)
+    ]
+    optimizer = make_optimizer(parameters, config)
+    set_lr(optimizer, 1e-3)
+    found = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert [found[id(p)] for _, p in parameters] == [
+        (5e-4, 0.1),
+        (1e-3, 0.3),
+        (2e-3, 0.1),
+        (2e-3, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "advice"),
+    [
+        ("3", "needs `match`", "optimizer.groups.n.match='*norm*'"),
+        ("{lr_factor: 2}", "needs `match`", "optimizer.groups.n.match='*norm*'"),
+        ("{match: '*nrm*'}", "matches no parameter", "'optimizer.groups.n.match=\"*norm*\"'"),
+        ("{match: '*', decay: 2}", "unknown key", "optimizer.groups.n.weight_decay=2"),
+        ("{match: '*', lr_factor: -1}", "at least 0", "optimizer.groups.n.lr_factor=0"),
+    ],
+)
+def test_a_wrong_group_is_refused(words: str, text: str, advice: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(compose(["recipe=debug", f"optimizer.groups.n={words}"]), Devices("cpu", 1))
+    (violation,) = caught.value.violations
+    assert text in violation.message and advice in violation.suggestions
 
 
 def test_names_of_other_software() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,27 @@ def test_other_optimizers_equal_plain_loop(
         optimizer=Optimizer(name=name, lr=1e-2, clip_norm=0.5),  # type: ignore[arg-type]
     )
     assert_equal_curves(our_curve(config), plain_loop("fp64", name), "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_groups_of_parameters_are_equal_in_every_layout(tmp_path: Path, name: str) -> None:
+    groups = {
+        "norms": {"match": "*norm*", "weight_decay": 0.2},
+        "mlp": {"match": "layers.*.mlp.*", "lr_factor": 0.3},
+    }
+    plain = Optimizer(name=name, lr=1e-2, clip_norm=0.5)  # type: ignore[arg-type]
+    grouped = replace(plain, groups=groups)
+
+    def curve(folder: str, optimizer: Optimizer, **layout: Any) -> CURVE:
+        (tmp_path / folder).mkdir()
+        write_tokens(tmp_path / folder)
+        return our_curve(make_config(tmp_path / folder, optimizer=optimizer, **layout))
+
+    alone = curve("alone", grouped)
+    divided = curve("divided", grouped, dp=2, stage=3, parallel={"tp": 2})
+    assert_equal_curves(divided, alone, "fp64")
+    assert alone != curve("plain", plain)
 
 
 @pytest.mark.slow

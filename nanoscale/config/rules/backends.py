@@ -151,7 +151,7 @@ DEEPSPEED = (
     _limit("optimizer.name",
         " or ".join(name for name, rule in OPTIMIZERS.items() if rule.deepspeed),
         {"optimizer.name": tuple(name for name, rule in OPTIMIZERS.items() if not rule.deepspeed)},
-        "keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would split",
+        "needs whole matrices or blocks of 8 bits, which DeepSpeed's flat shards would split",
         "optimizer=adamw", _NATIVE),
     _limit("parallel.dp_replicate", "no", {"parallel.dp_replicate": several},
         "is for FSDP2; DeepSpeed shards over all ranks of dp, and ZeRO++ within a subset of them",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 from nanoscale.common.units import listed
 from nanoscale.config.optimizers import OPTIMIZERS, optimizers_with, rule_of
+from nanoscale.config.parameters import named
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
 from nanoscale.config.schema import Config, Precision
+from nanoscale.config.violations import nearest, override
 
 _HAS_FP8 = re.compile(
     r"\b(H100|H200|H800|H20|B100|B200|B300|GB200|GB300|GH200|L4|L40S?|MI300[AX]?|MI325X|MI35[05]X"
@@ -255,7 +259,38 @@ OPTIMIZER = of_kind("config",
 
 
 def check_optimizer(resolution: Resolution) -> None:
-    """Check that the package of the chosen update is installed."""
+    """Check that the package of the chosen update is installed, and the groups of parameters."""
+    for name, entry in resolution.config.optimizer.groups.items():
+        _check_group(resolution, f"optimizer.groups.{name}", entry)
     package = rule_of(resolution.config.optimizer).package
     if package:
         resolution.require_for_ranks("optimizer.name", package, package, "optimizer.name=adamw")
+
+
+_GROUP = ("match", "lr_factor", "weight_decay")
+
+
+def _check_group(resolution: Resolution, key: str, entry: Any) -> None:
+    """Refuse a group of parameters with other keys or values, or that matches no parameter."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("match"), str):
+        message = "needs `match`, a pattern of the names of parameters"
+        resolution.refuse_value(key, entry, message, f"{key}.match='*norm*'")
+        return
+    for name in entry:
+        value = entry[name]
+        if name not in _GROUP:
+            near = nearest(name, _GROUP) or _GROUP
+            advice = [override(f"{key}.{member}", value) for member in near]
+            resolution.refuse_value(f"{key}.{name}", value, "unknown key", *advice)
+        elif name != "match" and not (type(value) in (int, float) and 0 <= value < math.inf):
+            message = "must be a number, at least 0"
+            resolution.refuse_value(f"{key}.{name}", value, message, f"{key}.{name}=0")
+    config = resolution.config
+    if config.model.source == "hf" or config.lora.rank:
+        return  # its names are known once it is built
+    names = list(named(config.model))
+    if not any(fnmatchcase(name, entry["match"]) for name in names):
+        modules = {part for name in names for part in name.split(".") if not part.isdecimal()}
+        near = nearest(entry["match"].strip("*."), modules) or ("norm",)
+        advice = [override(f"{key}.match", f"*{module}*") for module in near]
+        resolution.refuse_value(f"{key}.match", entry["match"], "matches no parameter", *advice)
