@@ -258,7 +258,10 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     counts = stage_layers(config.model, stages, parallel.layers_per_stage)
     before = sum(counts[:stage])
     blocks = range(before, before + counts[stage])
-    return Transformer(config.model, blocks, first=stage == 0, last=stage == stages - 1)
+    model = Transformer(config.model, blocks, first=stage == 0, last=stage == stages - 1)
+    if model.last:
+        model.head.z_loss = config.train.z_loss
+    return model
 
 
 def _write_vocabulary_shard(out: Tensor, logits: Tensor, rank: int) -> None:

@@ -874,6 +874,11 @@ class Train:
     on_spike: Literal["note", "stop"] = key(
         "note", "after a loss far above the last ones: note it and continue, or stop the run"
     )
+    z_loss: float = key(
+        0.0,
+        "weight of the squared logarithm of the softmax's denominator, only in the gradients; PaLM: 1e-4",
+        at_least=0,
+    )
     sample_prompt: str | None = key(
         "", "text that a sample after the training continues; null: none"
     )

@@ -45,32 +45,36 @@ class Head(nn.Linear):
 
     fused = False
     """True if the operations between the products are compiled."""
+    z_loss = 0.0
+    """The weight of the z-loss, as in `train.z_loss`."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        return logits_or_loss(hidden, self.weight, targets, fused=self.fused)
+        return logits_or_loss(hidden, self.weight, targets, self)
 
 
 class TiedHead(nn.Module):
     """A head with the embedding's weights `[vocab, hidden]`."""
 
     fused = False
+    z_loss = 0.0
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
-        return logits_or_loss(hidden, weight, targets, fused=self.fused)
+        return logits_or_loss(hidden, weight, targets, self)
 
 
 def logits_or_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None,
+    head: Head | TiedHead,
     vocabulary: Vocabulary | None = None,
-    *,
-    fused: bool = False,
 ) -> Tensor:
     """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar."""
     if targets is None:
         return F.linear(hidden, weight)
-    return linear_cross_entropy(hidden, weight, targets, vocabulary, fused=fused)
+    return linear_cross_entropy(
+        hidden, weight, targets, vocabulary, fused=head.fused, z_loss=head.z_loss
+    )
 
 
 def linear_cross_entropy(
@@ -80,6 +84,7 @@ def linear_cross_entropy(
     vocabulary: Vocabulary | None = None,
     *,
     fused: bool = False,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not
     IGNORED.
@@ -90,6 +95,8 @@ def linear_cross_entropy(
             is this rank's partial sum.
         targets: `[...]`.
         fused: compile the operations between the products, which then read and write logits a third as often.
+        z_loss: the weight of the square of the logarithm of the sum of exponentials (Chowdhery et al. 2022,
+            PaLM, section 5), which only the gradients have.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -101,6 +108,7 @@ def linear_cross_entropy(
         targets.flatten(),
         vocabulary,
         chunk_loss,
+        z_loss,
         torch.is_grad_enabled(),
     )
     return loss
@@ -123,6 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         vocabulary: Vocabulary | None,
         chunk_loss: ChunkLoss,
+        z_loss: float,
         backward_follows: bool,
     ) -> Tensor:
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -135,7 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = max(1, -(-len(targets) // max(1, chunks)))
         for start in range(0, len(targets), rows):
             chunk = hidden[start : start + rows]
-            chunk_targets = _ChunkTargets(targets[start : start + rows], vocabulary, len(weight))
+            part = targets[start : start + rows]
+            chunk_targets = _ChunkTargets(part, vocabulary, len(weight), z_loss)
             needs_grad = hidden_needs_grad or weight_needs_grad
             grad_logits = chunk_loss(chunk @ weight.t(), chunk_targets, loss, needs_grad)
             if grad_logits is None:
@@ -158,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else torch.mul(grad, factor, out=grad.new_empty(0, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -175,8 +185,10 @@ def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Te
 class _ChunkTargets:
     """The targets `[tokens]` of a chunk, as this rank's rows of the vocabulary."""
 
-    def __init__(self, targets: Tensor, vocabulary: Vocabulary | None, size: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(
+        self, targets: Tensor, vocabulary: Vocabulary | None, size: int, z_loss: float
+    ) -> None:
+        self.vocabulary, self.z_loss = vocabulary, z_loss
         has_loss = is_local = targets != IGNORED
         row = targets
         if vocabulary is not None:
@@ -195,16 +207,19 @@ def _chunk_loss(
     softmax = F.softmax(logits, dim=-1, dtype=loss.dtype)
     # No logarithm of a possible 0: the largest of n probabilities is at least 1/n.
     log_sum = logits.amax(-1, keepdim=True).to(loss.dtype) - softmax.amax(-1, keepdim=True).log()
-    scale = weight = targets.weight.to(loss.dtype)
+    weight, local_log_sum = targets.weight.to(loss.dtype), log_sum
     if targets.vocabulary is not None:
-        local_log_sum, log_sum = log_sum, targets.vocabulary.log_sum(log_sum)
-        scale = weight * (local_log_sum - log_sum).exp()
+        log_sum = targets.vocabulary.log_sum(log_sum)
+    penalized = _penalized(log_sum, targets.z_loss)
+    scale = weight * penalized
+    if targets.vocabulary is not None:
+        scale = scale * (local_log_sum - log_sum).exp()
     log_probability = logits.gather(1, targets.row).to(loss.dtype) - log_sum
     loss -= (log_probability * targets.is_local).sum()
     if not backward_follows:
         return None
     grad_logits = torch.mul(softmax, scale, out=logits)
-    at_target = (log_probability.exp() - targets.is_local.to(loss.dtype)) * weight
+    at_target = (log_probability.exp() * penalized - targets.is_local.to(loss.dtype)) * weight
     return grad_logits.scatter_(1, targets.row, at_target.to(logits.dtype))
 
 
@@ -219,9 +234,14 @@ def _fused_chunk_loss(
     if not backward_follows:
         return None
     grad_logits: Tensor = _compiled(_logits_gradient)(
-        logits, log_sum, targets.row, targets.is_local, targets.weight
+        logits, log_sum, targets.row, targets.is_local, targets.weight, targets.z_loss
     )
     return grad_logits
+
+
+def _penalized(log_sum: Tensor, z_loss: float) -> Tensor | float:
+    """Return the factor of the probabilities in the gradient: the z-loss adds 2 · z · log_sum times them."""
+    return 1 + 2 * z_loss * log_sum if z_loss else 1.0
 
 
 @cache
@@ -234,9 +254,9 @@ def _log_sum(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _logits_gradient(
-    logits: Tensor, log_sum: Tensor, row: Tensor, is_local: Tensor, weight: Tensor
+    logits: Tensor, log_sum: Tensor, row: Tensor, is_local: Tensor, weight: Tensor, z_loss: float
 ) -> Tensor:
     """Compute the gradient of `_chunk_loss` in one pass, without writing in place."""
-    softmax = (logits.to(log_sum.dtype) - log_sum).exp()
+    softmax = (logits.to(log_sum.dtype) - log_sum).exp() * _penalized(log_sum, z_loss)
     is_target = (torch.arange(logits.shape[1], device=logits.device) == row) & is_local
     return ((softmax - is_target.to(softmax.dtype)) * weight.to(softmax.dtype)).to(logits.dtype)

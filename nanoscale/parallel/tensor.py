@@ -135,7 +135,7 @@ def _apply_rows(
 ) -> Tensor:
     rows = replicated_grad(weight)
     vocabulary = VocabularyShard(mesh.get_local_rank() * len(rows), mesh.get_group())
-    return logits_or_loss(stream.gather(hidden), rows, targets, vocabulary, fused=head.fused)
+    return logits_or_loss(stream.gather(hidden), rows, targets, head, vocabulary)
 
 
 @dataclass(frozen=True)

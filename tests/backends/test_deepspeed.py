@@ -236,6 +236,19 @@ def test_lion_equals_plain_loop(tmp_path: Path, stage: int, zero: dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_and_the_z_loss_equal_the_native_backend(tmp_path: Path, stage: int) -> None:
+    write_tokens(tmp_path)
+    groups = {"mlp": {"match": "*.mlp.*", "lr_factor": 0.3, "weight_decay": 0.2}}
+    optimizer = Optimizer(lr=1e-2, clip_norm=0.5, groups=groups)
+    config = config_for(tmp_path, stage, dp=2, optimizer=optimizer)
+    config = replace(config, train=replace(config.train, z_loss=0.1))
+    native = replace(config, backend=Backend())
+    ours, reference = run_ranks(train_all, 2, [config, native])[0]
+    assert_equal_curves(ours, reference, "fp32")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [exhaustive(0), exhaustive(2), 3])
 def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)

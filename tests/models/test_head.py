@@ -37,18 +37,19 @@ def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def in_one(dtype: torch.dtype) -> Found:
-    """Return the exact result: in fp64, of the same rounded numbers."""
+def in_one(dtype: torch.dtype, z_loss: float = 0.0) -> Found:
+    """Return the exact result: in fp64, of the same rounded numbers. The loss is without the z-loss."""
     hidden, weight, targets = example(dtype)
     logits = hidden.double() @ weight.double().t()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    (loss * FACTOR).backward()
+    z = logits.flatten(0, 1)[targets.flatten() != head.IGNORED].logsumexp(-1).square().sum()
+    ((loss + z_loss * z) * FACTOR).backward()
     return loss, hidden.grad, weight.grad  # type: ignore[return-value]
 
 
-def in_pieces(dtype: torch.dtype, *, fused: bool = False) -> Found:
+def in_pieces(dtype: torch.dtype, *, fused: bool = False, z_loss: float = 0.0) -> Found:
     hidden, weight, targets = example(dtype)
-    loss = head.linear_cross_entropy(hidden, weight, targets, fused=fused)
+    loss = head.linear_cross_entropy(hidden, weight, targets, fused=fused, z_loss=z_loss)
     (loss * FACTOR).backward()
     return loss, hidden.grad, weight.grad  # type: ignore[return-value]
 
@@ -67,6 +68,14 @@ def test_loss_and_gradients(
     found = in_pieces(dtype)
     assert found[0].dtype == torch.promote_types(dtype, torch.float32)
     assert max(deviations(found, in_one(dtype))) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_z_loss_is_in_the_gradients(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_compiled", lambda function: function)
+    found = in_pieces(torch.float64, fused=fused, z_loss=0.2)
+    assert max(deviations(found, in_one(torch.float64, 0.2))) < BOUNDS[torch.float64]
+    assert max(deviations(found, in_one(torch.float64))) > 0.1
 
 
 @pytest.mark.slow

@@ -32,8 +32,9 @@ def plain_loop(
     shape: Model = SHAPE,
     lora: Lora = EVERYTHING,
     steps: int = STEPS,
+    z_loss: float = 0.0,
 ) -> CURVE:
-    """Return the log of each step. `lora`: with targets that can be hashed.
+    """Return the log of each step. `lora`: with targets that can be hashed; `z_loss` is not in the losses.
 
     The corpus holds as many samples as a global batch, so every order of samples gives the same batches.
     """
@@ -43,7 +44,9 @@ def plain_loop(
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         logits = model(batch[:, :-1])
-        return F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
+        z = z_loss * logits.logsumexp(-1).square().mean()
+        loss = F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
+        return loss + z - z.detach()
 
     return _train(loss_of, precision, optimizer, shape, lora, steps)
 

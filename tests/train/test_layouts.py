@@ -99,6 +99,21 @@ def test_other_optimizers_equal_plain_loop(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degrees", "stage"), [({}, 0), ({"dp": 2}, 3), ({"tp": 2, "pp": 2}, 1), ({"cp": 2}, 2)]
+)
+def test_the_z_loss_equals_the_plain_loop(
+    tmp_path: Path, degrees: dict[str, int], stage: int
+) -> None:
+    write_tokens(tmp_path)
+    config = make_config(tmp_path, dp=degrees.get("dp", 1), stage=stage, parallel=degrees)
+    config = replace(config, train=replace(config.train, z_loss=0.1))
+    reference = plain_loop("fp64", z_loss=0.1)
+    assert reference != plain_loop("fp64")
+    assert_equal_curves(our_curve(config), reference, "fp64")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_groups_of_parameters_are_equal_in_every_layout(tmp_path: Path, name: str) -> None:
     groups = {

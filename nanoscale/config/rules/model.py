@@ -199,6 +199,8 @@ TRANSFORMERS = (
         refused("precision.fp8", {**_HF, "precision.fp8": True},
             "replaces linear layers, and those of model=hf belong to transformers",
             "precision=bf16"),
+        refused("train.z_loss", {**_HF, "train.z_loss": other_than(0.0)},
+            "is a part of nanoscale's own loss, and model=hf computes its own", "train.z_loss=0"),
         refused("lora.rank", {**_HF, **_ADAPTED},
             _of_transformers("adds adapters to layers that it finds by their names"),
             "lora.rank=0")),
