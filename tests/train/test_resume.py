@@ -132,9 +132,10 @@ def test_resumed_in_other_layouts(
 
 
 @pytest.mark.slow
-def test_resumed_along_every_axis(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON["optimizer"]], ids=["adamw", "muon"])
+def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
     """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
-    config = saving_config(tmp_path)
+    config = saving_config(tmp_path, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     stations: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -143,7 +144,7 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
         ({"stage": 2}, {"cp": 4}),
     ]
     for turn, (changes, degrees) in enumerate(stations):
-        there = saving_config(tmp_path, parallel=degrees, **changes)
+        there = saving_config(tmp_path, parallel=degrees, optimizer=optimizer, **changes)
         train(run, there, StopBefore(2 * turn + 2, first=2 * turn + 1))
     train(run, config)
     assert resumed_at(run) == [2, 4, 6]
