@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.adamw import LocalAdamW
 from nanoscale.backends.gradients import local_tensor
+from nanoscale.config.optimizers import MUON_ITERATIONS
 from nanoscale.models.initialization import local_region
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
-_ITERATIONS = 5
 _SCALE = 0.2
 """The root mean square of an update of AdamW, by Liu et al."""
 
@@ -188,7 +188,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     a, b, c = _COEFFICIENTS
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(_ITERATIONS):
+    for _ in range(MUON_ITERATIONS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if matrices.shape[-2] > matrices.shape[-1] else x

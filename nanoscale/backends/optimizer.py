@@ -33,7 +33,7 @@ def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Opti
     groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         is_matrix = _dimensions(parameter) > 1
-        is_muon = config.name == "muon" and is_matrix and _is_in_block(name)
+        is_muon = config.name == "muon" and _dimensions(parameter) in (2, 3) and _is_in_block(name)
         chosen = group_of(name, config)
         decay, factor = config.weight_decay if is_matrix else 0.0, 1.0
         if chosen is not None:

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 
 from nanoscale.config.schema import Optimizer
 
+MUON_ITERATIONS = 5
+"""Newton and Schulz's iterations of an update of Muon (Jordan et al. 2024)."""
 KEYS = ("beta1", "beta2", "eps", "momentum")
 """The keys of `optimizer` that not every update reads."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +60,15 @@ def run(context: RankContext) -> str:
             write_json(context.run.result, {"closed": [asdict(way) for way in closed]})
         return "completed"
     device = ranks.local_device(context.config.launcher.device)
-    log = Path(tempfile.mkdtemp()) / "nccl.log"
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}  # read by NCCL when it starts
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "nccl.log"
+        if "NCCL_DEBUG" not in os.environ:  # else it is the user's; NCCL reads both when it starts
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+        return _measure(context, device, log)
+
+
+def _measure(context: RankContext, device: torch.device, log: Path) -> str:
+    """Measure, and write the figures, with the transports in NCCL's log."""
     ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
     hosts = ranks.gather(context.host)
     reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
@@ -70,7 +76,6 @@ def run(context: RankContext) -> str:
     slow = needs_pairs(reduced, within)
     pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    shutil.rmtree(log.parent, ignore_errors=True)
     used = {name for names in ranks.gather(transports(text)) for name in names}
     if context.rank == 0:
         figures = {

@@ -27,7 +27,6 @@ _METRICS: dict[str, Callable[[Sequence[float]], float]] = {
     "gpu_memory_gib": max,
 }
 """The metrics, in the order of the first figures, and what is logged of all ranks."""
-NAMES = (*_METRICS, "gpus_slowed")
 
 
 class Health:

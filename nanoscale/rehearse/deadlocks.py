@@ -1,7 +1,7 @@
 """Ranks that would wait for each other forever: their events are played against each other. Torch-free.
 
 A collective ends once every played member has begun it, and a message once both ranks have. A send waits for
-its receiver, as gloo's does, and as NCCL's does above a few KiB. Streams of a GPU wait independently.
+its receiver, as gloo's does, and as NCCL's does if its buffers are full. Streams of a GPU wait independently.
 """
 
 from __future__ import annotations

@@ -198,3 +198,20 @@ def test_training_leaves_a_report_and_resuming_plans_again(capsys):
     for planned in (after, again):
         del planned["checkpoints"]["free_bytes"]  # of a disk that others use, too
     assert after == again
+
+
+def test_what_was_noticed_and_the_state_of_the_gpus(capsys):
+    run = make()
+    attempt(run, 1)
+    late = "rank 3 on n5 arrives 41 ms late in every step since step 9, and the others wait"
+    hot = "the GPU of rank 1 on n2 is slowed down by heat (91 °C, 650 W, 990 MHz)"
+    events.append(run, "straggler", late)
+    events.append(run, "health", hot)
+    events.append(run, "health", hot)  # again after a resume
+    gpus = {"gpu_utilization": 97.0, "gpu_power_w": 640.0, "gpu_temperature_c": 91.0}
+    log(run, range(1, 41), mfu=0.4, hfu=0.5, samples_per_s=16.0, gpus_slowed=1.0, **gpus)
+    out = " ".join(shown(capsys, "r").split())
+    assert out.count(f"noticed: {hot}") == 1 and f"noticed: {late}" in out
+    assert "GPUs at the last logged step: 97%, 640 W, 91 °C, 1 slowed down" in out
+    rows = {row["what"]: row["measured"] for row in document(run)["against_plan"]}
+    assert (rows["MFU"], rows["HFU"], rows["samples/s"]) == (40.0, 50.0, 16.0)

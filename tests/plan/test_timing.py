@@ -88,6 +88,22 @@ def test_parts_add_up_and_rates_agree():
     assert step.hfu == step.mfu
 
 
+def test_muon_orthogonalizes_what_is_trained():
+    """8 ranks divide five iterations of 4·short²·long + 2·short³ operations of each matrix of a block."""
+
+    def update(name: str, **keys) -> float:
+        config = job("llama-8b", optimizer=Optimizer(name=name), zero=Zero(stage=2), **keys)
+        parts = step_time(config, changed(machine(), **FREE)).parts
+        return parts.optimizer
+
+    sides = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    operations = 32 * 5 * sum(4 * a**2 * b + 2 * a**3 for a, b in sides) / 8
+    expected = operations / machine().peaks["bf16"]
+    assert update("muon") - update("adamw") == pytest.approx(expected, rel=0.3)
+    adapters = Lora(rank=16, targets=["wq", "wv"])
+    assert update("muon", lora=adapters) < 0.1 * expected
+
+
 @pytest.mark.parametrize("name", ["llama-8b", "llama-70b", "gpt-10b"])
 @pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 8}, {"cp": 4}, {"tp": 2, "cp": 2}])
 def test_where_only_arithmetic_takes_time_nearly_all_of_the_peak_is_used(name, layout):

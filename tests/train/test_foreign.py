@@ -13,7 +13,7 @@ import torch
 
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
-from nanoscale.config.schema import Backend, Config
+from nanoscale.config.schema import Backend, Config, Optimizer
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
@@ -62,6 +62,19 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
     }
     for config, found in zip(configs, curves, strict=True):
         assert_equal_curves(found, expected[config.precision.params], config.precision.params)
+
+
+@pytest.mark.slow
+def test_muon_is_equal_in_every_layout(tmp_path: Path) -> None:
+    write_tokens(tmp_path)
+    hf_models.save("gpt_neox", tmp_path / "gpt_neox")
+    shape = hf_models.shape_of(tmp_path / "gpt_neox")
+    muon = Optimizer(name="muon", lr=1e-2, clip_norm=0.5)
+    configs = [
+        make_config(tmp_path, dp=2, stage=stage, model=shape, optimizer=muon) for stage in (0, 3)
+    ]
+    whole, divided = run_ranks(curves_of, 2, configs)[0]
+    assert_equal_curves(divided, whole, "fp64")
 
 
 def curves_of(rank: int, configs: list[Config]) -> list[CURVE]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Optimizer
+from nanoscale.config.schema import Lora, Optimizer
 from tests.support.jobs import (
     SHAPE,
     SHORT_STEPS,
@@ -80,6 +80,8 @@ def test_layout_equals_plain_loop(
         ("muon", {"dp": 2}, 3),
         ("muon", {"tp": 2, "pp": 2}, 1),
         ("muon", {"dp": 2, "tp": 2}, 2),
+        ("muon", {"dp": 4, "dp_replicate": 2}, 2),
+        ("muon", {"cp": 2}, 3),
         exhaustive("sgd", {"dp": 2}, 0),
         exhaustive("lion", {"dp": 2}, 0),
     ],
@@ -111,6 +113,20 @@ def test_the_z_loss_equals_the_plain_loop(
     reference = plain_loop("fp64", z_loss=0.1)
     assert reference != plain_loop("fp64")
     assert_equal_curves(our_curve(config), reference, "fp64")
+
+
+@pytest.mark.slow
+def test_muon_of_adapters_is_equal_in_every_layout(tmp_path: Path) -> None:
+    lora = Lora(rank=3, alpha=12.0, targets=["wq", "up", "down"])
+    muon = Optimizer(name="muon", lr=1e-2, clip_norm=0.5)
+    curves: list[CURVE] = []
+    for layout in ({}, {"dp": 2, "stage": 3, "parallel": {"tp": 2}}):
+        folder = tmp_path / f"{len(curves)}"
+        folder.mkdir()
+        write_tokens(folder)
+        curves.append(our_curve(make_config(folder, lora=lora, optimizer=muon, **layout)))
+    assert_equal_curves(curves[1], curves[0], "fp64")
+    assert curves[0][-1][0] < curves[0][0][0]
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ The time in which the device both computes and copies costs the share `Efficienc
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoscale.config import parameters
-from nanoscale.config.optimizers import rule_of
+from nanoscale.config.model_math import adapted_layers
+from nanoscale.config.optimizers import MUON_ITERATIONS, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
@@ -298,10 +299,6 @@ def cost(
     return Cost(network + exposed_all_reduce, slowdown, copies * units)
 
 
-_ITERATIONS = 5
-"""Newton and Schulz's iterations of Muon."""
-
-
 def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> float:
     """Return the seconds in which Muon exchanges and orthogonalizes a rank's part of the matrices of blocks.
 
@@ -312,20 +309,28 @@ def _orthogonalized(config: ResolvedConfig, hardware: Hardware, blocks: int) -> 
     ranks = config.world_size // config.parallel.pp
     kind = "fp64" if config.precision.params == "fp64" else "bf16"
     seconds = size = 0.0
-    for matrix in parameters.block(config.model).values():
-        if matrix.is_vector:
-            continue
-        experts, (rows, columns) = (
-            max(1, matrix.numel // math.prod(matrix.shape[-2:])),
-            matrix.shape[-2:],
-        )
+    for experts, rows, columns in _trained_matrices(config):
         short, long = sorted((rows, columns))
         products = ((short, short, long), (short, short, short), (short, long, short))
         each = sum(operations.product(hardware, kind, m, n, k) for m, n, k in products)
-        seconds += experts * _ITERATIONS * each / ranks
-        size += matrix.numel * operations.WIDTH[kind] / ranks
+        seconds += experts * MUON_ITERATIONS * each / ranks
+        size += experts * rows * columns * operations.WIDTH[kind] / ranks
     group = collectives.group(hardware, ranks, 1)
     return blocks * seconds + 2 * collectives.all_to_all(hardware, group, blocks * size)
+
+
+def _trained_matrices(config: ResolvedConfig) -> Iterator[tuple[int, int, int]]:
+    """Yield experts, rows and columns of the matrices of a block that a job trains: with LoRA the adapters."""
+    table, rank = parameters.block(config.model), config.lora.rank
+    if rank:
+        for layer in adapted_layers(config.model, config.lora).values():
+            outputs, inputs = table[f"{layer}.weight"].shape
+            yield from ((1, rank, inputs), (1, outputs, rank))
+        return
+    for matrix in table.values():
+        if not matrix.is_vector:
+            experts, rows, columns = (1, *matrix.shape)[-3:]
+            yield experts, rows, columns
 
 
 def update(

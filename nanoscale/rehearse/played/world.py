@@ -43,6 +43,7 @@ aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
 _WAITING = {_SCALAR: "item", aten.nonzero.default: "nonzero", aten.equal.default: "equal"}
 """Operations for which the host waits, with their names in PyTorch."""
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 _OF_STORAGES = {getattr(aten.set_, name) for name in aten.set_.overloads() if "Storage" in name}
 _COMMUNICATED = (TensorKind.ACTIVATIONS, TensorKind.TEMPORARY)
 """The kinds of tensors that are counted as communication once a collective reads or writes them."""
@@ -110,9 +111,7 @@ class World(DeviceMemory):
             self._record_wait(func, tensors, args, kwargs)
         if func is _SCALAR:
             return torch.zeros((), dtype=tensors[0].dtype).item() if not fakes else 1
-        if (
-            func is aten.nonzero.default and fakes
-        ):  # of unknown size: at most all elements are chosen
+        if func is aten.nonzero.default and fakes:  # at most all elements are chosen
             return tensors[0].new_empty((tensors[0].numel(), tensors[0].ndim), dtype=torch.int64)
         if func is aten.index.Tensor and fakes:
             args = (args[0], [part for index in args[1] for part in _without_mask(index)])
@@ -178,9 +177,9 @@ class World(DeviceMemory):
         if func.namespace == "_c10d_functional":
             self.see_all(result)
             work = result[0] if isinstance(result, list) else result
-        if collective is None:
+        if collective is None and func is _WAIT_TENSOR:
             self.wait_for(args[0])
-        else:
+        elif collective is not None:
             for tensor in collective.tensors:
                 new = TensorKind.COMMUNICATION
                 self.set_kind(tensor.untyped_storage(), new, replaces=_COMMUNICATED)
