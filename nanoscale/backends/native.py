@@ -24,6 +24,7 @@ from nanoscale.backends.optimizer import (
     set_lr,
 )
 from nanoscale.config.layout import is_replicated
+from nanoscale.config.optimizers import rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill
@@ -47,7 +48,8 @@ class NativeEngine(Engine):
         self.balance = self._make_balance()
         self.pipeline = self._make_pipeline()
         self.reducer = self._make_reducer()
-        self.optimizer = make_optimizer(self.parameters(), config.optimizer)
+        rounded = rounds(config.optimizer, config.precision)
+        self.optimizer = make_optimizer(self.parameters(), config.optimizer, rounded=rounded)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from nanoscale.backends.adamw import LocalAdamW
+from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW
 from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.muon import Muon
 from nanoscale.backends.torchao_log import silence_missing_extensions
@@ -25,10 +25,15 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 Moments = dict[str, Tensor]
 
 
-def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Optimizer:
+def make_optimizer(
+    parameters: NamedParameters, config: OptimizerConfig, *, rounded: bool = False
+) -> Optimizer:
     """Create the optimizer that the configuration names, in groups of parameters with equal values.
 
     Matrices are decayed and other parameters are not, unless `optimizer.groups` says otherwise.
+
+    Args:
+        rounded: moments, or weights too, are kept in bf16 and rounded stochastically.
     """
     groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
@@ -40,7 +45,7 @@ def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Opti
             factor = chosen.lr_factor
             decay = decay if chosen.weight_decay is None else chosen.weight_decay
         groups.setdefault((is_muon, not is_matrix, factor, decay), []).append(parameter)
-    own = [
+    own: list[dict[str, Any]] = [
         {"params": groups[key], "weight_decay": key[3], "lr_factor": key[2]}
         | ({"is_muon": key[0]} if config.name == "muon" else {})
         for key in sorted(groups)
@@ -51,7 +56,12 @@ def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Opti
     }
     if "beta2" in keys:
         arguments["betas"] = (config.beta1, config.beta2)
-    return BUILDERS[config.name](own, lr=config.lr, **arguments)
+    if not rounded:
+        return BUILDERS[config.name](own, lr=config.lr, **arguments)
+    names = {parameter: name for name, parameter in parameters}
+    for group in own:
+        group["names"] = [names[parameter] for parameter in group["params"]]
+    return RoundedAdamW(own, lr=config.lr, **arguments)
 
 
 def _is_in_block(name: str) -> bool:
@@ -153,6 +163,8 @@ def fill_state(optimizer: Optimizer) -> None:
 
 def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     """Return the state of a parameter before its first update."""
+    if isinstance(optimizer, RoundedAdamW):
+        return optimizer.initial_state(parameter)
     if isinstance(optimizer, Lion):
         return {"exp_avg": torch.zeros_like(parameter)}
     if isinstance(optimizer, SGD):

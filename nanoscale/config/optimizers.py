@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nanoscale.config.schema import Optimizer
+from nanoscale.config.schema import Optimizer, Precision
 
 MUON_ITERATIONS = 5
 """Newton and Schulz's iterations of an update of Muon (Jordan et al. 2024)."""
+ROUNDED_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Elements that an update with stochastic rounding has in fp32 at a time: on CPUs they stay in the cache."""
 KEYS = ("beta1", "beta2", "eps", "momentum")
 """The keys of `optimizer` that not every update reads."""
 
@@ -39,6 +41,8 @@ class UpdateRule:
     """The tensors that the update of a parameter allocates, relative to the parameter."""
     decay_copies_gradients: bool = False
     """True if weight decay on GPUs copies all gradients at once."""
+    rounded: bool = False
+    """True if its moments and weights may be kept in bf16, rounded stochastically."""
     package: str | None = None
     """The optional package that has it."""
     deepspeed: bool = True
@@ -52,6 +56,7 @@ OPTIMIZERS = {
         keys=("beta1", "beta2", "eps"),
         moments=("exp_avg", "exp_avg_sq"),
         passes=7.0,  # reads parameter, gradient and both moments, and writes all but the gradient
+        rounded=True,
         other_names=("adam", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_hf"),
     ),
     "adamw8bit": UpdateRule(
@@ -111,6 +116,11 @@ def group_of(name: str, optimizer: Optimizer) -> ParameterGroup | None:
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:
     return OPTIMIZERS[optimizer.name]
+
+
+def rounds(optimizer: Optimizer, precision: Precision) -> bool:
+    """Return True if an update rounds moments or weights to bf16."""
+    return "bf16" in (optimizer.moments_dtype, precision.params)
 
 
 def optimizers_with(key: str) -> tuple[str, ...]:

@@ -277,8 +277,10 @@ class Parallel:
 class Precision:
     """The floating-point types of weights, products and gradients."""
 
-    params: Literal["fp32", "fp64"] = key(
-        "fp32", "dtype of the master weights and optimizer states"
+    params: Literal["fp32", "fp64", "bf16"] = key(
+        "fp32",
+        "dtype of the master weights and optimizer states; bf16: no master weights, and updates are rounded "
+        "stochastically",
     )
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
         "auto",
@@ -401,6 +403,10 @@ class Optimizer:
     )
     eps: float = key(1e-8, "adamw: term added to the root of the second moment", at_least=0)
     momentum: float = key(0.9, "sgd and muon: momentum", at_least=0, at_most=1)
+    moments_dtype: Literal["params", "bf16"] = key(
+        "params",
+        "adamw: dtype of its moments, that of the weights or bf16 with stochastic rounding",
+    )
     groups: dict[str, Any] = key(
         {},
         "parameters with values of their own, each NAME: {match, lr_factor, weight_decay}; match is a pattern "

@@ -15,6 +15,7 @@ from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.parameters import block
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
+from nanoscale.plan.memory.states import moment_width
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
     unknown."""
     trained = adapter_parameters(config) if config.lora.rank else parameters(config.model)
     width = DTYPES[config.precision.params].bytes
-    stored = 4 if rule_of(config.optimizer).quantized else width
+    stored = 4.0 if rule_of(config.optimizer).quantized else moment_width(config.optimizer, width)
     in_blocks = trained
     if not config.lora.rank and config.model.source != "hf":
         matrices = [it.numel for it in block(config.model).values() if not it.is_vector]

@@ -88,7 +88,7 @@ def test_an_option_like_no_other_lists_the_options():
         "stage0, stage1, stage2, stage2-offload, stage3, stage3-offload"
         in violation("zero=stage9").message
     )
-    assert "bf16, fp16, fp32, fp64, fp8" in violation("precision=fp16x").message
+    assert "bf16, bf16-pure, fp16, fp32, fp64, fp8" in violation("precision=fp16x").message
     assert "tiny" in violation("model=null").message
 
 

@@ -33,6 +33,7 @@ ROWS = {
         Row("", {"dp": 2}, 2, 1, shape=vocabulary(16 * 2**10, tie_embeddings=True), seq=32)
     ),
     "Muon, dp 2, stage 3": on_gpus(Row("", {"dp": 2}, 3, 1, optimizer="muon")),
+    "bf16 without masters, dp 2, stage 3": on_gpus(Row("", {"dp": 2}, 3, precision="bf16-pure")),
     "packed documents, bf16": on_gpus(
         Row("", micro_batch=2, global_batch=8, seq=512, precision="bf16", documents=True)
     ),
@@ -53,6 +54,7 @@ USUAL = (
     "dp 2, stage 2, large tied vocabulary, few tokens",
     "packed documents, bf16",
     "Muon, dp 2, stage 3",
+    "bf16 without masters, dp 2, stage 3",
     "LoRA, bf16, selective",
     "LoRA, dp 2, stage 3, bf16",
 )

@@ -63,6 +63,7 @@ PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
     "fp32": Precision("fp32", "fp32", "fp32"),
     "bf16": Precision("fp32", "bf16", "fp32"),
+    "bf16-pure": Precision("bf16", "bf16", "fp32"),
     "fp16": Precision("fp32", "fp16", "fp32", loss_scale=1024.0, loss_scale_window=6),
 }
 

@@ -155,6 +155,13 @@ ROWS = [
     Row("one process, fp64", precision="fp64"),
     Row("one process, fp16", precision="fp16"),
     Row("one process, adamw8bit", optimizer="adamw8bit"),
+    Row("one process, bf16 without masters", precision="bf16-pure"),
+    *(
+        Row(f"dp 2, stage {stage}, bf16 without masters", {"dp": 2}, stage, precision="bf16-pure")
+        for stage in range(4)
+    ),
+    Row("tp 2, bf16 without masters", {"tp": 2}, precision="bf16-pure"),
+    Row("pp 2, bf16 without masters", {"pp": 2}, precision="bf16-pure", micro_batch=2),
     Row("dp 2, stage 3, fp16", {"dp": 2}, 3, precision="fp16"),
     Row("dp 2, stage 3, fp64", {"dp": 2}, 3, precision="fp64"),
     Row("tp 2, full", {"tp": 2} | recomputed("full")),

@@ -34,6 +34,7 @@ ADAMW = Optimizer(lr=1e-2, clip_norm=0.5)
 SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
 LION = {"optimizer": Optimizer(name="lion", lr=1e-3, clip_norm=0.5)}
 MUON = {"optimizer": Optimizer(name="muon", lr=1e-2, clip_norm=0.5)}
+MOMENTS = {"optimizer": replace(ADAMW, moments_dtype="bf16")}
 HSDP = {"dp_replicate": 2}
 
 
@@ -54,6 +55,8 @@ def _tokens(tmp_path: Path) -> None:
         (1, 0, "fp32", SGD),
         (2, 3, "fp32", LION),
         (2, 3, "fp32", MUON),
+        (4, 2, "bf16-pure", HSDP),
+        (1, 0, "fp32", MOMENTS),
         exhaustive(2, 2, "fp32", SGD),
     ],
 )

@@ -122,6 +122,11 @@ def _sums_in_fp64(config: Config) -> bool:
     return wide or not _fit_together(config)
 
 
+def _has_masters(config: Config) -> bool:
+    """True unless weights are kept in bf16 and computed with in another type."""
+    return config.precision.params != "bf16" or config.precision.compute == "bf16"
+
+
 def _keeps_width(config: Config) -> bool:
     precision = config.precision
     wide = "fp64" in (precision.params, precision.compute)
@@ -141,6 +146,9 @@ PRECISION = of_kind("config",
     Rule("precision.compute", _TYPES[:2], _fit_together,
         "and precision.params={c.precision.params} do not fit together: use fp64 for both",
         _one_width),
+    Rule("precision.params", _TYPES[:2], _has_masters,
+        "keeps no more than the products read, and precision.compute={c.precision.compute}",
+        ("precision.compute=bf16", _BF16)),
     Rule("precision.reduce", _TYPES, _sums_in_fp64,
         "would sum gradients of {c.precision.compute} in another type than the weights "
         "({c.precision.params})",
@@ -248,13 +256,26 @@ def _stays(name: str) -> Rule:
 
 
 _QUANTIZED = tuple(name for name, rule in OPTIMIZERS.items() if rule.quantized)
+_UNROUNDED = tuple(name for name, rule in OPTIMIZERS.items() if not rule.rounded)
 OPTIMIZER = of_kind("config",
     _stays("beta1"),
     _stays("beta2"),
     refused("optimizer.name",
         {"optimizer.name": _QUANTIZED, "precision.params": other_than("fp32")},
         "has moments of fp32 weights in 8 bits, and precision.params={c.precision.params}",
-        "optimizer.name=adamw"),
+        "optimizer.name=adamw", _BF16),
+    refused("optimizer.name",
+        {"optimizer.name": _UNROUNDED, "precision.params": "bf16"},
+        "does not round stochastically, which weights in bf16 need (precision.params=bf16)",
+        "optimizer=adamw", _BF16),
+    refused("optimizer.moments_dtype",
+        {"optimizer.name": _UNROUNDED, "optimizer.moments_dtype": "bf16"},
+        "is for adamw, whose update rounds stochastically, and optimizer.name={c.optimizer.name}",
+        "optimizer.moments_dtype=params"),
+    refused("optimizer.moments_dtype",
+        {"optimizer.moments_dtype": "bf16", "precision.params": "fp64"},
+        "has weights in fp32 or bf16, and precision.params=fp64",
+        "optimizer.moments_dtype=params"),
 )  # fmt: skip
 
 

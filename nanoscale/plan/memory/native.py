@@ -18,7 +18,7 @@ from functools import partial
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.layout import GRADIENT_BUCKET
-from nanoscale.config.optimizers import rule_of
+from nanoscale.config.optimizers import ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
@@ -29,6 +29,9 @@ from nanoscale.plan.memory.shards import RankParameters
 _ALONE, _EXCHANGED = 2.0, 5.5
 """The memory of an update of Muon for the shard of a matrix, in halves of a weight's width: directions and
 updates in one process; with several, also whole matrices on their way between the ranks."""
+_ROUNDED = {"fp32": 18, "bf16": 26}
+"""Bytes of each element at the peak of a stochastically rounded update: both moments in fp32 (8), random
+numbers (4), a sum and its rounded value (6), and with bf16 weights also weights and gradient in fp32 (8)."""
 _QUANTIZING = 53
 """Bytes of each element at the peak of an update of 8-bit moments that is not compiled: fp32 copies of the
 weights, of both moments and of the scaled moment (16); three int64 tensors of codes (24); the two neighboring
@@ -337,6 +340,10 @@ def _update(
     if setting.gpu and rule.decay_copies_gradients and setting.config.optimizer.weight_decay:
         gradients *= 2
     temporary = int(allocated * _largest_shard(setting, params)) if allocated else 0
+    if rounds(setting.config.optimizer, setting.config.precision):
+        computed = _ROUNDED[setting.config.precision.params]
+        at_once = ROUNDED_AT_ONCE["cuda" if setting.gpu else "cpu"]
+        temporary = computed * min(_largest_shard(setting, params), at_once)
     if rule.moments_in_blocks is not None:
         alone = setting.config.world_size == setting.pp
         held = setting.states.weights / 2 * (_ALONE if alone else _EXCHANGED)

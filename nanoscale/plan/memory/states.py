@@ -37,8 +37,14 @@ class BytesPerParameter:
 
 def moments(optimizer: Optimizer, params: int, *, in_blocks: bool = False) -> float:
     """Return the bytes of the moments of a parameter of `params` bytes, in a matrix of a block or elsewhere."""
-    width = QUANTIZED if rule_of(optimizer).quantized else params
-    return float(width * len(moments_of(optimizer, in_blocks=in_blocks)))
+    return moment_width(optimizer, params) * len(moments_of(optimizer, in_blocks=in_blocks))
+
+
+def moment_width(optimizer: Optimizer, params: int) -> float:
+    """Return the bytes of one moment of a parameter of `params` bytes."""
+    if rule_of(optimizer).quantized:
+        return QUANTIZED
+    return float(DTYPES["bf16"].bytes if optimizer.moments_dtype == "bf16" else params)
 
 
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:

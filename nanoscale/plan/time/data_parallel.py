@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from nanoscale.config import parameters
 from nanoscale.config.model_math import adapted_layers
-from nanoscale.config.optimizers import MUON_ITERATIONS, rule_of
+from nanoscale.config.optimizers import MUON_ITERATIONS, rounds, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
@@ -24,6 +24,9 @@ from nanoscale.plan.time import collectives, operations
 from nanoscale.plan.time.block import adapters, linears, micro_batch_shape
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
+_ROUNDED = {"fp32": 26.0, "bf16": 73.0}
+"""Reads and writes of a stochastically rounded update, in tensors of the parameter's size: its operations are
+separate kernels, and work on fp32."""
 _PER_TENSOR = 3
 """Operations of the update for each tensor: norm, clipping, optimizer."""
 
@@ -346,6 +349,8 @@ def update(
     tensor. Clipping reads the gradients for their norm, then reads and writes them.
     """
     passes = rule_of(config.optimizer).passes
+    if rounds(config.optimizer, config.precision):
+        passes = _ROUNDED[config.precision.params]
     if config.optimizer.clip_norm is not None:
         passes += 3
     size = passes * operations.WIDTH[config.precision.params] * parameters
