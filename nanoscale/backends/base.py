@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +118,10 @@ class Engine(ABC):
     @abstractmethod
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Resume from the tensors of `empty_state` after they were loaded."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Compute with the average of the weights, if the job has one, until the context ends."""
+        return nullcontext()
 
     def figures(self) -> dict[str, float]:
         """Return metrics that are logged with the loss: with fp16 the loss scale, with experts their loads."""

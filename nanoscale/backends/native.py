@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -23,8 +24,9 @@ from nanoscale.backends.optimizer import (
     plain_tensors,
     set_lr,
 )
+from nanoscale.backends.schedule_free import AVERAGE, update_averages
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.optimizers import rounds
+from nanoscale.config.optimizers import keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill
@@ -77,9 +79,11 @@ class NativeEngine(Engine):
         if not skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
+            if self.config.optimizer.ema_decay is not None:
+                update_averages(self.optimizer, self.config.optimizer.ema_decay)
             if self.masters is not None:
                 self.masters.update_compute_copy()
-        fill_state(self.optimizer)  # of a skipped step
+        self._fill_state()  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.end_step(self._counts_losses, skipped)
@@ -89,8 +93,31 @@ class NativeEngine(Engine):
         return self._state(to_load=False)
 
     def empty_state(self) -> dict[str, Tensor]:
-        fill_state(self.optimizer)
+        self._fill_state()
         return self._state(to_load=True)
+
+    def _fill_state(self) -> None:
+        fill_state(self.optimizer, averages=self.config.optimizer.ema_decay is not None)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        if not keeps_average(self.config.optimizer):
+            yield
+            return
+        states = self.optimizer.state
+        trained = {parameter: parameter.detach().clone() for parameter in states}
+        self._set_weights({parameter: state[AVERAGE] for parameter, state in states.items()})
+        try:
+            yield
+        finally:
+            self._set_weights(trained)
+
+    @torch.no_grad()
+    def _set_weights(self, values: dict[Tensor, Tensor]) -> None:
+        for parameter, value in values.items():
+            local_tensor(parameter).copy_(local_tensor(value))
+        if self.masters is not None:
+            self.masters.update_compute_copy()
 
     def _state(self, *, to_load: bool) -> dict[str, Tensor]:
         model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters()}

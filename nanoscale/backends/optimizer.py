@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW
 from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.muon import Muon
+from nanoscale.backends.schedule_free import AVERAGE, ScheduleFreeAdamW, initial_average
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.optimizers import group_of, rule_of
@@ -125,6 +126,7 @@ BUILDERS: dict[str, Callable[..., Optimizer]] = {
     "adamw8bit": _make_adamw8bit,
     "lion": Lion,
     "muon": Muon,
+    "schedule-free": ScheduleFreeAdamW,
     "sgd": SGD,
 }
 """Builders by the value of `optimizer.name`; `nanoscale.config.optimizers.OPTIMIZERS` describes each."""
@@ -153,17 +155,19 @@ def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:
     return True
 
 
-def fill_state(optimizer: Optimizer) -> None:
-    """Give every parameter that has no state the one of its first update."""
+def fill_state(optimizer: Optimizer, *, averages: bool = False) -> None:
+    """Give every parameter that has no state the one of its first update, with `averages` an average too."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 optimizer.state[parameter].update(initial_state(optimizer, parameter))
+                if averages:
+                    optimizer.state[parameter][AVERAGE] = initial_average(parameter)
 
 
 def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     """Return the state of a parameter before its first update."""
-    if isinstance(optimizer, RoundedAdamW):
+    if isinstance(optimizer, RoundedAdamW | ScheduleFreeAdamW):
         return optimizer.initial_state(parameter)
     if isinstance(optimizer, Lion):
         return {"exp_avg": torch.zeros_like(parameter)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container
 from functools import cached_property
 
 import torch
@@ -40,6 +41,10 @@ class Reader(FileSystemReader):
             dcp.load({name: value}, storage_reader=self, no_dist=True)
         return value
 
+    def weights(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the result of the training for a parameter, whole: its average, if there is one."""
+        return self.read(result_of(name, self.tensors), shape)
+
     def read_metadata(self) -> Metadata:  # torch also knows an index of one rank
         """Return the index that torch's own method would unpickle."""
         return self._metadata
@@ -61,3 +66,10 @@ class Reader(FileSystemReader):
         return Metadata(
             entries, storage_data=locations, storage_meta=StorageMeta(load_id=self.load_id)
         )
+
+
+def result_of(name: str, tensors: Container[str]) -> str:
+    """Return the name of the tensor that a training ends with for `name`: the average of a parameter's weights
+    if the checkpoint has one."""
+    average = f"optimizer.{name.removeprefix('model.')}.average"
+    return average if average in tensors else name

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import store
-from nanoscale.checkpoint.reader import Reader
+from nanoscale.checkpoint.reader import Reader, result_of
 from nanoscale.checkpoint.staging import State
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import LostPeerError, UserError, Violation
@@ -184,6 +184,8 @@ def _no_complete_checkpoint(
 def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
     """Fill the tensors of `state` in place, whatever their dtype, and nothing else; return the manifest.
 
+    The weights are the result of the training: their averages, if the checkpoint has them.
+
     Only the sizes of files are compared with the manifest; `find_damage` checks their sums.
 
     Raises:
@@ -200,7 +202,7 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
         if k.partition(".")[0] in prefixes
     }
     _require_same_tensors(stored, needed, describe_all(state))
-    _read(stored, state)
+    _read(stored, {result_of(name, manifest["tensors"]): value for name, value in state.items()})
     return manifest
 
 

@@ -30,6 +30,8 @@ class UpdateRule:
     """Reads and writes of tensors of the parameter's size in an update."""
     moments_in_blocks: tuple[str, ...] | None = None
     """The names of the moments of the matrices of blocks; None: as those of all others."""
+    averages: bool = False
+    """True if the result is an average of the weights."""
     momentum_key: str | None = None
     """A key that is 0 if there are no moments."""
     quantized: bool = False
@@ -85,6 +87,15 @@ OPTIMIZERS = {
         deepspeed=False,
         other_names=("muonadamw", "muon_adamw"),
     ),
+    "schedule-free": UpdateRule(
+        keys=("beta1", "beta2", "eps"),
+        moments=("exp_avg_sq",),
+        averages=True,
+        passes=30.0,  # moment 5, root 6, update 5, decay 3, z 6, averages 5
+        copies=3.0,
+        deepspeed=False,
+        other_names=("schedule_free_adamw", "adamwschedulefree"),
+    ),
     "sgd": UpdateRule(
         keys=("momentum",),
         moments=("momentum_buffer",),
@@ -116,6 +127,11 @@ def group_of(name: str, optimizer: Optimizer) -> ParameterGroup | None:
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:
     return OPTIMIZERS[optimizer.name]
+
+
+def keeps_average(optimizer: Optimizer) -> bool:
+    """Return True if a job has an average of its weights, which is evaluated and exported in place of them."""
+    return optimizer.ema_decay is not None or rule_of(optimizer).averages
 
 
 def rounds(optimizer: Optimizer, precision: Precision) -> bool:

@@ -388,10 +388,10 @@ class Backend:
 class Optimizer:
     """The update rule. Biases and normalization weights are never decayed."""
 
-    name: Literal["adamw", "sgd", "adamw8bit", "lion", "muon"] = key(
+    name: Literal["adamw", "sgd", "adamw8bit", "lion", "muon", "schedule-free"] = key(
         "adamw",
         "adamw · sgd with momentum · adamw with 8-bit moments (torchao) · lion · muon for the matrices of "
-        "blocks, with adamw for the rest",
+        "blocks, with adamw for the rest · schedule-free adamw",
     )
     lr: float = key(3e-4, "peak learning rate", at_least=0)
     weight_decay: float = key(0.1, "decoupled, except L2 for sgd", at_least=0)
@@ -406,6 +406,13 @@ class Optimizer:
     moments_dtype: Literal["params", "bf16"] = key(
         "params",
         "adamw: dtype of its moments, that of the weights or bf16 with stochastic rounding",
+    )
+    ema_decay: float | None = key(
+        None,
+        "decay of an exponential moving average of the weights in each step, which is evaluated and exported "
+        "in their place; null: none",
+        at_least=0,
+        at_most=1,
     )
     groups: dict[str, Any] = key(
         {},

@@ -176,7 +176,7 @@ def _fill(model: Transformer, config: ResolvedConfig, stored: StoredCheckpoint) 
     require_base_of(
         config, stored.manifest, "nanoscale checkpoints export RUN --format hf --base DIR"
     )
-    merged = Merged(config, Reader(stored.path).read)
+    merged = Merged(config, Reader(stored.path).weights)
     for name, parameter in model.named_parameters():
         parameter.copy_(merged(name))
         del state[f"model.{name}"]

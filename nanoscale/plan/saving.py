@@ -15,7 +15,7 @@ from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.parameters import block
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
-from nanoscale.plan.memory.states import moment_width
+from nanoscale.plan.memory.states import average_width, moment_width
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
         matrices = [it.numel for it in block(config.model).values() if not it.is_vector]
         in_blocks = config.model.layers * sum(matrices)
     kept = [len(moments_of(config.optimizer, in_blocks=it)) for it in (True, False)]
+    width += average_width(config.optimizer, width)
     return int(trained * width + stored * (kept[0] * in_blocks + kept[1] * (trained - in_blocks)))
 
 

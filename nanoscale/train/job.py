@@ -168,14 +168,15 @@ def show_sample(training: Training, data: Dataset) -> None:
     train = training.config.train
     if data.tokenizer is None or train.sample_prompt is None:
         return
-    text = sample(
-        training.engine,
-        data.tokenizer,
-        train.sample_prompt,
-        train.sample_tokens,
-        train.seq_len,
-        train.seed,
-    )
+    with training.engine.averaged():
+        text = sample(
+            training.engine,
+            data.tokenizer,
+            train.sample_prompt,
+            train.sample_tokens,
+            train.seq_len,
+            train.seed,
+        )
     training.note("sample", "a sample of the trained model", text=text)
 
 

@@ -222,7 +222,8 @@ class Training:
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the validation samples, and of each source if there are several."""
-        losses = {split.name: self.evaluate_on(split) for split in self.data.valid}
+        with self.engine.averaged():
+            losses = {split.name: self.evaluate_on(split) for split in self.data.valid}
         mean = sum(split.share * losses[split.name] for split in self.data.valid)
         by_source = {f"eval_loss/{name}": loss for name, loss in losses.items() if name}
         return {"eval_loss": mean, **by_source}

@@ -218,7 +218,8 @@ def never_stopped(folder: Path, config: ResolvedConfig) -> RunDirectory:
 def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:
     ours, theirs = final_weights(left), final_weights(right)
     assert ours.keys() == theirs.keys()
-    assert any(name.endswith((".exp_avg", ".momentum_buffer")) for name in ours)
+    moments = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
+    assert any(name.endswith(moments) for name in ours)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
 

@@ -155,6 +155,8 @@ ROWS = [
     Row("one process, fp64", precision="fp64"),
     Row("one process, fp16", precision="fp16"),
     Row("one process, adamw8bit", optimizer="adamw8bit"),
+    Row("one process, schedule-free", optimizer="schedule-free"),
+    Row("dp 2, stage 3, schedule-free", {"dp": 2}, 3, optimizer="schedule-free"),
     Row("one process, bf16 without masters", precision="bf16-pure"),
     *(
         Row(f"dp 2, stage {stage}, bf16 without masters", {"dp": 2}, stage, precision="bf16-pure")

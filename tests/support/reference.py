@@ -105,6 +105,8 @@ def _train(
         update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     elif optimizer == "lion":
         update = PaperLion(groups, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    elif optimizer == "schedule-free":
+        update = PaperScheduleFree(groups, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
     elif optimizer == "muon":
         muon = [p for p in matrices if id(p) in in_blocks]
         groups[0]["params"] = [p for p in matrices if id(p) not in in_blocks]
@@ -146,6 +148,29 @@ class PaperLion(torch.optim.Optimizer):
                 update = torch.sign(beta1 * m + (1 - beta1) * theta.grad)
                 theta.copy_(theta - lr * (update + group["weight_decay"] * theta))
                 self.state[theta]["m"] = beta2 * m + (1 - beta2) * theta.grad
+
+
+class PaperScheduleFree(torch.optim.Optimizer):
+    """The formulas of arXiv:2405.15682 with all three sequences, of which the model has y."""
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: float) -> None:
+        super().__init__(groups, defaults)
+        self.rates: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.rates.append(self.param_groups[0]["lr"])
+        share = self.rates[-1] ** 2 / sum(rate**2 for rate in self.rates)
+        for group in self.param_groups:
+            lr, beta1, beta2 = (group[name] for name in ("lr", "beta1", "beta2"))
+            for y in group["params"]:
+                x, z, v = self.state[y].get("xzv", (y.clone(), y.clone(), torch.zeros_like(y)))
+                v = beta2 * v + (1 - beta2) * y.grad**2
+                root = torch.sqrt(v / (1 - beta2 ** len(self.rates))) + 1e-8
+                z = z - lr * (y.grad / root + group["weight_decay"] * y)
+                x = (1 - share) * x + share * z
+                self.state[y]["xzv"] = (x, z, v)
+                y.copy_((1 - beta1) * z + beta1 * x)
 
 
 class PaperMuon(torch.optim.Optimizer):

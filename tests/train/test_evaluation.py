@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from nanoscale.checkpoint.hf.export import export
+from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Checkpoint, Data, Parallel
+from nanoscale.config.schema import Backend, Checkpoint, Data, Optimizer, Parallel
 from nanoscale.data.dataset import open_data
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
@@ -25,10 +29,12 @@ from tests.support.jobs import (
     PRECISIONS,
     SEQ_LEN,
     SHAPE,
+    curve,
     make_config,
     make_run,
     packed_data,
     read_metrics,
+    tensors_of,
     train,
     write_tokens,
 )
@@ -102,6 +108,56 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
         no_bias = replace(config, model=replace(MOE, balance="none"))
         assert evaluate(tmp_path, no_bias, task)["loss_sum"] != found["loss_sum"]
     assert snapshot(run) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "layout", "stage"),
+    [("fp64", {}, 0), ("fp64", {"dp": 2}, 3), ("fp64", {"tp": 2, "pp": 2}, 1), ("bf16", {}, 0)],
+)
+def test_the_average_of_the_weights_is_evaluated_and_exported(
+    precision: str, layout: dict[str, int], stage: int, tmp_path: Path
+) -> None:
+    write_tokens(tmp_path, samples=40)
+    config = make_config(
+        tmp_path,
+        dp=layout.get("dp", 1),
+        stage=stage,
+        precision=precision,
+        parallel=layout,
+        optimizer=Optimizer(lr=1e-2, ema_decay=0.7),
+        checkpoint=Checkpoint(every=1, keep_last=None),
+        data=Data(source="megatron", path=str(tmp_path / "tokens"), valid_fraction=0.25),
+    )
+    changed = replace(config.train, steps=4, eval_every=4, eval_samples=SAMPLES)
+    config = replace(config, train=changed)
+    run = make_run(config)
+    train(run, config)
+    states = [tensors_of(StoredCheckpoint(run.checkpoint(step), step)) for step in range(1, 5)]
+    own = read_metrics(run)[-1]["eval_loss"]
+    stored = StoredCheckpoint(run.checkpoint(4), 4)
+    export(stored, config, tmp_path / "out", "fp64", 10**9, lambda *_: None)
+    exported = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    names = {
+        "embed.weight": "model.embed_tokens.weight",
+        "layers.1.mlp.up.weight": "model.layers.1.mlp.up_proj.weight",
+    }
+    for name, theirs in names.items():
+        average = states[0][f"model.{name}"].double()
+        for state in states[1:]:
+            average = 0.7 * average + 0.3 * state[f"model.{name}"].double()
+        bound = 1e-12 if precision == "fp64" else 1e-6
+        torch.testing.assert_close(exported[theirs], average, rtol=bound, atol=bound)
+        assert not torch.allclose(average, states[-1][f"model.{name}"].double(), rtol=1e-4)
+    task = {"checkpoint": str(stored.path), "step": 4, "samples": SAMPLES}
+    found = evaluate(tmp_path, config, task)
+    assert found["loss_sum"] / found["tokens"] == pytest.approx(own, rel=1e-12)
+    # Without the average the loss is another, and the training's own does not notice the evaluation.
+    plain = replace(config, optimizer=Optimizer(lr=1e-2), run=replace(config.run, name="plain"))
+    other = make_run(plain, "plain")
+    train(other, plain)
+    assert curve(other) == curve(run)
+    assert read_metrics(other)[-1]["eval_loss"] != pytest.approx(own, rel=1e-3)
 
 
 def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
 LION = {"optimizer": Optimizer(name="lion", lr=1e-3, clip_norm=0.5)}
 MUON = {"optimizer": Optimizer(name="muon", lr=1e-2, clip_norm=0.5)}
 MOMENTS = {"optimizer": replace(ADAMW, moments_dtype="bf16")}
+SCHEDULE_FREE = {"optimizer": Optimizer(name="schedule-free", lr=1e-2, clip_norm=0.5)}
+AVERAGED = {"optimizer": replace(ADAMW, ema_decay=0.8)}
 HSDP = {"dp_replicate": 2}
 
 
@@ -55,6 +57,8 @@ def _tokens(tmp_path: Path) -> None:
         (1, 0, "fp32", SGD),
         (2, 3, "fp32", LION),
         (2, 3, "fp32", MUON),
+        (2, 3, "fp32", SCHEDULE_FREE),
+        (1, 0, "bf16", AVERAGED),
         (4, 2, "bf16-pure", HSDP),
         (1, 0, "fp32", MOMENTS),
         exhaustive(2, 2, "fp32", SGD),
@@ -135,7 +139,11 @@ def test_resumed_in_other_layouts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON["optimizer"]], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [ADAMW, MUON["optimizer"], SCHEDULE_FREE["optimizer"], AVERAGED["optimizer"]],
+    ids=["adamw", "muon", "schedule-free", "average"],
+)
 def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
     """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
     config = saving_config(tmp_path, optimizer=optimizer)

@@ -238,7 +238,7 @@ class _Source:
         self._parameter_shapes = {name: shape for name, (shape, _) in tensors.items()}
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
-            self._weight = Merged(config, self._reader.read)
+            self._weight = Merged(config, self._reader.weights)
         self._positions: dict[str, list[tuple[str, TensorPosition]]] = {}
         for name, (_, positions) in tensors.items():
             for position in positions:
@@ -273,4 +273,4 @@ class _Source:
         return value if position.expert is None else value[position.expert]
 
     def _stored(self, name: str) -> Tensor:
-        return self._reader.read(f"model.{name}", self._parameter_shapes[name])
+        return self._reader.weights(f"model.{name}", self._parameter_shapes[name])

@@ -256,6 +256,7 @@ def _stays(name: str) -> Rule:
 
 
 _QUANTIZED = tuple(name for name, rule in OPTIMIZERS.items() if rule.quantized)
+_AVERAGED = tuple(name for name, rule in OPTIMIZERS.items() if rule.averages)
 _UNROUNDED = tuple(name for name, rule in OPTIMIZERS.items() if not rule.rounded)
 OPTIMIZER = of_kind("config",
     _stays("beta1"),
@@ -272,6 +273,13 @@ OPTIMIZER = of_kind("config",
         {"optimizer.name": _UNROUNDED, "optimizer.moments_dtype": "bf16"},
         "is for adamw, whose update rounds stochastically, and optimizer.name={c.optimizer.name}",
         "optimizer.moments_dtype=params"),
+    refused("optimizer.ema_decay",
+        {"optimizer.name": _AVERAGED, "optimizer.ema_decay": other_than(None)},
+        "would average weights that optimizer.name={c.optimizer.name} averages itself",
+        "optimizer.ema_decay=null", "optimizer=adamw"),
+    refused("optimizer.ema_decay", {"optimizer.ema_decay": 1},
+        "must be below 1: at 1 the average stays at the first step's weights",
+        "optimizer.ema_decay=0.999"),
     refused("optimizer.moments_dtype",
         {"optimizer.moments_dtype": "bf16", "precision.params": "fp64"},
         "has weights in fp32 or bf16, and precision.params=fp64",

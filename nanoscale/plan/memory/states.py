@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoscale.config.dtypes import DTYPES
-from nanoscale.config.optimizers import moments_of, rule_of
+from nanoscale.config.optimizers import keeps_average, moments_of, rule_of
 from nanoscale.config.schema import Optimizer, Precision
 
 QUANTIZED = 1 + 4 / 256
@@ -37,7 +37,8 @@ class BytesPerParameter:
 
 def moments(optimizer: Optimizer, params: int, *, in_blocks: bool = False) -> float:
     """Return the bytes of the moments of a parameter of `params` bytes, in a matrix of a block or elsewhere."""
-    return moment_width(optimizer, params) * len(moments_of(optimizer, in_blocks=in_blocks))
+    kept = len(moments_of(optimizer, in_blocks=in_blocks))
+    return moment_width(optimizer, params) * kept + average_width(optimizer, params)
 
 
 def moment_width(optimizer: Optimizer, params: int) -> float:
@@ -45,6 +46,11 @@ def moment_width(optimizer: Optimizer, params: int) -> float:
     if rule_of(optimizer).quantized:
         return QUANTIZED
     return float(DTYPES["bf16"].bytes if optimizer.moments_dtype == "bf16" else params)
+
+
+def average_width(optimizer: Optimizer, params: int) -> int:
+    """Return the bytes of the average of a parameter of `params` bytes; 0 if the job keeps none."""
+    return max(params, DTYPES["fp32"].bytes) if keeps_average(optimizer) else 0
 
 
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:

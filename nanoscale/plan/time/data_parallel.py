@@ -353,6 +353,8 @@ def update(
         passes = _ROUNDED[config.precision.params]
     if config.optimizer.clip_norm is not None:
         passes += 3
+    if config.optimizer.ema_decay is not None:
+        passes += 3
     size = passes * operations.WIDTH[config.precision.params] * parameters
     if config.zero.offload_optimizer == "none":
         seconds = operations.elementwise(hardware, size) + _orthogonalized(config, hardware, blocks)
