@@ -146,8 +146,7 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
             damaged.append((candidate, damage))
             continue
         manifest = candidate.manifest
-        available = _drop_absent(state, manifest["tensors"])
-        _require_same_tensors(candidate, manifest["tensors"], describe_all(available))
+        available = _fitting(candidate, state)
         for newer, newer_damage in damaged:
             _set_aside(workspace, newer, newer_damage, report)
         _read(candidate, available)
@@ -155,6 +154,30 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
     if damaged:
         raise _no_complete_checkpoint(workspace, damaged)
     return None
+
+
+def load(stored: StoredCheckpoint, state: State) -> None:
+    """Fill `state` in place from one checkpoint.
+
+    Raises:
+        UserError: it is damaged, or of another model or optimizer.
+    """
+    require_whole(stored)
+    _read(stored, _fitting(stored, state))
+
+
+def require_whole(stored: StoredCheckpoint) -> None:
+    """Compare every byte of a checkpoint with its sums, each rank a part. Raises UserError if one differs."""
+    if damage := _find_damage(stored):
+        raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
+
+
+def _fitting(stored: StoredCheckpoint, state: State) -> State:
+    """Return the tensors to load, which the checkpoint has and of the same shapes."""
+    tensors = stored.manifest["tensors"]
+    available = _drop_absent(state, tensors)
+    _require_same_tensors(stored, tensors, describe_all(available))
+    return available
 
 
 def _set_aside(

@@ -61,6 +61,18 @@ class Run:
     )
     root: str = key("runs", "folder that holds the run directories", path=True)
     tags: list[str] = key([], "words that name what belongs together; trackers show them")
+    from_run: str | None = key(
+        None,
+        "run, by its name or folder, whose weights this new one begins with, at step 1 and with the first data",
+    )
+    from_step: int | None = key(
+        None,
+        "from_run: the step of the checkpoint; null: the newest, which is recorded",
+        at_least=1,
+    )
+    from_optimizer: bool = key(
+        False, "from_run: take its weights of the last step and the optimizer's moments too"
+    )
 
 
 @dataclass(frozen=True)

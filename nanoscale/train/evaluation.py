@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nanoscale.backends.base import Engine
-from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
@@ -22,14 +21,12 @@ from nanoscale.data.loader import Loader
 from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import read_json, write_json
-from nanoscale.train.job import base_fingerprint, load_initial_weights, make_engine
+from nanoscale.train.job import base_fingerprint, load_initial_weights, load_weights, make_engine
 from nanoscale.train.loop import validate
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
 
-_WEIGHTS = ("model.", "balance.")
-"""Prefixes of a training's state that the model computes with."""
 T = TypeVar("T")
 _PRINT_EVERY_S = 1.0
 _DECODE_TOKENS = 1 << 16
@@ -114,18 +111,6 @@ def _evaluate(
         "samples": samples,
         "seconds": time.perf_counter() - start,
     }
-
-
-def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
-    """Load the model's tensors of a checkpoint, without the optimizer's states.
-
-    Raises:
-        UserError: it is damaged, or of another model.
-    """
-    state = engine.state()
-    weights = {name: value for name, value in state.items() if name.startswith(_WEIGHTS)}
-    sharded.load_weights(stored, weights)
-    engine.load_state(state)
 
 
 def count_bytes(valid: Loader, samples: int, tokenizer: Tokenizer) -> int:

@@ -14,6 +14,7 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
+from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.model_math import describe_adapters, recomputed_factor
@@ -27,7 +28,7 @@ from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import kernels_in_use
 from nanoscale.processes.proc import ranges
 from nanoscale.runs import events, fence, lock
-from nanoscale.runs.directory import read_json, write_json
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.documents import read_document
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
@@ -38,6 +39,9 @@ from nanoscale.train.stability import Spikes
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
+
+_WEIGHTS = ("model.", "balance.")
+"""Prefixes of a training's state that the model computes with."""
 
 
 def run(context: RankContext) -> str:
@@ -115,9 +119,13 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         lock.refuse_if_held(context.run)
         fence.begin(context.run, 0)
     if not process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints)):
-        load_initial_weights(engine, config=context.config, note=note)
-        # before any optimizer state is created
-        return Progress(base=base_fingerprint(context.config))
+        config = context.config
+        if config.run.from_run is None or config.lora.rank:  # else all would be overwritten
+            load_initial_weights(engine, config, note)
+        base = base_fingerprint(config)
+        if config.run.from_run is not None:
+            begin_from(Path(config.run.from_run), engine, config, base, note)
+        return Progress(base=base)
     state = engine.empty_state()
     manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
     assert manifest is not None, "an unreadable one raises"
@@ -139,6 +147,31 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     return Progress(step, consumed, base, Evaluations.from_manifest(manifest), spikes)
 
 
+def begin_from(
+    folder: Path, engine: Engine, config: ResolvedConfig, base: str | None, note: Note
+) -> None:
+    """Load the weights of another run, and its optimizer's moments if the configuration says so.
+
+    Raises:
+        UserError: the checkpoint is gone, damaged, or of another model or optimizer.
+    """
+    checkpoints = RunDirectory(folder).checkpoints
+    stored = process_group.broadcast(
+        lambda: store.find_checkpoint(checkpoints, config.run.from_step)
+    )
+    if config.lora.rank:
+        require_same_base(config, base, stored.manifest)
+    if config.run.from_optimizer:
+        state = engine.empty_state()
+        sharded.load(stored, state)
+        engine.load_state(state)
+    else:
+        sharded.require_whole(stored)
+        load_weights(engine, stored)
+    what = "weights and moments" if config.run.from_optimizer else "weights"
+    note("begun", f"{what} read from {stored.path}", step=stored.step)
+
+
 def load_initial_weights(engine: Engine, config: ResolvedConfig, note: Note) -> None:
     """Load the model's initial weights, unless they are random.
 
@@ -154,6 +187,18 @@ def load_initial_weights(engine: Engine, config: ResolvedConfig, note: Note) -> 
         violation = Violation("model.init_from", folder, "", str(error))
         raise UserError("model", f"model.init_from={folder}: {error}", [violation]) from error
     note("loaded", f"weights read from {folder}")
+
+
+def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
+    """Load the model's tensors of a checkpoint, without the optimizer's states.
+
+    Raises:
+        UserError: it is damaged, or of another model.
+    """
+    state = engine.state()
+    weights = {name: value for name, value in state.items() if name.startswith(_WEIGHTS)}
+    sharded.load_weights(stored, weights)
+    engine.load_state(state)
 
 
 def base_fingerprint(config: ResolvedConfig) -> str | None:

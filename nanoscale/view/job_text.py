@@ -128,6 +128,11 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
         words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
     if layout.cp > 1:
         words["context"] = layout.cp_method
+    if config.run.from_run is not None:
+        moments = " and moments" if config.run.from_optimizer else ""
+        words["begins with"] = (
+            f"weights{moments} of {config.run.from_run}, step {config.run.from_step}"
+        )
     if config.model.experts:
         where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
         words["experts"] = (

@@ -85,6 +85,7 @@ TYPED_BACK = {
     "launch/lifecycle/examination.py": "launch/test_bandwidth.py",
     "launch/lifecycle/prepare.py": "cli/test_advice_on_files.py",
     "launch/preflight/by_library.py": "cli/test_advice_on_files.py",
+    "launch/preflight/source_run.py": "launch/test_source_run.py",
     "launch/preflight/verdicts.py": "launch/test_preflight_advice.py",
     "launch/preflight/preflight.py": "launch/test_preflight_advice.py",
     "launch/slurm/allocation.py": "launch/test_slurm_advice.py",

@@ -85,13 +85,13 @@ def test_no_room_is_too_large(imports):
 BUDGET = {
     "agent": 1180,
     "backends": 2341,
-    "checkpoint": 2610,
+    "checkpoint": 2633,
     "cli": 5147,
     "common": 664,
-    "config": 9967,
+    "config": 9979,
     "data": 4676,
     "generate": 1102,
-    "launch": 5699,
+    "launch": 5812,
     "measure": 637,
     "metrics": 1214,
     "models": 1343,
@@ -101,8 +101,8 @@ BUDGET = {
     "rehearse": 3227,
     "runs": 2866,
     "sweep": 1096,
-    "train": 1312,
-    "view": 4787,
+    "train": 1342,
+    "view": 4792,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

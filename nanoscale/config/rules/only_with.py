@@ -45,6 +45,10 @@ OF_JOB = of_kind(
     only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
     only_with("model.qkv_bias", {"model.bias": False}),
     *(only_with(key, _ADAPTED, "lora.rank=16") for key in ("lora.alpha", "lora.targets")),
+    *(
+        only_with(f"run.{name}", {"run.from_run": other_than(None)})
+        for name in ("from_step", "from_optimizer")
+    ),
     only_with("precision.loss_scale", _SCALED),
     only_with("precision.loss_scale_window", _SCALED),
     only_with("precision.fp8_recipe", {"precision.fp8": True}),

@@ -21,10 +21,12 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.convert import fits
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import nearest, override, refuse
+from nanoscale.launch.preflight.source_run import with_source_run
 
 
 def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
-    """Return the configuration with the folder of `model.init_from`, whose files hold what the model needs.
+    """Return the configuration with the folder of `model.init_from`, whose files hold what the model needs, and
+    with the checkpoint of `run.from_run`.
 
     Headers are read, not the weights. With `fetch`, a name's files are downloaded from the hub; else they are
     not checked.
@@ -32,6 +34,7 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
     Raises:
         UserError: a file or tensor is missing, damaged or of another shape.
     """
+    config = with_source_run(composed, config)
     if config.model.source == "hf":
         return _with_hf_model(composed, config, fetch=fetch)
     init_from = config.model.init_from

@@ -1,0 +1,104 @@
+"""A run that begins with the weights of another one, in any layout."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Optimizer, Scheduler
+from nanoscale.runs.directory import RunDirectory
+from tests.support.jobs import (
+    SAMPLES,
+    SAVED_STEPS,
+    SEQ_LEN,
+    StopBefore,
+    assert_same_weights,
+    curve,
+    final_weights,
+    make_run,
+    saving_config,
+    train,
+    write_tokens,
+)
+
+STEADY = Scheduler(name="constant", warmup_steps=0)
+
+
+def from_run(config: ResolvedConfig, source: RunDirectory, **changes: Any) -> ResolvedConfig:
+    keys = {"from_run": str(source.path), "from_step": SAVED_STEPS, **changes}
+    return replace(config, run=replace(config.run, **keys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "stage"), [({"dp": 2}, 3), ({"tp": 2, "pp": 2}, 1), ({}, 0)], ids=str
+)
+def test_the_weights_are_those_of_the_other_run(
+    layout: dict[str, int], stage: int, tmp_path: Path
+) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = saving_config(tmp_path, dp=2, stage=3)
+    source = make_run(config, "source")
+    train(source, config)
+    still = saving_config(
+        tmp_path, dp=layout.get("dp", 1), stage=stage, parallel=layout, optimizer=Optimizer(lr=0.0)
+    )
+    still = replace(from_run(still, source), scheduler=STEADY)
+    run = make_run(still, "begun")
+    train(run, still)
+    before, after = final_weights(source), final_weights(run)
+    for name in (name for name in before if name.startswith("model.")):
+        assert torch.equal(before[name], after[name]), name
+    assert [record["step"] for record in curve(run)] == list(range(1, SAVED_STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ema_decay", [None, 0.8])
+def test_with_its_moments_it_goes_on_as_the_other_run(
+    ema_decay: float | None, tmp_path: Path
+) -> None:
+    """Each step sees all samples, and the learning rate is constant, so only the moments matter."""
+    write_tokens(tmp_path, samples=SAMPLES)
+    optimizer = Optimizer(lr=1e-2, clip_norm=0.5, ema_decay=ema_decay)
+    config = replace(saving_config(tmp_path, optimizer=optimizer), scheduler=STEADY)
+    source = make_run(config, "source")
+    train(source, config)
+    there = saving_config(tmp_path, dp=2, stage=3, optimizer=optimizer)
+    there = replace(there, scheduler=STEADY)
+    with_moments = from_run(there, source, from_optimizer=True)
+    run = make_run(with_moments, "moments")
+    train(run, with_moments)
+    without = from_run(there, source)
+    other = make_run(without, "weights")
+    train(other, without)
+    longer = replace(config, train=replace(config.train, steps=2 * SAVED_STEPS))
+    train(source, longer)
+    expected = [record["loss"] for record in curve(source)[SAVED_STEPS:]]
+    assert [record["loss"] for record in curve(run)] == pytest.approx(expected, rel=1e-9)
+    losses = [record["loss"] for record in curve(other)]
+    assert losses != pytest.approx(expected, rel=1e-6)
+    if ema_decay is None:
+        assert losses[0] == pytest.approx(expected[0], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_at_another_length_it_resumes_without_the_other_run(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = saving_config(tmp_path, precision="fp32")
+    source = make_run(config, "source")
+    train(source, config)
+    second = from_run(saving_config(tmp_path, dp=2, stage=3, precision="fp32"), source)
+    second = replace(second, train=replace(second.train, seq_len=2 * SEQ_LEN))
+    whole, run = make_run(second, "whole"), make_run(second, "stopped")
+    train(whole, second)
+    train(run, second, StopBefore(5))
+    shutil.rmtree(source.path)
+    train(run, second)
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
