@@ -70,7 +70,8 @@ def test_what_is_not_a_whole_word_is_never_alone(tmp_path):
     """A shell adds a space after a single candidate."""
     assert bash(tmp_path, "train", "rec")[0] == "recipe=chat"
     assert bash(tmp_path, "train", "train.ste") == ["train.steps=", "train.steps=null"]
-    assert bash(tmp_path, "train", "run") == ["run.name=", "run.root=", "run.tags="]
+    keys = [f"{name}=" for name in declared() if name.startswith("run.")]
+    assert bash(tmp_path, "train", "run") == keys and len(keys) > 1
 
 
 @pytest.mark.slow
