@@ -78,8 +78,8 @@ class RoundedAdamW(Optimizer):
 
 
 def _seed(name: str, parameter: Tensor, step: int) -> int:
-    start = local_region(parameter)[0] if isinstance(parameter, DTensor) else (0,)
-    return parameter_seed(step, f"{name}:{sum(start) and start}")
+    start = local_region(parameter)[0] if isinstance(parameter, DTensor) else ()
+    return parameter_seed(step, f"{name}:{start}")
 
 
 def _update(

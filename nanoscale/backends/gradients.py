@@ -45,7 +45,7 @@ def square_norm(gradients: list[Tensor]) -> Tensor:
     """Return this rank's part of the square of the norm, a scalar, without communication."""
     local = [local_tensor(gradient) for gradient in gradients]
     # A norm in bf16 would have two or three digits.
-    dtype = torch.promote_types(local[0].dtype, torch.float32) if local else None
+    dtype = torch.promote_types(local[0].dtype, torch.float32)
     norms = torch.stack(torch._foreach_norm(local, 2, dtype))
     squares, replica_counts = norms.square(), [_replica_count(gradient) for gradient in gradients]
     if max(replica_counts) > 1:

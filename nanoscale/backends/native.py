@@ -24,9 +24,9 @@ from nanoscale.backends.optimizer import (
     plain_tensors,
     set_lr,
 )
-from nanoscale.backends.schedule_free import AVERAGE, update_averages
+from nanoscale.backends.schedule_free import update_averages
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.optimizers import keeps_average, rounds
+from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill

@@ -14,10 +14,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW
 from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.muon import Muon
-from nanoscale.backends.schedule_free import AVERAGE, ScheduleFreeAdamW, initial_average
+from nanoscale.backends.schedule_free import ScheduleFreeAdamW, initial_average
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.config.optimizers import group_of, rule_of
+from nanoscale.config.optimizers import AVERAGE, group_of, rule_of
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.models.initialization import local_region
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanoscale.backends.gradients import local_tensor
-
-AVERAGE = "average"
-"""The name of an average of weights in the state of its parameter, and in checkpoints."""
+from nanoscale.config.optimizers import AVERAGE
 
 
 class ScheduleFreeAdamW(Optimizer):
@@ -55,20 +53,18 @@ class ScheduleFreeAdamW(Optimizer):
             "step": torch.tensor(0.0),
             "weight": torch.tensor(0.0, dtype=torch.float64),
             "exp_avg_sq": torch.zeros_like(parameter),
-            AVERAGE: parameter.detach().clone(),
+            AVERAGE: initial_average(parameter),
         }
 
 
 @torch.no_grad()
 def update_averages(optimizer: Optimizer, decay: float) -> None:
     """Move the moving average of every parameter towards its weights; it begins as those of the first step."""
-    weights, averages = [], []
     for parameter, state in optimizer.state.items():
         if AVERAGE not in state:
             state[AVERAGE] = initial_average(parameter)
-        averages.append(local_tensor(state[AVERAGE]))
-        weights.append(local_tensor(parameter).to(averages[-1].dtype))
-    torch._foreach_lerp_(averages, weights, 1 - decay)
+        average = local_tensor(state[AVERAGE])
+        average.lerp_(local_tensor(parameter).to(average.dtype), 1 - decay)
 
 
 def initial_average(parameter: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nanoscale.checkpoint import metadata
 from nanoscale.checkpoint.metadata import StoredTensor
+from nanoscale.config.optimizers import AVERAGE
 
 
 class Reader(FileSystemReader):
@@ -71,5 +72,5 @@ class Reader(FileSystemReader):
 def result_of(name: str, tensors: Container[str]) -> str:
     """Return the name of the tensor that a training ends with for `name`: the average of a parameter's weights
     if the checkpoint has one."""
-    average = f"optimizer.{name.removeprefix('model.')}.average"
+    average = f"optimizer.{name.removeprefix('model.')}.{AVERAGE}"
     return average if average in tensors else name

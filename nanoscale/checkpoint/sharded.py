@@ -157,12 +157,11 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
 
 
 def load(stored: StoredCheckpoint, state: State) -> None:
-    """Fill `state` in place from one checkpoint.
+    """Fill `state` in place from one checkpoint, which `require_whole` has read.
 
     Raises:
-        UserError: it is damaged, or of another model or optimizer.
+        UserError: it is of another model or optimizer.
     """
-    require_whole(stored)
     _read(stored, _fitting(stored, state))
 
 

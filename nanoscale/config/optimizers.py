@@ -12,6 +12,8 @@ from nanoscale.config.schema import Optimizer, Precision
 
 MUON_ITERATIONS = 5
 """Newton and Schulz's iterations of an update of Muon (Jordan et al. 2024)."""
+AVERAGE = "average"
+"""The name of an average of weights in the state of its parameter, and in checkpoints."""
 ROUNDED_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements that an update with stochastic rounding has in fp32 at a time: on CPUs they stay in the cache."""
 KEYS = ("beta1", "beta2", "eps", "momentum")

@@ -155,10 +155,10 @@ def begin_from(
     Raises:
         UserError: the checkpoint is gone, damaged, or of another model or optimizer.
     """
-    checkpoints = RunDirectory(folder).checkpoints
-    stored = process_group.broadcast(
-        lambda: store.find_checkpoint(checkpoints, config.run.from_step)
-    )
+    step = config.run.from_step
+    assert step is not None, "the launch has recorded it"
+    stored = StoredCheckpoint(RunDirectory(folder).checkpoint(step), step)
+    sharded.require_whole(stored)
     if config.lora.rank:
         require_same_base(config, base, stored.manifest)
     if config.run.from_optimizer:
@@ -166,10 +166,9 @@ def begin_from(
         sharded.load(stored, state)
         engine.load_state(state)
     else:
-        sharded.require_whole(stored)
         load_weights(engine, stored)
     what = "weights and moments" if config.run.from_optimizer else "weights"
-    note("begun", f"{what} read from {stored.path}", step=stored.step)
+    note("begun", f"{what} read from {stored.path}", step=step)
 
 
 def load_initial_weights(engine: Engine, config: ResolvedConfig, note: Note) -> None:

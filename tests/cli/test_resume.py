@@ -122,6 +122,15 @@ def test_another_optimizer_is_another_run(run, capsys, monkeypatch):
     assert "optimizer.name=adamw8bit: cannot be changed by resume" in capsys.readouterr().err
 
 
+def test_an_average_does_not_appear_in_a_run(run, capsys):
+    words = ["resume", "x", "optimizer.ema_decay=0.9", "--dry-run"]
+    assert nanoscale(words) == 0
+    save(run, 5)
+    capsys.readouterr()
+    assert nanoscale(words) == 2
+    assert "optimizer.ema_decay=0.9: cannot be changed by resume" in capsys.readouterr().err
+
+
 def test_an_unknown_run_and_a_wrong_key(run, capsys):
     assert nanoscale(["resume", "xx"]) == 2
     assert "x" in capsys.readouterr().err

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2633,
     "cli": 5147,
     "common": 664,
-    "config": 9979,
+    "config": 9981,
     "data": 4676,
     "generate": 1102,
     "launch": 5812,

@@ -21,6 +21,8 @@ ROWS = {
     "bf16": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
     "fp8": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
     "Muon": (Row("", {"dp": 2, "tp": 2}, 3, shape=DENSE, optimizer="muon"), {}),
+    "bf16 without masters": (Row("", DEGREES, 3, precision="bf16-pure", shape=DENSE), {}),
+    "schedule-free": (Row("", DEGREES, 3, shape=DENSE, optimizer="schedule-free"), {}),
     "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
     "experts, ep 2": (

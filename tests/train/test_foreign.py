@@ -65,13 +65,14 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
 
 
 @pytest.mark.slow
-def test_muon_is_equal_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["muon", "schedule-free"])
+def test_other_optimizers_are_equal_in_every_layout(name: Any, tmp_path: Path) -> None:
     write_tokens(tmp_path)
     hf_models.save("gpt_neox", tmp_path / "gpt_neox")
     shape = hf_models.shape_of(tmp_path / "gpt_neox")
-    muon = Optimizer(name="muon", lr=1e-2, clip_norm=0.5)
+    chosen = Optimizer(name=name, lr=1e-2, clip_norm=0.5)
     configs = [
-        make_config(tmp_path, dp=2, stage=stage, model=shape, optimizer=muon) for stage in (0, 3)
+        make_config(tmp_path, dp=2, stage=stage, model=shape, optimizer=chosen) for stage in (0, 3)
     ]
     whole, divided = run_ranks(curves_of, 2, configs)[0]
     assert_equal_curves(divided, whole, "fp64")

@@ -17,6 +17,7 @@ from tests.support.jobs import (
     SAMPLES,
     SAVED_STEPS,
     SEQ_LEN,
+    SHAPE,
     StopBefore,
     assert_same_weights,
     curve,
@@ -56,6 +57,28 @@ def test_the_weights_are_those_of_the_other_run(
     for name in (name for name in before if name.startswith("model.")):
         assert torch.equal(before[name], after[name]), name
     assert [record["step"] for record in curve(run)] == list(range(1, SAVED_STEPS + 1))
+
+
+@pytest.mark.slow
+def test_it_begins_with_the_average_and_the_preferences_of_experts(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    experts = replace(SHAPE, experts=4, experts_per_token=2, balance="bias", balance_rate=0.05)
+    averaged = Optimizer(lr=1e-2, ema_decay=0.5)
+    config = saving_config(tmp_path, dp=2, stage=3, model=experts, optimizer=averaged)
+    source = make_run(config, "source")
+    train(source, config)
+    still = saving_config(tmp_path, model=experts, optimizer=Optimizer(lr=0.0))
+    still = replace(from_run(still, source), scheduler=STEADY, train=replace(still.train, steps=1))
+    run = make_run(still, "begun")
+    train(run, still)
+    before, after = final_weights(source), final_weights(run)
+    for name in (name for name in after if name.startswith("model.")):
+        average = before[f"optimizer.{name.removeprefix('model.')}.average"]
+        assert torch.equal(average, after[name]), name
+    preferences = [name for name in after if name.startswith("balance.")]
+    for name in preferences:
+        assert (after[name] - before[name]).abs().max() <= 1 < before[name].abs().max()
+    assert preferences
 
 
 @pytest.mark.slow

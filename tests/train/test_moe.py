@@ -84,20 +84,32 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "degrees"), [(0, {}), (3, {"dp": 2, "ep": 2}), (1, {"dp": 4, "ep": 2})]
+    ("name", "stage", "degrees"),
+    [
+        ("muon", 0, {}),
+        ("muon", 3, {"dp": 2, "ep": 2}),
+        ("muon", 1, {"dp": 4, "ep": 2}),
+        ("schedule-free", 3, {"dp": 2, "ep": 2}),
+    ],
 )
-def test_muon_of_experts_equals_plain_loop(
-    tmp_path: Path, stage: int, degrees: dict[str, int]
+def test_other_optimizers_of_experts_equal_plain_loop(
+    tmp_path: Path, name: Any, stage: int, degrees: dict[str, int]
 ) -> None:
     write_tokens(tmp_path)
-    muon = Optimizer(name="muon", lr=1e-2, clip_norm=0.5)
+    chosen = Optimizer(name=name, lr=1e-2, clip_norm=0.5)
     dp = degrees.get("dp", 1)
     config = make_config(
-        tmp_path, dp=dp, stage=stage, precision="fp64", model=MOE, parallel=degrees, optimizer=muon
+        tmp_path,
+        dp=dp,
+        stage=stage,
+        precision="fp64",
+        model=MOE,
+        parallel=degrees,
+        optimizer=chosen,
     )
     records = run_ranks(record_all, dp, config)[0]
     ours = [tuple(record[k] for k in ("loss", "grad_norm", "lr", "tokens")) for record in records]
-    assert_equal_curves(ours, plain_loop("fp64", "muon", shape=MOE), "fp64")
+    assert_equal_curves(ours, plain_loop("fp64", name, shape=MOE), "fp64")
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ DEEPSPEED = (
     _limit("optimizer.name",
         " or ".join(name for name, rule in OPTIMIZERS.items() if rule.deepspeed),
         {"optimizer.name": tuple(name for name, rule in OPTIMIZERS.items() if not rule.deepspeed)},
-        "needs whole matrices or blocks of 8 bits, which DeepSpeed's flat shards would split",
+        "needs whole matrices, blocks of 8 bits or averages of weights, which DeepSpeed's flat shards lack",
         "optimizer=adamw", _NATIVE),
     _limit("optimizer.ema_decay", "no", {"optimizer.ema_decay": other_than(None)},
         "averages weights on each step, which DeepSpeed's engine does not do",
