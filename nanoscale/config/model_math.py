@@ -90,7 +90,7 @@ def adaptable_layers(model: Model) -> tuple[str, ...]:
     """Return the linear layers of a block."""
     if model.experts:
         return ATTENTION
-    return ATTENTION + (FEED_FORWARD if model.mlp == "swiglu" else FEED_FORWARD[1:])
+    return ATTENTION + (FEED_FORWARD if model.is_gated else FEED_FORWARD[1:])
 
 
 def adapter_parameters(config: Config) -> int:

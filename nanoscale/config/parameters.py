@@ -60,7 +60,10 @@ def block(model: Model) -> dict[str, Parameter]:
     """Return the parameters of a block; matrices are in the order of their computation."""
     q, kv, hidden, ffn = model.q_width, model.kv_width, model.hidden, model.ffn
     experts = model.experts
-    table = _norm("attention_norm", model) | _norm("mlp_norm", model)
+    kinds = {"before": ("norm",), "after": ("post_norm",), "both": ("norm", "post_norm")}
+    table: dict[str, Parameter] = {}
+    for kind in kinds[model.norm_position]:
+        table |= _norm(f"attention_{kind}", model) | _norm(f"mlp_{kind}", model)
     qkv_bias = model.bias or model.qkv_bias
     table |= _linear("attention.wq", q, hidden, 0, qkv_bias)
     table |= _linear("attention.wk", kv, hidden, 0, qkv_bias)
@@ -72,11 +75,14 @@ def block(model: Model) -> dict[str, Parameter]:
         table["mlp.experts.up"] = Parameter((experts, ffn, hidden), 1)
         table["mlp.experts.down"] = Parameter((experts, hidden, ffn), 2)
     else:
-        if model.mlp == "swiglu":
+        if model.is_gated:
             table |= _linear("mlp.gate", ffn, hidden, 0, model.bias)
         table |= _linear("mlp.up", ffn, hidden, 0, model.bias)
         table |= _linear("mlp.down", hidden, ffn, 1, model.bias)
-    if model.qk_norm:
+    if model.qk_norm_whole:
+        table["attention.q_norm.weight"] = Parameter((model.q_width,), 0)
+        table["attention.k_norm.weight"] = Parameter((model.kv_width,), 0)
+    elif model.qk_norm:
         table["attention.q_norm.weight"] = Parameter((model.head_width,))
         table["attention.k_norm.weight"] = Parameter((model.head_width,))
     return table

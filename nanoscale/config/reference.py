@@ -215,6 +215,7 @@ def type_text(annotation: Any) -> str:
         bool: "true or false",
         str: "a text",
         list[int]: "a list of integers",
+        list[float]: "a list of numbers",
         list[str]: "a list of texts",
         dict[str, Any]: "a mapping",
     }

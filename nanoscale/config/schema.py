@@ -77,16 +77,33 @@ class Run:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the rotary frequencies beyond the original context."""
+    """A scaling of the rotary frequencies beyond the original context."""
 
     factor: float = key(8.0, "ratio of the extended context to the original one", at_least=1)
     low_freq_factor: float = key(
-        1.0, "wavelengths above original/low are scaled by the whole factor"
+        1.0, "llama3: wavelengths above original/low are scaled by the whole factor"
     )
-    high_freq_factor: float = key(4.0, "wavelengths below original/high are not scaled")
+    high_freq_factor: float = key(4.0, "llama3: wavelengths below original/high are not scaled")
     original_seq_len: int = key(
         8192, "context before the scaling", unit="tokens", at_least=1, scaled="binary"
     )
+    kind: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = key(
+        "llama3",
+        "llama3: by wavelength, as in Llama 3.1 · linear: all by factor · dynamic: none up to max_seq_len · "
+        "yarn: by rotations in the original context · longrope: by a list of factors",
+    )
+    beta_fast: float = key(32.0, "yarn: frequencies of more rotations are not scaled", at_least=0)
+    beta_slow: float = key(
+        1.0, "yarn: frequencies of fewer rotations are scaled by factor", at_least=0
+    )
+    truncate: bool = key(True, "yarn: the two limits are whole numbers of frequencies")
+    attention_factor: float = key(
+        1.0, "yarn, longrope: factor of the rotated queries and of the rotated keys", at_least=0
+    )
+    short_factor: list[float] = key(
+        [], "longrope: divisor of each frequency in sequences of at most original_seq_len"
+    )
+    long_factor: list[float] = key([], "longrope: divisor of each frequency in longer sequences")
 
 
 @dataclass(frozen=True)
@@ -132,22 +149,62 @@ class Model:
     max_seq_len: int = key(
         2048, "longest sequence that the model allows", unit="tokens", at_least=1, scaled="binary"
     )
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalization before each block")
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] = key(
+        "rmsnorm", "normalization; rmsnorm1p: RMSNorm whose weights are added to 1, as in Gemma"
+    )
+    norm_position: Literal["before", "after", "both"] = key(
+        "before", "norms before attention and feed-forward, after them (OLMo-2), or both (Gemma 2)"
+    )
     norm_eps: float = key(1e-5, "added to the variance", at_least=0)
-    mlp: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward block: gated, or two matrices")
+    mlp: Literal["swiglu", "geglu", "gelu"] = key(
+        "swiglu", "feed-forward block: gated by SiLU or by GELU (tanh), or two matrices"
+    )
     position: Literal["rope", "learned"] = key("rope", "encoding of positions")
     rope_theta: float = key(500000.0, "base of the rotary frequencies", at_least=1)
-    rope_scaling: RopeScaling | None = key(None, "Llama 3.1's long-context scaling; null: none")
+    rope_scaling: RopeScaling | None = key(None, "long-context scaling; null: none")
+    rope_theta_local: float | None = key(
+        None,
+        "base of the layers with a window, which are not scaled; null: rope_theta, scaled",
+        at_least=1,
+    )
+    rope_fraction: float = key(1.0, "share of each head that is rotated", at_least=0, at_most=1)
+    rope_pairs: Literal["halves", "neighbors"] = key(
+        "halves", "numbers that rotate together: of the two halves, or neighbors, as in GLM-4"
+    )
+    rope_skip: int = key(
+        0, "every n-th layer has no positions, as in SmolLM3; 0: none", unit="layers", at_least=0
+    )
     bias: bool = key(False, "biases in the linear layers")
     qkv_bias: bool = key(False, "biases of queries, keys and values only, as in Qwen2")
     qk_norm: bool = key(
         False, "RMSNorm of each head's queries and keys before they are rotated, as in Qwen3"
     )
+    qk_norm_whole: bool = key(
+        False, "qk_norm: over all heads at once, with a weight for each number, as in OLMo-2"
+    )
+    attention_scale: float | None = key(
+        None, "factor of attention's scores; null: 1/√head_dim", at_least=0
+    )
+    attention_softcap: float | None = key(
+        None, "bound c of attention's scores, as c · tanh(score / c); null: none", at_least=1e-3
+    )
+    logit_softcap: float | None = key(
+        None, "bound c of the logits, as c · tanh(logit / c); null: none", at_least=1e-3
+    )
+    embed_scale: float = key(1.0, "factor of the embedding's rows", at_least=0)
+    residual_scale: float = key(1.0, "factor of what a block adds to the stream", at_least=0)
+    logit_scale: float = key(1.0, "factor of the logits", at_least=0)
     sliding_window: int | None = key(
         None,
-        "tokens that attention covers, the current one included; null: all. Longer sequences are refused",
+        "tokens that attention covers, the current one included; null: all",
         unit="tokens",
         at_least=1,
+    )
+    full_attention_every: int = key(
+        0,
+        "sliding_window: every n-th layer attends to all tokens, as in Gemma (2, 6); 0: none",
+        unit="layers",
+        at_least=0,
     )
     tie_embeddings: bool = key(False, "output head shares the embedding's weights")
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
@@ -170,6 +227,33 @@ class Model:
         "hf: number of parameters, counted before the launch; null: not counted yet",
         at_least=1,
     )
+
+    def has_window(self, layer: int) -> bool:
+        """Return True if attention of a layer is limited to `sliding_window`."""
+        every = self.full_attention_every
+        return self.sliding_window is not None and not (every and (layer + 1) % every == 0)
+
+    def has_rotation(self, layer: int) -> bool:
+        """Return True if a layer rotates queries and keys."""
+        return self.position == "rope" and not (
+            self.rope_skip and (layer + 1) % self.rope_skip == 0
+        )
+
+    def is_windowed(self, seq_len: int) -> bool:
+        """Return True if attention needs a mask of `sliding_window` for sequences of this length."""
+        return any(map(self.has_window, range(self.layers))) and seq_len > (
+            self.sliding_window or 0
+        )
+
+    @property
+    def rotated_width(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.head_width * self.rope_fraction)
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the feed-forward block multiplies by an activated gate."""
+        return self.mlp != "gelu"
 
     @property
     def head_width(self) -> int:

@@ -20,8 +20,9 @@ from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import load as load_config
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError
-from nanoscale.config.hf.shape import UnsupportedError, read_shape
+from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
@@ -65,17 +66,12 @@ class Opened:
     @property
     def context(self) -> int:
         """The most tokens of the model's context."""
-        return longest(self.model.shape)
+        return self.model.shape.max_seq_len
 
     @property
     def vocab(self) -> int:
         """The number of ids with a meaning; a model's embedding may be larger."""
         return min(self.model.shape.vocab, self.tokenizer.vocab_size)
-
-
-def longest(shape: Model) -> int:
-    """Return the length of the model's context: attention here always reaches back to its beginning."""
-    return min(shape.max_seq_len, shape.sliding_window or shape.max_seq_len)
 
 
 def open_model(

@@ -47,6 +47,8 @@ class Head(nn.Linear):
     """True if the operations between the products are compiled."""
     z_loss = 0.0
     """The weight of the z-loss, as in `train.z_loss`."""
+    softcap: float | None = None
+    """The bound of the logits, as in `model.logit_softcap`."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         return logits_or_loss(hidden, self.weight, targets, self)
@@ -57,6 +59,7 @@ class TiedHead(nn.Module):
 
     fused = False
     z_loss = 0.0
+    softcap: float | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
         return logits_or_loss(hidden, weight, targets, self)
@@ -71,10 +74,22 @@ def logits_or_loss(
 ) -> Tensor:
     """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar."""
     if targets is None:
-        return F.linear(hidden, weight)
+        logits = F.linear(hidden, weight)
+        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
     return linear_cross_entropy(
-        hidden, weight, targets, vocabulary, fused=head.fused, z_loss=head.z_loss
+        hidden,
+        weight,
+        targets,
+        vocabulary,
+        fused=head.fused,
+        z_loss=head.z_loss,
+        softcap=head.softcap,
     )
+
+
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    """Replace logits by c · tanh(logit / c) (Gemma Team 2024, arXiv:2408.00118, section 2), in place."""
+    return logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def linear_cross_entropy(
@@ -85,6 +100,7 @@ def linear_cross_entropy(
     *,
     fused: bool = False,
     z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not
     IGNORED.
@@ -97,6 +113,7 @@ def linear_cross_entropy(
         fused: compile the operations between the products, which then read and write logits a third as often.
         z_loss: the weight of the square of the logarithm of the sum of exponentials (Chowdhery et al. 2022,
             PaLM, section 5), which only the gradients have.
+        softcap: the bound of the logits; None: none.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -109,6 +126,7 @@ def linear_cross_entropy(
         vocabulary,
         chunk_loss,
         z_loss,
+        softcap,
         torch.is_grad_enabled(),
     )
     return loss
@@ -132,6 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: Vocabulary | None,
         chunk_loss: ChunkLoss,
         z_loss: float,
+        softcap: float | None,
         backward_follows: bool,
     ) -> Tensor:
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -147,9 +166,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = targets[start : start + rows]
             chunk_targets = _ChunkTargets(part, vocabulary, len(weight), z_loss)
             needs_grad = hidden_needs_grad or weight_needs_grad
-            grad_logits = chunk_loss(chunk @ weight.t(), chunk_targets, loss, needs_grad)
+            logits, slope = chunk @ weight.t(), None
+            if softcap is not None:
+                logits = _capped(logits, softcap)
+                slope = 1 - (logits / softcap).square_() if needs_grad else None
+            grad_logits = chunk_loss(logits, chunk_targets, loss, needs_grad)
+            del logits
             if grad_logits is None:
                 continue
+            if slope is not None:
+                grad_logits.mul_(slope)
+            del slope
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if weight_needs_grad:
@@ -168,7 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else torch.mul(grad, factor, out=grad.new_empty(0, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -43,7 +43,7 @@ class HFModel(Transformer):
         self.first = self.last = True
         self.sequence_shards = 1
         self.token_positions = whole_sequence
-        self.run_layers = lambda layers, tokens, rotation, mask: self.hf(input_ids=tokens).logits
+        self.run_layers = lambda layers, tokens, rotations, masks: self.hf(input_ids=tokens).logits
         self.hf: Any = build(shape, real=real)
         self.hf.eval()  # training mode would enable dropout
         layers_by_number = nn.ModuleDict(
@@ -57,7 +57,7 @@ class HFModel(Transformer):
         self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor:
         assert documents is None, "the rules refuse document masks"
-        logits = self.run_layers(self.layers, inputs, None, None)
+        logits = self.run_layers(self.layers, inputs, (None, None), (None, None))
         if targets is None:
             return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -93,7 +93,7 @@ def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.dev
     if name.endswith(("bias", f"{ADAPTER}b")):
         return torch.zeros(size, device=device)
     if len(size) == 1:
-        return torch.ones(size, device=device)
+        return torch.full(size, 0.0 if shape.norm == "rmsnorm1p" else 1.0, device=device)
     std = shape.init_std
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * shape.layers)

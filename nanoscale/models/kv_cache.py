@@ -12,9 +12,17 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from nanoscale.models.transformer import Attention, Block, Mask, Rotation, Transformer, run_layers
+from nanoscale.models.transformer import (
+    Attention,
+    Block,
+    CausalAttention,
+    Mask,
+    Masks,
+    Rotations,
+    Transformer,
+    run_layers,
+)
 
 
 @contextmanager
@@ -48,7 +56,7 @@ class Cache:
         """The largest of `lengths`."""
         self.positions: Tensor | None = None
         """The positions `[batch, new]` of the new tokens; None if they are the same in all sequences."""
-        self.mask: Mask = None
+        self.masks: Masks = (None, None)
         """The keys `[batch, 1, new, keys]` that each new token sees; None if a causal kernel needs no mask."""
         self._model = model
         self._last: Tensor | None = None
@@ -56,8 +64,11 @@ class Cache:
         size = (batch, shape.kv_head_count, max_length, shape.head_width)
         for attention in self._attentions():
             # Zeros: what a mask hides must be finite, as it is multiplied by 0.
-            attention.core = CachedAttention(self, *parameter.new_zeros(2, *size))
+            softcap = shape.attention_softcap
+            attention.core = CachedAttention(self, softcap, *parameter.new_zeros(2, *size))
         model.token_positions = self._token_positions
+        model.sequence_length = lambda _: max_length
+        model.make_masks = lambda *_: self.masks  # type: ignore[method-assign]
         model.run_layers = self._run_layers
 
     @torch.inference_mode()
@@ -99,10 +110,15 @@ class Cache:
         are_equal = bool((self.lengths == self.longest).all())
         positions = self.lengths[:, None] + torch.arange(new)
         self.positions = None if are_equal else positions.to(device)
-        self.mask = None
+        keys, window = torch.arange(self.longest + new), self._model.shape.sliding_window
+        mask: Mask = None
         if not are_equal or (self.longest and new > 1):
-            keys = torch.arange(self.longest + new)
-            self.mask = (keys <= positions[:, :, None])[:, None].to(device)
+            mask = (keys <= positions[:, :, None])[:, None].to(device)
+        in_window = mask
+        if window is not None and self.longest + new > window:
+            seen = (keys <= positions[:, :, None]) & (keys > positions[:, :, None] - window)
+            in_window = seen[:, None].to(device)
+        self.masks = (mask, in_window)
 
     def _token_positions(self, seq: int, device: torch.device) -> Tensor:
         if self.positions is not None:
@@ -110,24 +126,25 @@ class Cache:
         return torch.arange(self.longest, self.longest + seq, device=device)
 
     def _run_layers(
-        self, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
+        self, layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks
     ) -> Tensor:
-        hidden = run_layers(layers, hidden, rotation, mask)
+        hidden = run_layers(layers, hidden, rotations, masks)
         if self._last is None:
             return hidden
         return hidden.take_along_dim(self._last[:, None, None], dim=1)
 
 
-class CachedAttention(nn.Module):
+class CachedAttention(CausalAttention):
     """Attention `[batch, heads, new, head_dim]` from queries of new tokens to keys and values of all tokens so
     far."""
 
-    def __init__(self, cache: Cache, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
+    def __init__(self, cache: Cache, softcap: float | None, keys: Tensor, values: Tensor) -> None:
+        super().__init__(softcap)
         self._cache, self.keys, self.values = cache, keys, values
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
-        assert mask is None, "what is written is one document"
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, *, sees_all: bool = False
+    ) -> Tensor:
         cache, past, end = self._cache, self._cache.longest, self._cache.longest + q.shape[2]
         if cache.positions is None:
             self.keys[:, :, past:end] = k
@@ -136,11 +153,5 @@ class CachedAttention(nn.Module):
             positions = cache.positions[:, None, :, None].expand_as(k)
             self.keys.scatter_(2, positions, k)
             self.values.scatter_(2, positions, v)
-        return F.scaled_dot_product_attention(
-            q,
-            self.keys[:, :, :end],
-            self.values[:, :, :end],
-            attn_mask=cache.mask,
-            is_causal=not past,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
+        return super().forward(q, keys, values, mask, sees_all=bool(past))

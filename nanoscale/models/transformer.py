@@ -1,4 +1,4 @@
-"""A decoder-only transformer for one device. Llama, Mistral, Qwen and GPT-2 are settings of `config.Model`.
+"""A decoder-only transformer for one device. Llama, Gemma, Qwen and GPT-2 are settings of `config.Model`.
 
 Shapes: batch, seq, hidden; heads, kv_heads, head_dim. Nothing here knows of ranks: parallelism is applied
 from outside, by parameter and module name.
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.config.schema import Model
 from nanoscale.models.head import Head, TiedHead
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.rope import Rotation, rope_rotation, rotate
 
-Rotation = tuple[Tensor, Tensor] | None
-"""Cosine and sine of every position's angles: `[seq, head_dim / 2]`, or `[batch, 1, seq, head_dim / 2]` if
-rows differ; None if positions are learned."""
 Mask = Tensor | None
 """Bool `[batch, 1, seq, seq]` over whole sequences: the keys that each query sees. None: all earlier ones."""
-RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation, Mask], Tensor]
+Rotations = tuple[Rotation, Rotation]
+"""The rotation in layers that attend to all tokens, and in layers with a window."""
+Masks = tuple[Mask, Mask]
+"""The mask in layers that attend to all tokens, and in layers with a window."""
+RunLayers = Callable[[nn.ModuleDict, Tensor, Rotations, Masks], Tensor]
 """A loop over the blocks: from the stream `[batch, seq, hidden]` to the stream."""
 
 
@@ -56,6 +58,8 @@ class Transformer(nn.Module):
         self.shape, self.first, self.last = shape, first, last
         self.sequence_shards = 1
         """Ranks that share the residual stream's sequence between the blocks."""
+        self.sequence_length: Callable[[int], int] = _same
+        """A function from the tokens of this rank's sequence to those of the whole sequence."""
         self.token_positions: Callable[[int, torch.device], Tensor] = whole_sequence
         """A function that returns the positions `[seq]` of the tokens of this rank's sequence."""
         self.run_layers: RunLayers = run_layers
@@ -64,12 +68,13 @@ class Transformer(nn.Module):
         if self.first and shape.position == "learned":
             self.positions = nn.Embedding(shape.max_seq_len, shape.hidden)
         # Keyed by layer number, so that a pipeline stage keeps the names of the whole model.
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in numbers})
         if self.last:
             self.norm = make_norm(shape)
             self.head = (
                 TiedHead() if shape.tie_embeddings else Head(shape.hidden, shape.vocab, bias=False)
             )
+            self.head.softcap = shape.logit_softcap
 
     def forward(
         self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
@@ -81,16 +86,13 @@ class Transformer(nn.Module):
         it, attention stays within documents, and positions restart with each document.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
-        positions = self.token_positions(seq, inputs.device)
-        mask = None
+        length, positions = self.sequence_length(seq), self.token_positions(seq, inputs.device)
         if documents is not None:
             positions = positions_in_documents(documents)[:, positions]
-            mask = document_mask(documents)
+        masks = self.make_masks(length, documents, inputs.device)
         hidden = self._embed(inputs, positions) if self.first else inputs
-        rotation = None
-        if self.shape.position == "rope":
-            rotation = rope_rotation(self.shape, positions, hidden.dtype)
-        hidden = self.run_layers(self.layers, hidden, rotation, mask)
+        rotations = self._rotations(positions, hidden.dtype, length)
+        hidden = self.run_layers(self.layers, hidden, rotations, masks)
         return self._apply_head(hidden, targets) if self.last else hidden
 
     @property
@@ -114,22 +116,46 @@ class Transformer(nn.Module):
         return partial(draw, shape=self.shape, seed=seed, device=device)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
+        hidden = scaled(self.embed(tokens), self.shape.embed_scale)
         return hidden + self.positions(positions) if self.shape.position == "learned" else hidden
 
+    def _rotations(self, positions: Tensor, dtype: torch.dtype, length: int) -> Rotations:
+        shape = self.shape
+        if shape.position != "rope":
+            return None, None
+        rotation = rope_rotation(shape, positions, dtype, length)
+        if shape.rope_theta_local is None:
+            return rotation, rotation
+        return rotation, rope_rotation(shape, positions, dtype, length, local=True)
+
+    def make_masks(self, length: int, documents: Tensor | None, device: torch.device) -> Masks:
+        """Return the masks of a whole sequence of this length with these documents."""
+        mask = None if documents is None else document_mask(documents)
+        window = self.shape.sliding_window
+        if window is None or window >= length:
+            return mask, mask
+        in_window = window_mask(length, window, device)
+        return mask, in_window if mask is None else mask & in_window
+
     def _apply_head(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
-        hidden = self.norm(hidden)
+        hidden = scaled(self.norm(hidden), self.shape.logit_scale)
         if self.shape.tie_embeddings:
             return self.head(hidden, self.embed.weight, targets)
         return self.head(hidden, targets)
 
 
-def run_layers(
-    layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
-) -> Tensor:
+def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
     for layer in layers.values():
-        hidden = layer(hidden, rotation, mask)
+        hidden = layer(hidden, rotations, masks)
     return hidden
+
+
+def _same(seq: int) -> int:
+    return seq
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def whole_sequence(seq: int, device: torch.device) -> Tensor:
@@ -149,26 +175,45 @@ def document_mask(documents: Tensor) -> Tensor:
     return same.tril().unsqueeze(1)
 
 
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask of the last `window` tokens up to each: bool `[1, 1, seq, seq]`."""
+    ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
+
+
 class Block(nn.Module):
-    """A transformer block: attention, then the feed-forward block, each with a norm before it and added to the
-    stream."""
+    """A transformer block: attention, then the feed-forward block, each added to the stream.
 
-    def __init__(self, shape: Model) -> None:
+    Norms are before them, after them, or both.
+    """
+
+    def __init__(self, shape: Model, layer: int) -> None:
         super().__init__()
-        self.attention_norm = make_norm(shape)
+        before, after = shape.norm_position != "after", shape.norm_position != "before"
+        self.has_window, self.rotates = shape.has_window(layer), shape.has_rotation(layer)
+        self.residual_scale = shape.residual_scale
+        self.attention_norm = make_norm(shape) if before else nn.Identity()
         self.attention = Attention(shape)
-        self.mlp_norm = make_norm(shape)
+        self.attention_post_norm = make_norm(shape) if after else nn.Identity()
+        self.mlp_norm = make_norm(shape) if before else nn.Identity()
         self.mlp = make_mlp(shape)
+        self.mlp_post_norm = make_norm(shape) if after else nn.Identity()
 
-    def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def forward(self, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
+        rotation = rotations[self.has_window] if self.rotates else None
+        mask, scale = masks[self.has_window], self.residual_scale
+        # No names for what is added: they would keep it during the feed-forward block.
+        hidden = hidden + scaled(
+            self.attention_post_norm(self.attention(self.attention_norm(hidden), rotation, mask)),
+            scale,
+        )
+        return hidden + scaled(self.mlp_post_norm(self.mlp(self.mlp_norm(hidden))), scale)
 
 
 class Attention(nn.Module):
     """Causal attention with grouped key and value heads (Ainslie et al. 2023, arXiv:2305.13245).
 
-    Queries and keys may be normalized head by head (Henry et al. 2020, arXiv:2010.04245).
+    Queries and keys may be normalized head by head (Henry et al. 2020, arXiv:2010.04245), or all heads at once.
     """
 
     def __init__(self, shape: Model) -> None:
@@ -179,50 +224,88 @@ class Attention(nn.Module):
         self.wq = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=bias)
         self.wk = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=bias)
         self.wv = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=bias)
-        self.qk_norm = shape.qk_norm
-        if shape.qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps)
-        self.core: nn.Module = CausalAttention()
+        self.rope_pairs = shape.rope_pairs
+        self.query_scale = 1.0
+        if shape.attention_scale is not None:  # the kernels multiply with 1/√head_dim
+            self.query_scale = shape.attention_scale * math.sqrt(self.head_dim)
+        self.qk_norm, self.whole_norm = shape.qk_norm, shape.qk_norm_whole
+        if shape.qk_norm_whole:
+            self.q_norm: nn.Module = WholeNorm(shape.q_width, eps=shape.norm_eps)
+            self.k_norm: nn.Module = WholeNorm(shape.kv_width, eps=shape.norm_eps)
+        elif shape.qk_norm:
+            norm = RMSNorm1p if shape.norm == "rmsnorm1p" else nn.RMSNorm
+            self.q_norm = norm(self.head_dim, eps=shape.norm_eps)
+            self.k_norm = norm(self.head_dim, eps=shape.norm_eps)
+        self.core: nn.Module = CausalAttention(shape.attention_softcap)
         self.wo = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
         batch, seq, _ = hidden.shape
+        q, k, v = (project(hidden) for project in (self.wq, self.wk, self.wv))
+        if self.whole_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         # [batch, seq, heads · head_dim] -> [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
-        q, k, v = (
-            project(hidden).view(batch, seq, -1, self.head_dim)
-            for project in (self.wq, self.wk, self.wv)
-        )
-        if self.qk_norm:
+        q, k, v = (x.view(batch, seq, -1, self.head_dim) for x in (q, k, v))
+        if self.qk_norm and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        out = self.core(q, k, v, mask)
+            q, k = (rotate(x, rotation, self.rope_pairs) for x in (q, k))
+        out = self.core(scaled(q, self.query_scale), k, v, mask)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class CausalAttention(nn.Module):
     """Causal attention, `[batch, heads, seq, head_dim]`; keys and values may have fewer heads than queries."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
+    def __init__(self, softcap: float | None = None) -> None:
+        super().__init__()
+        self.softcap = softcap
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, *, sees_all: bool = False
+    ) -> Tensor:
+        """Attend to earlier keys, or to those of the mask, or to all if `sees_all`."""
+        causal = mask is None and not sees_all
+        if self.softcap is not None:
+            return capped_attention(q, k, v, mask, self.softcap, causal=causal)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float, *, causal: bool
+) -> Tensor:
+    """Compute attention whose scores are bounded by c · tanh(score / c), by single operations.
+
+    Source: Gemma Team 2024, arXiv:2408.00118, section 2. No kernel of `scaled_dot_product_attention` has it.
+    """
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, heads / kv_heads, seq, head_dim]
+    scores = grouped @ k.unsqueeze(2).mT
+    scores = softcap * torch.tanh(scores * (q.shape[-1] ** -0.5 / softcap))
+    if causal:
+        mask = window_mask(q.shape[2], q.shape[2], q.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(2), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+
+
 class SwiGLU(nn.Module):
-    """A gated feed-forward block (Shazeer 2020, arXiv:2002.05202)."""
+    """A gated feed-forward block with SiLU, or with GELU's tanh approximation (Shazeer 2020,
+    arXiv:2002.05202)."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
+        is_gelu = shape.mlp == "geglu"
+        self.activate = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
         self.gate = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
         self.up = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return self.down(self.activate(self.gate(hidden)) * self.up(hidden))
 
 
 class GeluMLP(nn.Module):
@@ -240,48 +323,33 @@ class GeluMLP(nn.Module):
 def make_mlp(shape: Model) -> nn.Module:
     if shape.experts:
         return MixtureOfExperts(shape)
-    return SwiGLU(shape) if shape.mlp == "swiglu" else GeluMLP(shape)
+    return SwiGLU(shape) if shape.is_gated else GeluMLP(shape)
 
 
 def make_norm(shape: Model) -> nn.Module:
-    if shape.norm == "rmsnorm":
-        return nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
-    return nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
+    kinds = {"rmsnorm": nn.RMSNorm, "rmsnorm1p": RMSNorm1p, "layernorm": nn.LayerNorm}
+    return kinds[shape.norm](shape.hidden, eps=shape.norm_eps)
 
 
-def rope_rotation(shape: Model, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of each position's rotary angles: `Rotation` for positions `[seq]` or `[batch,
-    seq]`.
+class RMSNorm1p(nn.RMSNorm):
+    """An RMSNorm whose weights are added to 1. The sum is never rounded: near 1, 16 bits keep little of a
+    weight."""
 
-    Source: Su et al. 2021, arXiv:2104.09864, eq. 15. Angles need at least fp32 to tell far positions apart.
-    """
-    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    head_dim = shape.head_width
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=angle_dtype) / head_dim
-    frequencies = shape.rope_theta**-exponent
-    if shape.rope_scaling is not None:
-        frequencies = scale_rope_frequencies(frequencies, shape.rope_scaling)
-    angles = positions.to(angle_dtype).unsqueeze(-1) * frequencies
-    if angles.ndim == 3:
-        angles = angles.unsqueeze(1)  # all heads of a row share its angles
-    return angles.cos(), angles.sin()
+    def forward(self, x: Tensor) -> Tensor:
+        normalized = F.rms_norm(x, self.normalized_shape, eps=self.eps)
+        return torch.addcmul(normalized, normalized, self.weight.to(x.dtype))
 
 
-def scale_rope_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow the rotary frequencies `[head_dim / 2]` for a longer context, as Llama 3.1 does.
+class WholeNorm(nn.RMSNorm):
+    """An RMSNorm over all heads `[batch, seq, heads · head_dim]`, of which a rank may have a share."""
 
-    Wavelengths longer than the original context allows are stretched by `factor`, short ones stay, those
-    between are blended linearly in (original context / wavelength). Source: Llama 3.1's model card and the
-    `rope_scaling` of its published configuration.
-    """
-    wavelength = 2 * math.pi / frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((scaling.original_seq_len / wavelength - low) / (high - low)).clamp(0, 1)
-    return smooth * frequencies + (1 - smooth) * frequencies / scaling.factor
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """A function from this rank's mean of squares to that of all heads; None: this rank has all."""
 
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate `[batch, heads, seq, head_dim]`; the pairs are (i, i + head_dim / 2), as in Hugging Face."""
-    cos, sin = (angles.to(x.dtype) for angles in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean_over_ranks is None:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = self.mean_over_ranks(wide.square().mean(-1, keepdim=True))
+        assert self.eps is not None
+        return (wide * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 )
 
 from nanoscale.config.schema import Parallel
-from nanoscale.models.transformer import Mask, Rotation, RunLayers
+from nanoscale.models.transformer import Masks, Rotations, RunLayers
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -92,18 +92,20 @@ def groups(number: int) -> list[range]:
 
 
 def run_in_groups(
-    layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
+    layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks
 ) -> Tensor:
     blocks: list[nn.Module] = list(layers.values())
     for group in groups(len(blocks)):
         members = blocks[group.start : group.stop]
-        hidden = _recompute(_run_blocks, members, hidden, rotation, mask)
+        hidden = _recompute(_run_blocks, members, hidden, rotations, masks)
     return hidden
 
 
-def _run_blocks(blocks: list[nn.Module], hidden: Tensor, rotation: Rotation, mask: Mask) -> Tensor:
+def _run_blocks(
+    blocks: list[nn.Module], hidden: Tensor, rotations: Rotations, masks: Masks
+) -> Tensor:
     for block in blocks:
-        hidden = block(hidden, rotation, mask)
+        hidden = block(hidden, rotations, masks)
     return hidden
 
 
@@ -197,14 +199,14 @@ def run_with_host_memory(
     run: RunLayers,
     layers: nn.ModuleDict,
     hidden: Tensor,
-    rotation: Rotation,
-    mask: Mask = None,
+    rotations: Rotations,
+    masks: Masks,
 ) -> Tensor:
     """Run the blocks; tensors that autograd saves, except parameters, move to the host until they are
     needed."""
     memory = HostMemory()
     with saved_tensors_hooks(memory.pack, memory.unpack):
-        return run(layers, hidden, rotation, mask)
+        return run(layers, hidden, rotations, masks)
 
 
 class HostMemory:

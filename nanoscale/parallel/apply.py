@@ -52,9 +52,10 @@ def _divide_sequence(
     model: Transformer, config: ResolvedConfig, group: ProcessGroup, rank: int
 ) -> None:
     method, degree = config.parallel.cp_method, config.parallel.cp
+    model.sequence_length = lambda seq: seq * degree
     model.token_positions = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.core = context.make_core(method, group)
+            module.core = context.make_core(method, group, config.model.attention_softcap)
         if isinstance(module, Router):
             module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
+from nanoscale.models.transformer import CausalAttention
 from nanoscale.parallel.attention_kernels import KERNELS, choose_kernel, has_cuda_flash
 from nanoscale.parallel.ring import ring_attention
 
@@ -33,12 +34,8 @@ def positions(method: str, seq: int, rank: int, degree: int, device: torch.devic
     return torch.cat((chunk + rank * len(chunk), chunk + mirrored * len(chunk)))
 
 
-def make_core(method: str, group: dist.ProcessGroup) -> nn.Module:
-    cores: dict[str, type[RingAttention] | type[UlyssesAttention]] = {
-        "ring": RingAttention,
-        "ulysses": UlyssesAttention,
-    }
-    return cores[method](group)
+def make_core(method: str, group: dist.ProcessGroup, softcap: float | None = None) -> nn.Module:
+    return RingAttention(group) if method == "ring" else UlyssesAttention(group, softcap)
 
 
 class RingAttention(nn.Module):
@@ -60,23 +57,21 @@ class RingAttention(nn.Module):
         return out[..., :head_dim]
 
 
-class UlyssesAttention(nn.Module):
+class UlyssesAttention(CausalAttention):
     """Ulysses attention: a rank has a share of the heads over the whole sequence (Jacobs et al. 2023,
     arXiv:2309.14509)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
+    def __init__(self, group: dist.ProcessGroup, softcap: float | None = None) -> None:
+        super().__init__(softcap)
         self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, sees_all: bool = False
+    ) -> Tensor:
         degree = dist.get_world_size(self.group)
         assert q.shape[1] % degree == k.shape[1] % degree == 0, "heads are divided over the ranks"
         q, k, v = (_exchange(x, 1, 2, self.group) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
-        return _exchange(out, 2, 1, self.group)
+        return _exchange(super().forward(q, k, v, mask, sees_all=sees_all), 2, 1, self.group)
 
 
 def _exchange(x: Tensor, divided: int, whole: int, group: dist.ProcessGroup) -> Tensor:

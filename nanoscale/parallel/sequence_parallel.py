@@ -61,6 +61,23 @@ class ResidualStream:
         module.forward = forward
 
 
+def mean_over_ranks(stream: ResidualStream, local: Tensor) -> Tensor:
+    """Return the mean of every rank's tensor, which each rank uses in another part of the result."""
+    total: Tensor = _Sum.apply(local, stream.group, stream.ranks, False)
+    return total / stream.ranks
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, *stream: Any) -> Tensor:
+        ctx.stream = stream
+        return _reduce(local, *stream)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _reduce(grad, *ctx.stream), None, None, None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *stream: Any) -> Tensor:

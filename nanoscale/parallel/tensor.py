@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from nanoscale.models.head import Head, TiedHead, logits_or_loss
 from nanoscale.models.lora import Adapter
-from nanoscale.models.transformer import Attention, GeluMLP, SwiGLU, Transformer
+from nanoscale.models.transformer import Attention, GeluMLP, SwiGLU, Transformer, WholeNorm
 from nanoscale.parallel.local_parameters import (
     distribute,
     divide,
@@ -26,11 +26,11 @@ from nanoscale.parallel.local_parameters import (
     rank0_only,
     replicated_grad,
 )
-from nanoscale.parallel.sequence_parallel import ResidualStream
+from nanoscale.parallel.sequence_parallel import ResidualStream, mean_over_ranks
 
 _BY_COLUMN = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
 _BY_ROW = ("attention.wo", "mlp.down")
-_NORMS = ("attention_norm", "mlp_norm")
+_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 
 
 def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -61,7 +61,10 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> 
             divide(module, block, mesh, {"weight": Shard(1), "bias": Replicate()}, rank0_only)
         if name in _NORMS:
             _replicate(module, block, mesh, stream)
-        if isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # of a rank's heads
+        if isinstance(module, WholeNorm):
+            module.mean_over_ranks = partial(mean_over_ranks, stream)
+            divide(module, block, mesh, {"weight": Shard(0)}, replicated_grad)
+        elif isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # of a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
         if isinstance(module, Attention | SwiGLU | GeluMLP):
             stream.wrap(module)

@@ -57,7 +57,7 @@ class InferenceMemory:
         after their rotation, or of each expert the gate's activation, `up` and their product.
         """
         model = self.model
-        inner = model.ffn * (3 if model.mlp == "swiglu" else 2)
+        inner = model.ffn * (3 if model.is_gated else 2)
         if model.experts:
             inner = model.experts_per_token * max(model.hidden + inner, 3 * model.hidden)
         return 4 * model.hidden + max(3 * model.q_width + 2 * model.kv_width, inner)

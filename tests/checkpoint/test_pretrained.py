@@ -122,7 +122,7 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
         {
             place.name: p.detach() if place.expert is None else p.detach()[place.expert].clone()
             for name, p in whole.named_parameters()
-            for place in hf_positions(shape)[name]
+            for place in hf_positions(shape, "mixtral" if experts else "llama")[name]
         },
         tmp_path / "model.safetensors",
     )

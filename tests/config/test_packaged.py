@@ -14,6 +14,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import RECIPE, Library, packaged
 from nanoscale.config.reference import declared, defaults, is_mapping, sections
 from nanoscale.config.rules import Devices, check
+from nanoscale.config.schema import RopeScaling
 from nanoscale.config.values.convert import value_of
 from tests.config.test_mixture import write_tokens
 
@@ -158,9 +159,7 @@ def test_published_shapes():
     assert shape("llama-70b") == (80, 8192, 64, 8, 28672, 128256)
     assert shape("llama-405b") == (126, 16384, 128, 8, 53248, 128256)
     scaling = compose(["model=llama-8b"]).config.model.rope_scaling
-    assert asdict(scaling) == {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192,
-    }  # fmt: skip
+    assert scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
 
 
 def test_a_reference_to_another_key_is_followed_and_remembered():

@@ -18,7 +18,7 @@ from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, batches, encode, write
 from tests.support import hf_families
-from tests.support.hf_families import FAMILIES
+from tests.support.hf_families import FAMILIES, OF_ANY_LENGTH
 from tests.support.jobs import BYTES, SHAPE, run_of_bytes
 
 GREEDY = Wish(Sampling(0.0), max_tokens=16)
@@ -47,7 +47,7 @@ def theirs(folder: Path, prompt: list[int], end: int | None) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_ANY_LENGTH)
 def test_the_most_likely_tokens_are_those_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.hf.families import FAMILIES as SUPPORTED
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError, read_folder
-from nanoscale.config.hf.shape import FAMILIES as SUPPORTED
-from nanoscale.config.hf.shape import HEAD, UnsupportedError, read_shape, write_shape
+from nanoscale.config.hf.shape import HEAD, read_shape, write_shape
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Model
 from nanoscale.models.transformer import Transformer
@@ -289,8 +290,8 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         ({"model_type": "bert"}, "model_type=bert"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act=gelu"),
         (LLAMA | {"attention_bias": True}, "mlp_bias"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type=linear"),
+        (LLAMA | {"rope_scaling": {"rope_type": "xpos", "factor": 4.0}}, "rope_type=xpos"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "config.json has no factor"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantized"),
         (LLAMA | {"hidden_size": "wide"}, "model.hidden=wide"),
@@ -320,12 +321,12 @@ def test_what_we_cannot_compute_is_refused(
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"experts": 4, "qkv_bias": True}, "model.experts and model.qkv_bias"),
-        ({"experts": 4, "qk_norm": True, "sliding_window": 8}, "model.sliding_window"),
+        ({"experts": 4, "qkv_bias": True}, "mixtral is the nearest, but for model.qkv_bias=true"),
+        ({"experts": 4, "qk_norm": True, "sliding_window": 8}, "but for model"),
         ({"mlp": "gelu"}, "model.mlp=gelu"),
         ({"position": "learned"}, "model.norm"),
-        ({"qk_norm": True, "bias": True}, "model.bias and model.qk_norm"),
-        ({"qkv_bias": True, "sliding_window": 8}, "model.sliding_window"),
+        ({"qk_norm": True, "bias": True}, "model.qk_norm=true"),
+        ({"qkv_bias": True, "sliding_window": 8}, "mistral is the nearest, but for model.qkv_bias"),
     ],
 )
 def test_what_transformers_cannot_compute_is_refused(changes: dict[str, Any], word: str) -> None:

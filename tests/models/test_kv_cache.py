@@ -18,7 +18,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models.initialization import initialize
 from nanoscale.models.kv_cache import Cache, without_cudnn_attention
 from nanoscale.models.transformer import Transformer
-from tests.support.hf_families import FAMILIES, save, tokens
+from tests.support.hf_families import FAMILIES, OF_ANY_LENGTH, save, tokens
 from tests.support.jobs import SHAPE
 
 MOE = replace(SHAPE, experts=4, experts_per_token=2)
@@ -53,7 +53,7 @@ def test_logits_are_those_without_it(
     assert (again - expected[:, -1:]).abs().max() <= bound * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "experts"])
+@pytest.mark.parametrize("family", [*OF_ANY_LENGTH, "experts"])
 def test_sequences_of_different_lengths_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     """Also after one of them is dropped, and where several tokens are added to each."""
     shape = replace(shape_of(family, tmp_path), init_std=0.2)

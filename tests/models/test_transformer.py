@@ -16,7 +16,8 @@ from nanoscale.config.model_math import parameters
 from nanoscale.config.parameters import named
 from nanoscale.config.schema import Model, RopeScaling
 from nanoscale.models.initialization import draw, initialize
-from nanoscale.models.transformer import Transformer, rope_rotation, rotate, scale_rope_frequencies
+from nanoscale.models.rope import rope_rotation, rotate, scale_frequencies
+from nanoscale.models.transformer import Transformer
 from nanoscale.plan.memory.shards import rank_stages
 from tests.support.recipes import complete
 
@@ -169,7 +170,7 @@ def test_rotation_keeps_relative_positions_only() -> None:
 
     def score(at: int, distance: int) -> float:
         positions = torch.tensor([at, at + distance])
-        cos, sin = rope_rotation(far, positions, torch.float64)
+        cos, sin = rope_rotation(far, positions, torch.float64, 2)
         left = rotate(q, (cos[:1], sin[:1]))
         right = rotate(k, (cos[1:], sin[1:]))
         return (left * right).sum().item()
@@ -182,7 +183,7 @@ def test_llama31_scaling_keeps_fast_and_stretches_slow_frequencies() -> None:
     scaling = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_seq_len=8192)
     wavelength = torch.tensor([10.0, 2047.0, 4096.0, 8193.0, 1e6], dtype=torch.double)
     frequency = 2 * math.pi / wavelength
-    ratio = (scale_rope_frequencies(frequency, scaling) / frequency).tolist()
+    ratio = (scale_frequencies(frequency, scaling, 500000.0, 2) / frequency).tolist()
     # At half the original context: (8192/4096 - 1) / (4 - 1) = 1/3 of the frequency is kept.
     expected = [1, 1, 1 / 3 + 2 / 3 / 8, 1 / 8, 1 / 8]
     torch.testing.assert_close(torch.tensor(ratio), torch.tensor(expected))

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.config.schema import Model, Parallel
-from nanoscale.models.transformer import Block, Rotation, RunLayers, rope_rotation, run_layers
+from nanoscale.models.rope import rope_rotation
+from nanoscale.models.transformer import Block, Rotations, RunLayers, run_layers
 from nanoscale.parallel import activation, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
@@ -74,16 +75,17 @@ class CountOperations(TorchDispatchMode):
 
 def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, RunLayers]:
     torch.manual_seed(0)
-    layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)}).double()
+    layers = nn.ModuleDict({str(i): Block(SHAPE, i) for i in range(LAYERS)}).double()
     parallel = replace(Parallel(), offload_activations=offload, **MODES[mode])
     activation.apply(layers, parallel)
     return layers, activation.make_run_layers(parallel, run_layers)
 
 
-def inputs(batch: int = BATCH) -> tuple[Tensor, Rotation]:
+def inputs(batch: int = BATCH) -> tuple[Tensor, Rotations]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(batch, SEQ, SHAPE.hidden, dtype=torch.float64, generator=generator)
-    return hidden.requires_grad_(), rope_rotation(SHAPE, torch.arange(SEQ), torch.float64)
+    rotation = rope_rotation(SHAPE, torch.arange(SEQ), torch.float64, SEQ)
+    return hidden.requires_grad_(), (rotation, rotation)
 
 
 @cache
@@ -92,11 +94,11 @@ def see(mode: str, offload: bool = False) -> Seen:
     calls: list[nn.Module] = []
     for block in layers.values():
         block.attention.register_forward_hook(lambda module, *_: calls.append(module))
-    hidden, rotation = inputs()
+    hidden, rotations = inputs()
     counter = CountOperations()
     gc.collect()  # or what earlier tests left would be freed, and counted, at any time
     with counter, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        output = run(layers, hidden, rotation, None)
+        output = run(layers, hidden, rotations, (None, None))
         with record_function("backward"):
             output.square().sum().backward()
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -189,8 +191,8 @@ class Stack(nn.Module):
         super().__init__()
         self.layers, self.run = layers, run
 
-    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        return self.run(self.layers, hidden, rotation, None)
+    def forward(self, hidden: Tensor, rotations: Rotations) -> Tensor:
+        return self.run(self.layers, hidden, rotations, (None, None))
 
 
 ROWS = 3  # no activation of so many has a parameter's size
@@ -320,9 +322,9 @@ def test_what_moves_to_the_host(mode: str) -> None:
 
 def test_autocast_copies_of_weights_do_not_move() -> None:
     layers, run = make("none", offload=True)
-    hidden, rotation = inputs(batch=7)  # no activation has a weight's size
+    hidden, rotations = inputs(batch=7)  # no activation has a weight's size
     with measure_moves() as moved, torch.autocast("cpu", torch.bfloat16):
-        run(layers.float(), hidden.float(), rotation, None)
+        run(layers.float(), hidden.float(), rotations, (None, None))
     weights = {p.numel() * 2 for p in layers.parameters() if p.ndim > 1}
     assert moved and not weights & set(moved)
 

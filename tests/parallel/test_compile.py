@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nanoscale.config.schema import Backend, Config, Model, Parallel
-from nanoscale.models.transformer import Block, Mask, Rotation, RunLayers, rope_rotation, run_layers
+from nanoscale.models.rope import rope_rotation
+from nanoscale.models.transformer import Block, Masks, Rotations, RunLayers, run_layers
 from nanoscale.parallel import activation, compile, process_group
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
@@ -41,7 +42,7 @@ def make(
     mode: str, compiled: str, divide: Callable[[Block], None] | None = None
 ) -> tuple[nn.ModuleDict, RunLayers]:
     torch.manual_seed(0)
-    layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)})
+    layers = nn.ModuleDict({str(i): Block(SHAPE, i) for i in range(LAYERS)})
     parallel = Parallel(**MODES[mode])
     if divide is not None:
         for block in layers.values():
@@ -53,7 +54,8 @@ def make(
 
 def gradients(layers: nn.ModuleDict, run: RunLayers) -> list[Tensor]:
     hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    output = run(layers, hidden, rope_rotation(SHAPE, torch.arange(16), torch.float32), None)
+    rotation = rope_rotation(SHAPE, torch.arange(16), torch.float32, 16)
+    output = run(layers, hidden, (rotation, rotation), (None, None))
     output.square().mean().backward()
     grads = [hidden.grad, *(p.grad for p in layers.parameters())]
     return [output.detach(), *(grad for grad in grads if grad is not None)]
@@ -103,8 +105,8 @@ class Stack(nn.Module):
         super().__init__()
         self.layers, self.run = layers, run
 
-    def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask) -> Tensor:
-        return self.run(self.layers, hidden, rotation, mask)
+    def forward(self, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
+        return self.run(self.layers, hidden, rotations, masks)
 
 
 def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nanoscale.config.schema import Model, Parallel
-from nanoscale.models.transformer import Transformer, rope_rotation
+from nanoscale.models.rope import rope_rotation
+from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation
 from nanoscale.plan.memory.activations import shape_of, stage_activations
 from nanoscale.plan.memory.block_shape import Execution
@@ -32,6 +33,9 @@ LLAMA = Model(
 GROUPED = replace(LLAMA, kv_heads=4)
 GPT = replace(LLAMA, norm="layernorm", mlp="gelu", position="learned", bias=True)
 QWEN3 = replace(GROUPED, qk_norm=True)
+GEMMA = replace(QWEN3, norm="rmsnorm1p", norm_position="both", mlp="geglu")
+OLMO2 = replace(QWEN3, norm_position="after", qk_norm_whole=True)
+CAPPED = replace(GROUPED, attention_softcap=2.0)
 BATCH, SEQ = 2, 256
 
 MODES: list[dict[str, Any]] = [
@@ -54,7 +58,7 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
     stream = torch.float32 if autocast else dtype
     rotation = None
     if model.position == "rope":
-        rotation = rope_rotation(model, torch.arange(SEQ), stream)
+        rotation = rope_rotation(model, torch.arange(SEQ), stream, SEQ)
     for parameter in part.parameters():  # gradients exist before, and are only accumulated
         parameter.grad = torch.zeros_like(parameter)
     with LiveMemory() as memory:
@@ -64,7 +68,7 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
         hidden = torch.randn(BATCH, SEQ, model.hidden, dtype=stream).requires_grad_()
         gc.collect()
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            out = loop(part.layers, hidden, rotation, None)
+            out = loop(part.layers, hidden, (rotation, rotation), (None, None))
         gc.collect()
         kept = memory.live - before - out.nbytes
         memory.reset_peak()
@@ -81,6 +85,9 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
         pytest.param(GROUPED, "fp32", id="grouped fp32"),
         pytest.param(GPT, "fp32", id="gpt fp32"),
         exhaustive(QWEN3, "fp32", name="qwen3 fp32"),
+        exhaustive(GEMMA, "fp32", name="gemma fp32"),
+        exhaustive(OLMO2, "fp32", name="olmo2 fp32"),
+        pytest.param(CAPPED, "fp32", id="bounded scores fp32"),
     ],
 )
 def test_what_blocks_keep(shape: Model, mode: dict[str, Any], precision: str) -> None:
@@ -88,7 +95,11 @@ def test_what_blocks_keep(shape: Model, mode: dict[str, Any], precision: str) ->
     parallel = Parallel(dp=1, virtual_stages=1, **mode)
     kept, peak = run(shape, parallel, dtype, autocast=False)
     execution = Execution(
-        compute=size, stream=size, composed_norm=True, turned=shape.position == "rope"
+        compute=size,
+        stream=size,
+        composed_norm=True,
+        turned=shape.position == "rope",
+        attention="flash" if shape.attention_softcap is None else "capped",
     )
     plan = stage_activations(
         shape.layers, shape_of(shape, parallel, BATCH, SEQ), execution, parallel

@@ -25,6 +25,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+FOURFOLD: dict[str, Any] = {"factor": 4.0, "rope_theta": 100.0}
+PHI3: dict[str, Any] = COMMON | {
+    "pad_token_id": 0,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3],
+        "long_factor": [1.5, 2.0, 5.0],
+    },
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", COMMON | {"rms_norm_eps": 1e-3}),
     "llama tied, llama3": ("Llama", COMMON | {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -40,6 +52,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
         | {"norm_topk_prob": True},
     ),
+    "llama, linear": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "linear"}}),
+    "llama, dynamic": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "dynamic"}}),
+    "qwen3, yarn": (
+        "Qwen3",
+        COMMON
+        | {"head_dim": 8, "rope_parameters": FOURFOLD | {"rope_type": "yarn", "beta_fast": 8.0}
+           | {"original_max_position_embeddings": 8}},
+    ),
+    "phi3": ("Phi3", COMMON | {"pad_token_id": 0, "sliding_window": 7}),
+    "phi3, longrope": ("Phi3", PHI3 | {"original_max_position_embeddings": 16}),
+    "phi3, short": ("Phi3", PHI3 | {"original_max_position_embeddings": 24}),
+    "smollm3": ("SmolLM3", COMMON | {"num_hidden_layers": 5, "pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "granite": (
+        "Granite",
+        COMMON
+        | {"embedding_multiplier": 3.0, "logits_scaling": 0.6, "residual_multiplier": 0.7}
+        | {"attention_multiplier": 0.2},
+    ),
+    "glm": ("Glm", COMMON | {"head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("Glm4", COMMON | {"head_dim": 8, "pad_token_id": 0, "num_key_value_heads": 2}),
+    "olmo2": ("Olmo2", COMMON),
+    "olmo3": ("Olmo3", COMMON | {"num_hidden_layers": 5, "sliding_window": 7}),
+    "gemma": ("Gemma", COMMON | {"head_dim": 6, "tie_word_embeddings": False, "eos_token_id": None}),
+    "gemma2": (
+        "Gemma2",
+        COMMON
+        | {"num_hidden_layers": 3, "head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 9}
+        | {"tie_word_embeddings": False, "eos_token_id": None}
+        | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5},
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        COMMON
+        | {"num_hidden_layers": 7, "head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 6}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": None},
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -53,6 +101,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+OF_ANY_LENGTH = [family for family in FAMILIES if family != "phi3, longrope"]
+"""Families whose frequencies do not depend on the length of the sequence."""
 
 
 def make(family: str, seed: int = 0) -> Any:
@@ -61,8 +111,11 @@ def make(family: str, seed: int = 0) -> Any:
 
     name, settings = FAMILIES[family]
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-    config = getattr(transformers, f"{name}Config")(**settings)
+    suffix = "TextConfig" if name == "Gemma3" else "Config"
+    config = getattr(transformers, f"{name}{suffix}")(**settings)
     torch.manual_seed(seed)
+    if "attn_logit_softcapping" in settings:
+        config._attn_implementation = "eager"  # the others have no bound of the scores
     model = getattr(transformers, f"{name}{head}")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanoscale.config.model_math import adaptable_layers
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Lora, Model
+from nanoscale.config.schema import Lora, Model, RopeScaling
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.trackers import Record
@@ -41,6 +41,27 @@ GPT2 = replace(
 )
 QWEN2 = replace(SHALLOW, qkv_bias=True)
 QWEN3 = replace(SHALLOW, qk_norm=True)
+GEMMA = replace(
+    SHALLOW,
+    norm="rmsnorm1p",
+    norm_position="both",
+    mlp="geglu",
+    qk_norm=True,
+    sliding_window=7,
+    full_attention_every=2,
+    rope_theta_local=100.0,
+    rope_scaling=RopeScaling(4.0, kind="linear"),
+    attention_scale=0.4,
+    attention_softcap=0.7,
+    logit_softcap=0.9,
+    embed_scale=3.0,
+)
+OLMO2 = replace(SHALLOW, norm_position="after", qk_norm=True, qk_norm_whole=True)
+GLM4 = replace(
+    SHALLOW, norm_position="both", qkv_bias=True, rope_fraction=0.5, rope_pairs="neighbors"
+)
+SMOLLM3 = replace(SHALLOW, rope_skip=2, residual_scale=0.6, logit_scale=1.7)
+"""SmolLM3 with the factors of Granite."""
 
 
 MOE = replace(SHALLOW, experts=4, experts_per_token=2, ffn=32, balance="bias", balance_rate=0.01)
@@ -170,6 +191,16 @@ ROWS = [
         QWEN3,
     ),
     Row("Qwen3, pp 2 · cp 2", {"pp": 2, "cp": 2}, 0, 4, QWEN3),
+    Row("Gemma, one process", {}, 0, 4, GEMMA),
+    Row("Gemma, dp 2 · tp 2, stage 3, full",
+        {"dp": 2, "tp": 2, "activation_checkpointing": "full"}, 3, 2, GEMMA),
+    Row("Gemma, pp 2 · ulysses cp 2", {"pp": 2, "cp": 2, "cp_method": "ulysses"}, 0, 4, GEMMA),
+    Row("OLMo-2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, OLMO2),
+    Row("OLMo-2, tp 2 · cp 2 without sequence parallel",
+        {"tp": 2, "cp": 2, "sequence_parallel": False, "activation_checkpointing": "selective"}, 0, 4, OLMO2),
+    Row("GLM-4, dp 2 · tp 2 · cp 2, stage 2", {"dp": 2, "tp": 2, "cp": 2}, 2, 2, GLM4),
+    Row("SmolLM3, pp 2 · dp 2, stage 1", {"pp": 2, "dp": 2}, 1, 2, SMOLLM3),
+    packed("Gemma, tp 2", 0, 4, GEMMA, tp=2),
     checkpointing("full", 3, dp=2),
     checkpointing("full", 0, tp=2, checkpoint_every=2),
     checkpointing("full", 0, cp=2, offload_activations=True),

@@ -27,8 +27,9 @@ from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES, Dtype
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import INDEX, Shapes
-from nanoscale.config.hf.shape import UnsupportedError, write_shape
+from nanoscale.config.hf.shape import family_of, write_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -80,7 +81,9 @@ def export(
         raise UserError("usage", f"{out} already exists; name another folder with --out")
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
-    kind, tensors = DTYPES[dtype], _tensors(stored, config.model)
+    kind = DTYPES[dtype]
+    hf_config = _config(config.model, kind)
+    tensors = _tensors(stored, config.model)
     hf_shapes = {
         position.name: position.shape(shape)
         for shape, positions in tensors.values()
@@ -89,7 +92,6 @@ def export(
     files = divide(hf_shapes, kind.safetensors_name, largest)
     names = file_names(len(files))
     size = sum(kind.bytes * math.prod(shape) for shape in hf_shapes.values())
-    hf_config = _config(config.model, kind)
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
         _refuse_bias(bias, config.model)
@@ -124,7 +126,7 @@ def require_whole(stored: StoredCheckpoint) -> None:
 def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
     """Return our parameters and their positions."""
     if model.source == "own":
-        positions = hf_positions(model)
+        positions = hf_positions(model, family_of(model))
         return {name: (shape, positions[name]) for name, shape in shapes(model).items()}
     prefix = f"model.{PREFIX}"
     return {

@@ -20,8 +20,9 @@ from nanoscale.checkpoint.hf.names import (
     is_needless,
     shapes,
 )
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import WIDTH, BadFileError, Shapes, Stored, read_folder
-from nanoscale.config.hf.shape import HEAD, UnsupportedError, read_shape
+from nanoscale.config.hf.shape import HEAD, family_of, read_config, read_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
 
@@ -46,7 +47,8 @@ def find(folder: Path, model: Model) -> StoredParameters:
         BadFileError: files or tensors are missing, of other shapes, or not part of the shape.
     """
     file_tensors = read_folder(folder)
-    shapes_by_name, positions = shapes(model), hf_positions(model, merged=is_merged(file_tensors))
+    shapes_by_name = shapes(model)
+    positions = hf_positions(model, _family(folder, model), merged=is_merged(file_tensors))
     needed = {
         position.name: position.shape(shapes_by_name[name])
         for name, parameter_positions in positions.items()
@@ -201,6 +203,13 @@ def _find_tensor(tensors: dict[str, Stored], name: str) -> Stored | None:
         if name.startswith(prefix) and name.removeprefix(prefix) in tensors:
             return tensors[name.removeprefix(prefix)]
     return None
+
+
+def _family(folder: Path, model: Model) -> str:
+    try:
+        return str(read_config(folder).get("model_type"))
+    except UnsupportedError:
+        return family_of(model)
 
 
 def _is_tied(folder: Path) -> bool:

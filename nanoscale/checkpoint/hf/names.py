@@ -3,7 +3,8 @@
 | ours | Hugging Face's |
 |---|---|
 | a matrix `[out, in]` of a linear layer | the same; in GPT-2 `[in, out]` |
-| queries, keys, values | the same; in GPT-2 side by side in one matrix `[in, 3 · out]` |
+| queries, keys, values | the same; in GPT-2 and Phi-3 side by side in one matrix |
+| gate and up | the same; in Phi-3 and GLM-4 one above the other in one matrix |
 | a matrix of all experts `[experts, out, in]` | one of each expert `[out, in]` |
 | with merged experts | the same, gate and up one above the other `[experts, 2 · out, in]` |
 
@@ -32,10 +33,12 @@ class TensorPosition:
 
     name: str
     transposed: bool = False
-    part: int = 0
-    """The index among `parts` equal parts, along `axis` of the Hugging Face tensor."""
-    parts: int = 1
-    axis: int = -1
+    joined: tuple[str, ...] = ()
+    """Our modules in a block that are side by side in the Hugging Face tensor, along `axis`; empty: one."""
+    axis: int = 0
+    before: int = 0
+    """Rows, or columns, of the Hugging Face tensor before ours, along `axis`."""
+    after: int = 0
     expert: int | None = None
     """The index in our first dimension; None if that is not a dimension of experts."""
 
@@ -43,7 +46,7 @@ class TensorPosition:
         """Return the shape of the whole Hugging Face tensor."""
         own_shape = self._per_expert(own_shape)
         hf_shape = list(own_shape[::-1] if self.transposed else own_shape)
-        hf_shape[self.axis] *= self.parts
+        hf_shape[self.axis] += self.before + self.after
         return tuple(hf_shape)
 
     def slices(self, own_shape: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
@@ -53,7 +56,7 @@ class TensorPosition:
         order = range(len(own_shape))[:: -1 if self.transposed else 1]
         start = [offsets[axis] for axis in order]
         length = [sizes[axis] for axis in order]
-        start[self.axis] += self.part * own_shape[order[self.axis]]
+        start[self.axis] += self.before
         return tuple(
             slice(first, first + count) for first, count in zip(start, length, strict=True)
         )
@@ -73,18 +76,19 @@ def shapes(model: Model) -> dict[str, Shape]:
     return {name: parameter.shape for name, parameter in parameters.named(model).items()}
 
 
-def hf_positions(model: Model, *, merged: bool = False) -> dict[str, tuple[TensorPosition, ...]]:
-    """Return the positions of each parameter in a file of the model's family: one, or one for each expert.
+def hf_positions(
+    model: Model, family: str, *, merged: bool = False
+) -> dict[str, tuple[TensorPosition, ...]]:
+    """Return the positions of each parameter in a file of a family: one, or one for each expert.
 
     With `merged`, experts are merged, as `is_merged` detects, and every parameter has one position.
     """
-    if model.position == "learned":
+    if family == "gpt2":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
         return _block_positions(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
-    separate = _QWEN3_MOE if model.qk_norm else _MIXTRAL
-    experts = _MERGED if merged else separate
-    return _block_positions(model, "model.", "layers", root, _LLAMA | experts)
+    block = _LLAMA | _OWN_NAMES.get(family, {}) | (_MERGED if merged else {})
+    return _block_positions(model, "model.", "layers", root, block)
 
 
 def is_merged(names: Iterable[str]) -> bool:
@@ -128,17 +132,38 @@ _QWEN3_MOE = {
     "mlp.experts.up": TensorPosition("mlp.experts.{expert}.up_proj.weight"),
     "mlp.experts.down": TensorPosition("mlp.experts.{expert}.down_proj.weight"),
 }
+_GATED_EXPERTS = ("mlp.experts.gate", "mlp.experts.up")
 _MERGED = {
     "mlp.router": TensorPosition("mlp.gate"),
-    "mlp.experts.gate": TensorPosition("mlp.experts.gate_up_proj", part=0, parts=2, axis=1),
-    "mlp.experts.up": TensorPosition("mlp.experts.gate_up_proj", part=1, parts=2, axis=1),
+    **dict.fromkeys(
+        _GATED_EXPERTS, TensorPosition("mlp.experts.gate_up_proj", joined=_GATED_EXPERTS, axis=1)
+    ),
     "mlp.experts.down": TensorPosition("mlp.experts.down_proj"),
 }
+_QKV = ("attention.wq", "attention.wk", "attention.wv")
+_GATED = ("mlp.gate", "mlp.up")
+_GATE_UP = dict.fromkeys(_GATED, TensorPosition("mlp.gate_up_proj", joined=_GATED))
+_POST_NORMS = {
+    "attention_post_norm": TensorPosition("post_attention_layernorm"),
+    "mlp_norm": TensorPosition("pre_feedforward_layernorm"),
+    "mlp_post_norm": TensorPosition("post_feedforward_layernorm"),
+}
+_OWN_NAMES = {
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+    "phi3": _GATE_UP | dict.fromkeys(_QKV, TensorPosition("self_attn.qkv_proj", joined=_QKV)),
+    "glm": _GATE_UP,
+    "glm4": _GATE_UP
+    | {
+        "attention_post_norm": TensorPosition("post_self_attn_layernorm"),
+        "mlp_post_norm": TensorPosition("post_mlp_layernorm"),
+    },
+    **dict.fromkeys(("olmo2", "olmo3", "gemma2", "gemma3_text"), _POST_NORMS),
+}
+"""The names of a family that are not Llama's, by `model_type`."""
 _GPT2 = {
     "attention_norm": TensorPosition("ln_1"),
-    "attention.wq": TensorPosition("attn.c_attn", True, 0, 3),
-    "attention.wk": TensorPosition("attn.c_attn", True, 1, 3),
-    "attention.wv": TensorPosition("attn.c_attn", True, 2, 3),
+    **dict.fromkeys(_QKV, TensorPosition("attn.c_attn", True, _QKV, axis=-1)),
     "attention.wo": TensorPosition("attn.c_proj", True),
     "mlp_norm": TensorPosition("ln_2"),
     "mlp.up": TensorPosition("mlp.c_fc", True),
@@ -150,7 +175,8 @@ def _block_positions(
     model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, TensorPosition]
 ) -> dict[str, tuple[TensorPosition, ...]]:
     positions: dict[str, tuple[TensorPosition, ...]] = {}
-    for name in shapes(model):
+    own_shapes = shapes(model)
+    for name in own_shapes:
         module, _, kind = name.rpartition(".")
         if module == "head":
             positions[name] = (TensorPosition(f"lm_head.{kind}"),)
@@ -164,7 +190,7 @@ def _block_positions(
                 replace(position, name=hf_name.format(expert=i), expert=i)
                 for i in range(model.experts)
             ]
-            merged = replace(position, name=hf_name)
+            merged = _beside(replace(position, name=hf_name), name, module_in_block, own_shapes)
             positions[name] = tuple(one_per_expert) if "{expert}" in hf_name else (merged,)
         else:
             _, layer, module_in_block = module.split(".", 2)
@@ -174,5 +200,19 @@ def _block_positions(
             )
             transposed = position.transposed and kind == "weight"
             hf_name = f"{prefix}{layers}.{layer}.{position.name}.{kind}"
-            positions[name] = (TensorPosition(hf_name, transposed, position.part, position.parts),)
+            position = replace(position, name=hf_name, transposed=transposed)
+            positions[name] = (_beside(position, name, module_in_block, own_shapes),)
     return positions
+
+
+def _beside(
+    position: TensorPosition, name: str, module_in_block: str, own_shapes: dict[str, Shape]
+) -> TensorPosition:
+    """Return the position of a tensor next to those that it is joined with."""
+    if not position.joined:
+        return position
+    # Only matrices of all experts have a dimension before their rows.
+    axis = position.axis if len(own_shapes[name]) == 3 else 0
+    rows = [own_shapes[name.replace(module_in_block, each)][axis] for each in position.joined]
+    number = position.joined.index(module_in_block)
+    return replace(position, before=sum(rows[:number]), after=sum(rows[number + 1 :]))

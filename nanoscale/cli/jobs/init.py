@@ -145,9 +145,10 @@ def _own_shape(model: str) -> dict[str, Any]:
 
 def _pretrained(model: str) -> tuple[str, int]:
     """Return a model to fine-tune by its folder or its name at Hugging Face, and its context."""
+    from nanoscale.config.hf.families import UnsupportedError
     from nanoscale.config.hf.hub import missing_path
     from nanoscale.config.hf.pretrained import absolute_name, is_folder
-    from nanoscale.config.hf.shape import UnsupportedError, read_shape
+    from nanoscale.config.hf.shape import read_shape
 
     if is_folder(model):
         try:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate, refuse_model
-from nanoscale.config.hf.shape import UnsupportedError, read_config, require_causal
+from nanoscale.config.hf.shape import read_config, require_causal
 from nanoscale.config.schema import Model
 from nanoscale.config.violations import override, refuse, shown
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.common.errors import Violation
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.hub import asking, is_name, missing_path, similar_paths, why_not
 from nanoscale.config.hf.shape import (
     HEAD,
-    UnsupportedError,
     has_own_head,
     read_config,
     read_shape,

@@ -6,17 +6,19 @@ Settings that our shape cannot express are refused by name: nothing is dropped s
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+import math
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import reason
+from nanoscale.config.hf.families import FAMILIES, Family, HFKey, HFOnly, Json, UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal, read_folder
 from nanoscale.config.schema import Model
 from nanoscale.config.values.convert import convert
 from nanoscale.config.violations import shown
 
-Json = dict[str, Any]
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """The names in Qwen2-MoE and DeepSeek."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -27,149 +29,24 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """The endings of the names of their embeddings."""
 
 
-class UnsupportedError(Exception):
-    """A model that the other side cannot express; the text names the setting."""
-
-
-@dataclass(frozen=True)
-class _Key:
-    """A setting that is a key of the model."""
-
-    name: str
-    usual: Any = ...
-    """transformers' default; an ellipsis if the setting must be present."""
-
-
-@dataclass(frozen=True)
-class _Only:
-    """A setting with one supported value, and other spellings of it."""
-
-    value: Any
-    others: tuple[Any, ...] = ()
-    is_read: bool = True
-    is_written: bool = True
-
-
-Settings = dict[str, _Key | _Only]
-_LLAMA: Settings = {
-    "num_hidden_layers": _Key("layers"),
-    "hidden_size": _Key("hidden"),
-    "num_attention_heads": _Key("heads"),
-    "num_key_value_heads": _Key("kv_heads", None),
-    "head_dim": _Key("head_dim", None),
-    "intermediate_size": _Key("ffn"),
-    "vocab_size": _Key("vocab"),
-    "max_position_embeddings": _Key("max_seq_len"),
-    "rms_norm_eps": _Key("norm_eps", 1e-6),
-    "hidden_act": _Only("silu", ("swish",)),
-    "rope_theta": _Key("rope_theta", 10000.0),
-    "rope_scaling": _Key("rope_scaling", None),
-    "tie_word_embeddings": _Key("tie_embeddings", False),
-    "initializer_range": _Key("init_std", 0.02),
-    "attention_dropout": _Only(0.0, is_read=False),
-}
-_GPT2: Settings = {
-    "scale_attn_weights": _Only(True, is_written=False),
-    "scale_attn_by_inverse_layer_idx": _Only(False, is_written=False),
-    "add_cross_attention": _Only(False, is_written=False),
-    "n_layer": _Key("layers"),
-    "n_embd": _Key("hidden"),
-    "n_head": _Key("heads"),
-    "n_inner": _Key("ffn", None),
-    "vocab_size": _Key("vocab"),
-    "n_positions": _Key("max_seq_len", 1024),
-    "layer_norm_epsilon": _Key("norm_eps", 1e-5),
-    "activation_function": _Only("gelu_new", ("gelu_pytorch_tanh",)),  # the same function
-    "tie_word_embeddings": _Key("tie_embeddings", True),
-    "initializer_range": _Key("init_std", 0.02),
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), _Only(0.0, is_read=False)),
-}
-_NO_WINDOW: Settings = {"use_sliding_window": _Only(False)}
-_NO_WINDOW_OR_BIAS = _NO_WINDOW | {"attention_bias": _Only(False)}
-_EXPERTS: Settings = {
-    "num_experts_per_tok": _Key("experts_per_token"),
-    "output_router_logits": _Only(False),  # with it their loss has another part
-}
-_ROPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope"}
-
-
-@dataclass(frozen=True)
-class _Family:
-    """One `model_type`: its config.json, which is read and written by the same table."""
-
-    architecture: str
-    settings: Settings
-    """The settings, in the order in which they are written."""
-    implied: Json
-    """The keys of the model that have the same value in the whole family."""
-
-
-def _like_llama(architecture: str, own: Settings, usual: Json, **implied: Any) -> _Family:
-    """Return a family with settings of its own, and other defaults by the keys of the model."""
-    settings = {
-        name: replace(it, usual=usual.get(it.name, it.usual)) if isinstance(it, _Key) else it
-        for name, it in (own | _LLAMA).items()
-    }
-    return _Family(architecture, settings, _ROPE | implied)
-
-
-_BIAS = _Key("bias", False)
-_WINDOW: Settings = {"sliding_window": _Key("sliding_window", None)}
-_FAMILIES = {
-    "llama": _like_llama("LlamaForCausalLM", {"attention_bias": _BIAS, "mlp_bias": _BIAS}, {}),
-    "mistral": _like_llama(
-        "MistralForCausalLM",
-        _WINDOW,
-        {"kv_heads": 8, "max_seq_len": 131072, "sliding_window": 4096},
+_ROPE_KINDS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len"),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor",
+        "original_seq_len",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
     ),
-    "qwen2": _like_llama("Qwen2ForCausalLM", _NO_WINDOW, {"kv_heads": 32}, qkv_bias=True),
-    "qwen3": _like_llama(
-        "Qwen3ForCausalLM", _NO_WINDOW_OR_BIAS, {"kv_heads": 32, "head_dim": 128}, qk_norm=True
-    ),
-    "mixtral": _like_llama(
-        "MixtralForCausalLM",
-        _EXPERTS
-        | {"num_local_experts": _Key("experts", 8)}
-        | _WINDOW
-        | {"router_jitter_noise": _Only(0.0)},
-        {
-            "kv_heads": 8,
-            "max_seq_len": 131072,
-            "norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "experts_per_token": 2,
-        },
-    ),
-    "qwen3_moe": _like_llama(
-        "Qwen3MoeForCausalLM",
-        _EXPERTS
-        | {
-            "num_experts": _Key("experts", 128),
-            "moe_intermediate_size": _Key("ffn", 768),
-            "norm_topk_prob": _Only(True),
-            "decoder_sparse_step": _Only(1),
-            "mlp_only_layers": _Only([], (None,)),
-            "router_jitter_noise": _Only(0.0, is_written=False),
-        }
-        | _NO_WINDOW_OR_BIAS,
-        {"kv_heads": 4, "experts_per_token": 8},
-        qk_norm=True,
-    ),
-    "gpt2": _Family(
-        "GPT2LMHeadModel",
-        _GPT2,
-        {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True},
-    ),
+    "longrope": ("factor", "original_seq_len", "short_factor", "long_factor", "attention_factor"),
 }
-FAMILIES = frozenset(_FAMILIES)
-"""The values of `model_type` that our own transformer supports."""
-_LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_seq_len": "original_max_position_embeddings",
-}
-"""The keys of `model.rope_scaling`, and their names in config.json."""
+"""The keys of `model.rope_scaling` by `rope_type`."""
+_ORIGINAL = "original_max_position_embeddings"
+_NOT_SHAPE = ("name", "init_std", "init_from", "balance", "balance_rate")
+"""Keys of the model that do not affect what it computes."""
 
 
 def read_shape(folder: Path) -> Model:
@@ -187,21 +64,22 @@ def read_shape(folder: Path) -> Model:
         if document.get(key):
             shared = f"{key}={document[key]}: shared experts are not supported"
             raise UnsupportedError(f"model_type={shown(family)}, {shared}")
-    if family not in _FAMILIES:
-        families = ", ".join(_FAMILIES)
+    if family not in FAMILIES:
+        families = ", ".join(FAMILIES)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
     if "quantization_config" in document:
         raise UnsupportedError("quantization_config: its weights are quantized")
-    values = _read(_FAMILIES[family], document) | {"name": folder.name}
+    values = _read(FAMILIES[family], document) | {"name": folder.name}
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
         wrong = "; ".join(f"{it.key}={shown(it.value)} {it.message}" for it in violations)
         raise UnsupportedError(f"its sizes are not valid: {wrong}")
     found = config.model
+    plain = _shape_keys(asdict(found))
+    simpler = ("attention_scale", "sliding_window", "full_attention_every", "rope_theta_local")
     return replace(
         found,
-        kv_heads=found.kv_head_count,
-        head_dim=found.head_width,
+        **{key: plain[key] for key in ("kv_heads", "head_dim", *simpler)},
         tie_embeddings=found.tie_embeddings and not has_own_head(folder),
     )
 
@@ -260,53 +138,105 @@ def _require(document: Json, key: str, value: Any, others: tuple[Any, ...] = ())
         raise UnsupportedError(f"{key}={shown(given)}: only {shown(value)} is supported")
 
 
-def _read(family: _Family, document: Json) -> Json:
+def _read(family: Family, document: Json) -> Json:
     """Return the keys of the model that config.json sets, or that its family has by default."""
     if "norm_topk_prob" in family.settings and document.get("norm_topk_prob") is not True:
         raise UnsupportedError(
             "norm_topk_prob=false: only true is supported: the weights of a token add up to 1"
         )
     for name, setting in family.settings.items():
-        if isinstance(setting, _Only) and setting.is_read:
+        if isinstance(setting, HFOnly) and setting.is_read:
             _require(document, name, setting.value, setting.others)
-    if "n_inner" in family.settings:
-        document = document | {"n_inner": document.get("n_inner") or 4 * _need(document, "n_embd")}
-    if "moe_intermediate_size" in family.settings:
-        # Its `intermediate_size` is that of blocks without experts, and there are none.
-        document = {"num_experts": document.get("num_local_experts", 128)} | document
-        document["intermediate_size"] = document.get("moe_intermediate_size", 768)
-    values: Json = dict(family.implied)
+    values: Json = {}
     for name, setting in family.settings.items():
-        if isinstance(setting, _Key):
+        if isinstance(setting, HFKey):
             needed = setting.usual is ...
             given = _need(document, name) if needed else document.get(name, setting.usual)
-            if name == "mlp_bias" and given != values["bias"]:
-                raise UnsupportedError(
-                    f"attention_bias={shown(values['bias'])} and mlp_bias differ"
-                )
-            values.setdefault(setting.name, given)
-    values.setdefault("kv_heads", values["heads"])
-    if values["position"] == "rope":
-        values |= _read_rope(document, values["rope_theta"])
-    window = values.get("sliding_window")
-    if window is not None and window >= values["max_seq_len"]:
-        values["sliding_window"] = None
+            values.setdefault(setting.name, _convert(setting, name, given))
+    for rule in family.rules:
+        with suppress(TypeError):  # a value of a wrong type, which is refused when it is converted
+            values |= rule.read(document, values)
+    values = family.implied | values
+    if "rope_theta" in values:
+        values |= _read_rope(document, values)
     return values
 
 
-def _read_rope(document: Json, theta: Any) -> Json:
+def _convert(setting: HFKey, name: str, given: Any) -> Any:
+    try:
+        return setting.read(given)
+    except (TypeError, ArithmeticError) as error:
+        raise UnsupportedError(f"{name}={shown(given)} is not valid") from error
+
+
+def _read_rope(document: Json, values: Json) -> Json:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UnsupportedError("rope_scaling is not an object")
-    _require(document | rope, "partial_rotary_factor", 1.0, (None,))
+    local: Json = {}
+    if "full_attention" in rope or "sliding_attention" in rope:
+        local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            raise UnsupportedError(f"rope_type={shown(local['rope_type'])} in layers with a window")
+    result: Json = {
+        "rope_theta": rope.get("rope_theta", values["rope_theta"]),
+        "rope_scaling": None,
+    }
+    if "rope_fraction" in values:
+        result["rope_fraction"] = rope.get("partial_rotary_factor", values["rope_fraction"])
+    else:
+        _require(document | rope, "partial_rotary_factor", 1.0, (None,))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UnsupportedError(f"rope_type={shown(kind)}: only default and llama3 are supported")
-    scaling = None
-    if kind == "llama3":
-        scaling = {key: _need(rope, name) for key, name in _LLAMA3.items()}
-    return {"rope_theta": rope.get("rope_theta", theta), "rope_scaling": scaling}
+    if kind == "su":
+        kind = "longrope"  # its name in the first files of Phi-3
+    if kind not in ("default", *_ROPE_KINDS):
+        kinds = ", ".join(("default", *_ROPE_KINDS))
+        raise UnsupportedError(f"rope_type={shown(kind)}: only {kinds} are supported")
+    if kind != "default":
+        result["rope_scaling"] = _read_scaling(kind, rope, document)
+    theta = local.get("rope_theta", values.get("rope_theta_local", result["rope_theta"]))
+    # Layers with a window are not scaled, in families in which they have a rotation of their own.
+    if local or "rope_theta_local" in values:
+        is_same = theta == result["rope_theta"] and result["rope_scaling"] is None
+        result["rope_theta_local"] = None if is_same else theta
+    return result
+
+
+def _read_scaling(kind: str, rope: Json, document: Json) -> Json:
+    length = document.get("max_position_embeddings")
+    original = document.get(_ORIGINAL, rope.get(_ORIGINAL, length))
+    usual: Json = {
+        "original_seq_len": original,
+        "truncate": True,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    values = usual | {name: value for name, value in rope.items() if value is not None}
+    if kind in ("yarn", "longrope"):
+        try:
+            values["factor"] = values.get("factor") or float(length or 0) / float(original or 0)
+            values["attention_factor"] = _attention_factor(kind, values)
+        except (TypeError, ArithmeticError, ValueError) as error:
+            raise UnsupportedError(f"rope_scaling: its {kind} factors are not valid") from error
+    return {"kind": kind} | {name: _need(values, name) for name in _ROPE_KINDS[kind]}
+
+
+def _attention_factor(kind: str, values: Json) -> float:
+    """Return the given factor, or that of the papers (arXiv:2309.00071, eq. 22; arXiv:2402.13753)."""
+    factor, original = values["factor"], values["original_seq_len"]
+    if (given := values.get("attention_factor")) is not None:
+        return float(given)
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        one, all_dims = (
+            0.1 * values[name] * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")
+        )
+        return float(one / all_dims)
+    return 0.1 * math.log(factor) + 1
 
 
 def write_shape(model: Model) -> Json:
@@ -315,78 +245,87 @@ def write_shape(model: Model) -> Json:
     Raises:
         UnsupportedError: no family of transformers has this shape.
     """
-    name = _family_of(model)
-    family, values = _FAMILIES[name], asdict(model)
+    return _write(family_of(model), model)
+
+
+def _write(name: str, model: Model) -> Json:
+    family, values = FAMILIES[name], asdict(model)
     values |= {"kv_heads": model.kv_head_count, "head_dim": model.head_width}
-    if model.rope_scaling is not None:
-        scaling = {hf: values["rope_scaling"][key] for key, hf in _LLAMA3.items()}
-        values["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    if model.position == "rope":  # larger values are refused, and it initializes nothing here
-        values["init_std"] = min(model.init_std, 1.0)
-    return {"model_type": name, "architectures": [family.architecture]} | {
-        hf: values[setting.name] if isinstance(setting, _Key) else setting.value
-        for hf, setting in family.settings.items()
-        if isinstance(setting, _Key) or setting.is_written
-    }
+    values["attention_scale"] = model.attention_scale or model.head_width**-0.5
+    document: Json = {"model_type": name, "architectures": [family.architecture]}
+    for hf, setting in family.settings.items():
+        if isinstance(setting, HFKey):
+            document[hf] = setting.write(values[setting.name])
+        elif setting.is_written:
+            document[hf] = setting.value
+    for rule in family.rules:
+        document |= rule.write(model)
+    if "rope_theta" in document:
+        document["rope_scaling"] = _write_scaling(values["rope_scaling"])
+        # larger values are refused, and it initializes nothing here
+        document["initializer_range"] = min(model.init_std, 1.0)
+    if model.rope_scaling is not None and name == "phi3":
+        document[_ORIGINAL] = model.rope_scaling.original_seq_len
+    if "rope_local_base_freq" in document:
+        document["rope_local_base_freq"] = model.rope_theta_local or model.rope_theta
+    return document
 
 
-def _family_of(model: Model) -> str:
-    """Return the family with this shape; no family has several of the options together.
+def _write_scaling(scaling: Json | None) -> Json | None:
+    if scaling is None:
+        return None
+    names = {"original_seq_len": _ORIGINAL}
+    values = {names.get(key, key): scaling[key] for key in _ROPE_KINDS[scaling["kind"]]}
+    return {"rope_type": scaling["kind"], **values}
+
+
+def family_of(model: Model) -> str:
+    """Return the first family whose config.json, read again, has this shape.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is none; the text names what the nearest one lacks.
     """
-    if model.position == "learned":
-        _require_gpt2(model)
-        return "gpt2"
-    if (model.norm, model.mlp) != ("rmsnorm", "swiglu"):
-        raise UnsupportedError(
-            f"no family has rotary positions with model.norm={model.norm} and model.mlp={model.mlp}"
-        )
-    names = ("bias", "qkv_bias", "qk_norm", "sliding_window")
-    options = [f"model.{name}" for name in names if getattr(model, name)]
-    if model.experts:
-        return _family_of_experts(options)
-    if len(options) > 1:
-        raise UnsupportedError(f"no family has both {' and '.join(options)}")
-    if model.qkv_bias:
-        return "qwen2"
-    if model.qk_norm:
-        return "qwen3"
-    # Llama's configuration refuses heads that do not divide the hidden size. A Mistral without a window
-    # computes the same, and accepts any head_dim.
-    is_uneven = model.hidden % model.heads != 0
-    if model.sliding_window is not None or (is_uneven and not model.bias):
-        return "mistral"
-    if is_uneven:
-        raise UnsupportedError(
-            f"Llama is the family with model.bias, and its model.hidden={model.hidden} must be a multiple "
-            f"of model.heads={model.heads}"
-        )
-    return "llama"
+    differences = {name: _differences(name, model) for name in FAMILIES}
+    family, differing = min(
+        differences.items(), key=lambda item: ("position" in item[1], len(item[1]))
+    )
+    if not differing:
+        return family
+    values = " and ".join(f"model.{key}={shown(getattr(model, key))}" for key in differing)
+    raise UnsupportedError(f"no family has this shape: {family} is the nearest, but for {values}")
 
 
-def _family_of_experts(options: list[str]) -> str:
-    for key in ("model.bias", "model.qkv_bias"):
-        if key in options:
-            raise UnsupportedError(f"no family has both model.experts and {key}")
-    if options == ["model.qk_norm", "model.sliding_window"]:
-        raise UnsupportedError(f"no family has model.experts, {' and '.join(options)}")
-    return "qwen3_moe" if "model.qk_norm" in options else "mixtral"
+def _differences(name: str, model: Model) -> list[str]:
+    """Return the keys of a shape that config.json of a family cannot express."""
+    try:
+        stored = _shape_keys(asdict(Model()) | _read(FAMILIES[name], _write(name, model)))
+    except UnsupportedError:
+        return ["hidden", "heads", "head_dim"]
+    wanted = _shape_keys(asdict(model))
+    return [key for key, value in wanted.items() if not _equal(stored[key], value)]
 
 
-def _require_gpt2(model: Model) -> None:
-    pairs = {
-        "model.norm": (model.norm, "layernorm"),
-        "model.mlp": (model.mlp, "gelu"),
-        "model.bias": (model.bias, True),
-        "model.qk_norm": (model.qk_norm, False),
-        "model.sliding_window": (model.sliding_window, None),
-        "model.kv_heads": (model.kv_head_count, model.heads),
-        "model.head_dim": (model.head_width * model.heads, model.hidden),
-    }  # fmt: skip
-    unlike = [key for key, (ours, usual) in pairs.items() if ours != usual]
-    if unlike:
-        raise UnsupportedError(
-            f"GPT-2 is the family with learned positions, and {', '.join(unlike)} differs from it"
-        )
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)
+
+
+def _shape_keys(values: Json) -> Json:
+    """Return the keys that determine what a model computes, with the same values for equal models."""
+    values = {key: value for key, value in values.items() if key not in _NOT_SHAPE}
+    values["kv_heads"] = values["kv_heads"] or values["heads"]
+    values["head_dim"] = width = values["head_dim"] or values["hidden"] // values["heads"]
+    if _equal(values["attention_scale"], width**-0.5):
+        values["attention_scale"] = None
+    window = values["sliding_window"]
+    if window is None or window >= values["max_seq_len"]:
+        values |= {"sliding_window": None, "full_attention_every": 0, "rope_theta_local": None}
+    if values["position"] != "rope":
+        values["rope_theta"] = None
+    if not values["experts"]:
+        values["experts_per_token"] = None
+    if (scaling := values["rope_scaling"]) is not None:
+        kept = ("kind", *_ROPE_KINDS[scaling["kind"]])
+        values["rope_scaling"] = {key: scaling[key] for key in kept}
+    return values

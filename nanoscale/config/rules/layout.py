@@ -83,6 +83,12 @@ def _ring_of_documents(key: str, asks: Callable[[Data], bool]) -> Rule:
     )
 
 
+def _needs_scores(config: Config) -> bool:
+    """True if attention masks or bounds its scores in a way of the model."""
+    model = config.model
+    return model.attention_softcap is not None or model.is_windowed(config.train.seq_len)
+
+
 def _heads_of_rank(config: Config) -> tuple[int, int]:
     """Return the heads and the key-value heads of a tp rank."""
     model, tp = config.model, config.parallel.tp
@@ -212,6 +218,16 @@ RULES = (
     _ring_of_documents("data.packing", lambda data: data.packing == "whole"),
     _ring_of_documents("data.document_mask",
         lambda data: data.document_mask and data.packing == "stream"),
+    Rule("parallel.cp_method",
+        (
+            *("parallel.cp", "parallel.cp_method", "train.seq_len", "model.sliding_window"),
+            *("model.attention_softcap", "model.full_attention_every"),
+        ),
+        lambda config: (
+            config.parallel.cp == 1 or config.parallel.cp_method != "ring" or not _needs_scores(config)
+        ),
+        "has kernels of its own, without windows shorter than the sequence and without bounded scores",
+        ("parallel.cp_method=ulysses", "parallel.cp=1")),
     Rule("parallel.cp",
         ("parallel.cp", "parallel.cp_method", "parallel.tp", "model.heads", "model.kv_heads"),
         _ulysses_divides, _undivided_heads, ("parallel.cp_method=ring", "parallel.cp<")),

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanoscale.common.units import listed
+from nanoscale.config.hf.families import FAMILIES
 from nanoscale.config.hf.pretrained import absolute_name
-from nanoscale.config.hf.shape import FAMILIES
 from nanoscale.config.model_math import ATTENTION, FEED_FORWARD, adaptable_layers
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
@@ -31,6 +31,14 @@ def _turns_pairs(config: Config) -> bool:
 def _divide_width(config: Config) -> bool:
     model = config.model
     return model.head_dim is not None or model.hidden % model.heads == 0 or not _is_own(config)
+
+
+def _rotates_pairs(config: Config) -> bool:
+    """True if the rotated share of a head is an even width, or if another rule refuses the heads."""
+    model = config.model
+    others = not _is_own(config) or not _divide_width(config) or not _turns_pairs(config)
+    is_even = model.rotated_width > 0 and model.rotated_width % 2 == 0
+    return model.position != "rope" or others or is_even
 
 
 def _even_widths(config: Config) -> list[str]:
@@ -58,17 +66,20 @@ SHAPE = of_kind("config",
         lambda config: config.train.seq_len <= config.model.max_seq_len,
         "is longer than the model allows (model.max_seq_len={c.model.max_seq_len})",
         ("train.seq_len={c.model.max_seq_len}", _longer)),
-    Rule("train.seq_len", ("train.seq_len", "model.sliding_window"),
-        lambda config: (
-            config.train.seq_len <= (config.model.sliding_window or config.train.seq_len)
-        ),
-        "is longer than model.sliding_window={c.model.sliding_window}, and attention here covers "
-        "the whole sequence",
-        ("train.seq_len={c.model.sliding_window}",)),
     refused("model.position",
         {"model.rope_scaling": other_than(None), "model.position": other_than("rope")},
         "has no rotary frequencies for model.rope_scaling to stretch",
         "model.rope_scaling=null"),
+    Rule("model.rope_fraction", (*_SIZES, "model.head_dim", "model.rope_fraction", "model.position"),
+        _rotates_pairs,
+        "rotates {c.model.rotated_width} numbers of a head, and rotary positions turn pairs",
+        ("model.rope_fraction=1.0", "model.rope_fraction=0.5")),
+    refused("model.norm", {"model.qk_norm_whole": True, "model.norm": other_than("rmsnorm")},
+        "differs from the RMSNorm of model.qk_norm_whole", "model.norm=rmsnorm"),
+    refused("backend.attention",
+        {"model.attention_softcap": other_than(None), "backend.attention": other_than("auto", "math")},
+        "has no kernel with model.attention_softcap={c.model.attention_softcap}, which is computed by single "
+        "operations", "backend.attention=auto"),
 )  # fmt: skip
 
 
@@ -76,15 +87,31 @@ def resolve_model(resolution: Resolution) -> Model:
     """Return the model with its heads resolved; transformers resolves those of its own models."""
     resolution.apply(SHAPE)
     model = resolution.config.model
-    scaling, key = model.rope_scaling, "model.rope_scaling.high_freq_factor"
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        message = f"must be above low_freq_factor={scaling.low_freq_factor:g}"
-        resolution.refuse(key, message, f"{key}={scaling.low_freq_factor * 4:g}")
+    _check_scaling(resolution, model)
     if model.init_from is not None:
         model = replace(model, init_from=absolute_name(model.init_from))
     if model.source == "hf":
         return replace(model, name=absolute_name(model.name))
     return replace(model, kv_heads=model.kv_head_count, head_dim=max(1, model.head_width))
+
+
+def _check_scaling(resolution: Resolution, model: Model) -> None:
+    scaling, section = model.rope_scaling, "model.rope_scaling"
+    if scaling is None:
+        return
+    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        message = f"must be above low_freq_factor={scaling.low_freq_factor:g}"
+        better = f"{section}.high_freq_factor={scaling.low_freq_factor * 4:g}"
+        resolution.refuse(f"{section}.high_freq_factor", message, better)
+    pairs = model.rotated_width // 2
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(scaling, name)
+        if scaling.kind == "longrope" and (len(factors) != pairs or min(factors, default=0) <= 0):
+            message = (
+                f"must be {pairs} numbers above 0, one for each pair of a head that is rotated"
+            )
+            key = f"{section}.{name}"
+            resolution.refuse(key, message, override(key, [1.0] * pairs))
 
 
 # --- experts --------------------------------------------------------------------------------------

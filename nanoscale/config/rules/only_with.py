@@ -44,6 +44,15 @@ OF_JOB = of_kind(
     *(only_with(f"model.{name}", _ROUTED) for name in ("experts_per_token", "balance")),
     only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
     only_with("model.qkv_bias", {"model.bias": False}),
+    only_with("model.qk_norm_whole", {"model.qk_norm": True}),
+    *(
+        only_with(f"model.{name}", {"model.sliding_window": other_than(None)})
+        for name in ("full_attention_every", "rope_theta_local")
+    ),
+    *(
+        only_with(f"model.{name}", {"model.position": "rope"})
+        for name in ("rope_theta_local", "rope_fraction", "rope_pairs", "rope_skip")
+    ),
     *(only_with(key, _ADAPTED, "lora.rank=16") for key in ("lora.alpha", "lora.targets")),
     *(
         only_with(f"run.{name}", {"run.from_run": other_than(None)})

@@ -185,6 +185,10 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
         return isinstance(raw, bool), raw
     if choice == list[int]:
         return _integers(raw, key)
+    if choice == list[float]:
+        entries = raw if isinstance(raw, list) else [None]
+        matches = [_match(float, entry, key) for entry in entries]
+        return all(fits for fits, _ in matches), [value for _, value in matches]
     if choice == list[str]:
         return isinstance(raw, list) and all(isinstance(entry, str) for entry in raw), raw
     if choice == dict[str, Any]:

@@ -48,7 +48,7 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         kv=model.kv_head_count * head_dim // tp,
         ffn=model.ffn // tp,
         heads=model.heads // tp,
-        rotary=seq * head_dim if model.position == "rope" else 0,
+        rotary=seq * model.rotated_width if model.position == "rope" else 0,
         local_experts=model.experts // parallel.ep,
         experts_per_token=model.experts_per_token if model.experts else 1,
     )
@@ -92,15 +92,9 @@ def _saved_with_adapters(sizes: Sizes, shape: Shape, run: Execution) -> Sizes:
 def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     tokens, e = shape.tokens, run.compute
     local_tokens = tokens // shape.shares
-    stream = local_tokens * shape.hidden * run.stream
-    sizes = {"input": stream, "middle": stream}
-    if run.composed_norm and not shape.layernorm:
-        # A norm in 16 bits saves its input after the cast to fp32.
-        sizes = {} if run.stream < 4 else sizes
-        in_fp32 = 2 * local_tokens * shape.hidden * max(4, run.stream)
-        sizes |= {"normalized": in_fp32} | ({"fp32 inputs": in_fp32} if run.stream < 4 else {})
-    sizes["statistics"] = 2 * local_tokens * STATISTIC * (2 if shape.layernorm else 1)
-    if not run.fused or run.tensor_parallel:
+    sizes = _norms(shape, run)
+    is_new = shape.norms_before or shape.shares > 1 or run.autocast
+    if is_new and (not run.fused or run.tensor_parallel):
         normed = (tokens if run.gathered else local_tokens) * shape.hidden * e
         sizes["normed"] = normed * (3 if run.autocast else 1)
         sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
@@ -122,10 +116,33 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     return sizes
 
 
+def _norms(shape: Shape, run: Execution) -> Sizes:
+    """Return the stream's tensors: the inputs of norms, or of products without one, and what norms save."""
+    numbers = 2 * shape.tokens // shape.shares * shape.hidden  # of the two halves of a block
+    stream, wide = numbers * run.stream, numbers * max(4, run.stream)
+    pairs, after = shape.norm_pairs, shape.model.norm_position != "before"
+    sizes: Sizes = {}
+    casts = run.composed_norm and not shape.layernorm and run.stream < 4
+    if not (casts and shape.norms_before):
+        sizes = {"input": stream // 2, "middle": stream // 2}
+    if after and not casts:
+        sizes["results"] = stream
+    if casts:  # a norm in 16 bits saves its input after the cast to fp32
+        sizes["fp32 inputs"] = pairs * wide
+    if shape.model.norm == "rmsnorm1p":
+        sizes["normalized"] = pairs * stream
+    elif run.composed_norm and not shape.layernorm:
+        sizes["normalized"] = pairs * wide
+    statistics = numbers // shape.hidden * STATISTIC * (2 if shape.layernorm else 1)
+    return sizes | {"statistics": pairs * statistics}
+
+
 def _attention(shape: Shape, run: Execution) -> Sizes:
     tokens, e = shape.tokens, run.compute
     queries = tokens * shape.q * e
     sizes = {"q": queries, "k": tokens * shape.kv * e, "v": tokens * shape.kv * e}
+    if run.attention == "capped":
+        sizes = dict.fromkeys(sizes, queries)
     if run.attention == "math":  # PyTorch computes it in fp32 or better
         e = max(4, e)
         sizes = dict.fromkeys(sizes, tokens * shape.q * e)
@@ -137,6 +154,8 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
     else:
         scores = tokens * shape.heads * shape.span
         sizes["scores"] = scores * e
+        if run.attention == "capped":  # bounded scores, the softmax in fp32, and its cast
+            sizes["scores"] += scores * (max(4, e) + (e if e < 4 else 0))
         if run.dropout:
             sizes["dropped scores"] = scores * (e + 1)
         if run.keeps_softmax_input:
@@ -155,28 +174,35 @@ def _head_norms(shape: Shape, run: Execution) -> Sizes:
     sizes = {"wq": queries * run.compute, "wk": keys * run.compute}
     if run.composed_norm:
         in_fp32 = (queries + keys) * max(4, run.compute)
-        sizes |= {"normalized heads": in_fp32}
+        unscaled = shape.model.norm == "rmsnorm1p"
+        sizes |= {"normalized heads": (queries + keys) * run.compute if unscaled else in_fp32}
         sizes |= {"fp32 heads": in_fp32} if run.compute < 4 else {}
     heads = shape.heads * (shape.q + shape.kv) // shape.q
+    if shape.model.qk_norm_whole:
+        heads = 2
     return sizes | {"statistics of heads": shape.tokens * heads * STATISTIC}
 
 
 def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:
     """Return the tensors that `activation.SavePolicy` keeps: the input, attention's result, reduced results and
     some products' results."""
-    sizes, names = saved(shape, run), set(products(shape.gated, shape.experts > 0))
+    sizes, results = saved(shape, run), _results(shape, run)
+    names = set(results)
     if isinstance(keep, frozenset):
         names = set(keep)
     elif keep == "every-2nd-matmul":
-        names = set(products(shape.gated, shape.experts > 0)[1::2])
+        names = set(results[1::2])
     elif keep == "attention":
         names = set()
-    kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
+    kernels = ("rotation",) if run.attention == "capped" else ("rotation", "attended")
+    kept: Sizes = {name: sizes[name] for name in kernels if name in sizes}
     kept["input"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)
     hidden = shape.tokens * shape.hidden * run.compute
     sizes_of = {"wo": hidden, "down": hidden, "v": shape.tokens * shape.kv * run.compute}
     sizes_of["wq"], sizes_of["wk"] = shape.tokens * shape.q * run.compute, sizes_of["v"]
+    sizes_of["raw scores"] = shape.tokens * shape.heads * shape.span * run.compute
+    sizes_of["attended"] = sizes["attended"]
     rows = shape.tokens * shape.experts_per_token
     sizes_of["gate"] = sizes_of["up"] = rows * shape.ffn * run.compute
     if shape.experts:
@@ -200,7 +226,7 @@ def _kept_with_adapters(
 ) -> Sizes:
     """Return the products' results that the policy keeps. An adapted layer has three products: A, B and W."""
     results: list[tuple[str, int]] = []
-    for name in products(shape.gated, shape.experts > 0):
+    for name in _results(shape, run):
         if {"v": "wv"}.get(name, name) in shape.adapted:
             results += [
                 (f"A of {name}", shape.tokens * shape.adapter_rank * run.compute),
@@ -212,6 +238,14 @@ def _kept_with_adapters(
     if keep == "every-2nd-matmul":
         results = results[1::2]
     return {} if keep == "attention" else dict(results)
+
+
+def _results(shape: Shape, run: Execution) -> tuple[str, ...]:
+    """Return the results of a block's products, in the order of their computation."""
+    names = products(shape.gated, shape.experts > 0)
+    if run.attention == "capped":  # attention is two products more
+        names = (*names[:3], "raw scores", "attended", *names[3:])
+    return names
 
 
 def products(gated: bool, router: bool = False) -> tuple[str, ...]:
@@ -243,7 +277,7 @@ def block_memory(
     policy = kept_by_selective(shape, run, keep)
     # Recomputation reads kept tensors and frees those that autograd does not save. The last product is not
     # recomputed, and its kept result stays.
-    freed = sum(policy.get(name, 0) for name in ("wq", "wk", "wo", "received"))
+    freed = sum(policy.get(name, 0) for name in ("wq", "wk", "wo", "received", "raw scores"))
     freed += policy.get("reduced", 0) // 2
     freed += sum(size for name, size in policy.items() if name[1:] in _ADAPTED)
     if shape.experts:  # recomputation stops after the last product
@@ -275,8 +309,20 @@ def working_memory(shape: Shape, run: Execution) -> int:
     first_products = first * hidden + (1 - first - saved_product - saved_activation) * inner
     first_products += _copies(shape.ffn, shape.hidden, shape, run)
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
-    highest = max(last_product, activation, first_products) + stream
+    highest = max(last_product, activation, first_products, _capped_scores(shape, run)) + stream
     return highest + 2 * run.gathered_keys * shape.q * run.compute
+
+
+def _capped_scores(shape: Shape, run: Execution) -> int:
+    """Return the bytes of two gradients of bounded scores, one of them in fp32 or better, minus what the
+    feed-forward has freed."""
+    if run.attention != "capped":
+        return 0
+    freed = ("up", "gate", "product", "activated", "normed middle", "results")
+    sizes = saved(shape, run)
+    numbers = max(4, run.compute) + run.compute
+    gradients = shape.tokens * shape.heads * shape.span * numbers
+    return gradients - sum(sizes.get(name, 0) for name in freed)
 
 
 def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:
@@ -301,7 +347,8 @@ def between_passes(shape: Shape, run: Execution) -> int:
     inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
     products = shape.q + 2 * shape.kv + shape.hidden + shape.experts_per_token * inner
     number = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
-    norms = 0 if shape.adapter_rank else 2 * (shape.tokens // shape.shares) * shape.hidden * number
+    norms = 2 * shape.norm_pairs * (shape.tokens // shape.shares) * shape.hidden * number
+    norms = 0 if shape.adapter_rank else norms
     return shape.tokens * products * run.compute + norms
 
 

@@ -28,7 +28,9 @@ class Shape:
     rotary: int
     """Numbers of the cosines and sines of all positions: seq / cp · head_dim; 0 without rope."""
     masked: int = 0
-    """Elements of the mask of documents; 0 without one."""
+    """Elements of the mask of a block's attention, as a mean of all blocks; 0 without one."""
+    masks: int = 0
+    """Elements of the masks that the blocks share."""
     local_experts: int = 0
     """Experts of this rank."""
     experts_per_token: int = 1
@@ -40,7 +42,17 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        return self.model.mlp == "swiglu"
+        return self.model.is_gated
+
+    @property
+    def norms_before(self) -> bool:
+        """True if norms are before attention and feed-forward."""
+        return self.model.norm_position != "after"
+
+    @property
+    def norm_pairs(self) -> int:
+        """Norms of a block, divided by two: one of attention and one of the feed-forward."""
+        return 2 if self.model.norm_position == "both" else 1
 
     @property
     def layernorm(self) -> bool:
@@ -62,9 +74,9 @@ class Execution:
     """Bytes of a number in the residual stream, which autocast leaves in the parameters' dtype."""
     autocast: bool = False
     """True if every product casts its input separately."""
-    attention: Literal["flash", "scores", "math"] = "flash"
+    attention: Literal["flash", "scores", "math", "capped"] = "flash"
     """The saved tensors of attention. flash: log-sums; scores: the softmax's result; math: the softmax's
-    result, and keys and values repeated for every head."""
+    result, and keys and values repeated for every head; capped: these, and the bounded scores."""
     tensor_parallel: bool = False
     gathered: bool = True
     """True if products save their gathered inputs, with sequence parallelism."""

@@ -177,7 +177,7 @@ def _outside_blocks(setting: MemorySetting, stage: Stage) -> tuple[int, int]:
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares
     tokens = 8 * shape.tokens * (2 if stage.last else 1) if stage.first or stage.last else 0
-    tokens += shape.masked  # the blocks of a stage share the mask, a byte an element
+    tokens += shape.masks  # the blocks of a stage share them, a byte an element
     if not stage.last:
         return tokens, 0
     normed = (shape.tokens if run.gathered else part) * shape.hidden * run.compute

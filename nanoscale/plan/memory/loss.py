@@ -43,6 +43,8 @@ def loss_memory(setting: MemorySetting) -> LossMemory:
     softmax = chunk * (compute + (compute if run.fused else loss))
     if loss > compute and not setting.gpu and not run.fused:
         softmax += chunk * loss
+    if setting.config.model.logit_softcap is not None:
+        softmax += chunk * compute  # the slope of the bound
     product = chunk * compute + weights * compute
     # The gradient of the weights exists from the first chunk's product on.
     forward = hidden + max(softmax, product) - (kept if chunks == 1 else 0)

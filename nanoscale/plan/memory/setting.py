@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from nanoscale.config import model_math
 from nanoscale.config.dtypes import DTYPES
@@ -71,7 +72,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         compute=compute,
         stream=params if autocast else compute,
         autocast=autocast,
-        attention="math" if gpu and _unfused(config, compute) else "flash",
+        attention=_attention(config, compute, gpu),
         tensor_parallel=layout.tp > 1,
         turned=config.model.position == "rope" and layout.cp == 1,
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
@@ -89,7 +90,8 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         states=bytes_per_parameter(precision, config.optimizer),
         shape=replace(
             shape_of(config.model, layout, train.micro_batch, train.seq_len),
-            masked=train.micro_batch * train.seq_len**2 if config.data.document_mask else 0,
+            masked=_masks(config)[0],
+            masks=_masks(config)[1],
             adapter_rank=config.lora.rank,
             adapted=tuple(model_math.adapted_layers(config.model, config.lora)),
         ),
@@ -155,6 +157,26 @@ def _one_kernel(config: ResolvedConfig) -> bool:
     """True if one kernel computes all experts (`models.moe.run_experts`)."""
     ffn = config.model.ffn // config.parallel.tp
     return config.precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0
+
+
+def _masks(config: ResolvedConfig) -> tuple[int, int]:
+    """Return the elements of the masks of documents and of windows: `Shape.masked` and `Shape.masks`."""
+    model, square = config.model, config.train.seq_len**2
+    of_documents = config.train.micro_batch * square if config.data.document_mask else 0
+    if not model.is_windowed(config.train.seq_len):
+        return of_documents, of_documents
+    of_window = of_documents or square
+    with_window = sum(map(model.has_window, range(model.layers)))
+    masked = of_documents or of_window * with_window // model.layers
+    return masked, of_documents + of_window
+
+
+def _attention(
+    config: ResolvedConfig, compute: int, gpu: bool
+) -> Literal["flash", "math", "capped"]:
+    if config.model.attention_softcap is not None:
+        return "capped"
+    return "math" if gpu and _unfused(config, compute) else "flash"
 
 
 def _unfused(config: ResolvedConfig, compute: int) -> bool:

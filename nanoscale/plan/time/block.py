@@ -31,6 +31,8 @@ count: 1.0, 1.0, 1.4 and 4.1 ms a block and micro batch, and 1.1 ms in the nativ
 _STREAM = {False: (10, 12), True: (8, 8)}
 """Compiled → for each element of the residual stream: two norms (2 and 3 each) and two additions (3 and
 3 each). A compiler fuses these operations."""
+_NORM = {False: (4, 6), True: (2, 2)}
+"""For each element of the stream: two further norms, of what attention and feed-forward add."""
 _COMPOSED = (32, 74)
 """For each element of the stream, in addition, if the two RMSNorms of a block consist of single operations:
 cast to fp32, square, mean, scale, cast back, product with the weights; 18 numbers forward and 40 backward for
@@ -86,12 +88,21 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         ep=layout.ep,
         attention=attention_kernel(config, software),
         masked=config.data.document_mask,
+        windowed=_windowed_share(config),
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
         adapter_rank=config.lora.rank,
         adapted=tuple(model_math.adapted_layers(config.model, config.lora).values()),
     )
+
+
+def _windowed_share(config: ResolvedConfig) -> float:
+    """Return the share of layers whose window is shorter than the sequence."""
+    model = config.model
+    if not model.is_windowed(config.train.seq_len):
+        return 0.0
+    return sum(map(model.has_window, range(model.layers))) / model.layers
 
 
 def attention_kernel(config: ResolvedConfig, software: Software = NANOSCALE) -> str:
@@ -286,6 +297,8 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
         )
 
     local = seconds(tokens, not shape.masked)
+    if shape.windowed:  # layers with a window have a mask, and the kernel computes all scores
+        local += shape.windowed * (seconds(tokens, False) - local)
     return local + (shape.cp - 1) * seconds(max(1, tokens // 2), False) if ring else local
 
 
@@ -298,18 +311,20 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
     routed = (0.0, 0.0)
     if model.experts:
         inner, routed = inner * model.experts_per_token, moe.traffic(shape)
-    activation = _GATED[compiled] if model.mlp == "swiglu" else _GELU
-    rope = (0, 0)
+    activation = _GATED[compiled] if model.is_gated else _GELU
+    rope: tuple[float, ...] = (0, 0)
     if model.position == "rope":
-        rope = _ROPE[compiled]
+        rope = tuple(count * model.rope_fraction for count in _ROPE[compiled])
     if model.qk_norm:
         rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
     kv_heads = model.kv_head_count
     queries_keys = shape.tokens * (model.heads + kv_heads) * width / shape.tp
     norms = _COMPOSED if shape.software.composed_norm and not compiled else (0, 0)
-    forward = (_STREAM[compiled][0] + norms[0]) * stream
+    pairs = 2 if model.norm_position == "both" else 1
+    further = _NORM[compiled] if pairs == 2 else (0, 0)
+    forward = (_STREAM[compiled][0] + further[0] + pairs * norms[0]) * stream
     forward += activation[0] * inner + rope[0] * queries_keys
-    backward = (_STREAM[compiled][1] + norms[1]) * stream
+    backward = (_STREAM[compiled][1] + further[1] + pairs * norms[1]) * stream
     # Adapter and layer have one input. Their results are added, and so are their gradients of the input.
     lora = adapters(shape)
     forward += 3 * shape.tokens * sum(p.outputs for p in lora[1::2])

@@ -33,6 +33,8 @@ class MicroBatchShape:
     """The attention kernel: flash or cudnn."""
     masked: bool = False
     """True if attention has a mask of documents, and computes the pairs that the mask excludes."""
+    windowed: float = 0.0
+    """The share of layers whose attention has a mask of a window."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
     hooks: float = 1.0

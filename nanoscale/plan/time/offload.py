@@ -51,7 +51,7 @@ def _saved(shape: MicroBatchShape) -> float:
         return stream * operations.WIDTH[shape.dtype]
     width = model.head_width
     heads = shape.tokens / shape.tp * width * 2 * (model.heads + model.kv_head_count)
-    inner = (3 if model.mlp == "swiglu" else 2) * shape.tokens * model.ffn / shape.tp
+    inner = (3 if model.is_gated else 2) * shape.tokens * model.ffn / shape.tp
     if model.experts:  # in addition, the experts' permuted inputs and their outputs
         inner = model.experts_per_token * (inner + 2 * shape.tokens * model.hidden)
     if shape.recompute == "attention":

@@ -61,7 +61,7 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
 
 
 def _names(shape: MicroBatchShape) -> list[str]:
-    gate = ["gate"] if shape.model.mlp == "swiglu" else []
+    gate = ["gate"] if shape.model.is_gated else []
     router = ["router, in fp32"] if shape.model.experts else []
     return ["wq", "wk", "wv", "wo", *router, *gate, "up", "down"]
 

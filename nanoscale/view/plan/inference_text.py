@@ -20,7 +20,7 @@ def inference_document(model: Model, hardware: Hardware, *, on_gpu: bool) -> dic
     memory, capacity = InferenceMemory(model, 2 if on_gpu else 4), hardware.memory_gib
     if on_gpu:  # the allocator leaves holes
         capacity = (capacity - hardware.context_gib) / (1 + HOLES)
-    context = min(model.max_seq_len, model.sliding_window or model.max_seq_len)
+    context = model.max_seq_len
     most = partial(memory.most, capacity=int(capacity * GIB))
     return {
         "fits": most("generate") > 0,
