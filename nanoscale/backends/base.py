@@ -212,7 +212,8 @@ class Engine(ABC):
         """Count the tokens of the global batch that have a loss, with communication only if the number is not
         known."""
         if self.config.every_token_counts:
-            return self.config.tokens_per_step
+            rows = sum(batch.inputs.size for batch in micro_batches)
+            return rows * self.config.parallel.dp
         parallel = self.config.parallel
         count = sum(batch.counted() for batch in micro_batches)
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.

@@ -68,10 +68,12 @@ class NativeEngine(Engine):
         self._tokens = self._count_tokens(micro_batches)
         if self.balance is not None:
             # Each rank of tp has the loss of the whole sequence, and their gradients add up.
-            sequence_weight = self._scale / self.config.train.global_batch
+            sequences = sum(map(len, micro_batches)) * self.config.parallel.dp
+            sequence_weight = self._scale / sequences
             self.balance.begin_step(sequence_weight / self.config.parallel.tp)
         if self.pipeline is not None:
-            self.pipeline.step(*self._local_batch(Batch.concatenate(micro_batches)))
+            local = self._local_batch(Batch.concatenate(micro_batches))
+            self.pipeline.step(*local, len(micro_batches))
         else:
             self._accumulate(micro_batches)
         grad_norm = self._finish_gradients()
@@ -239,7 +241,6 @@ class NativeEngine(Engine):
             self.stages,
             parallel,
             self.layout.pipeline,
-            self.config.accumulation,
             boundary,
             self._loss,
         )

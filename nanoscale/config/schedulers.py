@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoscale.config.schema import Scheduler
+from nanoscale.config.schema import Scheduler, Train
+from nanoscale.config.training_phases import piecewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ def _cosine(progress: float) -> float:
     return (1 - math.cos(math.pi * progress)) / 2
 
 
+INVERSE_SQRT, PIECEWISE = "inverse-sqrt", "piecewise"
+"""Schedules that are functions of the step, and not of the share of the decay that is done."""
 SCHEDULERS = {
     # Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts
     "cosine": DecayRule(_cosine, deepspeed_name="WarmupCosineLR"),
@@ -31,16 +34,24 @@ SCHEDULERS = {
     "constant": DecayRule(lambda _: 0.0, deepspeed_name="WarmupLR"),
     # Hu et al. 2024, arXiv:2404.06395, section 4
     "wsd": DecayRule(lambda progress: progress, has_own_steps=True),
+    INVERSE_SQRT: DecayRule(lambda _: 0.0),
+    PIECEWISE: DecayRule(lambda _: 0.0),
 }
 
 
-def lr_factor(scheduler: Scheduler, step: int, steps: int) -> float:
-    """Return the multiple of the peak rate for the update that ends `step`, of 1 … `steps`.
+def lr_factor(scheduler: Scheduler, step: int, train: Train) -> float:
+    """Return the multiple of the peak rate for the update that ends `step`, of 1 … `train.steps`.
 
-    The linear warm-up reaches the peak at `warmup_steps`. A decay reaches `min_ratio` at `steps`.
+    The linear warm-up reaches the peak at `warmup_steps`. A decay reaches `min_ratio` at `train.steps`.
+    inverse-sqrt: √(warmup_steps / step) (Vaswani et al. 2017, arXiv:1706.03762, eq. 3), at least `min_ratio`.
     """
-    if step <= scheduler.warmup_steps:
-        return step / scheduler.warmup_steps
+    steps, warmup = train.steps or step, scheduler.warmup_steps
+    if scheduler.name == PIECEWISE:
+        return piecewise(train, step) * min(1.0, step / max(1, warmup))
+    if step <= warmup:
+        return step / warmup
+    if scheduler.name == INVERSE_SQRT:
+        return max(scheduler.min_ratio, math.sqrt(max(1, warmup) / step))
     rule, start = SCHEDULERS[scheduler.name], scheduler.warmup_steps
     if rule.has_own_steps:
         assert scheduler.decay_steps is not None, "the launcher freezes a number"

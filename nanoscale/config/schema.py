@@ -524,8 +524,10 @@ class Optimizer:
 class Scheduler:
     """The learning rate over the steps, as a multiple of optimizer.lr."""
 
-    name: Literal["cosine", "linear", "constant", "wsd"] = key(
-        "cosine", "decay after the warm-up; wsd: warm-up, stable, decay"
+    name: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt", "piecewise"] = key(
+        "cosine",
+        "decay after the warm-up; wsd: warm-up, stable, decay · inverse-sqrt: with 1/√step · piecewise: "
+        "linear between the lr of train.phases",
     )
     warmup_steps: int = key(
         0, "steps of linear warm-up", unit="steps", at_least=0, scaled="decimal"
@@ -970,6 +972,11 @@ class Train:
     )
     seq_len: int = key(
         64, "tokens per sample", unit="tokens", at_least=1, at_most=2**30, scaled="binary"
+    )
+    phases: dict[str, Any] = key(
+        {},
+        "phases in their order, each NAME: {until or until_tokens, lr, global_batch, seq_len, weights}: "
+        "from a step on, another batch, shorter sequences, other weights of the sources",
     )
     seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
     log_every: int = key(1, "steps between logged steps", unit="steps", at_least=1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanoscale.config.schema import Config, Data
+from nanoscale.config.training_phases import samples_after
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -261,7 +262,7 @@ def times_seen(config: Config) -> float | None:
         samples = max(1, int(tokens / train.seq_len))
     if samples is None or train.steps is None:
         return None
-    return train.steps * train.global_batch / samples
+    return samples_after(train, train.steps) / samples
 
 
 def training_samples(data: Data, seq_len: int) -> int | None:

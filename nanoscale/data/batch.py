@@ -50,6 +50,15 @@ class Batch:
         documents = None if self.documents is None else self.documents[rows]
         return type(self)(self.inputs[rows], self.targets[rows], documents)
 
+    def cut(self, length: int) -> Self:
+        """Return the same tokens in rows of at most this length, which divides that of the rows."""
+        if length >= self.inputs.shape[1]:
+            return self
+        documents = None if self.documents is None else self.documents.reshape(-1, length)
+        return type(self)(
+            self.inputs.reshape(-1, length), self.targets.reshape(-1, length), documents
+        )
+
     def counted(self) -> int:
         """Return the number of tokens that have a loss."""
         return int(np.count_nonzero(self.targets != IGNORED))

@@ -11,6 +11,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
+from nanoscale.config.training_phases import phases_of
 from nanoscale.data import corpus
 from nanoscale.data.loader import Form, Loader, Mixture, outside_vocabulary, split_tokens, too_small
 from nanoscale.data.samples import ENDLESS, HELD_OUT, RandomSamples, Split
@@ -247,11 +248,18 @@ class _Opener:
             fingerprint = _combine([*fingerprints, *differences])
             description = ", ".join([only.description, *differences])
             return Dataset(tokenizer, only.train, valid, fingerprint, description)
-        mixture = Mixture([it.train for it in sources], [it.weight for it in sources])
+        weights = {it.name: it.weight for it in sources}
+        phases = phases_of(self.train)
+        changes = [
+            (phase.first_sample, [(phase.weights or weights).get(name, 0.0) for name in weights])
+            for phase in phases
+        ]
+        mixture = Mixture([it.train for it in sources], changes[0][1], changes[1:])
         shares = mixture.shares.tolist()
         parts = zip(sources, shares, strict=True)
         texts = [f"{share:.4g} of {source.description}" for source, share in parts]
-        fingerprint = _combine([*fingerprints, *map(repr, shares), *differences])
+        later = map(repr, changes[1:] if any(phase.weights for phase in phases) else ())
+        fingerprint = _combine([*fingerprints, *map(repr, shares), *later, *differences])
         description = "; ".join([*texts, *differences])
         valids = _validations(sources, shares)
         return Dataset(tokenizer, mixture, valids, fingerprint, description)

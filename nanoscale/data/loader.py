@@ -12,7 +12,7 @@ import numpy as np
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
-from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices
+from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices, taken
 from nanoscale.data.samples import Packed, Samples, Split, TokenStream
 from nanoscale.data.tokens.files import TokenFile
 
@@ -129,16 +129,26 @@ class Loader:
 
 
 class Mixture:
-    """A data mixture: samples of several loaders, in constant shares at every moment of the run (`due`).
+    """A data mixture: samples of several loaders, in constant shares at every moment of a phase (`due`).
 
     Each loader has its own order and repeats epoch after epoch. A sample follows from its position alone, so
     the whole state is, as with one source, the number of samples consumed.
     """
 
-    def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
-        """Weights are positive and may have any sum."""
+    def __init__(
+        self,
+        loaders: Sequence[Loader],
+        weights: Sequence[float],
+        changes: Sequence[tuple[int, Sequence[float]]] = (),
+    ) -> None:
+        """Weights may have any sum. `changes`: first samples of phases with their weights, in order."""
         self.loaders = list(loaders)
-        self.shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+        self.shares = _shares(weights)
+        self._phases = [_MixturePhase(0, self.shares, np.zeros(len(weights), dtype=np.int64))]
+        for first, new_weights in changes:
+            last = self._phases[-1]
+            before = last.before + taken(last.shares, first - last.first)
+            self._phases.append(_MixturePhase(first, _shares(new_weights), before))
         self._ahead = PrecomputedSamples(self._find)
 
     def micro_batches(
@@ -164,13 +174,35 @@ class Mixture:
 
     def _find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
-        first = int(positions.min())
-        sources, numbers = due(self.shares, first, int(positions.max()) + 1)
-        result = np.stack([sources, numbers])[:, positions - first]
+        result = np.empty((2, *positions.shape), dtype=np.int64)
+        ends = [phase.first for phase in self._phases[1:]] + [None]
+        for phase, end in zip(self._phases, ends, strict=True):
+            inside = positions >= phase.first
+            inside &= True if end is None else positions < end
+            if not inside.any():
+                continue
+            offsets = positions[inside] - phase.first
+            first = int(offsets.min())
+            sources, numbers = due(phase.shares, first, int(offsets.max()) + 1)
+            found = np.stack([sources, numbers + phase.before[sources]])
+            result[:, inside] = found[:, offsets - first]
         for number, loader in enumerate(self.loaders):
             from_source = result[0] == number
             result[1, from_source] = loader.order(result[1, from_source])
         return result
+
+
+@dataclass(frozen=True)
+class _MixturePhase:
+    first: int
+    """The number of samples before it."""
+    shares: np.ndarray
+    before: np.ndarray
+    """The samples of each source before it."""
+
+
+def _shares(weights: Sequence[float]) -> np.ndarray:
+    return np.asarray(weights, dtype=np.float64) / np.sum(weights)
 
 
 class SampleSource(Protocol):

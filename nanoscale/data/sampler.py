@@ -79,6 +79,23 @@ def due(shares: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarr
     Ties go by the order of the sources. Times are computed from the number of the sample alone, and rounding
     keeps their order, so every window of positions gives the same result.
     """
+    first, sources, numbers = _in_order(shares, start, stop)
+    skipped = start - int(first.sum())
+    window = slice(skipped, skipped + stop - start)
+    return sources[window], numbers[window]
+
+
+def taken(shares: np.ndarray, count: int) -> np.ndarray:
+    """Return the samples of each source among the first `count` positions: int64 `[sources]`."""
+    first, sources, _ = _in_order(shares, count, count)
+    earlier = sources[: count - int(first.sum())]
+    return first + np.bincount(earlier, minlength=len(shares))
+
+
+def _in_order(
+    shares: np.ndarray, start: int, stop: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first number of each source, then sources and numbers in their order around a window."""
     # Up to time t, t samples are due, to within one half for each source.
     margin = len(shares) + 1
     first = np.floor(shares * (start - margin) - 1).clip(0).astype(np.int64)
@@ -87,11 +104,10 @@ def due(shares: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarr
     numbers = np.concatenate(
         [np.arange(begin, end) for begin, end in zip(first, last, strict=True)]
     )
-    times = (numbers + 0.5) / shares[sources]
+    with np.errstate(divide="ignore"):  # a source without a share is never due
+        times = (numbers + 0.5) / shares[sources]
     order = times.argsort(kind="stable")
-    skipped = start - int(first.sum())
-    window = order[skipped : skipped + stop - start]
-    return sources[window], numbers[window]
+    return first, sources[order], numbers[order]
 
 
 class PrecomputedSamples:

@@ -76,11 +76,13 @@ class Meter:
         """Return the mean seconds of a step since the last reading in which this rank waited for no other."""
         return (self._busy - self._waited) / self._steps
 
-    def read(self, tokens_per_step: int) -> dict[str, float | None]:
-        """Return means over the steps since the last reading; `mfu` as in Chowdhery et al. 2022 (PaLM),
-        appendix B."""
+    def read(self, samples: int) -> dict[str, float | None]:
+        """Return means over the steps since the last reading, in which all ranks have used this many samples.
+
+        `mfu` is that of Chowdhery et al. 2022 (PaLM), appendix B.
+        """
         step_time = self._busy / self._steps
-        tokens_per_s = tokens_per_step / step_time
+        tokens_per_s = samples * self._seq_len / self._busy
         self._busy, self._waited, self._steps = 0.0, 0.0, 0
         mfu = None
         if self._peak is not None and self._flops_per_token is not None:

@@ -9,7 +9,7 @@ half to a V.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,27 +71,35 @@ class Pipeline:
         stages_by_number: dict[int, Transformer],
         parallel: ResolvedParallel,
         group: ProcessGroup,
-        accumulation: int,
         boundary: Boundary,
         loss: Loss,
     ) -> None:
-        """Create the pipeline of the rank's stages by number, for `accumulation` micro batches a step."""
+        """Create the pipeline of the rank's stages by number."""
         self._stages = stages_by_number
         self._parallel = parallel
         self._group = group
         self._boundary = boundary
         self._has_last = any(stage.last for stage in stages_by_number.values())
-        self._schedule = self._make_schedule(
-            accumulation, lambda loss_sum, _targets: loss(loss_sum)
-        )
+        self._loss = lambda loss_sum, _targets: loss(loss_sum)
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        """The schedules by micro batches, and by rows and length of one, which phases of a training change."""
 
-    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
+    def step(
+        self, inputs: Tensor, targets: Tensor, documents: Tensor | None, accumulation: int
+    ) -> None:
         """Run forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
+        shards = next(iter(self._stages.values())).sequence_shards
+        rows, seq = inputs.shape[0] // accumulation, inputs.shape[1] // shards
+        key = (accumulation, rows, seq)
+        if key not in self._schedules:
+            self._boundary = replace(self._boundary, shape=(rows, seq, self._boundary.shape[2]))
+            self._schedules[key] = self._make_schedule(accumulation, self._loss)
+        schedule = self._schedules[key]
         first_stage_inputs = [inputs] if 0 in self._stages else []
         target = targets if self._has_last else None
         # Keyword arguments go to every stage, cut into micro batches like the tokens.
         keywords = {"targets": targets} | ({} if documents is None else {"documents": documents})
-        self._schedule.step(*first_stage_inputs, target=target, return_outputs=False, **keywords)
+        schedule.step(*first_stage_inputs, target=target, return_outputs=False, **keywords)
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None, targets: Tensor | None

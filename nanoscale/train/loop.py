@@ -18,6 +18,7 @@ from nanoscale.checkpoint.staging import State
 from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schedulers import lr_factor
+from nanoscale.config.training_phases import phase_at
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.loader import Prefetched, SampleSource
@@ -75,6 +76,7 @@ class Training:
         self.samples: SampleSource = Prefetched(self.data.train) if on_gpu else self.data.train
         self.saved_step = self.compared_step = self.progress.step
         self.last: StepResult | None = None
+        self.samples_since_log = 0
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
         peers = len(self.hosts) // self.config.parallel.pp
@@ -126,22 +128,24 @@ class Training:
         """Run one optimizer step."""
         step = self.progress.step + 1
         NOW.begin(step)
+        phase = phase_at(self.config.train, step)
         micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
-            self.config.train.global_batch,
+            phase.global_batch,
             self.engine.dp_rank,
             self.config.parallel.dp,
             self.config.train.micro_batch,
         )
         with self.recorder.labeled(DATA):
-            batches = list(micro_batches)
+            batches = [batch.cut(phase.seq_len) for batch in micro_batches]
         self.last = self.engine.train_step(batches, self.learning_rate(step))
         self.progress.step = step
-        self.progress.consumed_samples += self.config.train.global_batch
+        self.progress.consumed_samples += phase.global_batch
+        self.samples_since_log += phase.global_batch
         return self.last
 
     def learning_rate(self, step: int) -> float:
-        factor = lr_factor(self.config.scheduler, step, self.config.train.steps)
+        factor = lr_factor(self.config.scheduler, step, self.config.train)
         return self.config.optimizer.lr * factor
 
     def reason_to_stop(self) -> str | None:
@@ -172,12 +176,13 @@ class Training:
             "grad_norm": result.grad_norm.item(),
             "lr": self.learning_rate(self.progress.step),
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
-            **self.meter.read(self.config.tokens_per_step),
+            **self.meter.read(self.samples_since_log),
             **self.engine.figures(),
             "memory_gib": all_figures[:, 1].max().item(),
             **self.health.metrics(healths),
             "time": time.time(),
         }
+        self.samples_since_log = 0
         if evaluates:
             record |= self.evaluate()
         for sink in self.sinks:

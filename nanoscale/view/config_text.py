@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
+from nanoscale.common.units import counted
 from nanoscale.config.reference import declared, value_of
+from nanoscale.config.schedulers import lr_factor
+from nanoscale.config.training_phases import TrainingPhase, phase_at
 from nanoscale.config.violations import shown
 from nanoscale.view.blocks import Table, show_table
+from nanoscale.view.charts import curve_line
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.library import Option
@@ -93,3 +97,36 @@ def print_backends(rows: Sequence[tuple[str, str, str]], outside: Sequence[str])
     header = ("key", "native", "deepspeed")
     show_table(display.console(), Table(header, rows, texts=header))
     display.console().print(f"\nthe sections {', '.join(outside)} apply to both", style="dim")
+
+
+_POINTS = 200
+"""Steps that a chart of the schedule samples."""
+
+
+def schedule_chart(config: Config, width: int = 60) -> str:
+    """Return comments of YAML that draw a resolved job's learning rate, and what its phases change."""
+    train, scheduler = config.train, config.scheduler
+    last = train.steps or 1
+    count = min(last, _POINTS)
+    steps = [1 + place * (last - 1) // max(1, count - 1) for place in range(count)]
+    curves: dict[str, Sequence[float | None]] = {
+        "lr": [config.optimizer.lr * lr_factor(scheduler, step, train) for step in steps]
+    }
+    if train.phases:
+        phases = [phase_at(train, step) for step in steps]
+        curves["batch"] = [float(phase.global_batch) for phase in phases]
+        curves["seq_len"] = [float(phase.seq_len) for phase in phases]
+        for name in {name: None for phase in phases for name in phase.weights or {}}:
+            curves[name] = [_share(phase, name) for phase in phases]
+    lines = [
+        curve_line(name, list(zip(steps, values, strict=True)), width)
+        for name, values in curves.items()
+    ]
+    return "\n".join([f"# over {counted(last, 'step')}:", *(f"#   {line}" for line in lines), ""])
+
+
+def _share(phase: TrainingPhase, source: str) -> float | None:
+    """Return a source's share of a phase's samples; None if the weights are those of the data."""
+    if phase.weights is None:
+        return None
+    return phase.weights.get(source, 0.0) / sum(phase.weights.values())

@@ -91,7 +91,8 @@ def test_what_is_no_model_is_refused(
     assert "type instead: parallel.tp=1\n" in text
     shutil.copytree("small", "window")
     Path("window/config.json").write_text(json.dumps(window))
-    assert "model.sliding_window=16" in refused(capsys, "model.init_from=window")
+    words = ["model.init_from=window", "parallel.cp=2", "model.tie_embeddings=false"]
+    assert "without windows shorter than the sequence" in refused(capsys, *words)
 
 
 @pytest.mark.slow

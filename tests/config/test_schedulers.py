@@ -7,11 +7,11 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from nanoscale.config.schedulers import lr_factor
-from nanoscale.config.schema import Scheduler
+from nanoscale.config.schema import Scheduler, Train
 
 
 def factors(scheduler: Scheduler, steps: int) -> list[float]:
-    return [lr_factor(scheduler, step, steps) for step in range(1, steps + 1)]
+    return [lr_factor(scheduler, step, Train(steps=steps)) for step in range(1, steps + 1)]
 
 
 def test_cosine_equals_torch() -> None:
@@ -37,6 +37,13 @@ def test_linear_and_constant() -> None:
 def test_wsd_is_flat_and_then_falls() -> None:
     wsd = factors(Scheduler("wsd", warmup_steps=2, decay_steps=4, min_ratio=0.2), 10)
     assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_inverse_square_root_is_the_papers_formula() -> None:
+    """Vaswani et al. 2017, eq. 3, as a multiple of its peak."""
+    ours = factors(Scheduler("inverse-sqrt", warmup_steps=4, min_ratio=0.0), 30)
+    paper = [min(step**-0.5, step * 4**-1.5) for step in range(1, 31)]
+    assert ours == pytest.approx([rate / max(paper) for rate in paper])
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])

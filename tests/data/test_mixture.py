@@ -87,6 +87,31 @@ def test_every_layout_trains_on_the_same_samples(loaders, dp, micro, consumed):
         np.testing.assert_array_equal(seen, expected[12 * step : 12 * step + 12])
 
 
+@pytest.mark.parametrize(("dp", "micro"), [(1, 12), (2, 3)])
+def test_weights_change_with_a_phase(loaders, dp, micro):
+    """Every source continues where it was; a source can come late."""
+    changes = [(30, [0.0, 1.0, 3.0]), (66, [1.0, 1.0, 1.0])]
+    expected, counts = [], [0, 0, 0]
+    for weights, start, stop in (
+        ([2.0, 1.0, 0.0], 0, 30),
+        (changes[0][1], 30, 66),
+        (changes[1][1], 66, 96),
+    ):
+        for source in due(shares_of(weights), 0, stop - start)[0]:
+            number = loaders[source].order(np.array([counts[source]]))[0]
+            expected.append(loaders[source].batch([number]).inputs[0])
+            counts[source] += 1
+    for step in (0, 2, 1, 5, 7):
+        mixtures = [Mixture(loaders, [2.0, 1.0, 0.0], changes) for _ in range(dp)]
+        seen = [
+            row
+            for rank, mixture in enumerate(mixtures)
+            for batch in mixture.micro_batches(12 * step, 12, rank, dp, micro)
+            for row in batch.inputs
+        ]
+        np.testing.assert_array_equal(seen, expected[12 * step : 12 * step + 12])
+
+
 def test_an_epoch_of_each_source_has_each_sample_once(loaders):
     mixture = Mixture(loaders, [1, 1, 1])
     batches = [next(mixture.micro_batches(12 * i, 12, 0, 1, 12)) for i in range(25)]

@@ -36,8 +36,12 @@ def show(
     from nanoscale.config.values.yaml_file import to_yaml
 
     composed = line.compose()
-    values = _for_deepspeed(composed) if deepspeed else asdict(_chosen(composed)[0].config)
-    answer(as_json or deepspeed, values, print_yaml, to_yaml(values))
+    from nanoscale.view.config_text import schedule_chart
+
+    shown, resolved = _chosen(composed)
+    values = _for_deepspeed(composed) if deepspeed else asdict(shown.config)
+    chart = schedule_chart(resolved) if resolved is not None else ""
+    answer(as_json or deepspeed, values, print_yaml, to_yaml(values) + chart)
     if deepspeed and composed.config.backend.extra:
         added = ", ".join(composed.config.backend.extra)
         display.note(f"backend.extra ({composed.source('backend.extra')}) sets {added}")

@@ -120,7 +120,7 @@ def _shares(config: Config) -> int:
     return layout.tp if layout.sequence_parallel and _divides_blocks(config) else 1
 
 
-def _sequence_step(config: Config) -> int:
+def sequence_step(config: Config) -> int:
     """Return the divisor that the sequence length needs; a ring's rank has one early and one late chunk."""
     layout = config.parallel
     chunks = 2 if layout.cp_method == "ring" and layout.cp > 1 else 1
@@ -135,7 +135,7 @@ def _undivided_sequence(config: Config) -> str:
         why.append(f"cp={layout.cp} gives every rank {chunks} ({layout.cp_method})")
     if shares > 1:
         why.append(f"tp={shares} divides it again (sequence_parallel)")
-    return f"must be a multiple of {_sequence_step(config)}: {listed(why)}"
+    return f"must be a multiple of {sequence_step(config)}: {listed(why)}"
 
 
 # --- expert parallelism ---------------------------------------------------------------------------
@@ -235,7 +235,7 @@ RULES = (
         (
             *("parallel.cp", "parallel.cp_method", "parallel.tp", "parallel.sequence_parallel"),
             *("train.seq_len", *_BLOCKS),
-        ), lambda config: config.train.seq_len % _sequence_step(config) == 0, _undivided_sequence,
+        ), lambda config: config.train.seq_len % sequence_step(config) == 0, _undivided_sequence,
         ("train.seq_len", "parallel.sequence_parallel=false")),
     Rule("parallel.ep",
         (*("parallel.ep", "parallel.dp", "parallel.dp_replicate", "parallel.cp"), "model.experts"),

@@ -7,6 +7,7 @@ import math
 import netrc
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,16 @@ from urllib.parse import urlsplit
 
 from nanoscale.common.units import counted
 from nanoscale.config.reference import declared
+from nanoscale.config.rules.layout import sequence_step
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, data_parallel, of_kind, other_than, refused, reset
-from nanoscale.config.schedulers import SCHEDULERS
+from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
 from nanoscale.config.schema import Config, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
+from nanoscale.config.training_phases import ENTRY, steps_for
 from nanoscale.config.values.forms import RULE, legal_name, series_of
-from nanoscale.config.violations import override, shown
+from nanoscale.config.violations import nearest, override, shown
 
 # --- batch ----------------------------------------------------------------------------------------
 
@@ -61,6 +64,8 @@ def _batch(config: Config) -> Train:
 
 # --- length ---------------------------------------------------------------------------------------
 
+_ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
+"""Schedules whose memory grows with the number of micro batches."""
 _LENGTHS = ("steps", "tokens", "epochs")
 """The keys that set the length of a training."""
 
@@ -71,6 +76,8 @@ def resolve_train(resolution: Resolution) -> Train:
     The data is resolved before.
     """
     train = _batch(resolution.config)
+    if not _check_phases(resolution):
+        train = replace(train, phases={})
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
     if given and "epochs" not in given:
         train = replace(train, epochs=None)  # also where the recipe's epochs would have no meaning
@@ -103,6 +110,106 @@ def resolve_train(resolution: Resolution) -> Train:
     return replace(train, steps=lengths[first])
 
 
+def _check_phases(resolution: Resolution) -> bool:
+    """Refuse phases that cannot be trained; return False if their steps are not known."""
+    train, before = resolution.config.train, len(resolution.violations)
+    names, done = list(train.phases), 0
+    for name, entry in train.phases.items():
+        key = f"train.phases.{name}"
+        if not isinstance(entry, dict):
+            message = f"needs one of the keys {', '.join(ENTRY)}"
+            resolution.refuse_value(key, entry, message, f"{key}.until=100")
+            continue
+        for member in set(entry) - set(ENTRY):
+            known = {other: value for other, value in entry.items() if other in ENTRY}
+            meant = [{other: entry[member]} | known for other in nearest(member, ENTRY)] or [known]
+            advice = [override(key, each) for each in meant]
+            resolution.refuse_value(f"{key}.{member}", entry[member], "unknown key", *advice)
+        _check_end(resolution, key, entry, done, is_last=name == names[-1])
+        done = entry.get("until") or done
+        _check_sizes(resolution, key, entry)
+        _check_weights(resolution, f"{key}.weights", entry.get("weights"))
+        lr = entry.get("lr", 1.0)
+        if type(lr) not in (int, float) or not 0 <= lr < math.inf:
+            resolution.refuse_value(
+                f"{key}.lr", lr, "must be a number, at least 0", f"{key}.lr=1.0"
+            )
+        elif ("lr" in entry) != (resolution.config.scheduler.name == PIECEWISE):
+            message = "and scheduler.name=piecewise belong together, in every phase"
+            other = "scheduler.name=piecewise" if "lr" in entry else f"{key}.lr=1.0"
+            resolution.refuse_value(f"{key}.lr", entry.get("lr"), message, other)
+    if not train.phases and resolution.config.scheduler.name == PIECEWISE:
+        message = "takes its rates from train.phases, which has none"
+        some = override("train.phases", {"all": {"lr": 1.0}})
+        resolution.refuse("scheduler.name", message, some, "scheduler.name=cosine")
+    return len(resolution.violations) == before
+
+
+def _check_end(
+    resolution: Resolution, key: str, entry: dict[str, Any], done: int, *, is_last: bool
+) -> None:
+    ends = {name: entry[name] for name in ("until", "until_tokens") if name in entry}
+    if len(ends) > 1:
+        one = {name: value for name, value in entry.items() if name != "until_tokens"}
+        resolution.refuse_value(key, entry, "has two ends", override(key, one))
+    for name, end in ends.items():
+        least = done + 1 if name == "until" else 1
+        if type(end) is not int or end < least:
+            better = f"{key}.{name}={least + 99}"
+            resolution.refuse_value(
+                f"{key}.{name}", end, f"must be an integer from {least}", better
+            )
+    if bool(ends) == is_last:
+        message = "is the last phase, and lasts to the end" if is_last else "has no end"
+        others = {name: value for name, value in entry.items() if name not in ends}
+        advice = [override(key, others) if is_last else f"{key}.until={done + 100}"]
+        resolution.refuse_value(key, entry, message, *advice)
+
+
+def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> None:
+    config = resolution.config
+    train, backend = config.train, config.backend.name
+    step = sequence_step(config)
+    legal: dict[str, tuple[Callable[[int], bool], str, int]] = {
+        "global_batch": (
+            lambda size: size % train.global_batch == 0,
+            f"a multiple of train.global_batch={train.global_batch}",
+            train.global_batch,
+        ),
+        "seq_len": (
+            lambda size: train.seq_len % size == 0 and size % step == 0,
+            f"a multiple of {step} that divides train.seq_len={train.seq_len}",
+            train.seq_len,
+        ),
+    }
+    for name, (holds, rule, usual) in legal.items():
+        size = entry.get(name, usual)
+        if type(size) is not int or size < 1 or not holds(size):
+            message = f"must be {rule}"
+            resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
+        elif size != usual and backend == "deepspeed":
+            message = "changes within a run, which DeepSpeed's engine does not support"
+            resolution.refuse_value(f"{key}.{name}", size, message, "backend=native")
+    layout, batch = config.parallel, entry.get("global_batch", train.global_batch)
+    if layout.pp > 1 and layout.schedule in _ALL_IN_FLIGHT and batch != train.global_batch:
+        message = f"keeps more micro batches with parallel.schedule={layout.schedule}"
+        resolution.refuse_value(f"{key}.global_batch", batch, message, "parallel.schedule=1f1b")
+
+
+def _check_weights(resolution: Resolution, key: str, weights: Any) -> None:
+    sources = resolution.config.data.mixture
+    if weights is None:
+        return
+    known = isinstance(weights, dict) and set(weights) <= set(sources)
+    values = list(weights.values()) if known else []
+    if not values or not all(type(it) in (int, float) and 0 <= it < math.inf for it in values):
+        names = ", ".join(sources) or "none, as data.mixture is empty"
+        message = f"must be numbers by the names of the sources, which are {names}"
+        resolution.refuse_value(key, weights, message, f"{key}=null")
+    elif sum(values) <= 0:
+        resolution.refuse_value(key, weights, "leaves no source", f"{key}=null")
+
+
 _STABLE = tuple(name for name, rule in SCHEDULERS.items() if rule.has_own_steps)
 
 
@@ -112,9 +219,9 @@ def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
     if train.steps is not None:
         lengths["steps"] = train.steps
     if train.tokens is not None:
-        lengths["tokens"] = math.ceil(train.tokens / (train.global_batch * train.seq_len))
+        lengths["tokens"] = steps_for(train, train.tokens / train.seq_len)
     if train.epochs is not None and (samples := _epoch(resolution, train)) is not None:
-        lengths["epochs"] = max(1, math.ceil(train.epochs * samples / train.global_batch))
+        lengths["epochs"] = max(1, steps_for(train, train.epochs * samples))
     return lengths
 
 

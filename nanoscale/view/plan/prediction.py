@@ -11,6 +11,7 @@ from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, u
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Parallel
+from nanoscale.config.training_phases import samples_after
 from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.padding import Padding, paddings
@@ -77,7 +78,7 @@ def document(plan: Prediction) -> dict[str, Any]:
 def bought_training(amount: str, plan: Prediction, override: str) -> tuple[dict[str, Any], str]:
     """Return the document and the line of a training that an amount is enough for."""
     run = plan.training
-    tokens = run.steps * plan.config.tokens_per_step
+    tokens = samples_after(plan.config.train, run.steps) * plan.config.train.seq_len
     line = (
         f"{amount} buys {counted(run.steps, 'step')}, {size(tokens)} tokens, in "
         f"{duration(3600 * run.hours)} and {three_digits(run.device_hours)} device hours: type {override}"

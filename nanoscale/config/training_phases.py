@@ -1,0 +1,82 @@
+"""The phases of a training: other batches, lengths of sequences, sources and rates from a step on.
+
+Everything follows from the configuration and the number of a step, so a run resumes exactly in any layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from nanoscale.config.schema import Train
+
+ENTRY = ("until", "until_tokens", "lr", "global_batch", "seq_len", "weights")
+"""The keys of an entry of `train.phases`."""
+
+
+@dataclass(frozen=True)
+class TrainingPhase:
+    """Steps with the same batch, length of sequences and sources."""
+
+    name: str
+    first: int
+    """The number of steps before it."""
+    last: float
+    """The number of its last step; infinite for the last phase."""
+    first_sample: int
+    """The number of samples before it."""
+    global_batch: int
+    seq_len: int
+    lr: float
+    """The multiple of the peak rate at its end, with `scheduler.name=piecewise`."""
+    weights: dict[str, float] | None
+    """The weights of the sources of the data mixture; None: those of the data."""
+
+
+def phases_of(train: Train) -> list[TrainingPhase]:
+    """Return the phases in their order; one for a training without `train.phases`."""
+    found: list[TrainingPhase] = []
+    first = first_sample = 0
+    entries: dict[str, dict[str, Any]] = train.phases or {"": {}}
+    for name, entry in entries.items():
+        batch = entry.get("global_batch") or train.global_batch
+        last: float = math.inf
+        if entry.get("until") is not None:
+            last = entry["until"]
+        elif entry.get("until_tokens") is not None:
+            left = entry["until_tokens"] - first_sample * train.seq_len
+            last = first + max(1, math.ceil(left / (batch * train.seq_len)))
+        weights, lr = entry.get("weights"), entry.get("lr", 1.0)
+        seq_len = entry.get("seq_len") or train.seq_len
+        found.append(TrainingPhase(name, first, last, first_sample, batch, seq_len, lr, weights))
+        if last != math.inf:
+            first_sample += (int(last) - first) * batch
+            first = int(last)
+    return found
+
+
+def phase_at(train: Train, step: int) -> TrainingPhase:
+    """Return the phase of a step, of 1, 2, …"""
+    return next(phase for phase in phases_of(train) if step <= phase.last)
+
+
+def samples_after(train: Train, steps: int) -> int:
+    """Return the samples of the first steps."""
+    phase = phase_at(train, max(1, steps))
+    return phase.first_sample + (steps - phase.first) * phase.global_batch
+
+
+def steps_for(train: Train, samples: float) -> int:
+    """Return the first number of steps with at least this many samples."""
+    phase = [it for it in phases_of(train) if it.first_sample < samples or it.first == 0][-1]
+    return phase.first + math.ceil((samples - phase.first_sample) / phase.global_batch)
+
+
+def piecewise(train: Train, step: int) -> float:
+    """Return the multiple of the peak rate: linear in each phase, from the end of the one before to its own."""
+    phase = phase_at(train, step)
+    before = [it.lr for it in phases_of(train) if it.last <= phase.first]
+    start = before[-1] if before else phase.lr
+    last = min(phase.last, train.steps or step)
+    return start + (phase.lr - start) * (step - phase.first) / max(1, last - phase.first)
