@@ -987,8 +987,10 @@ class Train:
         64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
     )
     stop_when: StopWhen = field(default_factory=StopWhen)
-    on_spike: Literal["note", "stop"] = key(
-        "note", "after a loss far above the last ones: note it and continue, or stop the run"
+    on_spike: Literal["note", "stop", "rollback"] = key(
+        "note",
+        "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
+        "checkpoint before it and skip the batches since then",
     )
     z_loss: float = key(
         0.0,

@@ -324,7 +324,7 @@ _BY_TEXT = (
     (
         r"LossSpikeError",
         "the loss jumped far above its spread",
-        "resume from the newest checkpoint with a lower optimizer.lr, or with train.on_spike=note",
+        "resume from the newest checkpoint with a lower optimizer.lr, or with train.on_spike=rollback or note",
     ),
     (
         r"ReplicaError",

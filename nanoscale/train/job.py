@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,11 +36,13 @@ from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
-from nanoscale.train.stability import Spikes
+from nanoscale.train.stability import LossSpikeError, Spikes
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
 
+_ROLLBACKS = 3
+"""How often a run goes back to the same checkpoint, with other samples each time, before it fails."""
 _WEIGHTS = ("model.", "balance.")
 """Prefixes of a training's state that the model computes with."""
 
@@ -50,6 +53,7 @@ def run(context: RankContext) -> str:
     Raises:
         UserError: the data or the checkpoints do not fit the configuration.
         NonFiniteError: the training has diverged.
+        LossSpikeError: the loss has jumped, and `train.on_spike=stop`, or no rollback helps.
         OSError: a checkpoint could not be written.
         FencedError: the run has continued without this rank's attempt.
     """
@@ -64,10 +68,41 @@ def run(context: RankContext) -> str:
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
-    note = make_note(context)
     record_kernels(context, device)
     record_cores(context, device)
-    training = Training(
+    if config.lora.rank:
+        make_note(context)("adapters", f"training {describe_adapters(config)}")
+    training = make_training(context, engine, data, progress)
+    rollbacks: Counter[int] = Counter()
+    while True:
+        try:
+            outcome = training.run(agreement)
+            break
+        except LossSpikeError as spike:
+            training.close_sinks("failed")
+            if config.train.on_spike != "rollback":
+                raise
+            progress = roll_back(context, training, data, spike, rollbacks)
+            training = make_training(context, engine, data, progress)
+        except BaseException:
+            training.close_sinks("failed")
+            raise
+    agreement.close()
+    training.close_sinks(outcome)
+    if outcome == "completed" and config.train.sample_tokens > 0:
+        show_sample(training, data)
+    training.note("end", outcome, outcome=outcome, step=progress.step)
+    process_group.leave()
+    return outcome
+
+
+def make_training(
+    context: RankContext, engine: Engine, data: Dataset, progress: Progress
+) -> Training:
+    """Open the outputs of a training that continues from a state of progress."""
+    config, device, note = context.config, engine.device, make_note(context)
+    note("running", f"training from step {progress.step + 1}", data=data.description)
+    return Training(
         workspace=context.workspace,
         config=config,
         engine=engine,
@@ -80,21 +115,49 @@ def run(context: RankContext) -> str:
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
         hosts=process_group.gather(context.host),
     )
-    if config.lora.rank:
-        training.note("adapters", f"training {describe_adapters(config)}")
-    training.note("running", f"training from step {progress.step + 1}", data=data.description)
-    try:
-        outcome = training.run(agreement)
-    except BaseException:
-        training.close_sinks("failed")
-        raise
-    agreement.close()
-    training.close_sinks(outcome)
-    if outcome == "completed" and config.train.sample_tokens > 0:
-        show_sample(training, data)
-    training.note("end", outcome, outcome=outcome, step=progress.step)
-    process_group.leave()
-    return outcome
+
+
+def roll_back(
+    context: RankContext,
+    training: Training,
+    data: Dataset,
+    spike: LossSpikeError,
+    rollbacks: Counter[int],
+) -> Progress:
+    """Load the newest checkpoint from before a jump of the loss; the samples since then are skipped.
+
+    Checkpoints of the steps that are trained again are deleted. `rollbacks` counts them by the step to which
+    they went.
+
+    Raises:
+        LossSpikeError: there is no such checkpoint, or the loss has jumped too often after it.
+    """
+    now, log_every = training.progress, context.config.train.log_every
+    stored = process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints))
+    # The jump began in one of the steps since the last logged loss.
+    before = [it for it in stored if it.step <= now.step - log_every]
+    if not before:
+        raise LossSpikeError(f"{spike}, and there is no checkpoint from before it") from spike
+    last = before[-1]
+    rollbacks[last.step] += 1
+    if rollbacks[last.step] > _ROLLBACKS:
+        message = f"{spike}, and the loss has jumped {_ROLLBACKS} times after {last.path.name}"
+        raise LossSpikeError(message) from spike
+    if context.rank == 0:
+        store.delete(context.workspace, [it for it in stored if it.step > last.step])
+        store.point_latest(context.workspace, last.path)
+    progress = restore(context, training.engine, data)
+    first, end = progress.consumed_samples, now.consumed_samples
+    progress.consumed_samples = end
+    progress.spikes = Spikes(recent=now.spikes.recent)
+    make_note(context)(
+        "rollback",
+        f"{spike}: back to {last.path.name}, and samples {first:,} to {end - 1:,} are skipped",
+        step=last.step,
+        spike_step=now.step,
+        skipped_samples=[first, end],
+    )
+    return progress
 
 
 def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:

@@ -164,7 +164,7 @@ class Training:
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
-            LossSpikeError: the loss has jumped, and `train.on_spike=stop`.
+            LossSpikeError: the loss has jumped, and `train.on_spike` is stop or rollback.
         """
         loss_sum, memory = result.loss_sum.item(), peak_memory_gib(self.engine.device)
         local_figures = [loss_sum, memory, self.meter.own_time(), *self.health.read()]
@@ -210,15 +210,15 @@ class Training:
         """Note a jump of the loss, and keep the checkpoints from before it.
 
         Raises:
-            LossSpikeError: `train.on_spike=stop`.
+            LossSpikeError: `train.on_spike` is stop or rollback.
         """
         self.report_saved(self.saver.finish())
         if self.rank == 0:
             stored = store.list_checkpoints(self.workspace.parent)
             self.progress.spikes.steps = [checkpoint.step for checkpoint in stored]
         self.note("spike", f"{jump}; the checkpoints from before it are kept")
-        if self.config.train.on_spike == "stop":
-            raise LossSpikeError(f"{jump}; the run stops because of train.on_spike=stop")
+        if (reaction := self.config.train.on_spike) != "note":
+            raise LossSpikeError(f"{jump}; train.on_spike={reaction}")
 
     def require_finite_gradients(self, result: StepResult) -> None:
         """Raise a NonFiniteError, unless the step was skipped because of the loss scale."""

@@ -32,7 +32,7 @@ def require_finite(step: int, **values: float) -> None:
 
 
 class LossSpikeError(ArithmeticError):
-    """The loss has jumped, and `train.on_spike=stop`."""
+    """The loss has jumped, and `train.on_spike` is not `note`."""
 
 
 @dataclass

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2684,
     "cli": 5152,
     "common": 664,
-    "config": 10677,
+    "config": 10679,
     "data": 4741,
     "generate": 1098,
     "launch": 5812,
@@ -101,7 +101,7 @@ BUDGET = {
     "rehearse": 3226,
     "runs": 2857,
     "sweep": 1096,
-    "train": 1346,
+    "train": 1409,
     "view": 4830,
     "": 187,
 }

@@ -14,6 +14,7 @@ import torch
 from nanoscale.backends.base import StepResult
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.checkpoint.store import BEFORE_SPIKE, list_checkpoints
+from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.runs import events
@@ -62,13 +63,16 @@ def test_checkpoints_are_kept_until_the_jump_is_over() -> None:
 
 def train_jumping(rank: int, path: Path) -> str:
     """Train as the job does; before step 25 every rank's head is 30 times as large. Return what happened."""
-    advance = Training.advance
+    advance, done = Training.advance, list[int]()
 
     def advance_after_jump(training: Training) -> StepResult:
-        if training.progress.step == JUMP - 1:
+        if training.progress.step == JUMP - 1 and not done:
+            done.append(JUMP)
             engine: Any = training.engine
-            with torch.no_grad():
-                local_tensor(dict(engine.parameters())["head.weight"]).mul_(30)
+            head = dict(engine.parameters()).get("head.weight")
+            if head is not None:  # else of an earlier stage
+                with torch.no_grad():
+                    local_tensor(head).mul_(30)
         return advance(training)
 
     Training.advance = advance_after_jump  # type: ignore[method-assign]
@@ -105,6 +109,62 @@ def test_a_jump_is_noted_and_the_checkpoints_before_it_stay(
     longer = replace(config, train=replace(config.train, steps=44))
     assert train(run, longer) == ["completed"] * 2
     assert kept(run) == [20, 24, 40, 44], "a resumed run keeps them, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "stage": 3}, {"parallel": {"tp": 2, "pp": 2}}], ids=["dp", "tp, pp"]
+)
+def test_a_jump_is_rolled_back_and_its_batches_are_skipped(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """The steps after it are those of a training on the samples after it, from the checkpoint before it."""
+    config, run = jumping(tmp_path, "rollback", **layout)
+    assert (
+        run_ranks(train_jumping, config.world_size, run.path) == ["completed"] * config.world_size
+    )
+    (event,) = [event for event in events.read(run) if event["kind"] == "rollback"]
+    assert (event["step"], event["spike_step"]) == (24, JUMP)
+    assert event["skipped_samples"] == [24 * 8, 25 * 8] and "step-00000024" in event["message"]
+    records = read_metrics(run)
+    assert [record["step"] for record in records] == [*range(1, 37)]
+    assert [record["tokens"] for record in records[23:26]] == [
+        24 * 8 * 16,
+        26 * 8 * 16,
+        27 * 8 * 16,
+    ]
+    manifest = list_checkpoints(run.checkpoints)[-1].manifest
+    assert (manifest["step"], manifest["consumed_samples"]) == (36, 37 * 8)
+    assert max(record["loss"] for record in records) < 6
+    # A run to the checkpoint, which skips a step's samples by hand.
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    _, other = jumping(other_folder, "note", **layout)
+    assert set(run_ranks(train_skipping, config.world_size, other.path)) == {"completed"}
+    for ours, theirs in zip(records, read_metrics(other), strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+
+
+def train_skipping(rank: int, path: Path) -> str:
+    """Train without a jump, and skip the samples of step 25."""
+    advance = Training.advance
+
+    def advance_after_skip(training: Training) -> StepResult:
+        if training.progress.step == JUMP - 1:
+            training.progress.consumed_samples += training.config.train.global_batch
+        return advance(training)
+
+    Training.advance = advance_after_skip  # type: ignore[method-assign]
+    return train_rank(rank, path, StopFlag())
+
+
+def test_a_rollback_without_a_checkpoint_fails(tmp_path: Path) -> None:
+    config, run = jumping(tmp_path, "rollback")
+    run.config.write_text(
+        frozen.dump(replace(config, checkpoint=replace(config.checkpoint, every=30)))
+    )
+    (text,) = run_ranks(train_jumping, 1, run.path)
+    assert text.startswith("LossSpikeError: ") and "no checkpoint from before it" in text
 
 
 def test_a_jump_stops_every_rank_on_request(tmp_path: Path) -> None:
