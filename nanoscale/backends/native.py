@@ -154,6 +154,19 @@ class NativeEngine(Engine):
         if self.masters is not None:
             self.masters.update_compute_copy()
 
+    @torch.no_grad()
+    def reinitialize(self) -> None:
+        """Return to the initial weights, unless they come from files, and to an unused optimizer."""
+        self.optimizer.state.clear()
+        for stage in self.stages.values():
+            stage.reset_buffers(self.device)
+            _fill_initial(stage, self.config, self.device)
+            if self.masters is not None:
+                draw = stage.initializer(self.config.train.seed, self.device)
+                for name, master in self.masters.parameters:
+                    master.copy_(draw(name, master.shape))
+                self.masters.update_compute_copy()
+
     def _accumulate(self, micro_batches: list[Batch]) -> None:
         (model,) = self.stages.values()
         for i, batch in enumerate(micro_batches):
@@ -273,8 +286,12 @@ def build_stages(
         if layout.data is None:  # FSDP2 casts what it gathers
             cast_frozen(stage, data_parallel.TORCH_DTYPES[config.precision.compute])
         stage.materialize(device)
-        is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
-        if not is_pretrained or config.lora.rank:
-            fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)
+        _fill_initial(stage, config, device)
         stages[number] = stage
     return stages
+
+
+def _fill_initial(stage: Transformer, config: ResolvedConfig, device: torch.device) -> None:
+    is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
+    if not is_pretrained or config.lora.rank:
+        fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)

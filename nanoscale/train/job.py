@@ -34,15 +34,16 @@ from nanoscale.runs.documents import read_document
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
+from nanoscale.train.non_finite import MOST_STEPS, find_cause
 from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
-from nanoscale.train.stability import LossSpikeError, Spikes
+from nanoscale.train.stability import LossSpikeError, NonFiniteError, Spikes
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
 
 _ROLLBACKS = 3
-"""How often a run goes back to the same checkpoint, with other samples each time, before it fails."""
+"""The most times that a run returns to the same checkpoint, with other samples each time."""
 _WEIGHTS = ("model.", "balance.")
 """Prefixes of a training's state that the model computes with."""
 
@@ -84,6 +85,10 @@ def run(context: RankContext) -> str:
                 raise
             progress = roll_back(context, training, data, spike, rollbacks)
             training = make_training(context, engine, data, progress)
+        except NonFiniteError as error:
+            training.close_sinks("failed")
+            explain(context, training, data, error)
+            raise
         except BaseException:
             training.close_sinks("failed")
             raise
@@ -158,6 +163,27 @@ def roll_back(
         skipped_samples=[first, end],
     )
     return progress
+
+
+def explain(context: RankContext, training: Training, data: Dataset, error: NonFiniteError) -> None:
+    """Repeat the steps since the last checkpoint, and add the first result that was not finite to an error."""
+    from nanoscale.backends.native import NativeEngine
+
+    config, engine, last_step = context.config, training.engine, training.progress.step
+    stored = process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints))
+    first = stored[-1].step if stored else 0
+    # The loss scale of fp16 depends on the steps before, and overflows are usual.
+    is_exact = isinstance(engine, NativeEngine) and config.precision.compute != "fp16"
+    if not is_exact or last_step - first > MOST_STEPS:
+        return
+    assert isinstance(engine, NativeEngine)
+    text = f"step {first + 1} to {last_step} once more, to find the first result that is not finite"
+    make_note(context)("repeat", text)
+    if not stored:
+        engine.reinitialize()
+    training.progress = restore(context, engine, data)
+    cause = find_cause(training, last_step)
+    error.add_cause(cause or "all results of modules were finite when the steps were repeated")
 
 
 def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:

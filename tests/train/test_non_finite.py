@@ -1,0 +1,112 @@
+"""A loss that is not finite: the error names the first module and pass that made it so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoscale.backends.base import StepResult
+from nanoscale.backends.native import NativeEngine
+from nanoscale.config.schema import Checkpoint
+from nanoscale.data.batch import Batch
+from nanoscale.models.transformer import CausalAttention, SwiGLU
+from nanoscale.runs import events
+from nanoscale.runs.position import NOW
+from nanoscale.runs.rank_context import StopFlag
+from tests.support.jobs import make_config, make_run, train_rank, write_tokens
+from tests.support.ranks import run_ranks
+
+FAILS = 5
+
+
+class _NoGradient(torch.autograd.Function):
+    """Its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 0
+
+
+def train_failing(rank: int, path: Path, where: str) -> str:
+    """Train; in step FAILS the second block's result, or the gradient of its attention, is not finite."""
+    plain_mlp, plain_core = SwiGLU.forward, CausalAttention.forward
+    calls = {"mlp": 0, "core": 0}
+
+    def is_bad(kind: str) -> bool:
+        calls[kind] = calls[kind] + 1 if NOW.step == FAILS else 0
+        return where == kind and calls[kind] == 4  # of the second micro batch, in two blocks
+
+    def mlp(self: SwiGLU, hidden: Tensor) -> Tensor:
+        result = plain_mlp(self, hidden)
+        return result / 0 if is_bad("mlp") else result
+
+    def core(self: CausalAttention, q: Tensor, *others: Any) -> Tensor:
+        return plain_core(self, _NoGradient.apply(q) if is_bad("core") else q, *others)
+
+    SwiGLU.forward, CausalAttention.forward = mlp, core  # type: ignore[method-assign, assignment]
+    try:
+        return train_rank(rank, path, StopFlag())
+    except ArithmeticError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("where", "layout", "every"),
+    [
+        ("mlp", {}, 3),
+        ("core", {}, 0),
+        ("mlp", {"dp": 2, "stage": 3}, 0),
+        ("core", {"dp": 2, "stage": 1}, 3),
+    ],
+    ids=str,
+)
+def test_the_first_cause_is_named(
+    tmp_path: Path, where: str, layout: dict[str, Any], every: int
+) -> None:
+    write_tokens(tmp_path, samples=100)
+    checkpoint = Checkpoint(every=every, at_end=False)
+    config = make_config(tmp_path, checkpoint=checkpoint, micro_batch=2, **layout)
+    config = replace(config, model=replace(config.model, layers=2))
+    run = make_run(config)
+    texts = run_ranks(train_failing, config.world_size, run.path, where)
+    named = {
+        "mlp": "the result of `layers.1.mlp` (SwiGLU), in micro batch 2 of step 5",
+        "core": "the gradient of the result of `layers.1.attention",
+    }[where]
+    for text in texts:
+        assert text.startswith(f"the first of its causes is {named}"), text
+        assert "at step 5; try" in text
+    (event,) = [event for event in events.read(run) if event["kind"] == "repeat"]
+    assert event["message"].startswith(f"step {4 if every else 1} to 5 once more")
+
+
+def train_damaged(rank: int, path: Path) -> str:
+    """Train; the update of step 3 makes a weight infinite."""
+    plain = NativeEngine.train_step
+
+    def train_step(self: NativeEngine, batches: list[Batch], lr: float) -> StepResult:
+        result = plain(self, batches, lr)
+        if NOW.step == 3:
+            dict(self.parameters())["layers.0.mlp.up.weight"].data[0, 0] = torch.inf
+        return result
+
+    NativeEngine.train_step = train_step  # type: ignore[method-assign]
+    return train_failing(rank, path, "")
+
+
+def test_weights_that_an_update_has_damaged_are_named(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    run = make_run(make_config(tmp_path))
+    (text,) = run_ranks(train_damaged, 1, run.path)
+    assert text.startswith(
+        "`layers.0.mlp.up.weight` was not finite before step 4: the update of step 3"
+    )
