@@ -14,8 +14,10 @@ from nanoscale.config.training_phases import piecewise
 class DecayRule:
     """A row of the table: the decay after the warm-up."""
 
-    decay: Callable[[float], float]
+    decay: Callable[[float], float] = lambda _: 0.0
     """A function from the share of the decay's steps that are done to the share of the fall to the minimum."""
+    factor: Callable[[Scheduler, int, Train], float] | None = None
+    """The multiple of the peak rate after the warm-up, if it depends on more than that share."""
     has_own_steps: bool = False
     """True if the decay takes the last `scheduler.decay_steps` steps, after a stable phase, not all steps."""
     deepspeed_name: str | None = None
@@ -25,8 +27,16 @@ def _cosine(progress: float) -> float:
     return (1 - math.cos(math.pi * progress)) / 2
 
 
-INVERSE_SQRT, PIECEWISE = "inverse-sqrt", "piecewise"
-"""Schedules that are functions of the step, and not of the share of the decay that is done."""
+def _inverse_sqrt(scheduler: Scheduler, step: int, _: Train) -> float:
+    """Return √(warmup_steps / step) (Vaswani et al. 2017, arXiv:1706.03762, section 5.3)."""
+    return max(scheduler.min_ratio, math.sqrt(max(1, scheduler.warmup_steps) / step))
+
+
+def _piecewise(_: Scheduler, step: int, train: Train) -> float:
+    return piecewise(train, step)
+
+
+PIECEWISE = "piecewise"
 SCHEDULERS = {
     # Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts
     "cosine": DecayRule(_cosine, deepspeed_name="WarmupCosineLR"),
@@ -34,8 +44,8 @@ SCHEDULERS = {
     "constant": DecayRule(lambda _: 0.0, deepspeed_name="WarmupLR"),
     # Hu et al. 2024, arXiv:2404.06395, section 4
     "wsd": DecayRule(lambda progress: progress, has_own_steps=True),
-    INVERSE_SQRT: DecayRule(lambda _: 0.0),
-    PIECEWISE: DecayRule(lambda _: 0.0),
+    "inverse-sqrt": DecayRule(factor=_inverse_sqrt),
+    PIECEWISE: DecayRule(factor=_piecewise),
 }
 
 
@@ -43,16 +53,13 @@ def lr_factor(scheduler: Scheduler, step: int, train: Train) -> float:
     """Return the multiple of the peak rate for the update that ends `step`, of 1 … `train.steps`.
 
     The linear warm-up reaches the peak at `warmup_steps`. A decay reaches `min_ratio` at `train.steps`.
-    inverse-sqrt: √(warmup_steps / step) (Vaswani et al. 2017, arXiv:1706.03762, eq. 3), at least `min_ratio`.
     """
-    steps, warmup = train.steps or step, scheduler.warmup_steps
-    if scheduler.name == PIECEWISE:
-        return piecewise(train, step) * min(1.0, step / max(1, warmup))
-    if step <= warmup:
-        return step / warmup
-    if scheduler.name == INVERSE_SQRT:
-        return max(scheduler.min_ratio, math.sqrt(max(1, warmup) / step))
-    rule, start = SCHEDULERS[scheduler.name], scheduler.warmup_steps
+    steps, start = train.steps or step, scheduler.warmup_steps
+    rule = SCHEDULERS[scheduler.name]
+    if step <= start:
+        return step / start
+    if rule.factor is not None:
+        return rule.factor(scheduler, step, train)
     if rule.has_own_steps:
         assert scheduler.decay_steps is not None, "the launcher freezes a number"
         start = max(start, steps - scheduler.decay_steps)

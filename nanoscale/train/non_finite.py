@@ -48,6 +48,8 @@ class Checks:
     def _check(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation in the backward pass
         number = self.passes[name] = self.passes.get(name, 0) + 1
         kind = f"`{name}` ({type(module).__name__})"
         if self.first is None and not output.isfinite().all():
@@ -76,21 +78,21 @@ def find_cause(training: Training, last_step: int) -> str | None:
     since_log = training.config.train.log_every
     while training.progress.step < last_step:
         checks = Checks()
-        weights = _damaged_weight(training.engine)
+        damaged_weight = _damaged_weight(training.engine)
         if training.progress.step >= last_step - since_log:
             with checks.watching(training.engine):
                 training.advance()
         else:
             training.advance()
-        step, batch = training.progress.step, "micro batch"
-        found = [it for it in process_group.gather((weights, checks.first)) if any(it)]
+        step = training.progress.step
+        found = process_group.gather((damaged_weight, checks.first))
         damaged = next((name for name, _ in found if name), None)
         if damaged is not None:
             return f"`{damaged}` was not finite before step {step}: the update of step {step - 1} made it so"
         places = sorted(place for _, place in found if place)
         if places:
             _, number, sentence = places[0]
-            return f"the first of its causes is {sentence}, in {batch} {number} of step {step}"
+            return f"the first of its causes is {sentence}, in micro batch {number} of step {step}"
     return None
 
 

@@ -293,6 +293,10 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         (LLAMA | {"rope_scaling": {"rope_type": "xpos", "factor": 4.0}}, "rope_type=xpos"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "config.json has no factor"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            COMMON | {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 2},
+            "layer_types=",
+        ),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantized"),
         (LLAMA | {"hidden_size": "wide"}, "model.hidden=wide"),
         ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "no vocab_size"),

@@ -74,6 +74,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", COMMON | {"head_dim": 8, "pad_token_id": 0, "num_key_value_heads": 2}),
     "olmo2": ("Olmo2", COMMON),
     "olmo3": ("Olmo3", COMMON | {"num_hidden_layers": 5, "sliding_window": 7}),
+    "olmo3, yarn": (
+        "Olmo3",
+        COMMON
+        | {"num_hidden_layers": 5, "sliding_window": 7}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
+    ),
     "gemma": ("Gemma", COMMON | {"head_dim": 6, "tie_word_embeddings": False, "eos_token_id": None}),
     "gemma2": (
         "Gemma2",

@@ -190,7 +190,9 @@ def _block_positions(
                 replace(position, name=hf_name.format(expert=i), expert=i)
                 for i in range(model.experts)
             ]
-            merged = _beside(replace(position, name=hf_name), name, module_in_block, own_shapes)
+            merged = _with_neighbors(
+                replace(position, name=hf_name), name, module_in_block, own_shapes
+            )
             positions[name] = tuple(one_per_expert) if "{expert}" in hf_name else (merged,)
         else:
             _, layer, module_in_block = module.split(".", 2)
@@ -201,11 +203,11 @@ def _block_positions(
             transposed = position.transposed and kind == "weight"
             hf_name = f"{prefix}{layers}.{layer}.{position.name}.{kind}"
             position = replace(position, name=hf_name, transposed=transposed)
-            positions[name] = (_beside(position, name, module_in_block, own_shapes),)
+            positions[name] = (_with_neighbors(position, name, module_in_block, own_shapes),)
     return positions
 
 
-def _beside(
+def _with_neighbors(
     position: TensorPosition, name: str, module_in_block: str, own_shapes: dict[str, Shape]
 ) -> TensorPosition:
     """Return the position of a tensor next to those that it is joined with."""

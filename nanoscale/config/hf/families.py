@@ -146,11 +146,9 @@ def _layer_types(every: int) -> HFRule:
         layers = values["layers"]
         default = [_name(every, layer) for layer in range(layers)]
         kinds = document.get("layer_types") or default
-        if "full_attention" not in kinds:
-            return {"full_attention_every": 0}
-        if "sliding_attention" not in kinds:
+        if set(kinds) == {"full_attention"}:
             return {"full_attention_every": 0, "sliding_window": None}
-        found = kinds.index("full_attention") + 1
+        found = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
         if kinds != [_name(found, layer) for layer in range(layers)]:
             raise UnsupportedError(
                 f"layer_types={shown(kinds)}: only full attention in every n-th layer is supported"
@@ -189,6 +187,8 @@ def _inverse_square(scale: float | None) -> Any:
     return None if scale is None else round(scale**-2)
 
 
+# transformers reads `rope_theta` and `rope_scaling` for the layers without a window alone.
+_UNSCALED_WINDOWS = HFRule(lambda *_: {"rope_theta_local": 500000.0})
 _SCALED_EMBEDDING = HFRule(lambda _, values: {"embed_scale": math.sqrt(values["hidden"])})
 
 
@@ -330,6 +330,7 @@ FAMILIES: dict[str, Family] = {
         {**_NO_BIAS, "sliding_window": HFKey("sliding_window", 4096)},
         {"norm_eps": 1e-5, "rope_theta": 500000.0},
         _layer_types(4),
+        _UNSCALED_WINDOWS,
         qk_norm=True,
         qk_norm_whole=True,
         norm_position="after",

@@ -23,7 +23,7 @@ from nanoscale.config.rules.rule import Rule, data_parallel, of_kind, other_than
 from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
 from nanoscale.config.schema import Config, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
-from nanoscale.config.training_phases import ENTRY, steps_for
+from nanoscale.config.training_phases import ENTRY, phases_of, steps_for
 from nanoscale.config.values.forms import RULE, legal_name, series_of
 from nanoscale.config.violations import nearest, override, shown
 
@@ -126,7 +126,7 @@ def _check_phases(resolution: Resolution) -> bool:
             advice = [override(key, each) for each in meant]
             resolution.refuse_value(f"{key}.{member}", entry[member], "unknown key", *advice)
         _check_end(resolution, key, entry, done, is_last=name == names[-1])
-        done = entry.get("until") or done
+        done = entry["until"] if type(entry.get("until")) is int else done
         _check_sizes(resolution, key, entry)
         _check_weights(resolution, f"{key}.weights", entry.get("weights"))
         lr = entry.get("lr", 1.0)
@@ -142,7 +142,15 @@ def _check_phases(resolution: Resolution) -> bool:
         message = "takes its rates from train.phases, which has none"
         some = override("train.phases", {"all": {"lr": 1.0}})
         resolution.refuse("scheduler.name", message, some, "scheduler.name=cosine")
-    return len(resolution.violations) == before
+    if len(resolution.violations) > before:
+        return False
+    for phase in phases_of(train):
+        if phase.last <= phase.first:  # a phase that ends with tokens may be longer than it seems
+            key = f"train.phases.{phase.name}.until"
+            message = f"is not after step {phase.first}, at which the phase before it ends"
+            resolution.refuse_value(key, int(phase.last), message, f"{key}={phase.first + 100}")
+            return False
+    return True
 
 
 def _check_end(
