@@ -241,9 +241,7 @@ class Model:
 
     def is_windowed(self, seq_len: int) -> bool:
         """Return True if attention needs a mask of `sliding_window` for sequences of this length."""
-        return any(map(self.has_window, range(self.layers))) and seq_len > (
-            self.sliding_window or 0
-        )
+        return self.has_window(0) and seq_len > (self.sliding_window or 0)
 
     @property
     def rotated_width(self) -> int:

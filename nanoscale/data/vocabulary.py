@@ -135,4 +135,4 @@ def _with_end(settings: dict[str, Any], eos: int) -> dict[str, Any]:
 
 
 def _eos_entry(number: int | None) -> dict[str, Any]:
-    return {"bos_token_id": None, "eos_token_id": number}
+    return {"bos_token_id": None, "eos_token_id": number, "pad_token_id": None}

@@ -27,9 +27,15 @@ NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters
 """A name, the engine's choice, a limit of sequences that a rule applies, and a count."""
 
 ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
+YARN = replace(SHALLOW, rope_scaling=RopeScaling(2.0, kind="yarn", attention_factor=1.1))
+FACTORS = [1.0] * (SHALLOW.head_width // 2)
+LONGROPE = RopeScaling(2.0, kind="longrope", short_factor=FACTORS, long_factor=FACTORS)
 JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # make_config's arguments, whole sections
     ({"model": ROPE}, {}),
+    ({"model": YARN}, {}),
+    ({"model": replace(SHALLOW, rope_scaling=LONGROPE)}, {}),
+    ({"model": replace(SHALLOW, rope_scaling=replace(LONGROPE, original_seq_len=4))}, {}),
     ({"model": GPT2}, {"optimizer": Optimizer("sgd", 1e-2)}),
     ({"model": MOE}, {}),
     ({"parallel": {"pp": 2}}, {"zero": Zero(1)}),

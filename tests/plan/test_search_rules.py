@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
+from functools import partial
+from inspect import isfunction
 from itertools import product
 from typing import Any
 
@@ -179,6 +181,8 @@ class _Reading:
         size = getattr(type(self._section), name, None)
         if isinstance(size, property):  # it reads keys in its turn
             return size.fget(self)  # type: ignore[misc]
+        if isfunction(size):
+            return partial(size, self)
         value, key = getattr(self._section, name), f"{self._prefix}{name}"
         if is_dataclass(value):
             return _Reading(value, self._keys, f"{key}.")

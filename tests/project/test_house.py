@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2686,
     "cli": 5152,
     "common": 664,
-    "config": 10695,
+    "config": 10693,
     "data": 4741,
     "generate": 1098,
     "launch": 5812,
