@@ -19,6 +19,7 @@ from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models.hf_model import HFModel
+from nanoscale.models.preferences import OBJECTIVES, Objective
 from nanoscale.models.transformer import Transformer
 
 
@@ -124,9 +125,28 @@ class Engine(ABC):
         return nullcontext()
 
     def figures(self) -> dict[str, float]:
-        """Return metrics that are logged with the loss: with fp16 the loss scale, with experts their loads."""
+        """Return metrics that are logged with the loss: with fp16 the loss scale, with experts their loads,
+        with pairs how clearly the model prefers the chosen answers. Every rank calls it."""
         sources = [source for source in (self.scaling, self.balance) if source is not None]
-        return {name: figure for source in sources for name, figure in source.figures().items()}
+        figures = [source.figures() for source in sources]
+        return {
+            name: value for each in [*figures, self.preferences()] for name, value in each.items()
+        }
+
+    def preferences(self) -> dict[str, float]:
+        """Return the share of the pairs since the last call with a positive margin, and the mean margin;
+        without an objective of pairs nothing. Every rank calls it."""
+        if self.config.train.objective not in OBJECTIVES:
+            return {}
+        objectives = [stage.objective for stage in self.stages.values()]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for objective in objectives:
+            if objective is not None:
+                sums += objective.read().to(self.device)
+        if dist.is_initialized():
+            dist.all_reduce(sums)  # ranks of tp and cp have the same pairs, all equally often
+        pairs, preferred, margins = sums.tolist()
+        return {"preferred": preferred / pairs, "margin": margins / pairs} if pairs else {}
 
     def _small_state(self) -> dict[str, Tensor]:
         """Return the state in addition to parameters and moments."""
@@ -144,11 +164,9 @@ class Engine(ABC):
         return self.scaling is not None and self.scaling.exhausted
 
     @abstractmethod
-    def _forward(
-        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
-    ) -> Tensor | None:
+    def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
         """Return the logits of `[batch, seq / cp]` token ids, or the sum of the losses of targets of this
-        shape.
+        shape; the others are documents, targets and references, as in `Transformer.forward`.
 
         Return None if another rank has the last stage. With a vocabulary divided by tp, they are the logits of
         this rank's shard.
@@ -159,22 +177,46 @@ class Engine(ABC):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
-        """Return the sum of the losses and the number of this rank's validation tokens that have one.
+        """Return the sum of the losses and the number of this rank's validation tokens that have one, or of its
+        pairs.
 
         Each batch comes with the number of its rows that count.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch, rows in batches:
-            inputs, targets, documents = self._local_batch(batch)
+            inputs, targets, documents, references = self._local_batch(batch)
             row = torch.arange(len(targets), device=self.device)
             targets = targets.where(row.unsqueeze(1) < rows, IGNORED)
-            loss = self._forward(inputs, documents, targets)
-            if loss is not None:
-                loss_sum += loss * self._counts_losses
-                count += (targets != IGNORED).sum() * self._counts_losses
+            loss = self._forward(inputs, documents, targets, references)
+            if loss is None or not self._counts_losses:
+                continue
+            loss_sum += loss
+            if references is None:
+                count += (targets != IGNORED).sum()
+            elif self.coordinates.cp == 0:
+                count += rows // 2
         self._after_forward()
         return loss_sum.item(), int(count.item())
+
+    @torch.no_grad()
+    def log_likelihoods(self, batches: Iterable[Batch]) -> Tensor:
+        """Return the log-likelihood of the answer of each row of this rank's pairs: fp64 `[rows]` on the host.
+
+        In a pipeline the last stage's ranks return them, and the others zeros.
+        """
+        objectives = [it.objective for it in self.stages.values() if it.objective is not None]
+        found = []
+        for objective in objectives:
+            objective.returns_likelihoods = True
+        for batch in batches:
+            inputs, targets, documents, references = self._local_batch(batch)
+            rows = self._forward(inputs, documents, targets, references)
+            found.append(torch.zeros(len(batch)) if rows is None else rows.cpu())
+        for objective in objectives:
+            objective.returns_likelihoods = False
+        self._after_forward()
+        return torch.cat(found).double()
 
     @torch.no_grad()
     def next_token_logits(self, tokens: list[int]) -> Tensor:
@@ -223,19 +265,20 @@ class Engine(ABC):
             total /= parallel.tp * parallel.pp * parallel.cp
         return total.clamp(min=1)
 
-    def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        The documents `[batch, seq]` are those of the whole sequence.
+        Documents `[batch, seq]`, or None, and references `[batch]`, or None, are those of the whole sequence.
         """
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
-        documents = None
-        if batch.documents is not None:
-            documents = self._to_device(torch.from_numpy(batch.documents))
+        documents, references = (
+            None if it is None else self._to_device(torch.from_numpy(it))
+            for it in (batch.documents, batch.references)
+        )
         if self.config.parallel.cp > 1:
             positions = self._positions(inputs.shape[1], inputs.device)
             inputs, targets = inputs[:, positions], targets[:, positions]
-        return self._to_device(inputs), self._to_device(targets), documents
+        return self._to_device(inputs), self._to_device(targets), documents, references
 
     def _positions(self, seq: int, device: torch.device) -> Tensor:
         """Return the positions `[seq / cp]` of a sequence that this rank has."""
@@ -257,8 +300,13 @@ class Engine(ABC):
 
 def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Transformer:
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
+    objective = None
+    if config.train.objective in OBJECTIVES:
+        objective = Objective(config.train.objective, config.train.preference_beta)
     if config.model.source == "hf":
-        return HFModel(config.model, real=real)
+        hf_model = HFModel(config.model, real=real)
+        hf_model.objective = objective
+        return hf_model
     parallel = config.parallel
     stages = parallel.pp * parallel.virtual_stages
     counts = stage_layers(config.model, stages, parallel.layers_per_stage)
@@ -267,6 +315,7 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     model = Transformer(config.model, blocks, first=stage == 0, last=stage == stages - 1)
     if model.last:
         model.head.z_loss = config.train.z_loss
+        model.objective = model.head.objective = objective
     return model
 
 

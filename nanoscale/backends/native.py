@@ -174,17 +174,15 @@ class NativeEngine(Engine):
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
             if self.reducer is not None:
                 self.reducer.begin_micro_batch(last)
-            inputs, targets, documents = self._local_batch(batch)
-            loss_sum = model(inputs, documents, targets)
+            inputs, targets, documents, references = self._local_batch(batch)
+            loss_sum = model(inputs, documents, targets, references)
             self._loss(loss_sum).backward()
 
-    def _forward(
-        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
-    ) -> Tensor | None:
+    def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
         if self.pipeline is not None:
-            return self.pipeline.forward(inputs, documents, targets)
+            return self.pipeline.forward(inputs, *others)
         (model,) = self.stages.values()
-        output: Tensor = model(inputs, documents, targets)
+        output: Tensor = model(inputs, *others)
         return output
 
     def _loss(self, loss_sum: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.reference import flat, value_of
 from nanoscale.config.schema import Config, Parallel, Train
 from nanoscale.config.violations import shown
@@ -58,7 +59,8 @@ class ResolvedConfig(Config):
     @property
     def every_token_counts(self) -> bool:
         """True if each token of a step has a loss."""
-        return not self.data.document_mask and self.data.loss_on != "answers"
+        has_marks = self.data.document_mask or self.data.loss_on == "answers"
+        return not has_marks and not is_paired(self.train)
 
 
 def resolved(config: Config) -> ResolvedConfig:

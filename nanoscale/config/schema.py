@@ -955,7 +955,7 @@ class Train:
     )
     global_batch: int = key(
         8,
-        "samples per optimizer step",
+        "samples per optimizer step; with an objective of pairs sequences, two of each pair",
         unit="samples",
         at_least=1,
         at_most=10**6,
@@ -989,6 +989,16 @@ class Train:
         "note",
         "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
         "checkpoint before it and skip the batches since then",
+    )
+    objective: Literal["next-token", "dpo", "orpo"] = key(
+        "next-token",
+        "what the loss is of; next-token: of every token · dpo: of pairs of a chosen and a rejected answer, "
+        "compared with the initial weights · orpo: of such pairs, without a reference",
+    )
+    preference_beta: float = key(
+        0.1,
+        "dpo: strength of the reference · orpo: weight of the odds ratio beside the chosen answer's loss",
+        at_least=0,
     )
     z_loss: float = key(
         0.0,

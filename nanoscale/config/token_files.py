@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanoscale.config.schema import Config, Data
+from nanoscale.config.objectives import is_paired
+from nanoscale.config.schema import Config, Data, Train
 from nanoscale.config.training_phases import samples_after
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -256,7 +257,7 @@ def times_seen(config: Config) -> float | None:
 
     Of the embedded corpus the size is about that of `STDLIB_TOKENS`.
     """
-    train, samples = config.train, training_samples(config.data, config.train.seq_len)
+    train, samples = config.train, training_samples(config.data, config.train)
     if config.data.source == "stdlib":
         tokens = STDLIB_TOKENS.get(config.data.tokenizer, STDLIB_TOKENS["bpe"])
         samples = max(1, int(tokens / train.seq_len))
@@ -265,16 +266,17 @@ def times_seen(config: Config) -> float | None:
     return samples_after(train, train.steps) / samples
 
 
-def training_samples(data: Data, seq_len: int) -> int | None:
+def training_samples(data: Data, train: Train) -> int | None:
     """Return the samples of one epoch; None if they are not known before the launch.
 
     They are known for one token file whose samples are windows of a stream.
     """
-    if data.source == "stdlib" or data.path is None or data.mixture or data.packing != "stream":
+    is_file = data.source != "stdlib" and data.path is not None and not data.mixture
+    if not is_file or data.packing != "stream" or is_paired(train):
         return None
     with suppress(DamagedError, OSError):
-        tokens, _ = split_sizes(data, MixtureSource(data.path, None, data.valid_path))
-        return (tokens - 1) // seq_len or None
+        tokens, _ = split_sizes(data, sources_of(data)[0])
+        return (tokens - 1) // train.seq_len or None
     return None
 
 

@@ -23,6 +23,9 @@ class Batch:
     documents: np.ndarray | None = None
     """int64 [rows, seq]: the number of each token's document within its row, rising from left to right. None:
     attention covers the whole row."""
+    references: np.ndarray | None = None
+    """fp64 [rows]: if rows are pairs of a chosen and a rejected answer, the log-likelihood of each by the
+    reference model. None: rows are not pairs."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -39,16 +42,19 @@ class Batch:
         documents = [batch.documents for batch in batches if batch.documents is not None]
         if len(documents) not in (0, len(batches)):
             raise ValueError("some of these batches mark their documents, and others do not")
+        references = [batch.references for batch in batches if batch.references is not None]
         return cls(
             np.concatenate([batch.inputs for batch in batches]),
             np.concatenate([batch.targets for batch in batches]),
             np.concatenate(documents) if documents else None,
+            np.concatenate(references) if references else None,
         )
 
     def take(self, rows: np.ndarray) -> Self:
         """Return these rows, in this order."""
         documents = None if self.documents is None else self.documents[rows]
-        return type(self)(self.inputs[rows], self.targets[rows], documents)
+        references = None if self.references is None else self.references[rows]
+        return type(self)(self.inputs[rows], self.targets[rows], documents, references)
 
     def cut(self, length: int) -> Self:
         """Return the same tokens in rows of at most this length, which divides that of the rows."""
@@ -60,5 +66,7 @@ class Batch:
         )
 
     def counted(self) -> int:
-        """Return the number of tokens that have a loss."""
+        """Return the number of tokens that have a loss, or of pairs."""
+        if self.references is not None:
+            return len(self) // 2
         return int(np.count_nonzero(self.targets != IGNORED))

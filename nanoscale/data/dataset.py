@@ -9,12 +9,13 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
 from nanoscale.config.training_phases import phases_of
 from nanoscale.data import corpus
 from nanoscale.data.loader import Form, Loader, Mixture, outside_vocabulary, split_tokens, too_small
-from nanoscale.data.samples import ENDLESS, HELD_OUT, RandomSamples, Split
+from nanoscale.data.samples import ENDLESS, HELD_OUT, Pairs, RandomSamples, Split
 from nanoscale.data.tokens.files import DatatroveTokens, IndexedTokens, TokenFile, open_answers
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
@@ -51,6 +52,13 @@ class Dataset:
     """Equal for equal tokens; a resumed run with another fingerprint continues on other data."""
     description: str
     """One line for people: name, size and path of the data."""
+
+    def pairs(self) -> list[Pairs]:
+        """List the pairs of all sources, to train on and to validate on; without an objective of pairs none."""
+        train = self.train.loaders if isinstance(self.train, Mixture) else [self.train]
+        return [
+            it.pairs for it in (*train, *(split.loader for split in self.valid)) if it.rows == 2
+        ]
 
     def require_counted(self, samples: int | None, option: str) -> None:
         """Raise a UserError if a source has no token with a loss in an evaluation of `samples`; None: all.
@@ -176,6 +184,10 @@ class _Opener:
         held_out_share = self.data.valid_fraction if valid_tokens is None else 0.0
         training, held_out = split_tokens(tokens, held_out_share)
         form = self._form(source.path, tokens)
+        if form.packing == "pairs" and len(tokens) % 2:
+            message = f"holds {len(tokens)} documents, which are not pairs of a chosen and a rejected answer"
+            violation = Violation(f"{source.key}.path", source.path, "", message)
+            raise UserError("data", f"{tokens.path} {message}", [violation])
         loader = self._loader(tokens, training, form)
         if valid_tokens is None:
             valid = self._valid_loader(source, tokens, held_out, form)
@@ -186,6 +198,10 @@ class _Opener:
         description = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
         description += f"; {len(loader):,} training samples"
         description += f", {len(valid):,} for validation" if valid else ", none for validation"
+        if form.packing == "pairs" and (left_out := loader.pairs.left_out):
+            description += (
+                f"; {counted(left_out, 'pair')} left out: too long for train.seq_len, or no answer"
+            )
         if training.within_document:
             description += " (cut within a document)"
         weight = source.weight or float(len(loader))
@@ -201,7 +217,8 @@ class _Opener:
             prefix = Path(path).expanduser()
             if path == data.path or answers_of(prefix).is_file():
                 answers = open_answers(prefix, tokens)
-        return Form(data.packing, data.document_mask, answers)
+        packing = "pairs" if is_paired(self.train) else data.packing
+        return Form(packing, data.document_mask, answers)
 
     def _loader(self, tokens: TokenFile, split: Split, form: Form) -> Loader:
         train = self.train
@@ -210,7 +227,9 @@ class _Opener:
     @property
     def _least_tokens(self) -> int:
         """A split needs more tokens than this for a sample."""
-        return self.train.seq_len if self.data.packing == "stream" else 1
+        return (
+            self.train.seq_len if self.data.packing == "stream" and not is_paired(self.train) else 1
+        )
 
     def _valid_loader(
         self, source: MixtureSource, tokens: TokenFile, split: Split, form: Form
@@ -242,6 +261,7 @@ class _Opener:
         self, sources: list[_OpenSource], tokenizer: Tokenizer | None, *fingerprints: str
     ) -> Dataset:
         differences = _sample_differences(self.data)
+        differences += ["pairs"] if is_paired(self.train) else []
         if not self.data.mixture:
             (only,) = sources
             valid = (Validation("", 1.0, only.valid),) if only.valid else ()

@@ -13,7 +13,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices, taken
-from nanoscale.data.samples import Packed, Samples, Split, TokenStream
+from nanoscale.data.samples import Packed, Pairs, Samples, Split, TokenStream
 from nanoscale.data.tokens.files import TokenFile
 
 
@@ -30,7 +30,8 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
 class Form:
     """The way tokens become samples; see `Data`."""
 
-    packing: Literal["stream", "whole"] = "stream"
+    packing: Literal["stream", "whole", "pairs"] = "stream"
+    """pairs: of a chosen and a rejected answer, for an objective of pairs."""
     document_mask: bool = False
     answers: np.ndarray | None = None
     """uint8 [tokens] of the file: nonzero for tokens that have a loss. None: all of them."""
@@ -42,6 +43,8 @@ class Loader:
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples = samples
         self._seed = seed
+        self.rows = 2 if isinstance(samples, Pairs) else 1
+        """The rows of a batch that a sample takes."""
         self._ahead = PrecomputedSamples(self.order)
 
     @classmethod
@@ -54,7 +57,7 @@ class Loader:
         vocab: int,
         form: Form = Form(),
     ) -> Self:
-        """Load a split of a token file; raises UserError if it is smaller than one sample.
+        """Load a split of a token file; raises UserError if it holds no sample.
 
         Reading raises UserError for a token outside the model's vocabulary.
         """
@@ -67,6 +70,10 @@ class Loader:
         samples: Samples
         if form.packing == "whole":
             samples = Packed(tokens, split, seq_len, form.answers, check)
+        elif form.packing == "pairs":
+            samples = Pairs(tokens, split, seq_len, form.answers, check)
+            if len(samples) < 1:
+                raise no_pair(tokens, seq_len)
         else:
             mask, answers = form.document_mask, form.answers
             samples = TokenStream(tokens, split, seq_len, mask, answers, check)
@@ -78,8 +85,14 @@ class Loader:
         """Return the number of samples in the split, which is one epoch."""
         return len(self._samples)
 
+    @property
+    def pairs(self) -> Pairs:
+        """The pairs of a job with an objective of pairs."""
+        assert isinstance(self._samples, Pairs)
+        return self._samples
+
     def batch(self, indices: Any) -> Batch:
-        """Return samples by number, a row each."""
+        """Return samples by number, a row each, or two for a pair."""
         numbers = np.asarray(indices).tolist()
         for number in numbers:
             if not 0 <= number < len(self):
@@ -91,10 +104,14 @@ class Loader:
     ) -> Iterator[Batch]:
         """Yield one optimizer step's share of a data-parallel rank: micro_batch rows each.
 
-        `consumed` counts the samples that all ranks together have trained on. Over all ranks the samples are
+        `consumed` counts the rows that all ranks together have trained on. Over all ranks the rows are
         those at positions [consumed, consumed + global_batch) of the order, for any `dp` and `micro_batch`;
         each rank has a contiguous share of them.
         """
+        rows = self.rows
+        consumed, global_batch, micro_batch = (
+            number // rows for number in (consumed, global_batch, micro_batch)
+        )
         share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
         indices = self._ahead.step(consumed, global_batch, dp_rank, share)
         for start in range(0, share, micro_batch):
@@ -113,11 +130,11 @@ class Loader:
         batches of one shape, as collectives in the forward pass need. Over all ranks the rows that count are
         the first `evaluated(samples)` samples, once each.
         """
-        count = self.evaluated(samples)
+        count, micro_batch = self.evaluated(samples), micro_batch // self.rows
         for start in range(0, count, dp * micro_batch):
-            first_row = start + dp_rank * micro_batch
-            rows = np.arange(first_row, first_row + micro_batch)
-            yield self.batch(rows % count), int((rows < count).sum())
+            first = start + dp_rank * micro_batch
+            numbers = np.arange(first, first + micro_batch)
+            yield self.batch(numbers % count), int((numbers < count).sum()) * self.rows
 
     def evaluated(self, samples: int) -> int:
         """Return the number of samples in an evaluation of `samples`; fewer if the split is smaller."""
@@ -155,6 +172,10 @@ class Mixture:
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
     ) -> Iterator[Batch]:
         """Yield batches like `Loader.micro_batches`."""
+        rows = self.loaders[0].rows
+        consumed, global_batch, micro_batch = (
+            number // rows for number in (consumed, global_batch, micro_batch)
+        )
         share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
         sources, samples = self._ahead.step(consumed, global_batch, dp_rank, share)
         for start in range(0, share, micro_batch):
@@ -170,6 +191,8 @@ class Mixture:
             if len(positions)
         ]
         inverse = np.argsort(np.concatenate(rows))
+        each = self.loaders[0].rows
+        inverse = (each * inverse[:, None] + np.arange(each)).flatten()
         return Batch.concatenate(batches).take(inverse)
 
     def _find(self, positions: np.ndarray) -> np.ndarray:
@@ -248,6 +271,13 @@ def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
     suggestions = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
     violation = Violation("train.seq_len", seq_len, "", what, suggestions)
     return UserError("data", f"too few tokens: {what}", [violation])
+
+
+def no_pair(tokens: TokenFile, seq_len: int) -> UserError:
+    """Return the error for a split without a pair that can be trained on."""
+    what = f"{tokens.path} has no pair with answers in at most {seq_len + 1} tokens"
+    violation = Violation("train.seq_len", seq_len, "", what, (f"train.seq_len={2 * seq_len}",))
+    return UserError("data", f"no pairs: {what}", [violation])
 
 
 def outside_vocabulary(tokens: TokenFile, tokens_read: np.ndarray, vocab: int) -> UserError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -165,6 +166,64 @@ class Packed:
             return self._tokens[start:stop]
         counted = self._answers[start:stop] != 0
         return np.where(counted, self._tokens[start:stop].astype(np.int64), IGNORED)
+
+
+class Pairs:
+    """Pairs of documents, a chosen answer and then a rejected one: a row each, with padding at its end.
+
+    Pairs with a document that is longer than a row, or that has no token with a loss, are left out.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        split: Split,
+        seq_len: int,
+        answers: np.ndarray | None,
+        check: Check,
+    ) -> None:
+        self._check = check
+        self._tokens = file.tokens
+        self._answers = answers
+        self._seq_len = seq_len
+        starts = file.document_starts(0, len(file))
+        ends = np.stack([starts[0:-1:2], starts[1::2], starts[2::2]], axis=1)
+        inside = (ends[:, 0] >= split.start) & (ends[:, 2] <= split.stop)
+        fits = (np.diff(ends, axis=1) <= seq_len + 1).all(1)
+        counted = inside & fits
+        for pair in counted.nonzero()[0]:
+            counted[pair] = all(self._has_target(*it) for it in pairwise(ends[pair]))
+        self._ends = ends[counted]
+        """The starts of both documents of each pair, and its end: int64 [pairs, 3]."""
+        self.left_out = int((inside & ~counted).sum())
+        """The number of pairs that are left out."""
+        self.references: np.ndarray = np.zeros((len(self._ends), 2))
+        """The log-likelihood of each answer by the reference model: fp64 [pairs, 2]."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def batch(self, numbers: list[int]) -> Batch:
+        shape = 2 * len(numbers), self._seq_len
+        inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
+        documents = [it for number in numbers for it in pairwise(self._ends[number])]
+        for row, (start, stop) in enumerate(documents):
+            inputs[row, : stop - start - 1] = self._tokens[start : stop - 1]
+            targets[row, : stop - start - 1] = self._targets(start, stop)
+        self._check(inputs)
+        self._check(np.where(targets == IGNORED, 0, targets))
+        return Batch(inputs, targets, references=self.references[numbers].flatten())
+
+    def _has_target(self, start: int, stop: int) -> bool:
+        if self._answers is None:
+            return stop > start + 1
+        return bool(self._answers[start + 1 : stop].any())
+
+    def _targets(self, start: int, stop: int) -> np.ndarray:
+        tokens = self._tokens[start + 1 : stop].astype(np.int64)
+        if self._answers is None:
+            return tokens
+        return np.where(self._answers[start + 1 : stop] != 0, tokens, IGNORED)
 
 
 def _document_chunks(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,15 +9,16 @@ arXiv:1909.08053, section 3).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED = -100
-"""A target without a loss, as in a `Batch`; PyTorch's own default for `ignore_index`."""
+from nanoscale.data.batch import IGNORED
+from nanoscale.models.preferences import Objective
+
 LOGITS_AT_ONCE = 2**28
 """The logits of a chunk: 1 GiB in fp32. More would not make the products faster; less would accumulate the
 gradient of the weights more often, each time reading and writing all of it."""
@@ -49,9 +50,13 @@ class Head(nn.Linear):
     """The weight of the z-loss, as in `train.z_loss`."""
     softcap: float | None = None
     """The bound of the logits, as in `model.logit_softcap`."""
+    objective: Objective | None = None
+    """The loss of pairs; None: each token has a loss of its own."""
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        return logits_or_loss(hidden, self.weight, targets, self)
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, references: Tensor | None = None
+    ) -> Tensor:
+        return logits_or_loss(hidden, self.weight, targets, self, references=references)
 
 
 class TiedHead(nn.Module):
@@ -60,9 +65,16 @@ class TiedHead(nn.Module):
     fused = False
     z_loss = 0.0
     softcap: float | None = None
+    objective: Objective | None = None
 
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
-        return logits_or_loss(hidden, weight, targets, self)
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor | None = None,
+        references: Tensor | None = None,
+    ) -> Tensor:
+        return logits_or_loss(hidden, weight, targets, self, references=references)
 
 
 def logits_or_loss(
@@ -71,20 +83,37 @@ def logits_or_loss(
     targets: Tensor | None,
     head: Head | TiedHead,
     vocabulary: Vocabulary | None = None,
+    references: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar."""
+    """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar.
+
+    With an objective, rows are pairs, and `references` `[batch]` are the reference's log-likelihoods.
+    """
     if targets is None:
         logits = F.linear(hidden, weight)
         return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
-    return linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        vocabulary,
+    compute = partial(
+        linear_cross_entropy,
+        weight=weight,
+        vocabulary=vocabulary,
         fused=head.fused,
         z_loss=head.z_loss,
         softcap=head.softcap,
     )
+    if head.objective is None:
+        return compute(hidden, targets=targets)
+    assert references is not None, "pairs have them"
+    with torch.no_grad():
+        rows = zip(hidden, targets, strict=True)
+        losses = torch.stack([compute(row, targets=its_targets) for row, its_targets in rows])
+    value, weights = head.objective.value_and_weights(losses, targets, references)
+    if not torch.is_grad_enabled():
+        return value
+    # The logits once more: a token's gradient needs the loss of its whole pair.
+    weighted = compute(
+        hidden, targets=targets, token_weights=weights.unsqueeze(1).expand_as(targets)
+    )
+    return value + (weighted - weighted.detach())
 
 
 def _capped(logits: Tensor, softcap: float) -> Tensor:
@@ -101,6 +130,7 @@ def linear_cross_entropy(
     fused: bool = False,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not
     IGNORED.
@@ -114,6 +144,7 @@ def linear_cross_entropy(
         z_loss: the weight of the square of the logarithm of the sum of exponentials (Chowdhery et al. 2022,
             PaLM, section 5), which only the gradients have.
         softcap: the bound of the logits; None: none.
+        token_weights: `[...]`, the weights of the tokens' losses, which only the gradients have; None: 1.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -127,6 +158,7 @@ def linear_cross_entropy(
         chunk_loss,
         z_loss,
         softcap,
+        None if token_weights is None else token_weights.flatten(),
         torch.is_grad_enabled(),
     )
     return loss
@@ -151,6 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_loss: ChunkLoss,
         z_loss: float,
         softcap: float | None,
+        token_weights: Tensor | None,
         backward_follows: bool,
     ) -> Tensor:
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -164,7 +197,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             chunk = hidden[start : start + rows]
             part = targets[start : start + rows]
-            chunk_targets = _ChunkTargets(part, vocabulary, len(weight), z_loss)
+            weights = None if token_weights is None else token_weights[start : start + rows]
+            chunk_targets = _ChunkTargets(part, vocabulary, len(weight), z_loss, weights)
             needs_grad = hidden_needs_grad or weight_needs_grad
             logits, slope = chunk @ weight.t(), None
             if softcap is not None:
@@ -195,7 +229,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else torch.mul(grad, factor, out=grad.new_empty(0, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -213,7 +247,12 @@ class _ChunkTargets:
     """The targets `[tokens]` of a chunk, as this rank's rows of the vocabulary."""
 
     def __init__(
-        self, targets: Tensor, vocabulary: Vocabulary | None, size: int, z_loss: float
+        self,
+        targets: Tensor,
+        vocabulary: Vocabulary | None,
+        size: int,
+        z_loss: float,
+        token_weights: Tensor | None,
     ) -> None:
         self.vocabulary, self.z_loss = vocabulary, z_loss
         has_loss = is_local = targets != IGNORED
@@ -224,7 +263,8 @@ class _ChunkTargets:
         self.is_local = is_local.unsqueeze(1)
         self.row = row.unsqueeze(1).where(self.is_local, 0)
         """Arbitrary where `is_local` is False."""
-        self.weight = (has_loss * _HEADROOM).unsqueeze(1)
+        weight = has_loss * (1.0 if token_weights is None else token_weights)
+        self.weight = (weight * _HEADROOM).unsqueeze(1)
         """The weight of a token's gradient; all three are `[tokens, 1]`."""
 
 

@@ -54,14 +54,24 @@ class HFModel(Transformer):
         self._ties = tied_parameters(self.hf)
 
     def forward(
-        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+        self,
+        inputs: Tensor,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        references: Tensor | None = None,
     ) -> Tensor:
         assert documents is None, "the rules refuse document masks"
         logits = self.run_layers(self.layers, inputs, (None, None), (None, None))
         if targets is None:
             return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        if self.objective is None:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        assert references is not None, "pairs have them"
+        rows = F.cross_entropy(logits.mT, targets, reduction="none").sum(1)
+        value, weights = self.objective.value_and_weights(rows, targets, references)
+        weighted = (rows * weights).sum()
+        return value + (weighted - weighted.detach()) if torch.is_grad_enabled() else value
 
     @property
     def has_separate_head(self) -> bool:

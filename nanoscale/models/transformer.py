@@ -18,6 +18,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models.head import Head, TiedHead
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.preferences import Objective
 from nanoscale.models.rope import Rotation, rope_rotation, rotate
 
 Mask = Tensor | None
@@ -37,6 +38,9 @@ class Transformer(nn.Module):
     A stage without the embedding takes the residual stream `[batch, seq, hidden]`, and one without the head
     returns it.
     """
+
+    objective: Objective | None = None
+    """The loss of pairs in the last stage; None: each token has a loss of its own."""
 
     def __init__(
         self,
@@ -77,13 +81,18 @@ class Transformer(nn.Module):
             self.head.softcap = shape.logit_softcap
 
     def forward(
-        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+        self,
+        inputs: Tensor,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        references: Tensor | None = None,
     ) -> Tensor:
         """Return logits; with `targets` `[batch, seq]` the last stage returns the sum of their losses, a
         scalar.
 
         `documents` `[batch, seq]` is the document number of each token of the whole sequence (`Batch`). With
-        it, attention stays within documents, and positions restart with each document.
+        it, attention stays within documents, and positions restart with each document. `references` `[batch]`
+        are those of pairs.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         length, positions = self.sequence_length(seq), self.token_positions(seq, inputs.device)
@@ -93,7 +102,7 @@ class Transformer(nn.Module):
         hidden = self._embed(inputs, positions) if self.first else inputs
         rotations = self._rotations(positions, hidden.dtype, length)
         hidden = self.run_layers(self.layers, hidden, rotations, masks)
-        return self._apply_head(hidden, targets) if self.last else hidden
+        return self._apply_head(hidden, targets, references) if self.last else hidden
 
     @property
     def has_separate_head(self) -> bool:
@@ -137,11 +146,13 @@ class Transformer(nn.Module):
         in_window = window_mask(length, window, device)
         return mask, in_window if mask is None else mask & in_window
 
-    def _apply_head(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
+    def _apply_head(
+        self, hidden: Tensor, targets: Tensor | None, references: Tensor | None
+    ) -> Tensor:
         hidden = scaled(self.norm(hidden), self.shape.logit_scale)
         if self.shape.tie_embeddings:
-            return self.head(hidden, self.embed.weight, targets)
-        return self.head(hidden, targets)
+            return self.head(hidden, self.embed.weight, targets, references)
+        return self.head(hidden, targets, references)
 
 
 def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:

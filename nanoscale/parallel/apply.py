@@ -59,3 +59,6 @@ def _divide_sequence(
             module.core = context.make_core(method, group, config.model.attention_softcap)
         if isinstance(module, Router):
             module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
+    if model.objective is not None:
+        model.objective.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
+        model.objective.counts_values = rank == 0

@@ -85,7 +85,12 @@ class Pipeline:
         """The schedules by micro batches, and by rows and length of one, which phases of a training change."""
 
     def step(
-        self, inputs: Tensor, targets: Tensor, documents: Tensor | None, accumulation: int
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        references: Tensor | None,
+        accumulation: int,
     ) -> None:
         """Run forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
         shards = next(iter(self._stages.values())).sequence_shards
@@ -98,18 +103,17 @@ class Pipeline:
         first_stage_inputs = [inputs] if 0 in self._stages else []
         target = targets if self._has_last else None
         # Keyword arguments go to every stage, cut into micro batches like the tokens.
-        keywords = {"targets": targets} | ({} if documents is None else {"documents": documents})
+        every = {"targets": targets, "documents": documents, "references": references}
+        keywords = {name: value for name, value in every.items() if value is not None}
         schedule.step(*first_stage_inputs, target=target, return_outputs=False, **keywords)
 
-    def forward(
-        self, tokens: Tensor, documents: Tensor | None, targets: Tensor | None
-    ) -> Tensor | None:
+    def forward(self, tokens: Tensor, *others: Tensor | None) -> Tensor | None:
         """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None."""
         hidden = tokens
         for number, stage in sorted(self._stages.items()):
             if number > 0 and self._peer(number - 1) != self._group.rank():
                 hidden = self._receive(number - 1, tokens)
-            hidden = stage(hidden, documents, targets)
+            hidden = stage(hidden, *others)
             if not stage.last and self._peer(number + 1) != self._group.rank():
                 dist.send(hidden.contiguous(), group=self._group, group_dst=self._peer(number + 1))
         return hidden if self._has_last else None

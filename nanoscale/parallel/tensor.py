@@ -121,8 +121,8 @@ def _divide_head(head: Head | TiedHead, mesh: DeviceMesh, stream: ResidualStream
     apply_rows = partial(_apply_rows, head, mesh, stream)
     if isinstance(head, Head):
         distribute(head, mesh, {"weight": Shard(0)})
-        head.forward = lambda hidden, targets=None: apply_rows(  # type: ignore[method-assign]
-            hidden, head.weight, targets
+        head.forward = lambda hidden, *others: apply_rows(  # type: ignore[method-assign]
+            hidden, head.weight, *others
         )
     else:
         head.forward = apply_rows  # type: ignore[method-assign]
@@ -135,10 +135,11 @@ def _apply_rows(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None = None,
+    references: Tensor | None = None,
 ) -> Tensor:
     rows = replicated_grad(weight)
     vocabulary = VocabularyShard(mesh.get_local_rank() * len(rows), mesh.get_group())
-    return logits_or_loss(stream.gather(hidden), rows, targets, head, vocabulary)
+    return logits_or_loss(stream.gather(hidden), rows, targets, head, vocabulary, references)
 
 
 @dataclass(frozen=True)

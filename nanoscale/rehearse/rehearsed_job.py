@@ -18,6 +18,7 @@ from nanoscale.checkpoint import saver, sharded
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Guard
 from nanoscale.data.batch import Batch
@@ -93,6 +94,8 @@ class EqualSamples:
         one = Batch.of_rows(rows)
         if config.data.document_mask:
             one = Batch(one.inputs, one.targets, np.zeros_like(one.inputs))
+        if is_paired(config.train):
+            one = replace(one, references=np.zeros(len(one)))
         self.batches = [one] * config.accumulation
         """The micro batches of every step."""
 

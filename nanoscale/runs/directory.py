@@ -67,6 +67,8 @@ class RunDirectory:
     launch = _Entry("launch.json")
     environment = _Entry("environment.json")
     status = _Entry("status.json")
+    references = _Entry("references.npy")
+    """The log-likelihoods of pairs of answers by the initial weights; see train/references.py."""
     metrics = _Entry("metrics.jsonl")
     metrics_csv = _Entry("metrics.csv")
     tags = _Entry("tags.json")

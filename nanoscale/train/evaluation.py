@@ -14,15 +14,17 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
-from nanoscale.runs.directory import read_json, write_json
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train.job import base_fingerprint, load_initial_weights, load_weights, make_engine
 from nanoscale.train.loop import validate
+from nanoscale.train.references import set_references
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
@@ -48,6 +50,7 @@ def run(context: RankContext) -> str:
     data.require_counted(task["samples"], "--samples ")
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
+    references, step = context.run.references, 0
     if task["checkpoint"] is None:
         load_initial_weights(engine, config, lambda *_, **__: None)
     else:
@@ -56,11 +59,15 @@ def run(context: RankContext) -> str:
             load_initial_weights(engine, config, lambda *_, **__: None)
             require_same_base(config, base_fingerprint(config), stored.manifest)
         load_weights(engine, stored)
+        references, step = RunDirectory(stored.path.parents[1]).references, stored.step
+    set_references(references, engine, data, step, lambda *_, **__: None)
     results = [_evaluate(context, engine, split, task["samples"]) for split in data.valid]
     if context.rank == 0:
         for split, figures in zip(data.valid, results, strict=True):
             tokenizer = data.tokenizer
             samples = figures["samples"]
+            if is_paired(config.train):
+                tokenizer = None
             figures["bytes"] = tokenizer and count_bytes(split.loader, samples, tokenizer)
         write_json(context.run.result, {"data": data.description, "parts": results})
     process_group.leave()
@@ -110,6 +117,7 @@ def _evaluate(
         "tokens": tokens,
         "samples": samples,
         "seconds": time.perf_counter() - start,
+        **engine.preferences(),
     }
 
 

@@ -36,6 +36,7 @@ from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.non_finite import MOST_STEPS, find_cause
 from nanoscale.train.profile import Recorder
+from nanoscale.train.references import set_references
 from nanoscale.train.sample import sample
 from nanoscale.train.stability import LossSpikeError, NonFiniteError, Spikes
 
@@ -73,6 +74,7 @@ def run(context: RankContext) -> str:
     record_cores(context, device)
     if config.lora.rank:
         make_note(context)("adapters", f"training {describe_adapters(config)}")
+    set_references(context.run.references, engine, data, progress.step, make_note(context))
     training = make_training(context, engine, data, progress)
     rollbacks: Counter[int] = Counter()
     while True:

@@ -229,9 +229,10 @@ class Training:
         """Return the mean loss of the validation samples, and of each source if there are several."""
         with self.engine.averaged():
             losses = {split.name: self.evaluate_on(split) for split in self.data.valid}
+        figures = {f"eval_{name}": value for name, value in self.engine.preferences().items()}
         mean = sum(split.share * losses[split.name] for split in self.data.valid)
         by_source = {f"eval_loss/{name}": loss for name, loss in losses.items() if name}
-        return {"eval_loss": mean, **by_source}
+        return {"eval_loss": mean, **by_source, **figures}
 
     def evaluate_on(self, split: Validation) -> float:
         batches = split.loader.valid_batches(

@@ -85,15 +85,17 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     train, valid = manifest["train"], manifest["valid"]
     words = f"{counted(train['documents'], 'document')}, {train['tokens']:,} tokens"
     held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
-    display.show(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
+    kind = " (two documents a pair)" if manifest.get("pairs") else ""
+    display.show(f"{words}{held if valid['documents'] else ''}, {manifest['type']}{kind}")
     if "answers" in train:
         display.show(f"  answers     {_share(train)} of the tokens are learned")
     display.show(f"  folder      {out.expanduser().absolute()}")
     display.show(f"  vocabulary  {manifest['vocabulary']:,}")
     rows = -(-manifest["vocabulary"] // 64) * 64
-    begun = (
-        " model.init_from=… data.packing=whole" if "answers" in train else f" model.vocab={rows}"
-    )
+    begun = f" model.vocab={rows}"
+    if "answers" in train:
+        how = "train.objective=dpo" if manifest.get("pairs") else "data.packing=whole"
+        begun = f" model.init_from=… {how}"
     display.show(
         f"  train       nanoscale train recipe=… data=megatron {override('data.path', str(out))}{begun}"
     )
@@ -105,6 +107,8 @@ def prepared_line(request: PreparationRequest, folder: Path) -> str:
     assert found is not None, "it was prepared"
     train = found["train"]
     documents = counted(train["documents"], "chat" if request.chat else "document")
+    if request.pairs:
+        documents = counted(train["documents"] // 2, "pair")
     learned = f", of which {_share(train)} are learned" if request.chat else ""
     tokenizer = request.tokenizer or "a new BPE"
     made = f"{documents}, {train['tokens']:,} tokens{learned}; tokenizer: {tokenizer}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.config.hardware.data_sheets import usual_mfu_text
+from nanoscale.config.objectives import is_paired
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
@@ -182,7 +183,8 @@ def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
 
 def evaluation_document(config: ResolvedConfig, task: Document, figures: Document) -> Document:
     """Return the document of `eval --json`. Values that are not finite are null."""
-    parts = [_source(part) for part in figures["parts"]]
+    paired = is_paired(config.train)
+    parts = [_source(part, paired) for part in figures["parts"]]
     shares = [part["share"] for part in figures["parts"]]
     loss = sum(share * part["loss"] for share, part in zip(shares, parts, strict=True))
     alone = parts[0] if len(parts) == 1 else None
@@ -190,7 +192,8 @@ def evaluation_document(config: ResolvedConfig, task: Document, figures: Documen
         "checkpoint": task["checkpoint"] or config.model.init_from,
         "step": task["step"],
         "loss": _finite(loss),
-        "perplexity": _perplexity(loss),
+        "perplexity": None if paired else _perplexity(loss),
+        **_preferences(figures["parts"], shares),
         "bits_per_byte": alone and alone["bits_per_byte"],
         **{name: sum(part[name] for part in parts) for name in ("samples", "tokens", "seconds")},
         "bytes": alone and alone["bytes"],
@@ -208,16 +211,25 @@ def print_loss(document: Document) -> None:
 
     display.show(document["checkpoint"])
     display.show(f"  loss           {shown(document['loss'], '.4f')}")
-    display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
+    if "preferred" in document:
+        display.show(
+            f"  preferred      {document['preferred']:.1%} of {document['tokens']:,} pairs"
+        )
+        display.show(f"  margin         {document['margin']:.4f}")
+    else:
+        display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
     if document["bytes"]:
         display.show(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
     for part in document["sources"]:
-        words = f"{shown(part['loss'], '.4f')}, perplexity {shown(part['perplexity'], ',.3f')}"
+        words = shown(part["loss"], ".4f")
+        if "preferred" not in document:
+            words += f", perplexity {shown(part['perplexity'], ',.3f')}"
         display.show(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
     speed = document["tokens"] / document["seconds"]
     ranks = counted(document["world_size"], "rank")
-    display.show(f"  samples        {document['samples']:,}, {document['tokens']:,} tokens")
-    display.show(f"  speed          {speed:,.0f} tokens/s, {ranks}")
+    counted_in = "pairs" if "preferred" in document else "tokens"
+    display.show(f"  samples        {document['samples']:,}, {document['tokens']:,} {counted_in}")
+    display.show(f"  speed          {speed:,.0f} {counted_in}/s, {ranks}")
     display.show(f"  data           {document['data']}")
 
 
@@ -233,12 +245,22 @@ def plain_numbers(value: Any) -> Any:
         return str(value)
 
 
-def _source(figures: Document) -> Document:
+def _preferences(parts: list[Document], shares: list[float]) -> Document:
+    """Return how clearly the chosen answers of pairs are preferred; nothing of other samples."""
+    return {
+        name: sum(share * part[name] for share, part in zip(shares, parts, strict=True))
+        for name in ("preferred", "margin")
+        if name in parts[0]
+    }
+
+
+def _source(figures: Document, paired: bool) -> Document:
     """Return the same for one source."""
     loss, text_bytes = figures["loss_sum"] / figures["tokens"], figures["bytes"]
     bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
     named = {name: figures[name] for name in ("name", "samples", "tokens", "seconds", "bytes")}
-    return {**named, "loss": loss, "perplexity": _perplexity(loss), "bits_per_byte": _finite(bits)}
+    perplexity = None if paired else _perplexity(loss)
+    return {**named, "loss": loss, "perplexity": perplexity, "bits_per_byte": _finite(bits)}
 
 
 def _perplexity(loss: float) -> float | None:

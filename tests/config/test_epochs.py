@@ -14,7 +14,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
-from nanoscale.config.schema import Data
+from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import times_seen, training_samples
 from nanoscale.data.dataset import open_data
 from tests.support.token_files import write_indexed
@@ -39,7 +39,7 @@ def checked(*words: str) -> ResolvedConfig:
 def test_the_count_is_that_of_the_loader(fraction, seq_len):
     config = checked(f"data.valid_fraction={fraction}", f"train.seq_len={seq_len}", "train.steps=3")
     opened = open_data(config.data, config.train, config.model.vocab)
-    assert training_samples(config.data, seq_len) == len(opened.train)
+    assert training_samples(config.data, config.train) == len(opened.train)
 
 
 @pytest.mark.parametrize("fraction", [0, 0.05, 0.3])
@@ -49,7 +49,7 @@ def test_the_count_is_that_of_the_loader_of_datatrove(fraction):
     words = ("data=datatrove", "data.path=corpus.ds", f"data.valid_fraction={fraction}")
     config = checked(*words, "train.seq_len=8")
     opened = open_data(config.data, config.train, config.model.vocab)
-    assert training_samples(config.data, 8) == len(opened.train)
+    assert training_samples(config.data, config.train) == len(opened.train)
 
 
 def test_epochs_are_whole_steps():
@@ -117,5 +117,5 @@ def test_a_long_training_on_the_embedded_corpus_is_warned_of(capsys):
 
 
 def test_sizes_that_are_not_known():
-    assert training_samples(Data(source="stdlib"), 64) is None
-    assert training_samples(Data(source="megatron", path="missing"), 64) is None
+    assert training_samples(Data(source="stdlib"), Train()) is None
+    assert training_samples(Data(source="megatron", path="missing"), Train()) is None

@@ -82,6 +82,8 @@ LAWS = [
     (["train.phases={a: {untl: 5, until: 6}, b: {}}"], CPU, "train.phases.a.untl"),
     (["train.phases={a: {lr: 1.0}}"], CPU, "train.phases.a.lr"),
     (["scheduler.name=piecewise"], CPU, "scheduler.name"),
+    (["train.objective=dpo"], CPU, "train.objective"),
+    (["train.preference_beta=0.2"], CPU, "train.preference_beta"),
     ([DS, "train.phases={a: {global_batch: 16}}"], CPU, "train.phases.a.global_batch"),
     (["model.sliding_window=32", "parallel.cp=2"], CPU, "parallel.cp_method"),
     (["model.attention_softcap=30", "parallel.cp=2"], CPU, "parallel.cp_method"),

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoscale.data.batch import IGNORED
 from nanoscale.models import head
 from nanoscale.parallel import process_group
 from nanoscale.parallel.tensor import VocabularyShard
@@ -33,7 +34,7 @@ def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(2, TOKENS // 2, HIDDEN, generator=dice, dtype=torch.float64).to(dtype)
     weight = torch.randn(VOCAB, HIDDEN, generator=dice, dtype=torch.float64).to(dtype)
     targets = torch.randint(VOCAB, (2, TOKENS // 2), generator=dice)
-    targets[0, 3:9] = head.IGNORED
+    targets[0, 3:9] = IGNORED
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
@@ -42,7 +43,7 @@ def in_one(dtype: torch.dtype, z_loss: float = 0.0) -> Found:
     hidden, weight, targets = example(dtype)
     logits = hidden.double() @ weight.double().t()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    z = logits.flatten(0, 1)[targets.flatten() != head.IGNORED].logsumexp(-1).square().sum()
+    z = logits.flatten(0, 1)[targets.flatten() != IGNORED].logsumexp(-1).square().sum()
     ((loss + z_loss * z) * FACTOR).backward()
     return loss, hidden.grad, weight.grad  # type: ignore[return-value]
 
@@ -112,7 +113,7 @@ def test_gradients_in_fp16_may_be_sums_of_many_tokens() -> None:
 
 def test_where_nothing_is_learned_the_loss_is_zero() -> None:
     hidden, weight, targets = example(torch.float32)
-    loss = head.linear_cross_entropy(hidden, weight, torch.full_like(targets, head.IGNORED))
+    loss = head.linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED))
     loss.backward()
     assert loss.item() == 0
     assert not weight.grad.any()

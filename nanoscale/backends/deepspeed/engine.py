@@ -80,12 +80,13 @@ class DeepSpeedEngine(Engine):
         batches = [self._local_batch(batch) for batch in micro_batches]
         if self.pipelined:
             self._micro_batch_queue.extend(
-                (documents, targets) for _, targets, documents in batches
+                (documents, targets, references) for _, targets, documents, references in batches
             )
-            self.engine.train_batch((inputs, targets) for inputs, targets, _ in batches)
+            self.engine.train_batch((inputs, targets) for inputs, targets, *_ in batches)
         else:
-            for inputs, targets, documents in batches:
-                self.engine.backward(self._backward_loss(self.engine(inputs, documents, targets)))
+            for inputs, targets, documents, references in batches:
+                loss_sum = self.engine(inputs, documents, targets, references)
+                self.engine.backward(self._backward_loss(loss_sum))
                 self.engine.step()
         norm = self._norm
         if self.zero_stage > 0:
@@ -223,12 +224,10 @@ class DeepSpeedEngine(Engine):
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
 
-    def _forward(
-        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
-    ) -> Tensor | None:
+    def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
         if self.pipelined:
-            return pipeline.forward(self.model, inputs, documents, targets, self.groups.pipeline)
-        output: Tensor = self.engine(inputs, documents, targets)
+            return pipeline.forward(self.model, inputs, others, self.groups.pipeline)
+        output: Tensor = self.engine(inputs, *others)
         return output
 
     def _backward_loss(self, loss_sum: Tensor) -> Tensor:

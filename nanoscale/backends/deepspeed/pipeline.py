@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.pipeline import Loss
 
-StageInputs = tuple[Tensor | None, Tensor]
-"""A micro batch's documents, or None, and its targets."""
+StageInputs = tuple[Tensor | None, Tensor, Tensor | None]
+"""A micro batch's documents, or None, its targets, and the references of pairs, or None."""
 
 
 class FromQueue(nn.Module):
-    """A stage that reads documents and targets from a queue: the pipeline passes it only the previous stage's
+    """A stage that reads its further inputs from a queue: the pipeline passes it only the previous stage's
     output.
 
     Every rank has the batches, and forward passes run in their order.
@@ -43,7 +44,7 @@ def make_module(
 ) -> Any:
     """Create the pipeline of which this rank has the stage `number`; ranks are arranged as everywhere here.
 
-    Fill `queue` before each step with the documents and targets of its micro batches.
+    Fill `queue` before each step with the further inputs of its micro batches.
     """
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -63,8 +64,7 @@ def make_module(
 def forward(
     stage: Transformer,
     tokens: Tensor,
-    documents: Tensor | None,
-    targets: Tensor | None,
+    others: Sequence[Tensor | None],
     group: ProcessGroup,
 ) -> Tensor | None:
     """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None.
@@ -78,7 +78,7 @@ def forward(
         shape = (*tokens.shape, stage.shape.hidden)
         hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
         dist.recv(hidden, group=group, group_src=rank - 1)
-    hidden = stage(hidden, documents, targets)
+    hidden = stage(hidden, *others)
     if stage.last:
         return hidden
     dist.send(hidden.contiguous(), group=group, group_dst=rank + 1)

@@ -25,8 +25,8 @@ _MOST = 256 << 20
 def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
     """Prepare the text files that data.path and data.valid_path name; return the keys that name their tokens.
 
-    Chats are recognised by their first record. The tokenizer is that of data.tokenizer if it is set, otherwise
-    that of model.init_from.
+    Chats and pairs of answers are recognised by their first record. The tokenizer is that of data.tokenizer if
+    it is set, otherwise that of model.init_from.
 
     Raises:
         UserError: a file is too large or cannot be prepared.
@@ -57,14 +57,15 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
 def _request(composed: Composed, file: str) -> PreparationRequest:
     from nanoscale.data.corpus import cache_folder
     from nanoscale.data.prepare import PreparationRequest
-    from nanoscale.data.prepare.cached import holds_chats
+    from nanoscale.data.prepare.cached import holds_chats, holds_pairs
     from nanoscale.data.prepare.sources import find_sources
 
     (source,) = find_sources([file])
     data, model = composed.config.data, composed.config.model
     by_hand = composed.by_hand("data.tokenizer")
     named = data.tokenizer if by_hand or model.init_from is None else model.init_from
-    chat = holds_chats(source)
+    pairs = holds_pairs(source)
+    chat = pairs or holds_chats(source)
     if chat and named == "bpe":
         what = "chats need the tokenizer of the model that is trained on them, not a new one"
         wrong = Violation("data.tokenizer", named, "", what, ("data.tokenizer=byte",))
@@ -76,6 +77,7 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
         vocab_size=data.bpe_vocab,
         field="messages" if chat else "text",
         chat=chat,
+        pairs=pairs,
         workers=cores(),
     )
     if source.bytes > _MOST:
@@ -95,7 +97,8 @@ def _command(request: PreparationRequest) -> str:
         if name
         else ["--train-tokenizer", "--vocab-size", str(request.vocab_size)]
     )
-    words = [*how, *(["--chat"] if request.chat else [])]
+    kind = ["--pairs"] if request.pairs else ["--chat"] if request.chat else []
+    words = [*how, *kind]
     return shlex.join(
         ["nanoscale", "data", "prepare", file, *words, "--out", f"{Path(file).stem}-tokens"]
     )

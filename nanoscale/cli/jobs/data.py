@@ -49,6 +49,11 @@ def prepare_data(
         "--chat",
         default=False,
     ),
+    pairs: bool = opt.option(
+        "Read records as pairs of chats, with the answers `chosen` and `rejected`",
+        "--pairs",
+        default=False,
+    ),
     chat_template: Path | None = opt.option(
         "Make text of chats with this Jinja template", metavar="FILE", shown="the tokenizer's own"
     ),
@@ -79,6 +84,8 @@ def prepare_data(
     from nanoscale.processes.pool import LostProcessError
     from nanoscale.view.data_text import PreparationScreen, print_prepared
 
+    opt.refuse_unused((pairs, "reads `prompt`, `chosen` and `rejected`", {"--field": field}))
+    chat = chat or pairs
     opt.refuse_unused((not chat, "is for chats; add --chat", {"--chat-template": chat_template}))
     request = PreparationRequest(
         sources=tuple(sources),
@@ -91,6 +98,7 @@ def prepare_data(
         validation=validation,
         skip_bad=bad == "skip",
         chat=chat,
+        pairs=pairs,
         chat_template=chat_template,
         workers=workers or cores(),
     )

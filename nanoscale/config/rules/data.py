@@ -14,9 +14,10 @@ from typing import Any, Literal
 from nanoscale.common.units import counted, listed
 from nanoscale.config import reference, token_files
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
+from nanoscale.config.objectives import PAIRED, is_paired
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.rule import of_kind, refused
+from nanoscale.config.rules.rule import of_kind, other_than, refused
 from nanoscale.config.schema import Config, Data
 from nanoscale.config.token_files import (
     MEMBERS,
@@ -44,11 +45,40 @@ RANDOM = of_kind(
         "train.sample_tokens=0",
     ),
 )
+PAIRS = of_kind(
+    "data",
+    refused(
+        "train.objective",
+        {"train.objective": PAIRED, "data.source": ("stdlib", "random")},
+        "needs pairs of answers, and data.source={c.data.source} has none: prepare chats with chosen and "
+        "rejected answers with --pairs, and set data.path",
+        "train.objective=next-token",
+    ),
+    refused(
+        "data.packing",
+        {"train.objective": PAIRED, "data.packing": "whole"},
+        "packs documents, and train.objective={c.train.objective} has each answer in a row of its own",
+        "data.packing=stream",
+    ),
+    refused(
+        "data.document_mask",
+        {"train.objective": PAIRED, "data.document_mask": True},
+        "separates documents, and train.objective={c.train.objective} has each in a row of its own",
+        "data.document_mask=false",
+    ),
+    refused(
+        "train.z_loss",
+        {"train.objective": PAIRED, "train.z_loss": other_than(0.0)},
+        "is a part of the loss of single tokens, and train.objective={c.train.objective} is of pairs",
+        "train.z_loss=0",
+    ),
+)
 
 
 def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = resolution.config.data
+    resolution.apply(PAIRS)
     if data.source in ("stdlib", "random"):
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
@@ -304,7 +334,8 @@ def _require_samples(resolution: Resolution, data: Data) -> None:
 
 def _has_samples(source: MixtureSource, config: Config) -> bool:
     """True if the files of a source hold a sample of each split that is read, or cannot be read here."""
-    least = config.train.seq_len if config.data.packing == "stream" else 1
+    is_cut = config.data.packing == "stream" and not is_paired(config.train)
+    least = config.train.seq_len if is_cut else 1
     with suppress(DamagedError, OSError):
         tokens, held_out = split_sizes(config.data, source)
         return tokens > least and (config.train.eval_every == 0 or held_out > least)
@@ -367,6 +398,7 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
         enough = resolution.more_rows(-(-needed // 64) * 64)
         message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
         resolution.refuse("model.vocab", message, enough, kind="data")
+    _require_kind_of_samples(resolution, source, folder, bool(manifest.get("pairs")))
     path, valid_path = source.path, source.valid_path
     if Path(path or "").expanduser().absolute() == folder.absolute():
         path = str(folder / token_files.TOKENS)
@@ -374,6 +406,22 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
             valid_path = str(folder / token_files.VALID)
     tokenizer = folder / token_files.TOKENIZER
     return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
+
+
+def _require_kind_of_samples(
+    resolution: Resolution, source: MixtureSource, folder: Path, holds_pairs: bool
+) -> None:
+    objective = resolution.config.train.objective
+    if holds_pairs == is_paired(resolution.config.train):
+        return
+    if holds_pairs:
+        message = f"holds pairs of answers, half of which are rejected ones, and {objective} learns all of them"
+        resolution.refuse_value(
+            f"{source.key}.path", str(folder), message, "train.objective=dpo", kind="data"
+        )
+    else:
+        message = f"needs pairs of answers, and {folder} has none: prepare chats with --pairs"
+        resolution.refuse("train.objective", message, "train.objective=next-token", kind="data")
 
 
 def _require_tokens_of_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoscale.config.objectives import PAIRED
 from nanoscale.config.optimizers import KEYS, optimizers_with
 from nanoscale.config.rules.rule import Rule, matches, of_kind, only_with, other_than, several
 
@@ -58,6 +59,7 @@ OF_JOB = of_kind(
         only_with(f"run.{name}", {"run.from_run": other_than(None)})
         for name in ("from_step", "from_optimizer")
     ),
+    only_with("train.preference_beta", {"train.objective": PAIRED}),
     only_with("precision.loss_scale", _SCALED),
     only_with("precision.loss_scale_window", _SCALED),
     only_with("precision.fp8_recipe", {"precision.fp8": True}),

@@ -11,6 +11,7 @@ from nanoscale.config.layout import (
     takes,
     usual_virtual_stages,
 )
+from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.config.rules.rule import Rule, data_parallel, refused, several
 from nanoscale.config.schema import Config, Parallel
@@ -86,8 +87,8 @@ def largest_micro_batch(config: Config, samples: int) -> int | None:
 
     If there are too few samples for that, return the smallest that the schedule supports, or None.
     """
-    layout = config.parallel
-    counts = [n for n in divisors(samples) if takes(layout.schedule, layout.pp, n)]
+    layout, whole = config.parallel, samples // rows_of_sample(config.train)
+    counts = [n for n in divisors(whole) if takes(layout.schedule, layout.pp, n)]
     busy = keeps_busy(layout.schedule, layout.pp) if layout.pp > 1 else 1
     enough = [n for n in counts if n >= busy] or counts[-1:]
     return samples // enough[0] if enough else None
@@ -101,13 +102,17 @@ def _samples(config: Config) -> int:
 def _micro_batches(config: Config) -> int:
     """Return the micro batches a step: the most that there can be, if their size is open."""
     micro = config.train.micro_batch
-    return _samples(config) // (1 if micro == "auto" else micro)
+    return _samples(config) // (rows_of_sample(config.train) if micro == "auto" else micro)
 
 
 def divides_batch(config: Config) -> bool:
     """True if the global batch is a whole number of micro batches on each rank."""
     dp, micro = data_parallel(config), config.train.micro_batch
-    return config.train.global_batch % (dp if micro == "auto" else dp * micro) == 0
+    return (
+        config.train.global_batch
+        % (dp * (rows_of_sample(config.train) if micro == "auto" else micro))
+        == 0
+    )
 
 
 def _feeds_schedule(config: Config) -> bool:
@@ -143,7 +148,7 @@ def _needs_micro_batches(key: str, is_open: bool) -> Rule:
     """Return the rule that a schedule has enough micro batches, for the key that is to be changed."""
     return Rule(
         key,
-        (*_AXIS, "train.global_batch", "train.micro_batch", "parallel.dp"),
+        (*_AXIS, "train.global_batch", "train.micro_batch", "parallel.dp", "train.objective"),
         lambda config: (config.train.micro_batch == "auto") != is_open or _feeds_schedule(config),
         _misfed_schedule,
         _near_micro_batches,

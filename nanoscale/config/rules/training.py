@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoscale.common.units import counted
+from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.reference import declared
 from nanoscale.config.rules.layout import sequence_step
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
@@ -31,16 +32,17 @@ from nanoscale.config.violations import nearest, override, shown
 
 
 def _undivided_batch(config: Config) -> str:
-    dp, micro = data_parallel(config), config.train.micro_batch
-    step = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {micro * dp}"
+    dp, micro, rows = data_parallel(config), config.train.micro_batch, rows_of_sample(config.train)
+    least = f"dp = {dp}" if rows == 1 else f"{rows}·dp = {rows * dp}, whole pairs on each rank"
+    step = least if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {micro * dp}"
     return f"must be a multiple of {step}"
 
 
 def _divides_among_dp(config: Config) -> bool:
-    return config.train.global_batch % data_parallel(config) == 0
+    return config.train.global_batch % (data_parallel(config) * rows_of_sample(config.train)) == 0
 
 
-_BATCH = ("train.global_batch", "parallel.dp")
+_BATCH = ("train.global_batch", "parallel.dp", "train.objective")
 
 RULES = (
     Rule("train.global_batch", _BATCH, _divides_among_dp, _undivided_batch,
@@ -48,6 +50,12 @@ RULES = (
     Rule("train.global_batch", (*_BATCH, "train.micro_batch"),
         lambda config: not _divides_among_dp(config) or divides_batch(config), _undivided_batch,
         ("train.global_batch", "train.micro_batch<")),
+    Rule("train.micro_batch", ("train.micro_batch", "train.objective"),
+        lambda config: (
+            config.train.micro_batch == "auto"
+            or config.train.micro_batch % rows_of_sample(config.train) == 0
+        ),
+        "must be even: train.objective={c.train.objective} takes pairs of sequences", ("train.micro_batch",)),
 )  # fmt: skip
 
 
@@ -59,7 +67,7 @@ def _batch(config: Config) -> Train:
         micro = train.micro_batch
     else:
         micro = largest_micro_batch(config, train.global_batch // dp)
-    return replace(train, micro_batch=micro or 1)
+    return replace(train, micro_batch=micro or rows_of_sample(train))
 
 
 # --- length ---------------------------------------------------------------------------------------
@@ -195,6 +203,9 @@ def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> Non
         if type(size) is not int or size < 1 or not holds(size):
             message = f"must be {rule}"
             resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
+        elif size != usual and name == "seq_len" and is_paired(train):
+            message = f"cuts samples, and train.objective={train.objective} needs whole answers"
+            resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
         elif size != usual and backend == "deepspeed":
             message = "changes within a run, which DeepSpeed's engine does not support"
             resolution.refuse_value(f"{key}.{name}", size, message, "backend=native")
@@ -236,11 +247,13 @@ def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
 def _epoch(resolution: Resolution, train: Train) -> int | None:
     """Return the samples of an epoch; refuse `train.epochs` if they are not known."""
     data = resolution.config.data
-    samples = training_samples(data, train.seq_len)
+    samples = training_samples(data, train)
     given = train.steps is not None or train.tokens is not None
     if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
         if data.mixture:
             why = "is not defined for several sources, each of which is seen by its own weight"
+        elif is_paired(train) and data.source == "megatron":
+            why = "needs samples counted before the launch, and pairs are counted in it"
         elif data.packing != "stream" and data.source != "stdlib":
             why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nanoscale.config.token_files import manifest
 from nanoscale.data.prepare.chunks import Cursor, read_chunks
+from nanoscale.data.prepare.pairs import holds_pair
 from nanoscale.data.prepare.preparation import (
     PreparationRequest,
     Watcher,
@@ -45,6 +46,13 @@ def holds_chats(source: TextSource) -> bool:
         return "text" not in names and (
             "messages" in names or "conversations" in names or pair_in(names) is not None
         )
+    return False
+
+
+def holds_pairs(source: TextSource) -> bool:
+    """True if the first record of a file is a pair of answers."""
+    with suppress(OSError, ValueError, LookupError):
+        return holds_pair(_names_in(source) or [])
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanoscale.data.prepare.chat import ChatTokenizer, Outcome, Renderer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, too_long
+from nanoscale.data.prepare.pairs import conversations
 from nanoscale.data.prepare.records import Bad
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
 from nanoscale.data.prepare.sources import Reading, TextSource
@@ -70,18 +71,19 @@ class Documents:
                 self.bad.append(Bad(self._source.place(record), str(result)))
                 continue
             try:
-                encoded = result.text.encode()
+                encoded = [chat.text.encode() for chat in result]
             except UnicodeEncodeError:
                 what = "has half of a surrogate pair, which is not text"
                 self.bad.append(Bad(self._source.place(record), what))
                 continue
-            if not result.text.strip():
+            if not result[0].text.strip():
                 self.empty += 1
                 continue
-            self.text_bytes += len(encoded)
+            self.text_bytes += sum(map(len, encoded))
             # The text alone decides, so that a copy of a document is never in the other split.
-            held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < threshold
-            yield result, held_out
+            held_out = xxh3_64_intdigest(encoded[0], _SPLIT_SEED) < threshold
+            for chat in result:
+                yield chat, held_out
 
     def _records(self) -> Iterator[tuple[int, bytes | None]]:
         record, content = self._chunk.record, self._chunk.content
@@ -94,17 +96,42 @@ class Documents:
                 yield record + _leading_lines(raw, self._source), raw
             record += raw.count(b"\n") + (separator.count(b"\n") if separator else 0)
 
-    def _read(self) -> Iterator[tuple[int, Outcome]]:
-        """Yield each record's text, for chats with the positions of answers, or its error."""
+    def _read(self) -> Iterator[tuple[int, list[Chat] | RecordError]]:
+        """Yield each record's text or both of a pair, for chats with the positions of answers, or its error."""
         if self._renderer is None:
             for record, raw in self._records():
-                yield record, self._plain(raw)
+                text = self._plain(raw)
+                yield record, text if isinstance(text, RecordError) else [text]
             return
-        records = [(record, raw, self._problem(raw)) for record, raw in self._records()]
-        chats = [raw for _, raw, problem in records if raw is not None and problem is None]
+        records = [(record, self._chats(raw)) for record, raw in self._records()]
+        chats = [
+            chat for _, found in records if not isinstance(found, RecordError) for chat in found[0]
+        ]
         rendered = self._renderer.render(chats)
-        for record, _, problem in records:
-            yield record, problem or next(rendered)
+        for record, found in records:
+            if isinstance(found, RecordError):
+                yield record, found
+                continue
+            outcomes = [next(rendered) for _ in found[0]]
+            errors = [outcome for outcome in outcomes if isinstance(outcome, RecordError)]
+            texts = [
+                replace(outcome, answers=outcome.answers[found[1] :])
+                for outcome in outcomes
+                if isinstance(outcome, Chat)
+            ]
+            if not errors and self._reading.pairs and not all(text.answers for text in texts):
+                errors = [RecordError("has no answer after the messages that both share")]
+            yield record, errors[0] if errors else texts
+
+    def _chats(self, raw: bytes | None) -> tuple[list[bytes], int] | RecordError:
+        """Return a record's chats and the number of their first answers that are not learned, or its error."""
+        problem = self._problem(raw)
+        if problem is not None or raw is None:
+            return problem or RecordError("is null, not text")
+        try:
+            return conversations(raw) if self._reading.pairs else ([raw], 0)
+        except RecordError as error:
+            return error
 
     def _plain(self, raw: bytes | None) -> Outcome:
         problem = self._problem(raw)

@@ -66,6 +66,8 @@ class PreparationRequest:
     skip_bad: bool = False
     chat: bool = False
     """True if records are chats, whose messages are in `field`."""
+    pairs: bool = False
+    """True if records are pairs of chats."""
     chat_template: Path | None = None
     """A file that replaces the tokenizer's own template."""
     workers: int = 1
@@ -115,7 +117,9 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
     if request.chat:
         assert tokenizer is not None, "a chat needs the tokenizer of its model"
         template = find_template(tokenizer, request.chat_template)
-    reading = Reading(sources, request.field, request.separator, request.validation, template)
+    reading = Reading(
+        sources, request.field, request.separator, request.validation, template, request.pairs
+    )
     return reading, tokenizer
 
 
@@ -293,6 +297,8 @@ def identity_of(
     if reading.template:
         template = hashlib.sha256(repr(reading.template).encode()).hexdigest()
         identity["chat-template"] = template
+    if reading.pairs:
+        identity["pairs"] = True
     return {
         **identity,
         "field": reading.field,
@@ -315,6 +321,7 @@ def _manifest(
         "train": _counts(progress.train, chat),
         "valid": _counts(progress.valid, chat),
         **({"answers": "one byte a token"} if chat else {}),
+        **({"pairs": True} if identity.get("pairs") else {}),
         "text_bytes": progress.text_bytes,
         "empty": progress.empty,
         "bad": progress.bad,

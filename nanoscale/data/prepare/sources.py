@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
+from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
 from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
 from nanoscale.data.prepare.render import INPUT, Template, pair_in
 
@@ -84,6 +85,8 @@ class Reading:
     """The share of the documents that is held out."""
     template: Template | None = None
     """The template that renders chats, whose messages are in `field`; None: records are texts."""
+    pairs: bool = False
+    """True if each record is a pair of chats, which become two documents, the chosen one first."""
 
     @property
     def is_chat(self) -> bool:
@@ -333,12 +336,18 @@ def _csv_problem(source: TextSource, reading: Reading) -> Bad | None:
         return Bad(source.name, f"cannot be read: {first_line(error)}")
     if not names:
         return Bad(source.name, EMPTY)
-    if reading.field in names or (reading.is_chat and pair_in(names)):
+    if reading.pairs:
+        if holds_pair(names):
+            return None
+    elif reading.field in names or (reading.is_chat and pair_in(names)):
         return None
-    return Bad(
-        source.name,
-        f"has no column {reading.field!r} (--field); its columns: {', '.join(names[:8])}",
-    )
+    return Bad(source.name, f"{_missing(reading)}; its columns: {', '.join(names[:8])}")
+
+
+def _missing(reading: Reading) -> str:
+    if reading.pairs:
+        return "has no columns 'chosen' and 'rejected'"
+    return f"has no column {reading.field!r} (--field)"
 
 
 @contextmanager
@@ -361,7 +370,7 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
     columns = columns_of(schema, reading)
     if not columns:
         names = ", ".join(schema.names)
-        return Bad(source.name, f"has no column {field!r} (--field); its columns: {names}")
+        return Bad(source.name, f"{_missing(reading)}; its columns: {names}")
     if len(columns) > 1:
         return None  # questions and answers are checked record by record
     kind = _type_of(schema, field)
@@ -380,6 +389,9 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
 def columns_of(schema: Any, reading: Reading) -> list[str]:
     """Return the columns of a record: that of the field, or a question's and its answer's; [] if none."""
     field = reading.field
+    if reading.pairs:
+        names = (*PAIR, QUESTION)
+        return [name for name in names if name in schema.names] if holds_pair(schema.names) else []
     if _type_of(schema, field) is not None:
         return [field if field in schema.names else field.split(".")[0]]
     pair = pair_in(schema.names) if reading.is_chat else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from nanoscale.common.devices import Devices, detect
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.machines import Host
+from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import AUTO, declared, value_of, with_values
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
@@ -102,7 +103,7 @@ def _safest(composed: Composed, world: int) -> dict[str, object]:
     if _STAGE in composed.left_to_plan and world > 1:
         safest[_STAGE] = 3
     if composed.config.train.micro_batch == AUTO:
-        safest["train.micro_batch"] = 1
+        safest["train.micro_batch"] = rows_of_sample(composed.config.train)
     return safest
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from nanoscale.config import model_math, parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
@@ -93,6 +94,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         fp8_recipe=config.precision.fp8_recipe,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
         adapter_rank=config.lora.rank,
+        paired=is_paired(config.train),
         adapted=tuple(model_math.adapted_layers(config.model, config.lora).values()),
     )
 
@@ -485,6 +487,10 @@ def head(hardware: Hardware, shape: MicroBatchShape) -> Passes:
         elementwise=operations.elementwise(hardware, 2 * stream + loss),
         tp=gather,
     )
+    if shape.paired:  # the logits once more, after the losses of whole pairs
+        forward = Work(
+            matmul=2 * forward.matmul, elementwise=2 * forward.elementwise, tp=forward.tp
+        )
     weights = operations.product(hardware, shape.dtype, vocab, hidden, tokens)
     backward = Work(
         matmul=operations.product(hardware, shape.dtype, tokens, hidden, vocab)

@@ -41,6 +41,8 @@ class MicroBatchShape:
     """The CPU's time for a block with the backend's hooks over its time without them."""
     adapter_rank: int = 0
     """The rank of LoRA's adapters; 0: all weights are trained."""
+    paired: bool = False
+    """True if the loss is of pairs, whose logits are computed twice."""
     adapted: tuple[str, ...] = ()
     """The layers of a block that have adapters."""
 

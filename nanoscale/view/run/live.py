@@ -221,8 +221,12 @@ def figures(record: Object) -> dict[str, str]:
         shown["skipped"] = counted(record.get("skipped_steps") or 0, "step")
     if record.get("moe_imbalance") is not None:
         shown["expert imbalance"] = f"{record['moe_imbalance']:.2f}"
+    if record.get("preferred") is not None:
+        shown["preferred"] = f"{record['preferred']:.1%}"
     if record.get("eval_loss") is not None:
         shown["eval loss"] = f"{record['eval_loss']:.4f}"
+    if record.get("eval_preferred") is not None:
+        shown["eval preferred"] = f"{record['eval_preferred']:.1%}"
     for name, loss in record.items():
         if name.startswith("eval_loss/"):
             shown[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")

@@ -1,0 +1,23 @@
+"""What the loss of a training is of: of single tokens, or of pairs of answers."""
+
+from __future__ import annotations
+
+from nanoscale.config.schema import Train
+
+PAIRED = ("dpo", "orpo")
+"""Objectives of pairs: each sample is a chosen answer and a rejected one, a row of the batch each."""
+
+
+def is_paired(train: Train) -> bool:
+    """True if samples are pairs of rows."""
+    return train.objective in PAIRED
+
+
+def rows_of_sample(train: Train) -> int:
+    """Return the rows of a batch that belong together."""
+    return 2 if is_paired(train) else 1
+
+
+def needs_reference(train: Train) -> bool:
+    """True if the loss compares with the likelihoods by the initial weights."""
+    return train.objective == "dpo"

@@ -1,0 +1,84 @@
+"""The reference of an objective of pairs: log-likelihoods by the initial weights, computed once and stored."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanoscale.backends.base import Engine
+from nanoscale.common.errors import UserError
+from nanoscale.config.objectives import needs_reference
+from nanoscale.data.batch import Batch
+from nanoscale.data.dataset import Dataset
+from nanoscale.data.samples import Pairs
+from nanoscale.parallel import process_group
+from nanoscale.runs.directory import write_atomically
+from nanoscale.train.loop import Note
+
+
+def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: Note) -> None:
+    """Give the pairs of a job the likelihoods in the run's file, which is written before the first step.
+
+    Every rank calls it, before the first step with the initial weights.
+
+    Raises:
+        UserError: the file is missing after the first step, or it is of other pairs.
+    """
+    if not needs_reference(engine.config.train):
+        return
+    every = data.pairs()
+    stored = process_group.broadcast(lambda: _read(file))
+    if stored is None:
+        if step:
+            raise UserError(
+                "data", f"{file} is missing: it holds what the initial weights gave to the pairs"
+            )
+        note("reference", f"the initial weights read {sum(map(len, every)):,} pairs once")
+        stored = np.concatenate([_likelihoods(engine, pairs) for pairs in every])
+        if process_group.rank() == 0:
+            buffer = io.BytesIO()
+            np.save(buffer, stored)
+            write_atomically(file, buffer.getvalue())
+    if len(stored) != sum(map(len, every)):
+        raise UserError("data", f"{file} is of {len(stored):,} pairs, and these are others")
+    for pairs in every:
+        pairs.references, stored = stored[: len(pairs)], stored[len(pairs) :]
+
+
+def _read(file: Path) -> np.ndarray | None:
+    if not file.is_file():
+        return None
+    try:
+        found: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError("data", f"{file} cannot be read: {error}") from error
+    return found
+
+
+def _likelihoods(engine: Engine, pairs: Pairs) -> np.ndarray:
+    """Compute fp64 [pairs, 2] over all ranks."""
+    parallel, at = engine.config.parallel, engine.coordinates
+    each = engine.config.train.micro_batch // 2
+    firsts = range(at.dp * each, len(pairs) + at.dp * each, parallel.dp * each)
+    numbers = np.concatenate([np.arange(first, first + each) for first in firsts])
+
+    def batches() -> Iterator[Batch]:
+        for row in numbers.reshape(-1, each):
+            yield pairs.batch((row % len(pairs)).tolist())
+
+    found = engine.log_likelihoods(batches()).reshape(-1, 2)
+    result = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    if at.tp == at.cp == 0:
+        inside = torch.from_numpy(numbers < len(pairs))
+        result[torch.from_numpy(numbers)[inside]] = found[inside]
+    total: Any = result.to(engine.device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    array: np.ndarray = total.cpu().numpy()
+    return array

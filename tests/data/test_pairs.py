@@ -1,0 +1,95 @@
+"""Records of preferences become pairs of documents, of which the answers that differ are learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.token_files import manifest
+from nanoscale.data.prepare.cached import holds_pairs
+from nanoscale.data.prepare.sources import find_sources
+from tests.data.test_chat import marked, write_chats
+from tests.data.texts import prepared
+
+QUESTION = {"role": "user", "content": "Hi"}
+EARLIER = [QUESTION, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "2+2"}]
+FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "5"))
+RECORDS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "Hi", "chosen": "4", "rejected": "5"},
+    "lists": {"prompt": [QUESTION], "chosen": [FOUR], "rejected": [FIVE]},
+    "conversations": {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+}
+
+
+def learned(folder: Path) -> list[str]:
+    """Return the answers that are learned, by document."""
+    documents = marked(folder)
+    return [
+        "".join(chr(token) for token, is_answer in zip(ids, answers, strict=True) if is_answer)
+        for ids, answers in documents
+    ]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_forms_of_records_are_the_same_pairs(tmp_path: Path, name: str) -> None:
+    source = write_chats(tmp_path / "a.jsonl", [RECORDS[name]] * 2)
+    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages")
+    (chosen, rejected, *_) = marked(tmp_path / "out")
+    assert bytes(chosen[0][:-3]).decode() == "User: Hi\n\nAssistant: 4"
+    assert bytes(rejected[0][:-3]).decode() == "User: Hi\n\nAssistant: 5"
+    assert learned(tmp_path / "out") == [" 4Ā", " 5Ā"] * 2
+    found = manifest(tmp_path / "out")
+    assert found is not None and found["pairs"] is True and found["train"]["documents"] == 4
+    (file,) = find_sources([str(source)])
+    assert holds_pairs(file)
+
+
+def test_answers_that_both_share_are_not_learned(tmp_path: Path) -> None:
+    record = {"chosen": [*EARLIER, FOUR], "rejected": [*EARLIER, FIVE]}
+    source = write_chats(tmp_path / "a.jsonl", [record])
+    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages")
+    assert learned(tmp_path / "out") == [" 4Ā", " 5Ā"]
+
+
+def test_both_documents_of_a_pair_are_in_one_split_and_tables_hold_pairs(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    records = [
+        {"prompt": f"Say {i}", "chosen": str(i), "rejected": str(i + 1), "score": i}
+        for i in range(200)
+    ]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    source = tmp_path / "a.parquet"
+    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages", validation=0.3)
+    counts = []
+    for name in ("tokens", "valid"):
+        documents = marked(tmp_path / "out", name)
+        texts = [bytes(ids[:-3]).decode() for ids, _ in documents]
+        questions = [text.split("\n")[0] for text in texts]
+        assert questions[0::2] == questions[1::2]
+        counts.append(len(texts) // 2)
+    assert sum(counts) == 200 and min(counts) > 30
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "Hi", "chosen": "4"}, "has no fields 'chosen' and 'rejected'"),
+        ({"chosen": "4", "rejected": "5"}, "answers without a question"),
+        ({"prompt": "Hi", "chosen": "4", "rejected": "4"}, "the same chosen and rejected"),
+        ({"prompt": "Hi", "chosen": 4, "rejected": "4"}, "neither a text nor a list"),
+        ({"chosen": [*EARLIER], "rejected": [*EARLIER, FIVE]}, "no answer after the messages"),
+        ({"prompt": [3], "chosen": "4", "rejected": "5"}, "message 1 is not an object"),
+    ],
+)
+def test_a_bad_pair_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    source = write_chats(tmp_path / "a.jsonl", [RECORDS["texts"], record])
+    with pytest.raises(UserError, match=message) as caught:
+        prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages")
+    assert "a.jsonl:2" in str(caught.value.violations[0].key)
+    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages", skip_bad=True)
+    assert len(marked(tmp_path / "out")) == 2

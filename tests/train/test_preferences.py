@@ -1,0 +1,307 @@
+"""Objectives of pairs: the same losses as a plain loop in every layout, exact resumes, one reference."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Data, Lora
+from nanoscale.data.dataset import open_data
+from nanoscale.data.sampler import sample_indices
+from nanoscale.models.initialization import initialize
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs.directory import RunDirectory
+from tests.support import hf_models
+from tests.support.jobs import (
+    SAMPLES,
+    SEQ_LEN,
+    SHAPE,
+    Curve,
+    StopBefore,
+    assert_same_weights,
+    make_config,
+    make_run,
+    read_metrics,
+    resumed_at,
+    saving_config,
+    train,
+)
+from tests.support.token_files import write_indexed
+
+LENGTHS = [
+    (9, 14),
+    (17, 4),
+    (12, 12),
+    (7, 20),
+    (5, 10),
+    (16, 17),
+    (11, 3),
+    (8, 8),
+    (13, 6),
+    (10, 15),
+]
+"""Tokens of both documents of each pair; the fourth has one that is longer than a row."""
+TRAINED = [number for number in range(len(LENGTHS)) if number != 3]
+BETA = 0.5
+VALUES = ("loss", "grad_norm", "preferred", "margin", "eval_loss", "eval_preferred", "eval_margin")
+
+
+def write_pairs(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Write a file of pairs with marks of answers; return tokens and targets of each document."""
+    dice = np.random.default_rng(7)
+    lengths = [length for pair in LENGTHS for length in pair]
+    documents = [dice.integers(0, SHAPE.vocab, length) for length in lengths]
+    answers = [np.arange(length) >= min(2, length - 2) for length in lengths]
+    for name in ("tokens", "held"):
+        write_indexed(folder / name, documents)
+        marks = np.concatenate(answers).astype(np.uint8).tobytes()
+        (folder / f"{name}.answers").write_bytes(marks)
+    return [
+        (document, np.where(marks, document, -100))
+        for document, marks in zip(documents, answers, strict=True)
+    ]
+
+
+def with_objective(
+    config: ResolvedConfig, folder: Path, objective: str, **more: Any
+) -> ResolvedConfig:
+    steps = {"steps": 5, "eval_every": 2, "eval_samples": 3}
+    changes = steps | {"objective": objective, "preference_beta": BETA, "micro_batch": 2} | more
+    data = Data(
+        "megatron",
+        str(folder / "tokens"),
+        str(folder / "held"),
+        valid_fraction=0.0,
+        loss_on="answers",
+    )
+    return replace(config, train=replace(config.train, **changes), data=data)
+
+
+def plain_loop(
+    documents: list[tuple[np.ndarray, np.ndarray]], objective: str, model: torch.nn.Module
+) -> list[dict[str, float]]:
+    """Train as the papers write it: each document alone, without padding."""
+
+    def likelihood(document: int) -> tuple[torch.Tensor, int]:
+        tokens, targets = map(torch.tensor, documents[document])
+        logits = model(tokens[None, :-1])
+        logits = getattr(logits, "logits", logits)[0]
+        return -F.cross_entropy(logits, targets[1:], reduction="sum"), int((targets[1:] >= 0).sum())
+
+    def losses(pairs: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        losses, margins = [], []
+        for pair in pairs:
+            (chosen, n), (rejected, m) = (likelihood(2 * pair + side) for side in (0, 1))
+            if objective == "dpo":
+                ratio = (chosen - reference[2 * pair]) - (rejected - reference[2 * pair + 1])
+                margins.append(BETA * ratio)
+                losses.append(-torch.log(torch.sigmoid(BETA * ratio)))
+            else:
+                p, q = (chosen / n).exp(), (rejected / m).exp()
+                margins.append(torch.log(p / (1 - p)) - torch.log(q / (1 - q)))
+                losses.append(-chosen / n - BETA * torch.log(torch.sigmoid(margins[-1])))
+        preferred = sum(float(margin > 0) for margin in margins) / len(margins)
+        margin = sum(margin.item() for margin in margins) / len(margins)
+        return torch.stack(losses).mean(), {"preferred": preferred, "margin": margin}
+
+    with torch.no_grad():
+        reference = [likelihood(number)[0] for number in range(len(documents))]
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    curve, pairs_a_step = [], SAMPLES // 2
+    for step in range(5):
+        places = np.arange(step * pairs_a_step, (step + 1) * pairs_a_step)
+        numbers = [TRAINED[i] for i in sample_indices(3, places, len(TRAINED))]
+        loss, figures = losses(numbers)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[step]
+        optimizer.step()
+        record = {"loss": loss.item(), "grad_norm": norm, **figures}
+        if step % 2:
+            with torch.no_grad():
+                held, figures = losses(TRAINED[:3])
+            record |= {"eval_loss": held.item()}
+            record |= {f"eval_{name}": value for name, value in figures.items()}
+        curve.append(record)
+    return curve
+
+
+RATES = [1e-2 * factor for factor in (1 / 3, 2 / 3, 1, 0.55, 0.1)]
+
+
+def assert_equal(found: Curve, expected: list[dict[str, float]], tolerance: float = 1e-9) -> None:
+    assert len(found) == len(expected)
+    for record, numbers in zip(found, expected, strict=True):
+        own = {name: record[name] for name in VALUES if name in record}
+        assert own == pytest.approx(numbers, rel=tolerance, abs=tolerance), record["step"]
+
+
+def our_model() -> Transformer:
+    model = Transformer(SHAPE).double()
+    initialize(model, SHAPE, seed=3)
+    return model
+
+
+LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 0),
+    ({"dp": 2}, 3),
+    ({"dp": 4}, 0),
+    ({"tp": 2, "dp": 2}, 2),
+    ({"tp": 2, "sequence_parallel": False}, 0),
+    ({"pp": 2}, 0),
+    ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1),
+    ({"cp": 2, "dp": 2}, 1),
+    ({"cp": 2, "cp_method": "ulysses", "tp": 2}, 0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("degrees", "stage"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_every_layout_equals_a_plain_loop(
+    tmp_path: Path, objective: str, degrees: dict[str, Any], stage: int
+) -> None:
+    documents = write_pairs(tmp_path)
+    config = make_config(
+        tmp_path, dp=degrees.get("dp", 1), stage=stage, parallel=degrees, micro_batch=2
+    )
+    config = with_objective(config, tmp_path, objective)
+    run = make_run(config)
+    train(run, config)
+    expected = plain_loop(documents, objective, our_model())
+    assert pytest.approx([record["lr"] for record in read_metrics(run)]) == RATES
+    assert_equal(read_metrics(run), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dp", "degrees", "stage"), [(2, {}, 2), (1, {"pp": 2}, 1), (2, {}, 3)])
+def test_deepspeed_equals_a_plain_loop(
+    tmp_path: Path, dp: int, degrees: dict[str, Any], stage: int
+) -> None:
+    documents = write_pairs(tmp_path)
+    config = make_config(
+        tmp_path,
+        dp=dp,
+        stage=stage,
+        parallel=degrees,
+        precision="fp32",
+        backend=Backend("deepspeed"),
+    )
+    run = make_run(with_objective(config, tmp_path, "dpo"))
+    train(run, with_objective(config, tmp_path, "dpo"))
+    assert_equal(read_metrics(run), plain_loop(documents, "dpo", our_model()), 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_any_model_of_transformers_equals_a_plain_loop(tmp_path: Path, objective: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    documents = write_pairs(tmp_path)
+    hf_models.save("gpt_neox", tmp_path / "hf")
+    config = make_config(tmp_path, dp=2, stage=3, model=hf_models.shape_of(tmp_path / "hf"))
+    config = with_objective(config, tmp_path, objective)
+    run = make_run(config)
+    train(run, config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64).eval()
+    assert_equal(read_metrics(run), plain_loop(documents, objective, model))
+
+
+@pytest.mark.slow
+def test_adapters_learn_the_same_in_every_layout(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    runs = []
+    for name, degrees in (("one", {}), ("four", {"tp": 2, "cp": 2})):
+        lora = Lora(rank=4, targets=["wq", "down"])
+        config = make_config(tmp_path, parallel=degrees, lora=lora)
+        config = with_objective(config, tmp_path, "dpo", micro_batch=4)
+        runs.append(make_run(config, name))
+        train(runs[-1], config)
+    one, four = map(read_metrics, runs)
+    assert_equal(one, [{name: it[name] for name in VALUES if name in it} for it in four])
+    assert one[0]["loss"] == pytest.approx(np.log(2)), "the adapters begin with the base model"
+
+
+@pytest.mark.slow
+def test_a_resume_reads_the_first_reference(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    config = with_objective(saving_config(tmp_path, dp=2, stage=3), tmp_path, "dpo", steps=9)
+    whole = make_run(config, "whole")
+    train(whole, config)
+    run = make_run(config)
+    train(run, config, StopBefore(5))
+    elsewhere = saving_config(tmp_path, parallel={"pp": 2, "tp": 2})
+    other = RunDirectory(shutil.copytree(run.path, tmp_path / "other", symlinks=True))
+    lost = RunDirectory(shutil.copytree(run.path, tmp_path / "lost", symlinks=True))
+    train(run, config)
+    assert resumed_at(run) == [5]
+    pick = [{name: it[name] for name in VALUES if name in it} for it in read_metrics(whole)]
+    assert [{name: it[name] for name in VALUES if name in it} for it in read_metrics(run)] == pick
+    assert_same_weights(run, whole)
+    train(other, with_objective(elsewhere, tmp_path, "dpo", steps=9))
+    assert_equal(read_metrics(other), pick)
+    lost.references.unlink()
+    with pytest.raises(RuntimeError, match="references.npy is missing"):
+        train(lost, config)
+
+
+def test_samples_are_pairs_that_fit(tmp_path: Path) -> None:
+    documents = write_pairs(tmp_path)
+    config = with_objective(make_config(tmp_path), tmp_path, "dpo")
+    data = open_data(config.data, config.train, SHAPE.vocab)
+    assert "1 pair left out" in data.description
+    training, held = data.pairs()
+    assert len(training) == len(held) == len(TRAINED)
+    training.references = np.arange(2.0 * len(TRAINED)).reshape(-1, 2)
+    batch = training.batch([2, 3])
+    assert batch.references is not None
+    assert batch.references.tolist() == [4, 5, 6, 7] and batch.counted() == 2
+    for row, document in enumerate([4, 5, 8, 9]):
+        tokens, targets = documents[document]
+        count = len(tokens) - 1
+        assert batch.inputs[row, :count].tolist() == tokens[:-1].tolist()
+        assert batch.targets[row].tolist() == targets[1:].tolist() + [-100] * (SEQ_LEN - count)
+    with pytest.raises(UserError, match="no pair with answers in at most 3 tokens"):
+        open_data(config.data, replace(config.train, seq_len=2), SHAPE.vocab)
+    write_indexed(tmp_path / "tokens", [tokens for tokens, _ in documents[:5]])
+    marks = tmp_path / "tokens.answers"
+    marks.write_bytes(marks.read_bytes()[: sum(len(tokens) for tokens, _ in documents[:5])])
+    with pytest.raises(UserError, match="5 documents, which are not pairs"):
+        open_data(config.data, config.train, SHAPE.vocab)
+
+
+def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    config = with_objective(make_config(tmp_path), tmp_path, "dpo", eval_every=0)
+    names = {"a": {"path": str(tmp_path / "tokens"), "weight": 2.0}}
+    names["b"] = {"path": str(tmp_path / "held"), "weight": 1.0}
+    data = replace(config.data, path=None, valid_path=None, mixture=names)
+    opened = open_data(data, config.train, SHAPE.vocab)
+    for number, pairs in enumerate(opened.pairs()):
+        rows = np.arange(2.0 * len(pairs)).reshape(-1, 2)
+        pairs.references = rows + 100 * number
+    taken = []
+    for rank in (0, 1):
+        for batch in opened.train.micro_batches(16, 8, rank, 2, 2):
+            assert batch.references is not None
+            chosen, rejected = batch.references.tolist()
+            assert rejected == chosen + 1
+            taken.append(chosen)
+    whole = next(iter(opened.train.micro_batches(16, 8, 0, 1, 8)))
+    assert whole.references is not None
+    assert whole.references[::2].tolist() == taken
