@@ -1,4 +1,4 @@
-"""What the loss of a training is of: of single tokens, or of pairs of answers."""
+"""The objectives of a training: a loss of single tokens, or of pairs of answers."""
 
 from __future__ import annotations
 

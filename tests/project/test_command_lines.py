@@ -151,7 +151,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "chats.jsonl").write_text(chats)
     (here / "chats" / "a.jsonl").write_text(chats)
     pairs = [{"prompt": f"def {i}", "chosen": "f():", "rejected": "1"} for i in range(400)]
-    write_jsonl(here / "preferences.jsonl", pairs)
+    text = "".join(json.dumps(pair) + "\n" for pair in pairs)
+    (here / "preferences.jsonl").write_text(text)
     (here / "questions.jsonl").write_text('{"prompt": "def "}\n')
     (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nme@node3 slots=4\n")
     hf_models.save("gpt_neox", here / "pythia-160m", vocab_size=320, max_position_embeddings=2048)
