@@ -984,6 +984,13 @@ class Train:
     eval_samples: int = key(
         64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
     )
+    gc_every: int = key(
+        0,
+        "steps between collections of Python's garbage, in which all ranks pause at once; 0: Python decides "
+        "on each rank alone",
+        unit="steps",
+        at_least=0,
+    )
     stop_when: StopWhen = field(default_factory=StopWhen)
     on_spike: Literal["note", "stop", "rollback"] = key(
         "note",

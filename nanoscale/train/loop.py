@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ class Training:
     def run(self, agreement: Agreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
         try:
-            return self._train(agreement)
+            with python_garbage_kept() if self.config.train.gc_every else nullcontext():
+                return self._train(agreement)
         except BaseException:
             with suppress(Exception):  # the checkpoint in progress is of an earlier step
                 self.report_saved(self.saver.finish())
@@ -98,6 +100,8 @@ class Training:
             self.report_saved(self.saver.finished())
             self.recorder.before(self.progress.step + 1)
             self.meter.begin()  # the wait for a slower host's answer is a part of the step
+            if is_due(self.progress.step, self.config.train.gc_every):
+                gc.collect(1)  # the oldest objects live as long as the training
             if agreement.stops(self.saver.failed):
                 return self.leave_early()
             with self.recorder.labeled(STEP):
@@ -325,6 +329,19 @@ def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[floa
     `Engine.evaluate`."""
     total = process_group.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
     return total[0].item(), int(total[1].item())
+
+
+@contextmanager
+def python_garbage_kept() -> Iterator[None]:
+    """Keep Python from collecting garbage by itself within the body."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def is_due(step: int, every: int) -> bool:

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2686,
     "cli": 5163,
     "common": 664,
-    "config": 10798,
+    "config": 10805,
     "data": 4971,
     "generate": 1098,
     "launch": 5812,
@@ -101,7 +101,7 @@ BUDGET = {
     "rehearse": 3229,
     "runs": 2860,
     "sweep": 1096,
-    "train": 1641,
+    "train": 1658,
     "view": 4860,
     "": 187,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -326,3 +327,25 @@ def test_a_training_ends_when_its_evaluations_say_so(tmp_path: Path) -> None:
     )  # the first evaluation counts as lower
     assert records(patient)[-1]["step"] == 6
     assert records(limited("on", patience=9))[-1]["step"] == STEPS
+
+
+def collections_of(rank: int, path: Path) -> tuple[list[Any], set[bool], bool]:
+    """Train, and return the collections by hand, and whether Python collected by itself in steps and after."""
+    collected: list[Any] = []
+    in_steps: set[bool] = set()
+    end = meter.Meter.end
+
+    def end_step(self: meter.Meter) -> None:
+        in_steps.add(gc.isenabled())
+        end(self)
+
+    gc.collect = lambda *generation: collected.append(generation) or 0  # type: ignore[assignment]
+    meter.Meter.end = end_step  # type: ignore[method-assign]
+    train_rank(rank, path, StopFlag())
+    return collected, in_steps, gc.isenabled()
+
+
+def test_garbage_is_collected_at_fixed_steps_only(tmp_path: Path) -> None:
+    run = make_run(config_for(tmp_path, every={"gc_every": 4}))
+    for found in run_ranks(collections_of, 1, run.path):
+        assert found == ([(), (1,), (1,)], {False}, True)
