@@ -210,8 +210,8 @@ class Model:
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
     init_from: str | None = key(
         None,
-        "folder or hub name of a Hugging Face model whose weights and shape to start from; null: "
-        "random weights",
+        "folder or hub name of a Hugging Face model whose weights and shape to start from, or a run, by its "
+        "name or folder, which becomes run.from_run; null: random weights",
         path=True,
     )
     trust_remote_code: bool = key(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
+from nanoscale.config.composing import frozen
 from nanoscale.config.composing.interpolation import escape, resolve
 from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.hf import any_model, pretrained
@@ -34,6 +35,9 @@ from nanoscale.config.violations import refuse, shown
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.overrides import Words
+
+RUN_CONFIG = "config.yaml"
+"""The name of a run's frozen configuration in its directory."""
 
 __all__ = ["Composed", "Setting", "compose"]
 
@@ -77,11 +81,13 @@ def compose(
         refuse([with_good_advice(violation, asked, library) for violation in violations])
     config = composed.config
     if config.model.source == "hf":
-        frozen = config_file is not None and not composed.by_hand(any_model.KEY)
-        return _with_shape(composed, merged, *any_model.take(composed, frozen=frozen))
-    frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
-    if config.model.init_from is None or frozen:  # a frozen file has the complete shape
+        is_frozen = config_file is not None and not composed.by_hand(any_model.KEY)
+        return _with_shape(composed, merged, *any_model.take(composed, frozen=is_frozen))
+    is_frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
+    if config.model.init_from is None or is_frozen:  # a frozen file has the complete shape
         return composed
+    if (folder := run_folder(config)) is not None:
+        return _begun_from_run(composed, merged, folder)
     model = pretrained.read(composed)
     values = pretrained.take_shape(composed, model)
     return _with_shape(composed, merged, str(model.folder / "config.json"), values)
@@ -112,6 +118,36 @@ def _with_shape(
     if violations:
         refuse(violations)
     return shaped
+
+
+def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) -> Composed:
+    """Return the configuration of a job that begins with the shape and the weights of a run."""
+    asked, other = composed.config.model.init_from, composed.config.run.from_run
+    if other is not None:
+        message = f"and run.from_run={shown(other)} both name what to begin from"
+        wrong = Violation(
+            pretrained.KEY,
+            asked,
+            composed.source(pretrained.KEY),
+            message,
+            ("model.init_from=null",),
+        )
+        refuse([wrong], kind="run")
+    shape = frozen.load(folder / RUN_CONFIG).model
+    found = pretrained.Pretrained(folder, shape, RUN_CONFIG)
+    values = pretrained.take_shape(composed, found) | {"init_from": None}
+    run = {**merged["run"], "from_run": escape("run.from_run", str(folder))}
+    record(composed.history, "run.from_run", Setting(str(folder), f"{pretrained.KEY}={asked}"))
+    """Return the run directory that `model.init_from` names, by its path or in `run.root`; None for others."""
+
+
+def run_folder(config: Config) -> Path | None:
+    """Return the run directory that `model.init_from` names, by its path or in `run.root`; None: it is no run."""
+    asked = Path(str(config.model.init_from)).expanduser()
+    for folder in (asked, Path(config.run.root).expanduser() / asked):
+        if (folder / RUN_CONFIG).is_file() and (folder / "checkpoints").is_dir():
+            return folder.absolute()
+    return None
 
 
 def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tuple[str, Setting]]:

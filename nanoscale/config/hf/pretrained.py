@@ -37,6 +37,8 @@ class Pretrained:
 
     folder: Path
     shape: Model
+    file: str = "config.json"
+    """The file of the folder that says the shape."""
 
 
 class NoSuchModelError(Exception):
@@ -140,7 +142,7 @@ def take_shape(composed: Composed, found: Pretrained) -> dict[str, Any]:
         if _is_free(name, mine, theirs):
             values[name] = mine
         else:
-            violations.append(_conflict(composed, found.folder, name, mine, given))
+            violations.append(_conflict(composed, found, name, mine, given))
     if violations:
         refuse(violations, kind="model")
     return values
@@ -166,12 +168,12 @@ def _is_free(name: str, mine: Any, theirs: Model) -> bool:
     return name in ("name", "init_std") or (name == "tie_embeddings" and not mine)
 
 
-def _conflict(composed: Composed, folder: Path, name: str, mine: Any, given: Any) -> Violation:
-    key = f"model.{name}"
+def _conflict(composed: Composed, found: Pretrained, name: str, mine: Any, given: Any) -> Violation:
+    key, folder = f"model.{name}", found.folder
     source = composed.source(composed.within(key)[-1])
     is_section = hasattr(given or mine, "__dataclass_fields__")
     value, other = ("…", "otherwise") if is_section else (mine, shown(given))
-    message = f"is {other} in {folder}/config.json, from which {KEY} takes the shape"
+    message = f"is {other} in {folder / found.file}, from which {KEY} takes the shape"
     if name == "tie_embeddings" and has_own_head(folder):
         message = f"is not possible: in {folder} the embedding and the head ({HEAD}) have different values"
     by_hand = composed.by_hand(key) and not is_section
