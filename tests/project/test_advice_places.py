@@ -44,6 +44,7 @@ TYPED_BACK = {
     "cli/jobs/sweep.py": "sweep/test_sweep.py",
     "cli/jobs/train.py": "cli/test_advice_on_files.py",
     "launch/submission/batch_job.py": "cli/test_advice_on_files.py",
+    "config/composing/compose.py": "config/test_run_as_model.py",
     "config/composing/interpolation.py": "cli/test_advice.py",
     "config/composing/library.py": "cli/test_advice.py",
     "config/composing/overrides.py": "cli/test_advice.py",

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2686,
     "cli": 5163,
     "common": 664,
-    "config": 10841,
+    "config": 10843,
     "data": 4971,
     "generate": 1098,
     "launch": 5812,

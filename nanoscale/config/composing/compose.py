@@ -138,11 +138,11 @@ def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) ->
     values = pretrained.take_shape(composed, found) | {"init_from": None}
     run = {**merged["run"], "from_run": escape("run.from_run", str(folder))}
     record(composed.history, "run.from_run", Setting(str(folder), f"{pretrained.KEY}={asked}"))
-    """Return the run directory that `model.init_from` names, by its path or in `run.root`; None for others."""
+    return _with_shape(composed, {**merged, "run": run}, str(folder / RUN_CONFIG), values)
 
 
 def run_folder(config: Config) -> Path | None:
-    """Return the run directory that `model.init_from` names, by its path or in `run.root`; None: it is no run."""
+    """Return the run directory that `model.init_from` names, by its path or in `run.root`, or None."""
     asked = Path(str(config.model.init_from)).expanduser()
     for folder in (asked, Path(config.run.root).expanduser() / asked):
         if (folder / RUN_CONFIG).is_file() and (folder / "checkpoints").is_dir():
