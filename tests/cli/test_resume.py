@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nanoscale.checkpoint.store import FORMAT, render_manifest, sum_files
@@ -17,6 +18,7 @@ from nanoscale.config.schema import Config, Parallel, RopeScaling, Train
 from nanoscale.runs import events, fence, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
+from tests.support.token_files import write_indexed
 
 
 @pytest.fixture
@@ -129,6 +131,20 @@ def test_an_average_does_not_appear_in_a_run(run, capsys):
     capsys.readouterr()
     assert nanoscale(words) == 2
     assert "optimizer.ema_decay=0.9: cannot be changed by resume" in capsys.readouterr().err
+
+
+def test_another_objective_is_another_run(run, tmp_path, capsys):
+    """A number of consumed samples is one of pairs, or of sequences."""
+    write_indexed(tmp_path / "pairs", [np.arange(40) % 250] * 60)
+    words = ["recipe=debug", "data=megatron", "data.path=pairs", "train.objective=dpo"]
+    composed = compose([*words, "run.name=x"])
+    run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
+    words = ["resume", "x", "train.objective=orpo", "--dry-run"]
+    assert nanoscale(words) == 0
+    save(run, 5)
+    capsys.readouterr()
+    assert nanoscale(words) == 2
+    assert "train.objective=orpo: cannot be changed by resume" in capsys.readouterr().err
 
 
 def test_an_unknown_run_and_a_wrong_key(run, capsys):
