@@ -67,7 +67,7 @@ class RunDirectory:
     launch = _Entry("launch.json")
     environment = _Entry("environment.json")
     status = _Entry("status.json")
-    references = _Entry("references.npy")
+    references = _Entry("references.npz")
     """The log-likelihoods of pairs of answers by the initial weights; see train/references.py."""
     metrics = _Entry("metrics.jsonl")
     metrics_csv = _Entry("metrics.csv")

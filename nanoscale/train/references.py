@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: N
     if not needs_reference(engine.config.train):
         return
     every = data.pairs()
-    stored = process_group.broadcast(lambda: _read(file))
+    stored = process_group.broadcast(lambda: _read(file, data.fingerprint))
     if stored is None:
         if step:
             raise UserError(
@@ -43,22 +44,26 @@ def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: N
         stored = np.concatenate([_likelihoods(engine, pairs) for pairs in every])
         if process_group.rank() == 0:
             buffer = io.BytesIO()
-            np.save(buffer, stored)
+            np.savez(buffer, likelihoods=stored, data=np.array(data.fingerprint))
             write_atomically(file, buffer.getvalue())
     if len(stored) != sum(map(len, every)):
-        raise UserError("data", f"{file} is of {len(stored):,} pairs, and these are others")
+        raise UserError("data", f"{file} is of {len(stored):,} pairs, and others fit here")
     for pairs in every:
         pairs.references, stored = stored[: len(pairs)], stored[len(pairs) :]
 
 
-def _read(file: Path) -> np.ndarray | None:
+def _read(file: Path, fingerprint: str) -> np.ndarray | None:
     if not file.is_file():
         return None
     try:
-        found: np.ndarray = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with np.load(file, allow_pickle=False) as found:
+            likelihoods: np.ndarray = found["likelihoods"]
+            is_same = str(found["data"]) == fingerprint
+    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
         raise UserError("data", f"{file} cannot be read: {error}") from error
-    return found
+    if not is_same:
+        raise UserError("data", f"{file} is of other data: its pairs are not those of this job")
+    return likelihoods
 
 
 def _likelihoods(engine: Engine, pairs: Pairs) -> np.ndarray:

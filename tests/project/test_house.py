@@ -101,7 +101,7 @@ BUDGET = {
     "rehearse": 3229,
     "runs": 2860,
     "sweep": 1096,
-    "train": 1658,
+    "train": 1663,
     "view": 4860,
     "": 187,
 }

@@ -255,8 +255,14 @@ def test_a_resume_reads_the_first_reference(tmp_path: Path) -> None:
     assert_same_weights(run, whole)
     train(other, with_objective(elsewhere, tmp_path, "dpo", steps=9))
     assert_equal(read_metrics(other), pick)
+    np.savez(lost.references, likelihoods=np.zeros((18, 2)), data=np.array("other"))
+    with pytest.raises(RuntimeError, match="is of other data"):
+        train(lost, config)
+    lost.references.write_bytes(b"damaged")
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        train(lost, config)
     lost.references.unlink()
-    with pytest.raises(RuntimeError, match="references.npy is missing"):
+    with pytest.raises(RuntimeError, match="references.npz is missing"):
         train(lost, config)
 
 
