@@ -79,6 +79,25 @@ def test_the_z_loss_is_in_the_gradients(fused: bool, monkeypatch: pytest.MonkeyP
     assert max(deviations(found, in_one(torch.float64))) > 0.1
 
 
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("fused", [False, True])
+def test_tokens_may_have_weights_in_the_gradients(
+    pieces: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", TOKENS * VOCAB // pieces)
+    monkeypatch.setattr(head, "_compiled", lambda function: function)
+    hidden, weight, targets = example(torch.float64)
+    weights = torch.linspace(-1, 2, targets.numel(), dtype=torch.float64).view_as(targets)
+    loss = head.linear_cross_entropy(hidden, weight, targets, fused=fused, token_weights=weights)
+    loss.backward()
+    found = hidden.grad, weight.grad
+    assert torch.equal(loss, head.linear_cross_entropy(hidden, weight, targets, fused=fused))
+    hidden, weight, _ = example(torch.float64)
+    losses = F.cross_entropy((hidden @ weight.t()).mT, targets, reduction="none")
+    (losses * weights).sum().backward()
+    torch.testing.assert_close(found, (hidden.grad, weight.grad))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_what_is_between_the_products_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
