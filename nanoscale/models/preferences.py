@@ -33,6 +33,9 @@ def orpo(
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean loss of the chosen answer's tokens, and β times -log σ(margin) of the odds."""
     means = torch.where(tokens > 0, likelihoods / tokens.clamp(min=1), -1.0)
+    means = means.clamp(
+        max=-torch.finfo(means.dtype).eps
+    )  # odds of a certain answer are not finite
     log_odds = means - (-torch.expm1(means)).log()
     margins = log_odds[0::2] - log_odds[1::2]
     return -means[0::2] - beta * F.logsigmoid(margins), margins

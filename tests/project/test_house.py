@@ -94,7 +94,7 @@ BUDGET = {
     "launch": 5812,
     "measure": 637,
     "metrics": 1215,
-    "models": 1724,
+    "models": 1727,
     "parallel": 2109,
     "plan": 7086,
     "processes": 1034,

@@ -18,6 +18,7 @@ from nanoscale.config.schema import Backend, Data, Lora
 from nanoscale.data.dataset import open_data
 from nanoscale.data.sampler import sample_indices
 from nanoscale.models.initialization import initialize
+from nanoscale.models.preferences import Objective
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory
 from tests.support import hf_models
@@ -289,6 +290,14 @@ def test_samples_are_pairs_that_fit(tmp_path: Path) -> None:
     marks.write_bytes(marks.read_bytes()[: sum(len(tokens) for tokens, _ in documents[:5])])
     with pytest.raises(UserError, match="5 documents, which are not pairs"):
         open_data(config.data, config.train, SHAPE.vocab)
+
+
+def test_certain_answers_have_finite_odds() -> None:
+    objective = Objective("orpo", 0.5)
+    losses = torch.tensor([0.0, 3.0, 2.0, 0.0])
+    value, weights = objective.value_and_weights(losses, torch.zeros(4, 3), torch.zeros(4))
+    assert value.isfinite() and weights.isfinite().all()
+    assert objective.read()[1] == 1, "the first pair alone is preferred"
 
 
 def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
