@@ -100,7 +100,7 @@ class Training:
             self.report_saved(self.saver.finished())
             self.recorder.before(self.progress.step + 1)
             self.meter.begin()  # the wait for a slower host's answer is a part of the step
-            if is_due(self.progress.step, self.config.train.gc_every):
+            if self.progress.step and is_due(self.progress.step, self.config.train.gc_every):
                 gc.collect(1)  # the oldest objects live as long as the training
             if agreement.stops(self.saver.failed):
                 return self.leave_early()

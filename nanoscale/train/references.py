@@ -56,7 +56,7 @@ def _read(file: Path, fingerprint: str) -> np.ndarray | None:
     if not file.is_file():
         return None
     try:
-        with np.load(file, allow_pickle=False) as found:
+        with np.load(file) as found:
             likelihoods: np.ndarray = found["likelihoods"]
             is_same = str(found["data"]) == fingerprint
     except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
