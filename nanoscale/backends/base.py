@@ -16,10 +16,11 @@ from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models.hf_model import HFModel
-from nanoscale.models.preferences import OBJECTIVES, Objective
+from nanoscale.models.preferences import Objective
 from nanoscale.models.transformer import Transformer
 
 
@@ -136,7 +137,7 @@ class Engine(ABC):
     def preferences(self) -> dict[str, float]:
         """Return the share of the pairs since the last call with a positive margin, and the mean margin;
         without an objective of pairs nothing. Every rank calls it."""
-        if self.config.train.objective not in OBJECTIVES:
+        if not is_paired(self.config.train):
             return {}
         objectives = [stage.objective for stage in self.stages.values()]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -301,7 +302,7 @@ class Engine(ABC):
 def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Transformer:
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     objective = None
-    if config.train.objective in OBJECTIVES:
+    if is_paired(config.train):
         objective = Objective(config.train.objective, config.train.preference_beta)
     if config.model.source == "hf":
         hf_model = HFModel(config.model, real=real)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
 from nanoscale.config.training_phases import phases_of
@@ -269,9 +269,12 @@ class _Opener:
             description = ", ".join([only.description, *differences])
             return Dataset(tokenizer, only.train, valid, fingerprint, description)
         weights = {it.name: it.weight for it in sources}
-        phases = phases_of(self.train)
+        phases, rows = phases_of(self.train), rows_of_sample(self.train)
         changes = [
-            (phase.first_sample, [(phase.weights or weights).get(name, 0.0) for name in weights])
+            (
+                phase.first_sample // rows,
+                [(phase.weights or weights).get(name, 0.0) for name in weights],
+            )
             for phase in phases
         ]
         mixture = Mixture([it.train for it in sources], changes[0][1], changes[1:])

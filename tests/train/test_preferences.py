@@ -317,6 +317,13 @@ def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
             chosen, rejected = batch.references.tolist()
             assert rejected == chosen + 1
             taken.append(chosen)
+    phases = {"a": {"until": 2, "weights": {"a": 1}}, "b": {"weights": {"b": 1}}}
+    changing = open_data(data, replace(config.train, phases=phases), SHAPE.vocab)
+    for number, pairs in enumerate(changing.pairs()):
+        pairs.references = np.full((len(pairs), 2), number)
+    for step, source in enumerate((0, 0, 1, 1)):
+        (batch,) = changing.train.micro_batches(8 * step, 8, 0, 1, 8)
+        assert batch.references is not None and set(batch.references) == {source}
     whole = next(iter(opened.train.micro_batches(16, 8, 0, 1, 8)))
     assert whole.references is not None
     assert whole.references[::2].tolist() == taken

@@ -86,7 +86,7 @@ def compose(
     is_frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
     if config.model.init_from is None or is_frozen:  # a frozen file has the complete shape
         return composed
-    if (folder := run_folder(config)) is not None:
+    if (folder := _run_folder(config)) is not None:
         return _begun_from_run(composed, merged, folder)
     model = pretrained.read(composed)
     values = pretrained.take_shape(composed, model)
@@ -141,7 +141,7 @@ def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) ->
     return _with_shape(composed, {**merged, "run": run}, str(folder / RUN_CONFIG), values)
 
 
-def run_folder(config: Config) -> Path | None:
+def _run_folder(config: Config) -> Path | None:
     """Return the run directory that `model.init_from` names, by its path or in `run.root`, or None."""
     asked = Path(str(config.model.init_from)).expanduser()
     for folder in (asked, Path(config.run.root).expanduser() / asked):

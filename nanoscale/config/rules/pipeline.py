@@ -108,11 +108,8 @@ def _micro_batches(config: Config) -> int:
 def divides_batch(config: Config) -> bool:
     """True if the global batch is a whole number of micro batches on each rank."""
     dp, micro = data_parallel(config), config.train.micro_batch
-    return (
-        config.train.global_batch
-        % (dp * (rows_of_sample(config.train) if micro == "auto" else micro))
-        == 0
-    )
+    least = rows_of_sample(config.train) if micro == "auto" else micro
+    return config.train.global_batch % (dp * least) == 0
 
 
 def _feeds_schedule(config: Config) -> bool:
