@@ -33,6 +33,7 @@ VERBS = {
     "train": "jobs.train",
     "resume": "jobs.train",
     "submit": "jobs.train",
+    "replay": "jobs.replay",
     "sweep": "jobs.sweep",
     "plan": "inspect.plan",
     "rehearse": "inspect.rehearse",

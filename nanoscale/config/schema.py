@@ -911,7 +911,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class StopWhen:
-    """The end of a training before its last step, judged at each evaluation."""
+    """The end of a training before its last step, judged at each evaluation and after each step."""
 
     patience: int = key(
         0,
@@ -922,6 +922,13 @@ class StopWhen:
     min_delta: float = key(0.0, "a loss counts as lower if it is so by more than this", at_least=0)
     eval_loss: float | None = key(
         None, "the training completes when the evaluation loss is at most this; null: no limit"
+    )
+    last_step: int | None = key(
+        None,
+        "the training completes after this step, and the learning rate's schedule stays that of train.steps; "
+        "null: no limit",
+        unit="steps",
+        at_least=1,
     )
 
 

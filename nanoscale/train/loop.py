@@ -154,12 +154,15 @@ class Training:
 
     def reason_to_stop(self) -> str | None:
         """Return why `train.stop_when` ends the training now; None: it continues."""
+        limit = self.config.train.stop_when.last_step
+        if limit is not None and self.progress.step >= limit:
+            return f"train.stop_when.last_step={limit}"
         return self.progress.evaluations.reason_to_stop(self.config.train.stop_when)
 
     def is_logged(self, step: int) -> bool:
         """True if the metrics of a step are due; those of the last step before a stop are logged as well."""
         train = self.config.train
-        dues = (train.log_every, train.eval_every, train.steps)
+        dues = (train.log_every, train.eval_every, train.steps, train.stop_when.last_step or 0)
         return any(is_due(step, every) for every in dues)
 
     def log(self, result: StepResult, evaluates: bool) -> bool:

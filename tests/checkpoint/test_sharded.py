@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.differences import differing
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.common.errors import UserError
 from nanoscale.parallel import process_group
@@ -161,3 +162,21 @@ def test_nothing_is_renamed_where_nothing_is_whole(workspace: Path) -> None:
     assert ". To start again: nanoscale train --config /" in str(caught.value)
     assert [it.path for it in store.list_checkpoints(workspace.parent)] == paths
     assert (workspace.parent / "latest").resolve() == paths[-1] and said == []
+
+
+def save_noisy(rank: int, workspace: Path, world: int, step: int, noise: float) -> None:
+    process_group.join(world, torch.device("cpu"), 120.0)
+    value = WHOLE.clone()
+    value[-1] += noise  # the last row is the last rank's
+    sharded.save(workspace, {"model.b": state_of(value)["sharded"], "a": WHOLE}, {"step": step})
+
+
+def test_a_difference_is_traced_to_the_rank_that_wrote_it(workspace: Path) -> None:
+    for step, noise in ((1, 0.0), (2, 0.69)):
+        run_ranks(save_noisy, 3, workspace, 3, step, noise)
+    first, second = (store.find_checkpoint(workspace.parent, step) for step in (1, 2))
+    (found,) = differing(first, second, tolerance=0.0)
+    assert (found.name, found.ranks) == ("model.b", [2])
+    assert found.relative == pytest.approx(0.01, rel=1e-5)
+    assert list(differing(first, second, tolerance=0.011)) == []
+    assert list(differing(first, first, tolerance=0.0)) == []

@@ -85,6 +85,7 @@ TYPED_BACK = {
     "launch/lifecycle/attempt.py": "runs/test_failure_advice.py",
     "launch/lifecycle/examination.py": "launch/test_bandwidth.py",
     "launch/lifecycle/prepare.py": "cli/test_advice_on_files.py",
+    "launch/lifecycle/repetition.py": "cli/test_replay.py",
     "launch/preflight/by_library.py": "cli/test_advice_on_files.py",
     "launch/preflight/source_run.py": "launch/test_source_run.py",
     "launch/preflight/verdicts.py": "launch/test_preflight_advice.py",

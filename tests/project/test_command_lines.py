@@ -301,7 +301,10 @@ def _type(
     if refused:  # nothing is started or written
         assert nanoscale(arguments) in (2, 3), line
         return
-    if arguments[0] in ("train", "submit", "resume", "sweep") and "--dry-run" not in arguments:
+    if (
+        arguments[0] in ("train", "submit", "resume", "replay", "sweep")
+        and "--dry-run" not in arguments
+    ):
         if launch(arguments):
             return
         arguments.append("--dry-run")

@@ -85,13 +85,13 @@ def test_no_room_is_too_large(imports):
 BUDGET = {
     "agent": 1180,
     "backends": 2403,
-    "checkpoint": 2686,
-    "cli": 5163,
+    "checkpoint": 2752,
+    "cli": 5245,
     "common": 664,
-    "config": 10840,
+    "config": 10847,
     "data": 4974,
     "generate": 1098,
-    "launch": 5812,
+    "launch": 5967,
     "measure": 637,
     "metrics": 1215,
     "models": 1727,
@@ -101,8 +101,8 @@ BUDGET = {
     "rehearse": 3229,
     "runs": 2860,
     "sweep": 1096,
-    "train": 1663,
-    "view": 4860,
+    "train": 1666,
+    "view": 4979,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

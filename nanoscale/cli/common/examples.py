@@ -14,6 +14,10 @@ EXAMPLES = {
         "nanoscale submit recipe=llama-8b --num-nodes 4 --num-gpus 8 --dry-run",
         "nanoscale submit recipe=tiny train.seed=1,2,3 --num-gpus 1",
     ),
+    "replay": (
+        "nanoscale replay first --steps 21-40",
+        "nanoscale replay first --steps 31 parallel.dp=1 precision=fp64 --tolerance 1e-3",
+    ),
     "sweep": (
         "nanoscale sweep recipe=tiny optimizer.lr=1e-3,3e-4 train.seed=1,2",
         "nanoscale sweep recipe=tiny 'model.layers=range(2,9)' --sampler tpe --trials 5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from nanoscale.cli.common.output import answer, exit_code_of_signal, print_json, show_report
 from nanoscale.cli.common.request import Refusals
@@ -12,6 +13,7 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.lifecycle.command import local_host, plan_launch
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
@@ -64,8 +66,24 @@ def attempt(
         UserError: a rank found an error in the request.
         TakenOverError: another launcher holds the run now.
     """
+    outcome = follow(lock, request, number, fleet, signals, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        with display.survive_lost_stream(sys.stdout):
+            print_json(document(lock.run, outcome))
+            sys.stdout.flush()
+    return outcome.exit_code
+
+
+def follow(
+    lock: RunLock,
+    request: Request,
+    number: int,
+    fleet: Fleet,
+    signals: Signals,
+    stream: TextIO,
+) -> Outcome:
+    """Launch, follow and report an attempt and its restarts to people. Errors as of `attempt`."""
     run = lock.run
-    stream = sys.stderr if as_json else sys.stdout
     submission.note(run)
     with LiveView(run, stream) as view:
         for line in request_lines(request):
@@ -75,11 +93,7 @@ def attempt(
     with suppress(OSError, UserError):  # a full disk or a damaged file must not hide the outcome
         write_report(run)
     print_outcome(run, outcome, stream)
-    if as_json:
-        with display.survive_lost_stream(sys.stdout):
-            print_json(document(run, outcome))
-            sys.stdout.flush()
-    return outcome.exit_code
+    return outcome
 
 
 def show_plan(

@@ -33,7 +33,7 @@ from nanoscale.launch.request import Request
 from nanoscale.runs import events, metrics, status
 from nanoscale.runs.directory import RunDirectory
 
-_IDENTITY = (
+IDENTITY = (
     "model.", "lora.", "optimizer.name", "data.source", "data.path", "data.valid_path", "data.mixture",
     "data.tokenizer", "data.bpe_vocab", "data.valid_fraction", "data.packing", "train.seq_len", "train.seed",
     "run.from_", "optimizer.ema_decay", "train.objective",
@@ -53,7 +53,7 @@ def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[st
     old, new, composed = load(run.config), request.config, request.composed
     moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
     restored = _restored(newest(run), new)
-    other = [key for key in differences(old, new) if key.startswith(_IDENTITY)]
+    other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     other = [key for key in other if manifest_key(key) not in restored]
     if not run.checkpoint_steps():
         other = []
@@ -169,7 +169,7 @@ def completion(run: RunDirectory, config: ResolvedConfig) -> str:
         return (
             f"the run is complete: train.stop_when ended it at step {step} of {steps}; to continue, type\n"
             f"  nanoscale resume {shlex.quote(run.reference)} "
-            "train.stop_when.patience=0 train.stop_when.eval_loss=null"
+            "train.stop_when.patience=0 train.stop_when.eval_loss=null train.stop_when.last_step=null"
         )
     return (
         f"the run is complete: it trained {counted(steps, 'step')}; to train longer, type\n"

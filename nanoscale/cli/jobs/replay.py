@@ -1,0 +1,63 @@
+"""`nanoscale replay`: steps of a run once more, compared with what the run recorded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, FAILED, print_json
+from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
+from nanoscale.common import display
+
+
+@requesting(*LAUNCH)
+def replay(
+    run: opt.Run,
+    line: CommandLine,
+    steps: str = opt.option("Choose the steps, as in 12 or 12-20", default=..., metavar="N[-M]"),
+    tolerance: float = opt.option(
+        "Take relative differences up to this as equal", default=0.0, metavar="X", min=0
+    ),
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    as_json: opt.AsJson = False,
+) -> int:
+    """Repeat steps of a run, elsewhere or in another layout, and name the first that differs.
+
+    The replay is a run of its own, which begins with the newest checkpoint from before the steps. The exit
+    code is 1 if a loss, a gradient norm or a tensor differs from what the run recorded.
+    """
+    from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.prepare import new_run
+    from nanoscale.launch.lifecycle.repetition import find_replay, require_same_training
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.view.run.replay_text import document, sentences
+
+    wanted = find_replay(RunDirectory.open(run), steps)
+    typed = {word.partition("=")[0] for word in line.overrides or ()}
+    settings = {
+        key: Setting(value, "replay")
+        for key, value in wanted.settings().items()
+        if key not in typed
+    }
+    line = replace(line, config_file=wanted.config, options={**settings, **line.options})
+    refusals = Refusals(postponed=dry_run)
+    request = request_new_run(line, refusals, force=force)
+    require_same_training(wanted, request)
+    if dry_run:
+        return show_plan(request.run, request, 1, refusals, as_json)
+    with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
+        wanted.link(lock.run)
+        stream = sys.stderr if as_json else sys.stdout
+        outcome = follow(lock, request, 1, fleet, signals, stream)
+    about = document(wanted, lock.run, tolerance)
+    if as_json:
+        print_json(about | {"exit_code": outcome.exit_code})
+    else:
+        for sentence in sentences(about, lock.run):
+            display.show(sentence)
+    differs = about["differing_steps"] or any(row["differing"] for row in about["checkpoints"])
+    return outcome.exit_code or (FAILED if differs else DONE)

@@ -1,0 +1,155 @@
+"""A replay: steps of a run once more, as a run of its own that begins with a checkpoint from before them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.frozen import load
+from nanoscale.config.reference import mapping_around
+from nanoscale.config.resolved import differences
+from nanoscale.config.violations import shown
+from nanoscale.launch.lifecycle.continuation import IDENTITY
+from nanoscale.launch.request import Request
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory, free_name
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The steps of a run to do again, and what they begin with."""
+
+    run: RunDirectory
+    first: int
+    last: int
+    start: StoredCheckpoint | None
+    """The newest checkpoint from before the first step; None: the initial weights."""
+    config: Path
+    """The configuration that trained the first step."""
+
+    @property
+    def start_step(self) -> int:
+        return self.start.step if self.start else 0
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys that differ from the run's: they change outputs and the end, and no number."""
+        config = load(self.config)
+        saved = [
+            step for step in self.run.checkpoint_steps() if self.start_step < step <= self.last
+        ]
+        by_step = [
+            step
+            for step in saved
+            if config.checkpoint.every and step % config.checkpoint.every == 0
+        ]
+        every = config.checkpoint.every if by_step else (saved or [0])[0]
+        return {
+            "run.root": str(self.run.path.parent),
+            "run.name": free_name(self.run.path.parent, f"{self.run.name}-replay"),
+            "train.log_every": 1,
+            "train.stop_when.last_step": self.last,
+            "train.stop_when.patience": 0,
+            "train.stop_when.eval_loss": None,
+            "train.on_spike": "note",
+            "train.sample_tokens": 0,
+            "checkpoint.every": every,
+            "checkpoint.every_minutes": None,
+            "checkpoint.keep_last": None,
+            "checkpoint.keep_every": None,
+            "checkpoint.keep_best": 0,
+            "checkpoint.at_end": self.last in saved,
+            "logger.wandb": "off",
+            "logger.mlflow": "off",
+            **(
+                {"run.from_run": None, "run.from_step": None, "run.from_optimizer": False}
+                if self.start
+                else {}
+            ),
+        }
+
+    def link(self, replayed: RunDirectory) -> None:
+        """Give the new run its checkpoint with the metrics until then, and the reference of its pairs."""
+        if self.start is not None:
+            target = replayed.checkpoint(self.start.step)
+            shutil.copytree(self.start.path, target, copy_function=_link)
+            shutil.copyfile(
+                self.run.metrics, replayed.metrics
+            )  # later lines are dropped by the ranks
+        if self.run.references.is_file():
+            _link(str(self.run.references), str(replayed.references))
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file that nobody changes; copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def find_replay(run: RunDirectory, steps: str) -> Replay:
+    """Return the replay of `N` or `N-M`.
+
+    Raises:
+        UserError: the text names no steps of the run, or the run went back and skipped samples in them.
+    """
+    limit = load(run.config).train.steps
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= limit:
+        message = f"must be a step or a range, as in 12-20, from 1 to {limit}"
+        violation = Violation("--steps", steps, "command line", message, (f"--steps 1-{limit}",))
+        raise UserError("usage", f"--steps {steps}: {message}", [violation])
+    before = [stored for stored in list_checkpoints(run.checkpoints) if stored.step < first]
+    start = before[-1] if before else None
+    start_step = start.step if start else 0
+    for event in events.read(run):
+        if event["kind"] == "rollback" and start_step <= event.get("step", -1) < last:
+            message = (
+                f"went back to step {event['step']} and skipped samples then; what it trained next is in no "
+                f"checkpoint before step {first}"
+            )
+            raise UserError("run", f"--steps {steps}: {run.name} {message}")
+    return Replay(run, first, last, start, _configuration_of(run, first))
+
+
+def _configuration_of(run: RunDirectory, step: int) -> Path:
+    """Return the file of the configuration that trained a step last."""
+    resumed, attempt = {}, 1
+    for event in events.read(run):
+        if event["kind"] == events.ATTEMPT:
+            attempt = event.get("attempt", attempt)
+            resumed[attempt] = 0
+        elif event["kind"] == "resumed":
+            resumed[attempt] = event.get("step", 0)
+    trained = max((number for number, begin in resumed.items() if begin < step), default=1)
+    files = [run.attempt_config(number) for number in range(trained, max(resumed, default=1) + 1)]
+    return next((file for file in files if file.is_file()), run.config)
+
+
+def require_same_training(replay: Replay, request: Request) -> None:
+    """Require that the changes of a replay leave its checkpoint and its data what they were.
+
+    Raises:
+        UserError: they would train something else.
+    """
+    changed = differences(load(replay.config), request.config)
+    other = [key for key in changed if key.startswith(IDENTITY) and not key.startswith("run.")]
+    violations = [
+        Violation(
+            key,
+            now,
+            request.composed.source(mapping_around(key) or key),
+            f"was {shown(was)}, and a replay trains the same model with the same data",
+        )
+        for key in other
+        for was, now in [changed[key]]
+    ]
+    if violations:
+        raise UserError("run", "a changed value would train something else", violations)

@@ -1,0 +1,116 @@
+"""`nanoscale replay`: the same steps are repeated bit for bit, and what differs is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.composing import frozen
+from nanoscale.launch.lifecycle.repetition import find_replay
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory
+from tests.support.jobs import run_of_bytes
+
+WORDS = (
+    "recipe=debug", "model.layers=2", "train.steps=9", "train.eval_every=4", "parallel.dp=2", "zero=stage3",
+    "checkpoint.every=4", "checkpoint.keep_last=null",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    root = tmp_path_factory.mktemp("runs")
+    assert nanoscale(["train", *WORDS, f"run.root={root}", "run.name=first"]) == 0
+    return RunDirectory.open(str(root / "first"))
+
+
+def replayed(
+    capsys: pytest.CaptureFixture[str], run: RunDirectory, *words: str
+) -> tuple[int, dict[str, Any]]:
+    code = nanoscale(["replay", str(run.path), *words, "--json"])
+    output = capsys.readouterr()
+    assert code < 2, output.err
+    return code, json.loads(output.out)
+
+
+def test_the_same_layout_repeats_every_bit(
+    trained: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, about = replayed(capsys, trained, "--steps", "6-8")
+    assert (code, about["begins_after"], about["trained"]) == (0, 4, 8)
+    assert [row["step"] for row in about["steps"]] == [5, 6, 7, 8]
+    assert "eval_loss" in about["steps"][-1]
+    assert about["differing_steps"] == []
+    assert about["checkpoints"] == [{"step": 8, "differing": []}]
+    replay = RunDirectory.open(about["replay"])
+    assert replay.checkpoint_steps() == [4, 8]
+    schedule = [json.loads(line)["lr"] for line in trained.metrics.read_text().splitlines()]
+    again = [json.loads(line)["lr"] for line in replay.metrics.read_text().splitlines()]
+    assert again == schedule[:8]
+
+
+def test_what_differs_is_named(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in trained.metrics.read_text().splitlines()]
+    whole = trained.metrics.read_text()
+    records[1]["loss"] += 0.5
+    trained.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ("--steps", "1-4", "parallel.dp=1", "zero=stage0")
+    try:
+        code, about = replayed(capsys, trained, *words, "--tolerance", "1e-3")
+        assert (code, about["begins_after"], about["differing_steps"]) == (1, 0, [2])
+        assert about["checkpoints"] == [{"step": 4, "differing": []}]
+        assert nanoscale(["replay", str(trained.path), *words]) == 1
+        shown = capsys.readouterr().out
+        assert "is the first that differs" in shown
+        assert "tensors differ, all written by ranks 0 and 1\n  first    model." in shown
+    finally:
+        trained.metrics.write_text(whole)
+
+
+@pytest.mark.parametrize("steps", ["0-2", "3-2", "2-99", "now"])
+def test_wrong_steps_are_refused(
+    trained: RunDirectory, capsys: pytest.CaptureFixture[str], steps: str
+) -> None:
+    assert nanoscale(["replay", str(trained.path), "--steps", steps]) == 2
+    advice = capsys.readouterr().err.partition("type instead: ")[2].split()
+    assert nanoscale(["replay", str(trained.path), *advice, "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("change", ["model.layers=3", "train.seed=3", "data.valid_fraction=0.2"])
+def test_another_training_is_refused(
+    trained: RunDirectory, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    assert nanoscale(["replay", str(trained.path), "--steps", "2", change]) == 2
+    assert change in capsys.readouterr().err
+
+
+def run_of_nine_steps(folder: Path) -> RunDirectory:
+    run = run_of_bytes(folder, name="first")
+    config = frozen.load(run.config)
+    run.config.write_text(frozen.dump(replace(config, train=replace(config.train, steps=9))))
+    return run
+
+
+def test_steps_are_repeated_as_they_were_configured(tmp_path: Path) -> None:
+    run = run_of_nine_steps(tmp_path)
+    begin = [("attempt", {"attempt": 1}), ("attempt", {"attempt": 2}), ("resumed", {"step": 5})]
+    for kind, fields in begin:
+        events.append(run, kind, "", **fields)
+    run.attempt_config(1).write_text(run.config.read_text())
+    assert find_replay(run, "4").config == run.attempt_config(1)
+    assert find_replay(run, "6").config == run.config
+
+
+def test_skipped_samples_are_not_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of_nine_steps(tmp_path)
+    events.append(run, "rollback", "", step=3)
+    assert nanoscale(["replay", str(run.path), "--steps", "5"]) == 2
+    assert "went back to step 3 and skipped samples" in capsys.readouterr().err
+    assert find_replay(run, "1-3").last == 3
