@@ -998,6 +998,13 @@ class Train:
         unit="steps",
         at_least=0,
     )
+    statistics_every: int = key(
+        0,
+        "steps between statistics of each layer, in statistics.jsonl: norms of weights and gradients, sizes of "
+        "activations, the largest attention score; 0: none",
+        unit="steps",
+        at_least=0,
+    )
     stop_when: StopWhen = field(default_factory=StopWhen)
     on_spike: Literal["note", "stop", "rollback"] = key(
         "note",

@@ -70,6 +70,8 @@ class RunDirectory:
     references = _Entry("references.npz")
     """The log-likelihoods of pairs of answers by the initial weights; see train/references.py."""
     metrics = _Entry("metrics.jsonl")
+    statistics = _Entry("statistics.jsonl")
+    """The statistics of each layer at some steps; see train/layer_statistics.py."""
     metrics_csv = _Entry("metrics.csv")
     tags = _Entry("tags.json")
     """The tags that replace run.tags; see changes.py."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.backends.base import Engine, StepResult
+from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import configuration, store
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
@@ -28,11 +29,13 @@ from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import process_group
-from nanoscale.runs.directory import checkpoint_path
+from nanoscale.runs import fence, jsonlines
+from nanoscale.runs.directory import RunDirectory, checkpoint_path
 from nanoscale.runs.position import NOW
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas
+from nanoscale.train.layer_statistics import LayerStatistics
 from nanoscale.train.profile import Recorder
 from nanoscale.train.stability import LossSpikeError, Spikes, require_finite
 from nanoscale.train.stragglers import Stragglers
@@ -78,6 +81,10 @@ class Training:
         self.saved_step = self.compared_step = self.progress.step
         self.last: StepResult | None = None
         self.samples_since_log = 0
+        self.statistics: LayerStatistics | None = None
+        if self.config.train.statistics_every:
+            assert isinstance(self.engine, NativeEngine), "the rules refuse the others"
+            self.statistics = LayerStatistics(self.engine)
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
         peers = len(self.hosts) // self.config.parallel.pp
@@ -142,7 +149,15 @@ class Training:
         )
         with self.recorder.labeled(DATA):
             batches = [batch.cut(phase.seq_len) for batch in micro_batches]
-        self.last = self.engine.train_step(batches, self.learning_rate(step))
+        statistics = self.statistics if is_due(step, self.config.train.statistics_every) else None
+        with statistics.watching() if statistics is not None else nullcontext():
+            self.last = self.engine.train_step(batches, self.learning_rate(step))
+        if statistics is not None:
+            found = statistics.read(self.last.grad_norm.item())
+            if self.rank == 0:
+                fence.require(self.workspace)
+                run = RunDirectory(self.workspace.parents[1])
+                jsonlines.append(run.statistics, {"step": step, "modules": found})
         self.progress.step = step
         self.progress.consumed_samples += phase.global_batch
         self.samples_since_log += phase.global_batch

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends.base import Engine
 from nanoscale.parallel import process_group
+from nanoscale.train.layer_statistics import is_recomputed
 from nanoscale.train.loop import Training
 
 MOST_STEPS = 200
@@ -48,8 +49,8 @@ class Checks:
     def _check(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return
-        if torch._C._current_graph_task_id() != -1:
-            return  # a recomputation in the backward pass
+        if is_recomputed():
+            return
         number = self.passes[name] = self.passes.get(name, 0) + 1
         kind = f"`{name}` ({type(module).__name__})"
         if self.first is None and not output.isfinite().all():
@@ -80,7 +81,8 @@ def find_cause(training: Training, last_step: int) -> str | None:
         checks = Checks()
         damaged_weight = _damaged_weight(training.engine)
         if training.progress.step >= last_step - since_log:
-            with checks.watching(training.engine):
+            # The insides of compiled blocks cannot be watched.
+            with checks.watching(training.engine), torch.compiler.set_stance("force_eager"):
                 training.advance()
         else:
             training.advance()

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 2752,
     "cli": 5245,
     "common": 664,
-    "config": 10847,
+    "config": 10861,
     "data": 4974,
     "generate": 1098,
     "launch": 5967,
@@ -99,10 +99,10 @@ BUDGET = {
     "plan": 7086,
     "processes": 1034,
     "rehearse": 3229,
-    "runs": 2860,
+    "runs": 2862,
     "sweep": 1096,
-    "train": 1666,
-    "view": 4979,
+    "train": 1819,
+    "view": 4991,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

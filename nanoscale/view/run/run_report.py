@@ -11,12 +11,12 @@ from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import usual_mfu, usual_mfu_text
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.lifecycle.command import read_plan
-from nanoscale.runs import events, failure, metrics, status
+from nanoscale.runs import events, failure, jsonlines, metrics, status
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.jsonlines import Object
 from nanoscale.runs.metrics import Steady, steady
-from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, page, table
+from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, page, table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
 from nanoscale.view.run.live import gpu_state
@@ -55,6 +55,7 @@ def document(run: RunDirectory) -> Document:
         "against_plan": against_plan(run, config, seen),
         "planned_after": seen.after,
         "usual_mfu": usual_mfu(config) if config.launcher.device == "cuda" else None,
+        "statistics": jsonlines.last(run.statistics, "modules"),
         "noticed": [event for event in happened if event.get("kind") in _NOTICED],
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name in CURVES},
@@ -195,6 +196,12 @@ def _blocks(about: Document) -> Iterator[Block]:
     if not about["against_plan"]:
         yield Lines(["There is no plan of this layout."])
     yield Lines([usual] if (usual := usual_mfu_text(about["usual_mfu"])) else [])
+    if (layers := about["statistics"]) is not None:
+        rows = [
+            [name, *("" if values[key] is None else f"{values[key]:.3g}" for key in _LAYERS)]
+            for name, values in layers["modules"].items()
+        ]
+        yield Table(["", *_LAYERS.values()], rows, f"layers at step {layers['step']}")
     if about["noticed"]:
         texts = [str(event.get("message", "")) for event in about["noticed"]]
         yield Lines([f"noticed: {text}" for text in dict.fromkeys(texts)], "yellow")
@@ -280,6 +287,11 @@ _COMPARED = (
     Column("measured", lambda row: figure(row["measured"], row["unit"]) or "not known"),
     Column("difference", lambda row: "" if row["error"] is None else f"{row['error']:+.1%}"),
 )
+_LAYERS = {
+    "weight_norm": "weights", "grad_norm": "gradients", "rms": "result, rms", "largest": "largest",
+    "score": "attention score",
+}  # fmt: skip
+"""The statistics of a layer and their headers."""
 _ATTEMPTS = (
     Column("began", lambda attempt: clock(attempt["time"])),
     Column("attempt", lambda attempt: str(attempt["attempt"])),
