@@ -18,6 +18,11 @@ def rows_of_sample(train: Train) -> int:
     return 2 if is_paired(train) else 1
 
 
+def is_masked(train: Train) -> bool:
+    """True if hidden tokens are predicted from both sides."""
+    return train.objective == "masked"
+
+
 def needs_reference(train: Train) -> bool:
     """True if the loss compares with the likelihoods by the initial weights."""
     return train.objective == "dpo"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import is_masked, is_paired
 from nanoscale.config.reference import flat, value_of
 from nanoscale.config.schema import Config, Parallel, Train
 from nanoscale.config.violations import shown
@@ -60,7 +60,7 @@ class ResolvedConfig(Config):
     def every_token_counts(self) -> bool:
         """True if each token of a step has a loss."""
         has_marks = self.data.document_mask or self.data.loss_on == "answers"
-        return not has_marks and not is_paired(self.train)
+        return not has_marks and not is_paired(self.train) and not is_masked(self.train)
 
 
 def resolved(config: Config) -> ResolvedConfig:

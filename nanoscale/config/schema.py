@@ -1011,15 +1011,25 @@ class Train:
         "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
         "checkpoint before it and skip the batches since then",
     )
-    objective: Literal["next-token", "dpo", "orpo"] = key(
+    objective: Literal["next-token", "masked", "dpo", "orpo"] = key(
         "next-token",
-        "what the loss is of; next-token: of every token · dpo: of pairs of a chosen and a rejected answer, "
+        "what the loss is of; next-token: of every token · masked: of hidden tokens, by an encoder (model=hf) "
+        "· dpo: of pairs of a chosen and a rejected answer, "
         "compared with the initial weights · orpo: of such pairs, without a reference",
     )
     preference_beta: float = key(
         0.1,
         "dpo: strength of the reference · orpo: weight of the odds ratio beside the chosen answer's loss",
         at_least=0,
+    )
+    mask_share: float = key(
+        0.15,
+        "masked: share of the tokens that are predicted; 8 of 10 are hidden, 1 is another token, 1 stays",
+        at_least=0.001,
+        at_most=1,
+    )
+    mask_token: int | None = key(
+        None, "masked: the id of the token that hides others, as 103 of BERT", at_least=0
     )
     z_loss: float = key(
         0.0,

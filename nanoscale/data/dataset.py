@@ -9,13 +9,21 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import is_paired, rows_of_sample
+from nanoscale.config.objectives import is_masked, is_paired, rows_of_sample
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
 from nanoscale.config.training_phases import phases_of
 from nanoscale.data import corpus
 from nanoscale.data.loader import Form, Loader, Mixture, outside_vocabulary, split_tokens, too_small
-from nanoscale.data.samples import ENDLESS, HELD_OUT, Pairs, RandomSamples, Split
+from nanoscale.data.samples import (
+    ENDLESS,
+    HELD_OUT,
+    Masked,
+    Pairs,
+    RandomSamples,
+    Samples,
+    Split,
+)
 from nanoscale.data.tokens.files import DatatroveTokens, IndexedTokens, TokenFile, open_answers
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
@@ -126,10 +134,13 @@ class _Opener:
 
     def random(self) -> Dataset:
         train, vocab = self.train, self.vocab
-        loaders = [
-            Loader(RandomSamples(split, count, train.seq_len, train.seed, vocab), train.seed)
+        tokens: list[Samples] = [
+            RandomSamples(split, count, train.seq_len, train.seed, vocab)
             for split, count in ((0, ENDLESS), (1, HELD_OUT))
         ]
+        if is_masked(train):
+            tokens = [Masked(samples, train, vocab) for samples in tokens]
+        loaders = [Loader(samples, train.seed) for samples in tokens]
         valid = (Validation("", 1.0, loaders[1]),)
         description = f"random tokens: ids in [0, {vocab}), seed {train.seed}, no file"
         fingerprint = hashlib.sha256(description.encode()).hexdigest()
@@ -218,7 +229,8 @@ class _Opener:
             if path == data.path or answers_of(prefix).is_file():
                 answers = open_answers(prefix, tokens)
         packing = "pairs" if is_paired(self.train) else data.packing
-        return Form(packing, data.document_mask, answers)
+        masked = self.train if is_masked(self.train) else None
+        return Form(packing, data.document_mask, answers, masked)
 
     def _loader(self, tokens: TokenFile, split: Split, form: Form) -> Loader:
         train = self.train

@@ -10,10 +10,11 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.schema import Train
 from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices, taken
-from nanoscale.data.samples import Packed, Pairs, Samples, Split, TokenStream
+from nanoscale.data.samples import Masked, Packed, Pairs, Samples, Split, TokenStream
 from nanoscale.data.tokens.files import TokenFile
 
 
@@ -35,6 +36,8 @@ class Form:
     document_mask: bool = False
     answers: np.ndarray | None = None
     """uint8 [tokens] of the file: nonzero for tokens that have a loss. None: all of them."""
+    masked: Train | None = None
+    """The settings of hidden tokens; None: no token is hidden."""
 
 
 class Loader:
@@ -79,7 +82,7 @@ class Loader:
             samples = TokenStream(tokens, split, seq_len, mask, answers, check)
         if len(samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
-        return cls(samples, seed)
+        return cls(Masked(samples, form.masked, vocab) if form.masked else samples, seed)
 
     def __len__(self) -> int:
         """Return the number of samples in the split, which is one epoch."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from nanoscale.config.schema import Train
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.tokens.files import TokenFile
 
@@ -316,6 +317,35 @@ ENDLESS = 1 << 40
 """Samples of an epoch, which no run reaches."""
 HELD_OUT = 1 << 10
 """Samples that are held out."""
+
+
+class Masked:
+    """Samples of which some tokens are hidden, to be predicted from both sides.
+
+    Of the chosen tokens, 8 of 10 become the mask's token, 1 another token, and 1 stays. The choice follows from
+    the seed and the sample's number alone. Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1.
+    """
+
+    def __init__(self, samples: Samples, train: Train, vocab: int) -> None:
+        assert train.mask_token is not None, "the rules require it"
+        self._samples, self._seed, self._vocab = samples, train.seed, vocab
+        self._share, self._token = train.mask_share, train.mask_token
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, numbers: list[int]) -> Batch:
+        """Return samples by number, a row each."""
+        inputs = self._samples.batch(numbers).inputs
+        hidden, targets = np.empty_like(inputs), np.empty_like(inputs)
+        for row, number in enumerate(numbers):
+            dice = np.random.default_rng([self._seed, number])
+            chosen, kind = dice.random(inputs.shape[1]) < self._share, dice.random(inputs.shape[1])
+            others = np.asarray(dice.integers(self._vocab, size=inputs.shape[1]))
+            targets[row] = np.where(chosen, inputs[row], IGNORED)
+            shown = np.where(kind < 0.9, inputs[row], others)
+            hidden[row] = np.where(chosen, np.where(kind < 0.8, self._token, shown), inputs[row])
+        return Batch(hidden, targets)
 
 
 class RandomSamples:

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, in place of our own transformer.
+"""Any language model of transformers, causal or an encoder, in place of our own transformer.
 
 It is a single stage, first and last, since nothing here knows its structure in depth. Only its residual blocks
 are located; they are sharded, recomputed and compiled one by one. Dropout is never applied, since no layout
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanoscale.config.hf.shape import predicts_masked
 from nanoscale.config.schema import Model
 from nanoscale.models.initialization import Draw, parameter_seed
 from nanoscale.models.transformer import Transformer, whole_sequence
@@ -101,14 +102,15 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
     Raises:
         ValueError, OSError, ImportError: transformers does not know it, or lacks a package that it needs.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.initialization import no_init_weights
 
     config = read_config(shape)
     config.use_cache = False
+    masked = predicts_masked(shape.hf_config)
     parameter_device = nullcontext() if real else _parameters_on_meta()
     with no_init_weights(), parameter_device:
-        model = AutoModelForCausalLM.from_config(
+        model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(
             config, dtype=dtype, trust_remote_code=shape.trust_remote_code
         )
     model.tie_weights()
@@ -171,13 +173,15 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def blocks(model: Any) -> dict[str, nn.Module]:
-    """Return the residual blocks by name: the modules that transformers does not split, or the largest list of
-    modules."""
+    """Return the residual blocks by name: the modules that transformers does not split, except those that share
+    a parameter, or the largest list of modules."""
+    shared = {name for pair in tied_parameters(model).items() for name in pair}
     unsplit_classes = set(getattr(model, "_no_split_modules", None) or ())
     unsplit_blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in unsplit_blocks)
-        if type(module).__name__ in unsplit_classes and not inside:
+        is_shared = any(each.startswith(f"{name}.") for each in shared)
+        if type(module).__name__ in unsplit_classes and not inside and not is_shared:
             unsplit_blocks[name] = module
     if unsplit_blocks:
         return unsplit_blocks

@@ -79,7 +79,8 @@ def test_what_it_is_not_is_refused(folder: Path, capsys: Capsys) -> None:
     for keys, text in (
         ({"is_encoder_decoder": True}, "only decoders"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"architectures": ["BertForMaskedLM"]}, "no causal language model"),
+        ({"architectures": ["T5Model"]}, "no causal language model"),
+        ({"architectures": ["BertForMaskedLM"]}, "train.objective=masked train.mask_token=103"),
     ):
         kept = Path("small/config.json").read_text()
         changed(**keys)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
+from nanoscale.config.hf.shape import predicts_masked
 from nanoscale.models.hf_model import PREFIX, build, tied_parameters
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     shape = Model(**request["model"])
     try:
         model = build(shape)
-        problem = _objective_problem(model)
+        problem = None if predicts_masked(shape.hf_config) else _objective_problem(model)
         if problem is None and request["folder"] is not None:
             find(Path(request["folder"]), model)
     except BadFileError as error:

@@ -1,4 +1,4 @@
-"""The source `model=hf`: a causal language model with transformers' code, described by its config.json.
+"""The source `model=hf`: a language model with transformers' code, described by its config.json.
 
 The configuration holds the whole config.json, so that a run no longer needs the file, and in addition the
 sizes that the rules and the tables need. Nothing here imports transformers: another process checks, before a
@@ -60,7 +60,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
                 str(folder / "config.json"),
                 reference.merged(read_config(folder), document),
             )
-        require_causal(document)
+        require_causal(document, or_masked=True)
     except (NoSuchModelError, UnsupportedError) as error:
         refuse_model(composed, KEY, model.name, error)
     known = sizes(document)

@@ -94,8 +94,13 @@ def has_own_head(folder: Path) -> bool:
         return False
 
 
-def require_causal(document: Json) -> None:
-    """Raise an UnsupportedError for models that are not trained here."""
+def predicts_masked(document: Json) -> bool:
+    """True if a model of transformers predicts hidden tokens from both sides: an encoder."""
+    return any(str(name).endswith("ForMaskedLM") for name in document.get("architectures") or ())
+
+
+def require_causal(document: Json, *, or_masked: bool = False) -> None:
+    """Raise an UnsupportedError for models that are not trained here; with `or_masked`, encoders are."""
     if "model_type" not in document:
         raise UnsupportedError("config.json has no model_type")
     if document.get("is_encoder_decoder"):
@@ -105,6 +110,8 @@ def require_causal(document: Json) -> None:
     if "text_config" in document:
         raise UnsupportedError("text_config: it is a multimodal model")
     classes = document.get("architectures") or []
+    if or_masked and predicts_masked(document):
+        return
     if classes and not any(str(name).endswith(_CAUSAL) for name in classes):
         raise UnsupportedError(
             f"architectures={shown(classes)}: no causal language model, whose class ends with "

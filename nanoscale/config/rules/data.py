@@ -17,7 +17,7 @@ from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.objectives import PAIRED, is_paired
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.rule import of_kind, other_than, refused
+from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused
 from nanoscale.config.schema import Config, Data
 from nanoscale.config.token_files import (
     MEMBERS,
@@ -42,6 +42,42 @@ RANDOM = of_kind(
         "train.sample_tokens",
         {"data.source": "random", "train.sample_tokens": bool},
         "needs a tokenizer to write a text, and data.source=random has none",
+        "train.sample_tokens=0",
+    ),
+)
+_ENCODER = {"train.objective": "masked", "model.source": "hf"}
+MASKED = of_kind(
+    "data",
+    refused(
+        "train.objective",
+        {"train.objective": "masked", "model.source": "own"},
+        "predicts from both sides, and nanoscale's own transformer only looks back: model=hf trains an encoder",
+        "train.objective=next-token",
+    ),
+    refused(
+        "train.mask_token",
+        {**_ENCODER, "train.mask_token": None},
+        "is needed by train.objective=masked: 103 in most of BERT's vocabularies, 50264 in RoBERTa's, 50284 in "
+        "ModernBERT's",
+        "train.mask_token=103",
+    ),
+    Rule(
+        "train.mask_token",
+        ("train.mask_token", "model.vocab"),
+        lambda config: (config.train.mask_token or 0) < config.model.vocab,
+        "is not an id of the model: they are below {c.model.vocab}",
+        ("train.mask_token=<",),
+    ),
+    refused(
+        "data.loss_on",
+        {**_ENCODER, "data.loss_on": "answers"},
+        "counts answers, and train.objective=masked the tokens that it hides",
+        "data.loss_on=all",
+    ),
+    refused(
+        "train.sample_tokens",
+        {**_ENCODER, "train.sample_tokens": bool, "data.source": other_than("random")},
+        "continues a text, and an encoder sees both sides of a token",
         "train.sample_tokens=0",
     ),
 )
@@ -79,6 +115,7 @@ def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = resolution.config.data
     resolution.apply(PAIRS)
+    resolution.apply(MASKED)
     if data.source in ("stdlib", "random"):
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):

@@ -8,11 +8,13 @@ from dataclasses import replace
 from nanoscale.common.units import listed
 from nanoscale.config.hf.families import FAMILIES
 from nanoscale.config.hf.pretrained import absolute_name
+from nanoscale.config.hf.shape import predicts_masked
 from nanoscale.config.model_math import ATTENTION, FEED_FORWARD, adaptable_layers
+from nanoscale.config.objectives import is_masked
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.violations import nearest, override
+from nanoscale.config.violations import nearest, override, shown
 
 _SIZES = ("model.source", "model.heads")
 
@@ -209,6 +211,24 @@ def _of_transformers(why: str) -> Callable[[Config], str]:
     return message
 
 
+def _trains_what_it_predicts(config: Config) -> bool:
+    masked = predicts_masked(config.model.hf_config)
+    return _is_own(config) or is_masked(config.train) == masked
+
+
+def _what_it_predicts(config: Config) -> str:
+    classes = config.model.hf_config.get("architectures")
+    predicts = "hidden tokens" if predicts_masked(config.model.hf_config) else "the next token"
+    return f"is not what model.name={config.model.name} was made for: {shown(classes)} predicts {predicts}"
+
+
+def _its_objective(config: Config) -> list[str]:
+    masked = predicts_masked(config.model.hf_config)
+    return [
+        "train.objective=masked train.mask_token=103" if masked else "train.objective=next-token"
+    ]
+
+
 def _axis(key: str, why: str) -> Rule:
     return refused(key, {**_HF, key: several}, _of_transformers(why), f"{key}=1")
 
@@ -235,6 +255,9 @@ TRANSFORMERS = (
             _of_transformers("adds adapters to layers that it finds by their names"),
             "lora.rank=0")),
     *of_kind("data",
+        Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
+            _trains_what_it_predicts,
+            _what_it_predicts, (_its_objective,)),
         refused("data.packing", {**_HF, "data.packing": "whole"}, _WITHIN, "data.packing=stream"),
         refused("data.document_mask", {**_HF, "data.document_mask": True, "data.packing": "stream"},
             _WITHIN, "data.document_mask=false")),

@@ -60,6 +60,10 @@ OF_JOB = of_kind(
         for name in ("from_step", "from_optimizer")
     ),
     only_with("train.preference_beta", {"train.objective": PAIRED}),
+    *(
+        only_with(f"train.{name}", {"train.objective": "masked"})
+        for name in ("mask_share", "mask_token")
+    ),
     only_with("precision.loss_scale", _SCALED),
     only_with("precision.loss_scale_window", _SCALED),
     only_with("precision.fp8_recipe", {"precision.fp8": True}),

@@ -36,7 +36,7 @@ from nanoscale.runs.directory import RunDirectory
 IDENTITY = (
     "model.", "lora.", "optimizer.name", "data.source", "data.path", "data.valid_path", "data.mixture",
     "data.tokenizer", "data.bpe_vocab", "data.valid_fraction", "data.packing", "train.seq_len", "train.seed",
-    "run.from_", "optimizer.ema_decay", "train.objective",
+    "run.from_", "optimizer.ema_decay", "train.objective", "train.mask_",
 )  # fmt: skip
 """Keys that a checkpoint's tensors, or its number of consumed samples, depend on."""
 
