@@ -7,7 +7,9 @@ imported and no object of torch is built while the file is read.
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,11 +52,36 @@ def read(path: Path) -> dict[str, StoredTensor]:
     """
     with path.open("rb") as file:
         try:
-            return _tensors(_Unpickler(file).load())
+            content = file.read()
+            _require_known_instructions(content)
+            return _tensors(_Unpickler(io.BytesIO(content)).load())
         except (OSError, MetadataError):
             raise
         except Exception as error:  # a damaged pickle raises nearly anything
             raise MetadataError(f"is not the index of a checkpoint ({error!r})") from error
+
+
+_OF_FIXED_SIZE = re.compile(
+    rb"(?:[()\]}N.abestuR\x81\x85-\x89\x8f\x90\x93\x94]|[Kh\x80].|M..|[Jj].{4}|[G\x95].{8})++",
+    re.DOTALL,
+)
+"""Instructions of pickle's protocols 4 and 5 with arguments of a fixed size."""
+_WITH_A_LENGTH = {b"\x8c": 1, b"\x8a": 1, b"X": 4, b"\x8d": 8}
+"""Instructions with a text or a number of this many bytes of length."""
+
+
+def _require_known_instructions(content: bytes) -> None:
+    """Refuse instructions that Python does not write for these objects: some take memory without bounds, as the
+    one that numbers a remembered object itself."""
+    at = 0
+    while at < len(content):
+        if run := _OF_FIXED_SIZE.match(content, at):
+            at = run.end()
+            continue
+        width = _WITH_A_LENGTH.get(content[at : at + 1])
+        if width is None:
+            _refuse("has an instruction that torch does not write")
+        at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
 
 
 class _Record:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from nanoscale.checkpoint import metadata
 from nanoscale.checkpoint.metadata import MetadataError
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
 from nanoscale.runs.directory import checkpoint_folders, checkpoint_path, sync_folder
@@ -324,7 +325,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         text = _retried(lambda: file.read_text(encoding="utf-8"))
-        manifest = json.loads(text)
+        manifest = parse(text)
         manifest.pop("sum")
         is_complete = render_manifest(manifest) == text
         is_complete = (

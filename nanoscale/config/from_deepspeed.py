@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.common.units import listed
 from nanoscale.config.deepspeed import OWNED, SAME
 from nanoscale.config.optimizers import OPTIMIZERS, by_other_name
@@ -97,6 +98,7 @@ _FIXED: dict[str, _Fixed] = {
         "has no key; recomputation is parallel.activation_checkpointing", "remove it"),
 }  # fmt: skip
 """Settings without a key, by their path or by that of the object that contains them."""
+_MOST_BYTES = 16 << 20
 _OBJECTS = (
     *("bf16", "fp16", "data_types", "optimizer", "optimizer.params", "scheduler"),
     *("scheduler.params", "zero_optimization", "activation_checkpointing"),
@@ -161,7 +163,13 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
         UserError: it is not a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise UserError(
+                "usage", f"{path} has more than {_MOST_BYTES >> 20} MiB: too many for settings"
+            )
+        content = parse(text)
     except OSError as error:
         raise UserError("usage", f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -121,7 +121,7 @@ class Model:
         executes="model.trust_remote_code",
         path=True,
     )
-    layers: int = key(8, "transformer blocks", at_least=1)
+    layers: int = key(8, "transformer blocks", at_least=1, at_most=10_000)
     hidden: int = key(64, "width of the residual stream", at_least=1)
     heads: int = key(8, "query heads", at_least=1)
     kv_heads: int | None = key(None, "key and value heads; null: as many as heads", at_least=1)

@@ -11,7 +11,6 @@ datatrove's `.ds.index`: the end of each document, in tokens (u64).
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoscale.common.json_text import parse
 from nanoscale.config.objectives import is_paired
 from nanoscale.config.schema import Config, Data, Train
 from nanoscale.config.training_phases import samples_after
@@ -209,7 +209,7 @@ def folder_of(path: str | Path) -> Path | None:
 def manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a prepared folder; None if it is missing or unreadable."""
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        found = parse((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -232,7 +232,7 @@ def have_same_texts(file: Path, other: Path | None) -> bool:
 
 def _texts(file: Path) -> dict[int, str]:
     """Return the text of each id of a tokenizer.json."""
-    content = json.loads(file.read_bytes())
+    content = parse(file.read_bytes())
     try:
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, list):  # of unigrams: texts with their scores

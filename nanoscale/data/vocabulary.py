@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.json_text import parse
 from nanoscale.config.schema import Config
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.data import corpus
@@ -121,7 +122,7 @@ def _special_entries(source: Path | None) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     """Return a JSON object; {} if it is missing or unreadable."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

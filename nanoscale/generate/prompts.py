@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import parse
 
 PROMPT = "prompt"
 
@@ -34,7 +34,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
 
 def _record(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse(line)
     except ValueError as error:
         raise UserError("usage", f"{file}:{number}: is not JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(PROMPT), str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.config.composing.frozen import load as load_config
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError
@@ -261,7 +261,7 @@ def _no_tokenizer(why: str, vocab: int) -> UserError:
 def _more_ends(folder: Path) -> Iterator[int]:
     for name in _ENDS:
         try:
-            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            found: Any = parse((folder / name).read_text(encoding="utf-8"))
             numbers = found.get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import parse
 from nanoscale.common.versions import install_command
 from nanoscale.config.schema import Logger
 from nanoscale.metrics.trackers import Record, Subject, open_trackers
@@ -139,7 +140,7 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
     lines, damaged = [], []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
-            if json.loads(line)["step"] <= step:
+            if parse(line)["step"] <= step:
                 lines.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             damaged.append(number)
@@ -184,7 +185,7 @@ class Csv:
 
     def _rewrite(self) -> None:
         """Write the table again from metrics.jsonl, which has every record by now."""
-        records = [json.loads(line) for line in self._run.metrics.read_bytes().splitlines()]
+        records = [parse(line) for line in self._run.metrics.read_bytes().splitlines()]
         self._columns = list(dict.fromkeys(name for record in records for name in record))
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns)

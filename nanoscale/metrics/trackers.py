@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import queue
+import re
 import shlex
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,9 +22,10 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Protocol
 
+from nanoscale.common.json_text import parse
 from nanoscale.config.reference import flat
 from nanoscale.config.schema import Config
-from nanoscale.runs import events, fence
+from nanoscale.runs import events, fence, status
 from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
 
@@ -249,6 +252,9 @@ class Wandb:
         return str(self._run.url)
 
 
+_ORIGIN = "nanoscale.origin"
+
+
 class MLflow:
     """MLflow: a tracking server, or an SQLite file next to the runs."""
 
@@ -264,15 +270,30 @@ class MLflow:
         self._uri = mlflow_uri(subject.config, subject.run)
         self._client = MlflowClient(tracking_uri=self._uri)
         if state.id is None:
-            state.id = self._client.create_run(
-                self._experiment(), run_name=subject.run.name
-            ).info.run_id
+            state.id = (
+                self._begun()
+                or self._client.create_run(
+                    self._experiment(), run_name=subject.run.name, tags=self._origin()
+                ).info.run_id
+            )
         else:
             self._client.update_run(state.id, status="RUNNING")
         self._id = state.id
         self._describe()
         steps = [metric.step for metric in self._client.get_metric_history(self._id, "loss")]
         return max([state.step, *steps])
+
+    def _origin(self) -> dict[str, str]:
+        """Return the tag by which a run is found whose number was not written down before a kill."""
+        run = self._subject.run
+        created = status.read(run).created if run.status.exists() else None
+        return {_ORIGIN: f"{socket.gethostname()}:{run.path}@{created}"}
+
+    def _begun(self) -> str | None:
+        (value,) = self._origin().values()
+        wanted = f"tags.`{_ORIGIN}` = '{value.replace(chr(39), chr(39) * 2)}'"
+        found = self._client.search_runs([self._experiment()], wanted, max_results=1)
+        return str(found[0].info.run_id) if found else None
 
     def _experiment(self) -> str:
         name = self._subject.config.logger.project
@@ -322,7 +343,7 @@ class MLflow:
         self._client.set_terminated(self._id, _MLFLOW_STATUS[outcome])
 
     def address(self) -> str:
-        return f"run {self._id} in {self._uri}"
+        return f"run {self._id} in {re.sub('//[^/@]*@', '//', self._uri)}"  # without a password
 
 
 TRACKERS: dict[str, Callable[[Subject], Tracker]] = {"wandb": Wandb, "mlflow": MLflow}
@@ -358,7 +379,7 @@ def _records_up_to(run: RunDirectory, step: int) -> Iterator[Record]:
     with suppress(FileNotFoundError), run.metrics.open(encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):
-                record = json.loads(line)
+                record = parse(line)
                 if record["step"] <= step:
                     yield record
 

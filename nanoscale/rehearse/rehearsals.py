@@ -21,6 +21,7 @@ import nanoscale
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError, described
 from nanoscale.config.reference import flat
@@ -115,7 +116,7 @@ def known(name: str) -> dict[str, Any] | None:
         total, _, text = cached(name).read_text(encoding="utf-8").partition("\n")
         is_own = about.st_uid == os.getuid() and not about.st_mode & 0o022
         if is_own and total == _sum(text):
-            document: dict[str, Any] = json.loads(text)
+            document: dict[str, Any] = parse(text)
             return document
     return None
 

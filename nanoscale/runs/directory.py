@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.config.values.forms import LONGEST, RULE, legal_name
 from nanoscale.config.violations import override
 
@@ -362,7 +363,7 @@ def read_json(path: Path) -> Any:
         OSError: the file cannot be read.
         ValueError: it is not JSON.
     """
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse(path.read_text(encoding="utf-8"))
 
 
 def _absolute(path: Path) -> Path:

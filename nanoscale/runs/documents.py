@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 
 T = TypeVar("T")
 
@@ -31,8 +31,8 @@ def read_document(path: Path) -> dict[str, Any]:
     if not data.strip():
         raise damaged(path, "is empty")
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse(data)
+    except ValueError as error:
         raise damaged(path, "is not JSON") from error
     if not isinstance(value, dict):
         raise damaged(path, "is not a mapping")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.json_text import parse
 from nanoscale.processes.scratch import flock
 from nanoscale.runs import tail
 from nanoscale.runs.documents import damaged
@@ -98,8 +99,8 @@ class Tail:
 def _objects(lines: Iterable[bytes]) -> Iterator[Object]:
     for line in lines:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = parse(line)
+        except ValueError:
             continue
         if isinstance(value, dict):
             yield value

@@ -35,10 +35,12 @@ from pathlib import Path
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation, user_name
+from nanoscale.common.json_text import parse
 from nanoscale.common.units import clock
 from nanoscale.processes.proc import kernel_id, start_ticks
 from nanoscale.processes.scratch import flock
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.trust import is_own
 
 BEAT_S = 3.0
 PATIENCE_BEATS = 3
@@ -289,7 +291,8 @@ def refuse_if_held(run: RunDirectory) -> None:
 
 
 def terminate(run: RunDirectory, holder: Owner) -> None:
-    """Send SIGTERM to the launcher that holds the run; do nothing if it no longer does.
+    """Send SIGTERM to the launcher that holds the run; do nothing if it no longer does, or if another user
+    wrote its name into the run and it has not locked it.
 
     Raises:
         UserError: it is on another host, or another user's.
@@ -299,7 +302,7 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
     with suppress(ProcessLookupError):
         process = os.pidfd_open(holder.pid)  # from here on the id cannot belong to another process
         try:
-            if owner(run) == holder:
+            if owner(run) == holder and (is_own(run) or _has_locked(run, holder.pid)):
                 signal.pidfd_send_signal(process, signal.SIGTERM)
         except PermissionError as error:
             message = f"the run {run.name!r} can only be stopped by its user: {holder} holds it"
@@ -344,7 +347,7 @@ def _read_token(folder: int) -> _Token:
 
 def _read_owner(handle: int, name: str) -> Owner | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        record = json.loads(os.read(handle, 65536))
+        record = parse(os.read(handle, 65536))
         if record.pop("token") == name:  # not that of the previous holder
             return _checked(Owner(**record))
     return None
@@ -374,6 +377,17 @@ def _has_open(owner: Owner, inode: int) -> bool:
         return True
     except OSError:
         return False
+
+
+def _has_locked(run: RunDirectory, pid: int) -> bool:
+    """True if a process of this host has locked the run's token, which it may have open without a lock."""
+    folder = _open_folder(run.path)
+    try:
+        inode = str(_read_token(folder).inode)
+    finally:
+        os.close(folder)
+    locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
+    return any(it[-4] == str(pid) and it[-3].rpartition(":")[2] == inode for it in locks)
 
 
 def _is_open_for_writing(descriptor: Path, inode: int) -> bool:

@@ -120,13 +120,17 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sweep, self._space, self._settings = sweep, space, settings
-        self._study = optuna.create_study(
-            storage=f"sqlite:///{sweep.storage}",
-            study_name=sweep.name,
-            load_if_exists=True,
-            direction="minimize",
-            pruner=_pruner(settings),
-        )
+        try:
+            self._study = optuna.create_study(
+                storage=f"sqlite:///{sweep.storage}",
+                study_name=sweep.name,
+                load_if_exists=True,
+                direction="minimize",
+                pruner=_pruner(settings),
+            )
+        except Exception as error:  # those of SQLAlchemy, which optuna does not wrap
+            reason = str(error).partition("\n")[0]
+            raise UserError("usage", f"{sweep.storage} cannot be read: {reason}") from error
 
     def next(self, trials: list[Trial]) -> Trial | None:
         """Propose another trial. If its values are those of an earlier one, its name gets a number."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,11 @@ def rich_table(block: Table, width: int | None = None) -> rich.table.Table:
 
 
 # --- pages ----------------------------------------------------------------------------------------
+
+
+def escape(text: str) -> str:
+    """Return a text for a page; control characters become visible, as on a terminal."""
+    return html.escape(display.clean(text))
 
 
 def page(report: Report) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+
+from nanoscale.view.blocks import escape
 
 Curve = list[tuple[int, float | None]]
 """Steps and values; None is a value that was not finite."""

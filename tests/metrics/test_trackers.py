@@ -87,6 +87,22 @@ def test_mlflow_has_one_run_for_all_attempts(run: RunDirectory) -> None:
 
 
 @pytest.mark.slow
+def test_a_kill_before_the_number_is_written_leaves_no_second_run(run: RunDirectory) -> None:
+    from mlflow import MlflowClient
+
+    config = configured(mlflow="on")
+    write(run, config, 1, 2, "stopped")
+    run.trackers.unlink()
+    write(run, config, 3, 4, "completed")
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.path.parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("nanoscale")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss")]
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
 def test_steps_that_a_tracker_has_missed_are_sent_when_the_run_continues(run: RunDirectory) -> None:
     from mlflow import MlflowClient
 

@@ -307,6 +307,22 @@ def test_a_process_that_only_reads_the_token_does_not_hold_it(run, bystander):
         reader.wait()
 
 
+def test_a_process_that_has_the_token_open_for_writing_is_not_ended(run, bystander):
+    """A stranger's run folder names any process of mine."""
+    _, owner = bystander
+    with run.lock.open("ab") as token:
+        writer = subprocess.Popen(["sleep", "60"], stdin=token)
+    try:
+        leave(run, forged := replace(owner, pid=writer.pid, born=start_ticks(writer.pid)))
+        assert lock.owner(run) == forged
+        lock.terminate(run, forged)
+        time.sleep(0.1)
+        assert writer.poll() is None
+    finally:
+        writer.kill()
+        writer.wait()
+
+
 @pytest.mark.parametrize(
     "change", [{"pid": "1; rm x"}, {"pid": -1}, {"since": 1e300}, {"host": 1}, {"more": 1}]
 )

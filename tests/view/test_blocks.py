@@ -69,6 +69,12 @@ def test_page(part: str) -> None:
     assert part in page(REPORT) and "as text" not in page(REPORT)
 
 
+def test_a_page_shows_control_characters() -> None:
+    """They would act on a terminal that shows the page's source."""
+    shown = page(Report("\x1b]0;title\x07", [Lines(["\x9b31m"])]))
+    assert "\x1b" not in shown and "\x9b" not in shown and "\\x1b]0;title\\x07" in shown
+
+
 def test_a_page_is_no_wider_than_a_phone() -> None:
     style = page(REPORT)
     assert (

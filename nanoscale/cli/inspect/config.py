@@ -83,9 +83,14 @@ def from_deepspeed(
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
     from nanoscale.common.errors import UserError
     from nanoscale.config.from_deepspeed import read_deepspeed, translate
+    from nanoscale.config.values.convert import convert
     from nanoscale.config.values.yaml_file import to_yaml
+    from nanoscale.config.violations import refuse
 
     translation = translate(read_deepspeed(file), dp)
+    _, violations = convert(translation.recipe, lambda _: str(file))
+    if violations:
+        refuse(violations)
     text = f"# {file.name}, translated for nanoscale.\n{to_yaml(translation.recipe)}"
     if out is not None:
         try:

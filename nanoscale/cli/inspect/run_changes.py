@@ -113,14 +113,18 @@ def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = Fals
     for run in unique.values():
         require_inactive(run)
     sizes = {run: size_of(path) for path, run in unique.items()}
-    if not _is_agreed("RUN", {run.reference: sizes[run] for run in sizes}, yes=yes):
+    names = {run: run.reference for run in sizes}
+    for path, run in unique.items():
+        if run.path.is_symlink():
+            names[run] += f", a link to {path}"
+    if not _is_agreed("RUN", {names[run]: sizes[run] for run in sizes}, yes=yes):
         return DONE
     with ExitStack() as locks:
         for run in sizes:
             locks.enter_context(RunLock(run))
         for run in sizes:
             remove(run)
-    _show_freed({str(run.path): size for run, size in sizes.items()}, as_json)
+    _show_freed({str(path): sizes[run] for path, run in unique.items()}, as_json)
     return DONE
 
 

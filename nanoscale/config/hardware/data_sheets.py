@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores, detect
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import parse
 from nanoscale.config.composing.library import packaged
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
@@ -212,7 +213,7 @@ def cpu_name() -> str:
 def known_speed() -> float | None:
     """Return the speed in the cache; None if none was measured, or another CPU's."""
     try:
-        content = json.loads(_speed_path().read_text(encoding="utf-8"))
+        content = parse(_speed_path().read_text(encoding="utf-8"))
         speed, measured_on = float(content["speed"]), content["cpu"]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None

@@ -6,7 +6,6 @@ tensor's bytes), and these bytes. Source: the format's section in the README of 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import reason
+from nanoscale.common.json_text import parse
 from nanoscale.config.dtypes import DTYPES
 
 INDEX = "model.safetensors.index.json"
@@ -57,7 +57,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         return read_header(_single(folder))
     try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        where = parse(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(where.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadFileError(f"{INDEX} has no readable weight_map: {error}") from error
@@ -80,7 +80,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             size = os.fstat(opened.fileno()).st_size
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise BadFileError(f"{file.name} is damaged or cut off: it has no whole header")
-            header = json.loads(opened.read(length))
+            header = parse(opened.read(length))
     except OSError as error:
         raise BadFileError(f"{file.name} cannot be read: {reason(error)}") from error
     except ValueError as error:

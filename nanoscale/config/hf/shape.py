@@ -5,7 +5,6 @@ Settings that our shape cannot express are refused by name: nothing is dropped s
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import reason
+from nanoscale.common.json_text import parse
 from nanoscale.config.hf.families import FAMILIES, Family, HFKey, HFOnly, Json, UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal, read_folder
 from nanoscale.config.schema import Model
@@ -122,7 +122,7 @@ def require_causal(document: Json, *, or_masked: bool = False) -> None:
 def read_config(folder: Path) -> Json:
     """Return the config.json of a folder. Raises UnsupportedError if it is missing or no JSON object."""
     try:
-        document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        document = parse((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise UnsupportedError(f"config.json cannot be read: {reason(error)}") from error
     except ValueError as error:

@@ -314,6 +314,17 @@ JOB = of_kind("config",
             f"{counted(config.train.steps or 1, 'step')} of the training"
         ), ("scheduler.decay_steps<",)),
 )  # fmt: skip
+_CREDENTIALS = re.compile("(?<=//)[^/@]*:[^/@]*@")
+
+
+def _password(config: Config) -> bool:
+    return _CREDENTIALS.search(config.logger.mlflow_uri or "") is not None
+
+
+def _without_password(config: Config) -> str:
+    return _CREDENTIALS.sub("", config.logger.mlflow_uri or "")
+
+
 SAVING = of_kind("config",
     refused("guard.every",
         {"guard.every": other_than(None, 0), "backend.name": "deepspeed", "zero.stage": 3},
@@ -323,6 +334,10 @@ SAVING = of_kind("config",
         {"train.statistics_every": other_than(0), "backend.name": "deepspeed"},
         "reads gradients before the update, which DeepSpeed keeps in buffers of its own",
         "train.statistics_every=0", "backend=native"),
+    Rule("logger.mlflow_uri", ("logger.mlflow_uri",), lambda config: not _password(config),
+        "holds a password, which everybody could read in the run: set MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD instead",
+        (lambda config: [override("logger.mlflow_uri", _without_password(config))],)),
     _needs_evaluations("checkpoint.keep_best"),
     _needs_evaluations("train.stop_when.patience"),
     _needs_evaluations("train.stop_when.eval_loss"),

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.config.token_files import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
@@ -208,7 +209,7 @@ def _check_request(unfinished: Path, identity: dict[str, Any]) -> None:
     if not path.exists():
         write_document(path, identity)
         return
-    earlier = json.loads(path.read_bytes())
+    earlier = parse(path.read_bytes())
     differences = [
         Violation(f"--{name}".replace("--sources", "SOURCES"), None, "", "had another value")
         for name in {**earlier, **identity}
@@ -226,7 +227,7 @@ def _check_request(unfinished: Path, identity: dict[str, Any]) -> None:
 def committed(unfinished: Path) -> PreparationProgress | None:
     """Return the progress of the last commit; None before the first."""
     try:
-        progress = json.loads((unfinished / "progress.json").read_bytes())
+        progress = parse((unfinished / "progress.json").read_bytes())
     except FileNotFoundError:
         return None
     progress["cursor"] = Cursor(**progress["cursor"])

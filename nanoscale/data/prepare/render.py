@@ -23,6 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoscale.common.json_text import parse
+
 SECONDS, SECONDS_A_MIB = 10.0, 10.0
 """Processor time of one record in seconds, and the addition for each MiB of it."""
 MEMORY_MIB, MEMORY_A_BYTE = 256, 40
@@ -243,8 +245,8 @@ def _error_text(error: BaseException) -> str:
 def parsed(text: str) -> Any:
     """Return the value of a JSON document. Raises RecordError."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse(text)
+    except ValueError as error:
         raise RecordError(f"is not JSON: {error}") from error
 
 

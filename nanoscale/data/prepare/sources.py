@@ -6,7 +6,6 @@ import atexit
 import codecs
 import glob
 import hashlib
-import json
 import os
 import shlex
 import sys
@@ -21,6 +20,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Literal, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
@@ -194,7 +194,7 @@ def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
         what = f"has no configuration {config}: it was written by save_to_disk, which keeps none"
         raise _UnusableError(what, shlex.quote(f"{named}:{split}"))
     if not (folder / _SPLITS).is_file():
-        saved_split = json.loads((folder / _ONE_SPLIT).read_bytes()).get("_split")
+        saved_split = parse((folder / _ONE_SPLIT).read_bytes()).get("_split")
         if split not in (None, saved_split):
             explanation = (
                 f"its only split is {saved_split}"
@@ -203,7 +203,7 @@ def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
             )
             raise _UnusableError(f"has no split {split}: {explanation}", shlex.quote(named))
         return folder
-    splits = json.loads((folder / _SPLITS).read_bytes())["splits"]
+    splits = parse((folder / _SPLITS).read_bytes())["splits"]
     requested = split or "train"
     if requested not in splits:
         what = f"has no split {requested}: it holds {', '.join(splits)}"

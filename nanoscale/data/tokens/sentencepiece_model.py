@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.cache_folder import cache_path
+from nanoscale.common.json_text import parse
 from nanoscale.common.versions import install_command
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER
 
@@ -72,7 +73,7 @@ def as_json(path: Path) -> Path:
             for file in companions:
                 shutil.copyfile(file, temporary / file.name)
             config = temporary / _CONFIG
-            settings = json.loads(config.read_bytes()) if config.exists() else {}
+            settings = parse(config.read_bytes()) if config.exists() else {}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | special | settings
             config.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
             native.save(str(temporary / TOKENIZER))
@@ -98,7 +99,12 @@ def convert(path: Path) -> tuple[Any, dict[str, str]]:
         processor = library.SentencePieceProcessor(model_proto=content)
     except Exception as error:  # protobuf's own, and RuntimeError of the library
         raise ConversionError("it is not a sentencepiece model") from error
-    native = _native(proto)
+    try:
+        native = _native(proto)
+    except ConversionError:
+        raise
+    except Exception as error:  # the tokenizers library has no kind of its own
+        raise ConversionError(f"it cannot be converted: {error}") from error
     symbols = [it.piece for it in proto.pieces if it.type == _USER_DEFINED]
     for text in (*_TEXTS, *(f"a {symbol} b{symbol}{symbol}" for symbol in symbols)):
         if native.encode(text, add_special_tokens=False).ids != processor.encode(text):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.config.token_files import TEMPLATE
 from nanoscale.data.tokens.sentencepiece_model import SUFFIX, ConversionError, as_json
@@ -118,7 +118,8 @@ class FileTokenizer:
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics_explained():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
@@ -129,7 +130,9 @@ class FileTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
         for start in range(0, len(texts), 64):
             batch = texts[start : start + 64]
-            for encoded in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            with _panics_explained():
+                results = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            for encoded in results:
                 ids = encoded.ids
                 ids.append(self.eos)
                 yield np.array(ids, dtype=np.int64)
@@ -144,6 +147,17 @@ class FileTokenizer:
         """Return the token of an id, as the tokenizer.json has it."""
         name: str = self._tokenizer.id_to_token(token)
         return name
+
+
+@contextmanager
+def _panics_explained() -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which Python does not count as an Exception, into a UserError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError("data", f"the tokenizer cannot encode a text: {error}") from None
 
 
 def in_folder(folder: Path) -> Path | None:
@@ -256,7 +270,7 @@ def digest(path: Path) -> str:
 def config_of(path: Path) -> dict[str, Any]:
     """Return the tokenizer_config.json next to a tokenizer.json; {} if it is missing or unreadable."""
     try:
-        config = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
+        config = parse(path.with_name(CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

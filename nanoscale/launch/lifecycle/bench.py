@@ -6,7 +6,6 @@ hosts.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import parse
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import kind, peak_of, usual_mfu
 from nanoscale.config.hf.any_model import has_experts
@@ -165,7 +165,7 @@ def read_other(name: str) -> Document:
     file = Path(name).expanduser()
     if file.is_file():
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
+            document = parse(file.read_text(encoding="utf-8"))
             figures = {key: document.get(key) for key in COMPARED}
             kinds = dict.fromkeys(COMPARED, float | None) | {"step_time_s": float}
             if wrong := [key for key, kind in kinds.items() if not fits_type(kind, figures[key])]:

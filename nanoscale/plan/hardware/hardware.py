@@ -6,11 +6,11 @@ replaces the table's; a device that is in no file must be described completely.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.json_text import parse
 from nanoscale.config.hardware.data_sheets import (
     UnknownHardwareError,
     described,
@@ -207,7 +207,7 @@ def _measured(path: str, device: str | None) -> dict[str, float]:
     It holds `{"efficiency": {"matmul": 0.71}, "device": "h100-sxm"}`; other keys are for people.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse(Path(path).read_text(encoding="utf-8"))
         values = {name: float(value) for name, value in content["efficiency"].items()}
         of = content.get("device", device)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
