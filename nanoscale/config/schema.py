@@ -6,6 +6,7 @@ key exists that is not declared here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -280,15 +281,20 @@ class Lora:
 
     rank: int = key(
         0,
-        "rows of A and columns of B in W + alpha/rank · B·A; 0: no adapters, all weights are "
-        "trained",
+        "rows of A and columns of B in W + scale · B·A; 0: no adapters, all weights are trained",
         at_least=0,
     )
     alpha: float = key(16.0, "scale of the adapters: alpha/rank", at_least=0)
+    rslora: bool = key(False, "scale adapters by alpha/√rank, so that larger ranks learn as fast")
     targets: list[str] | None = key(
         None,
         "layers with an adapter: wq wk wv wo gate up down; null: all, with experts attention's",
     )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732, section 3)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 Schedule = Literal[

@@ -1,4 +1,4 @@
-"""Adapters of linear layers (LoRA): W becomes W + alpha/rank · B·A, and W is frozen. Code for one device.
+"""Adapters of linear layers (LoRA): W becomes W + scale · B·A, and W is frozen. Code for one device.
 
 B begins at 0, so that the first step is the base model's. Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
@@ -22,12 +22,12 @@ from nanoscale.models.transformer import Transformer
 class Adapter(nn.Module):
     """A low-rank adapter, `[…, in]` to `[…, out]`; its output is added to a layer's result."""
 
-    def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, layer: nn.Linear, settings: Lora) -> None:
         super().__init__()
-        dtype, device = layer.weight.dtype, layer.weight.device
+        dtype, device, rank = layer.weight.dtype, layer.weight.device, settings.rank
         self.a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=dtype, device=device))
         self.b = nn.Parameter(torch.empty(layer.out_features, rank, dtype=dtype, device=device))
-        self.scale = alpha / rank
+        self.scale = settings.scale
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.a) * self.scale, self.b)
@@ -38,7 +38,7 @@ def attach(model: Transformer, settings: Lora) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in adapted_layers(model, settings):
-        layer.adapter = Adapter(layer, settings.rank, settings.alpha)
+        layer.adapter = Adapter(layer, settings)
         layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
 
 

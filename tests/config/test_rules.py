@@ -159,6 +159,7 @@ LAWS = [
      CPU, "parallel.ep"),
     (["lora.rank=4"], CPU, "lora.rank"),
     (["lora.alpha=4"], CPU, "lora.alpha"),
+    (["lora.rslora=true"], CPU, "lora.rslora"),
     ([BASE, "lora.targets=[wq]"], CPU, "lora.targets"),
     ([BASE, "lora.rank=4", "lora.alpha=0"], CPU, "lora.alpha"),
     ([BASE, "lora.rank=4", "lora.targets=[]"], CPU, "lora.targets"),

@@ -63,7 +63,7 @@ def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], advice: st
 
 
 class Merged:
-    """The weights W + alpha/rank · B·A, computed in fp32 or better, one at a time."""
+    """The weights W + scale · B·A, computed in fp32 or better, one at a time."""
 
     def __init__(self, config: ResolvedConfig, read: Read) -> None:
         self._config, self._read = config, read
@@ -85,7 +85,7 @@ class Merged:
         a = self._read(f"model.{module}.adapter.a", (rank, inputs))
         b = self._read(f"model.{module}.adapter.b", (outputs, rank))
         dtype = torch.promote_types(dtype, a.dtype)
-        scale = self._config.lora.alpha / rank
+        scale = self._config.lora.scale
         return torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
 
     def _frozen(self, name: str) -> Tensor:

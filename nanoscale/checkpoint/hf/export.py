@@ -11,6 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,8 +78,6 @@ def export(
         UserError: no family of transformers has this shape or a bias of its experts, `out` exists, or the disk
             is full; with lora, the weights that the adapters belong to have changed.
     """
-    if out.exists():
-        raise UserError("usage", f"{out} already exists; name another folder with --out")
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
     kind = DTYPES[dtype]
@@ -95,25 +94,39 @@ def export(
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
         _refuse_bias(bias, config.model)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    store.require_space(out.parent, size)
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-    temporary.mkdir()
-    try:
+    with new_folder(out, size) as temporary:
         hf_config = _with_special(hf_config, vocabulary.write(temporary, config), config.model)
         _require_accepted(hf_config, config.model)
         source = _Source(stored.path, config, tensors, kind, note)
         _write_weights(source, files, names, temporary, size)
         _copy_code(config.model, temporary)
-        _write_json(temporary / "config.json", hf_config)
+        write_json(temporary / "config.json", hf_config)
+    has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
+    return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
+
+
+@contextmanager
+def new_folder(out: Path, size: int) -> Iterator[Path]:
+    """Fill a folder that gets its name `out` when all of it is on disk; `size` bytes must be free.
+
+    Raises:
+        UserError: `out` exists.
+        OSError: there is no room.
+    """
+    if out.exists():
+        raise UserError("usage", f"{out} already exists; name another folder with --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    store.require_space(out.parent, size)
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    temporary.mkdir()
+    try:
+        yield temporary
         _sync_files(temporary)
         temporary.rename(out)
         sync_folder(out.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
-    return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
 
 
 def require_whole(stored: StoredCheckpoint) -> None:
@@ -213,7 +226,7 @@ def _write_weights(
         file_of = {
             tensor: name for name, contents in zip(names, files, strict=True) for tensor in contents
         }
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
 
 
 def _sync_files(folder: Path) -> None:
@@ -224,7 +237,8 @@ def _sync_files(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _write_json(file: Path, document: dict[str, Any]) -> None:
+def write_json(file: Path, document: dict[str, Any]) -> None:
+    """Write one JSON document."""
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

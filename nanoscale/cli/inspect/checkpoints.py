@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import FAILED, answer, print_json
+from nanoscale.cli.common.output import FAILED, answer, print_json, refuse_option
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -86,6 +86,7 @@ class Format(StrEnum):
     """The formats of exported checkpoints."""
 
     hf = "hf"
+    peft = "peft"
 
 
 @app.command("export")
@@ -94,7 +95,9 @@ def export_checkpoint(
     to: Annotated[
         Format,
         opt.option(
-            "Choose the format: hf is what `from_pretrained` loads", "--format", default=...
+            "Choose the format: hf for `from_pretrained`, peft for adapters alone",
+            "--format",
+            default=...,
         ),
     ],
     out: Path | None = opt.option(
@@ -122,12 +125,13 @@ def export_checkpoint(
     """Export a checkpoint as a Hugging Face model: weights, config.json and tokenizer.
 
     Any layout and backend may have saved it. One tensor at a time is in memory, and the folder is complete or
-    absent. Adapters (lora) are merged into the weights of their model.
+    absent. Adapters (lora) are merged into the weights of their model; `--format peft` writes them alone.
     """
     from dataclasses import asdict, replace
 
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.hf.export import export, require_whole
+    from nanoscale.checkpoint.hf.peft_adapters import export_adapters
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
     from nanoscale.view.run.checkpoint_text import print_exported
@@ -141,10 +145,16 @@ def export_checkpoint(
             raise UserError("usage", what)
         init_from = str(base.expanduser().absolute())
         config = replace(config, model=replace(config.model, init_from=init_from))
+    if to == Format.peft and not config.lora.rank:
+        message = "writes adapters, and this run trained the whole model (lora.rank=0)"
+        refuse_option("--format", to.value, message, "--format hf")
     require_whole(stored)
     require_model(directory, stored)
     kind = dtype or opt.DtypeName(config.precision.compute)
-    exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
+    if to == Format.peft:
+        exported = export_adapters(stored, config, folder, kind)
+    else:
+        exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     written = asdict(exported) | {"folder": str(folder)}
     answer(as_json, written, print_exported, stored.path.name, written)
 

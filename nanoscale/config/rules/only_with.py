@@ -54,7 +54,10 @@ OF_JOB = of_kind(
         only_with(f"model.{name}", {"model.position": "rope"})
         for name in ("rope_theta_local", "rope_fraction", "rope_pairs", "rope_skip")
     ),
-    *(only_with(key, _ADAPTED, "lora.rank=16") for key in ("lora.alpha", "lora.targets")),
+    *(
+        only_with(key, _ADAPTED, "lora.rank=16")
+        for key in ("lora.alpha", "lora.rslora", "lora.targets")
+    ),
     *(
         only_with(f"run.{name}", {"run.from_run": other_than(None)})
         for name in ("from_step", "from_optimizer")

@@ -1,0 +1,107 @@
+"""Adapters as PEFT reads them: `adapter_model.safetensors` and `adapter_config.json`.
+
+Where Hugging Face's matrix joins several of ours (Phi-3, GLM-4, GPT-2), their adapters become one of a larger
+rank: the matrices A below each other, and the matrices B in blocks along the diagonal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoscale.checkpoint.hf.adapters import require_base_of
+from nanoscale.checkpoint.hf.export import Exported, new_folder, write_json
+from nanoscale.checkpoint.hf.names import hf_positions, shapes
+from nanoscale.checkpoint.reader import Reader
+from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.config import model_math
+from nanoscale.config.dtypes import DTYPES
+from nanoscale.config.hf.shape import read_config
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.data import vocabulary
+
+_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def export_adapters(
+    stored: StoredCheckpoint, config: ResolvedConfig, out: Path, dtype: str
+) -> Exported:
+    """Write the adapters of a checkpoint, without their base model.
+
+    Raises:
+        UserError: the base model has changed, `out` exists, or the disk is full.
+    """
+    from safetensors.torch import save_file
+
+    require_base_of(config, stored.manifest, "--base /where/it/is/now")
+    tensors, ranks = _tensors(stored, config)
+    kind = getattr(torch, DTYPES[dtype].torch_name)
+    tensors = {name: value.to(kind).contiguous() for name, value in tensors.items()}
+    size = sum(value.nbytes for value in tensors.values())
+    with new_folder(out, size) as folder:
+        vocabulary.write(folder, config)
+        save_file(tensors, folder / _FILE, {"format": "pt"})
+        write_json(folder / "adapter_config.json", _settings(config, ranks))
+    has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
+    return Exported(out, stored.step, dtype, [_FILE], size, has_tokenizer, 0.0)
+
+
+def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
+    """Return adapter_config.json; `ranks` are those of modules by their names in a block."""
+    lora = config.lora
+    larger = {name: rank for name, rank in ranks.items() if rank != lora.rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.model.init_from,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": _family(config) == "gpt2",
+        "target_modules": sorted(ranks),
+        "rank_pattern": larger,
+        "alpha_pattern": {
+            name: lora.alpha * (rank / lora.rank) ** (0.5 if lora.rslora else 1.0)
+            for name, rank in larger.items()
+        },
+    }
+
+
+def _family(config: ResolvedConfig) -> str:
+    """Return the family of the base model; several may have the same shape and other names."""
+    return str(read_config(Path(str(config.model.init_from)))["model_type"])
+
+
+def _tensors(
+    stored: StoredCheckpoint, config: ResolvedConfig
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return A and B of each matrix of the base model by PEFT's names, and the rank of each kind of matrix."""
+    model, rank, reader = config.model, config.lora.rank, Reader(stored.path)
+    positions, sizes = hf_positions(model, _family(config)), shapes(model)
+    parts = defaultdict(list)
+    for layer in range(model.layers):
+        for module in model_math.adapted_layers(model, config.lora).values():
+            name = f"layers.{layer}.{module}"
+            (position,) = positions[f"{name}.weight"]
+            parts[position.name.removesuffix(".weight"), str(layer)].append((position, name))
+    tensors, ranks = {}, {}
+    for (matrix, layer), joined in parts.items():
+        matrices_a, matrices_b = [], []
+        for position, name in joined:
+            outputs, inputs = sizes[f"{name}.weight"]
+            matrices_a.append(reader.read(f"model.{name}.adapter.a", (rank, inputs)))
+            b = torch.zeros(position.before + outputs + position.after, rank)
+            b[position.before :][:outputs] = reader.read(f"model.{name}.adapter.b", (outputs, rank))
+            matrices_b.append(b)
+        tensors[f"{_PREFIX}{matrix}.lora_A.weight"] = torch.cat(matrices_a)
+        tensors[f"{_PREFIX}{matrix}.lora_B.weight"] = torch.cat(matrices_b, dim=1)
+        ranks[matrix.partition(f".{layer}.")[2]] = rank * len(joined)
+    return tensors, ranks
