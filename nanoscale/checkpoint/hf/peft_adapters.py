@@ -87,11 +87,11 @@ def _tensors(
     model, rank, reader = config.model, config.lora.rank, Reader(stored.path)
     positions, sizes = hf_positions(model, _family(config)), shapes(model)
     parts = defaultdict(list)
-    for layer in range(model.layers):
+    for number in range(model.layers):
         for module in model_math.adapted_layers(model, config.lora).values():
-            name = f"layers.{layer}.{module}"
+            name = f"layers.{number}.{module}"
             (position,) = positions[f"{name}.weight"]
-            parts[position.name.removesuffix(".weight"), str(layer)].append((position, name))
+            parts[position.name.removesuffix(".weight"), str(number)].append((position, name))
     tensors, ranks = {}, {}
     for (matrix, layer), joined in parts.items():
         matrices_a, matrices_b = [], []
