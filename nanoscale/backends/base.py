@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
-from nanoscale.checkpoint.hf import load, load_any_model
+from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
@@ -115,6 +115,12 @@ class Engine(ABC):
             load_any_model.load(folder, stage.hf, state)
         else:
             load.load(folder, self.config.model, state)
+        self.load_state(state)
+
+    def load_adapters(self, folder: Path) -> None:
+        """Load the adapters of a PEFT folder. Raises BadFileError if they are others."""
+        state = self.state()
+        adapters.load_adapters(folder, self.config, state)
         self.load_state(state)
 
     @abstractmethod

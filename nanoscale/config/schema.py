@@ -291,6 +291,13 @@ class Lora:
         "layers with an adapter: wq wk wv wo gate up down; null: all, with experts attention's",
     )
 
+    init_from: str | None = key(
+        None,
+        "PEFT folder whose adapters are the initial ones; model.init_from=FOLDER sets it, and rank, alpha, "
+        "rslora and targets; null: random A, and B = 0",
+        path=True,
+    )
+
     @property
     def scale(self) -> float:
         """The factor of B·A (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732, section 3)."""

@@ -214,6 +214,9 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         if config.run.from_run is None or config.lora.rank:  # else all would be overwritten
             load_initial_weights(engine, config, note)
         base = base_fingerprint(config)
+        if config.lora.init_from is not None:
+            engine.load_adapters(Path(config.lora.init_from))
+            note("loaded", f"adapters read from {config.lora.init_from}")
         if config.run.from_run is not None:
             begin_from(Path(config.run.from_run), engine, config, base, note)
         return Progress(base=base)

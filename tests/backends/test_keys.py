@@ -23,8 +23,9 @@ from tests.support.jobs import make_config, write_tokens
 from tests.support.layouts import GPT2, MOE, SHALLOW
 from tests.support.ranks import run_ranks
 
-NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters"}
-"""A name, the engine's choice, a limit of sequences that a rule applies, and a count."""
+NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters", "lora.init_from"}
+"""A name, the engine's choice, a limit of sequences that a rule applies, a count, and a folder that the
+training job reads."""
 
 ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
 YARN = replace(SHALLOW, rope_scaling=RopeScaling(2.0, kind="yarn", attention_factor=1.1))

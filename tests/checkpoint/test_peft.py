@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.hf.peft_adapters import export_adapters
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.hf.shape import read_shape
-from nanoscale.config.schema import Lora
+from nanoscale.config.schema import Backend, Lora
+from tests.checkpoint.test_adapters import loss_of
 from tests.checkpoint.test_export import from_pretrained, quiet
 from tests.cli import Capsys
 from tests.support.hf_families import logits, save
-from tests.support.jobs import make_config, make_run, run_of_bytes, train, write_tokens
+from tests.support.jobs import (
+    make_config,
+    make_run,
+    read_metrics,
+    run_of_bytes,
+    train,
+    write_tokens,
+)
 
 
 @pytest.mark.slow
@@ -71,3 +83,108 @@ def test_a_whole_model_has_no_adapters(
     assert nanoscale([*words, "--format", "peft"]) == 2
     assert "type instead: --format hf" in capsys.readouterr().err
     assert nanoscale([*words, "--format", "hf"]) == 0
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp": 2, "stage": 3},
+    {"parallel": {"tp": 2}},
+    {"dp": 2, "stage": 2, "backend": Backend("deepspeed")},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_job_begins_with_adapters_of_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
+) -> None:
+    """Its first loss is that of PEFT's model, and a resume reads the checkpoint's adapters and not these."""
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.chdir(tmp_path)
+    tokens = write_tokens(tmp_path)
+    save("qwen3", tmp_path / "base")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], use_rslora=True)
+    theirs = get_peft_model(from_pretrained(tmp_path / "base"), settings)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    theirs.save_pretrained(tmp_path / "adapters")
+
+    composed = compose(["recipe=lora", "model.init_from=adapters"]).config
+    assert composed.model.init_from == str(tmp_path / "base")
+    assert (composed.lora.rank, composed.lora.alpha, composed.lora.rslora) == (4, 6.0, True)
+    assert composed.lora.targets == ["wq", "up"]
+    model = replace(composed.model, init_from=composed.model.init_from)
+    config = make_config(tmp_path, model=model, lora=composed.lora, precision="fp32", **layout)
+    config = replace(
+        config,
+        train=replace(config.train, steps=2),
+        checkpoint=replace(config.checkpoint, every=1, keep_last=None),
+    )
+    run = make_run(config)
+    train(run, config)
+    losses = [record["loss"] for record in read_metrics(run)]
+    assert losses[0] == pytest.approx(loss_of(theirs, tokens), rel=1e-5)
+    again = make_run(config, "again")
+    shutil.copytree(run.checkpoint(1), again.checkpoint(1))
+    train(again, config)
+    assert read_metrics(again)[-1]["loss"] == losses[1]
+
+
+def adapters(folder: Path, **changes: Any) -> Path:
+    """Write a folder of adapters of a base model in its parent."""
+    folder.mkdir()
+    settings = {
+        "peft_type": "LORA", "base_model_name_or_path": str(folder.parent / "base"), "r": 4, "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"use_dora": True}, "use_dora=true is not supported"),
+        ({"target_modules": ["q_proj", "embed"]}, "not all of them are known"),
+        ({"target_modules": "all-linear"}, "not all of them are known"),
+        ({"r": None, "base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"rank_pattern": {"q_proj": 9}}, "rank_pattern"),
+    ],
+)
+def test_other_adapters_are_refused(
+    tmp_path: Path, capsys: Capsys, changes: Any, text: str
+) -> None:
+    folder = adapters(tmp_path / "adapters", **changes)
+    words = ["train", "recipe=lora", f"model.init_from={folder}", "--dry-run"]
+    assert nanoscale(words) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_adapters_that_do_not_fit_are_refused_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("qwen3", tmp_path / "base")
+    folder = adapters(tmp_path / "adapters")
+    words = [
+        "train",
+        "recipe=lora",
+        f"model.init_from={folder}",
+        "data=random",
+        "train.seq_len=32",
+        "train.sample_tokens=0",
+        "train.steps=30",
+        "--dry-run",
+    ]
+    assert nanoscale([*words, "lora.rank=5"]) == 2
+    assert "type instead: lora.rank=4" in capsys.readouterr().err
+    save_file({"other": torch.zeros(3)}, folder / "adapter_model.safetensors")
+    assert nanoscale(words) == 2
+    assert (
+        "adapter_model.safetensors has no base_model.model.model.layers.0"
+        in capsys.readouterr().err
+    )

@@ -8,12 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.checkpoint.hf.load import find, fingerprint, read_part
-from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.checkpoint.hf.load import (
+    differences,
+    find,
+    fingerprint,
+    read_part,
+    read_parts,
+    refuse_all,
+)
+from nanoscale.checkpoint.hf.names import TensorPosition, hf_positions, shapes
 from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import model_math
-from nanoscale.config.hf.safetensors_headers import BadFileError
+from nanoscale.config.hf import peft
+from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, read_header
+from nanoscale.config.hf.shape import read_config
+from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 
 if TYPE_CHECKING:
@@ -24,6 +34,8 @@ Read = Callable[[str, tuple[int, ...]], "Tensor"]
 
 
 _KEY = "model.init_from"
+PREFIX = "base_model.model."
+"""The prefix of PEFT's names of the base model's modules."""
 
 
 def require_same_base(config: ResolvedConfig, base: str | None, manifest: dict[str, Any]) -> None:
@@ -60,6 +72,53 @@ def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], advice: st
         violation = Violation(_KEY, folder, "", message, (advice,))
         raise UserError("model", f"{_KEY}={folder}: {message}", [violation]) from error
     require_same_base(config, base, manifest)
+
+
+def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Stored, Shape]]:
+    """Return the tensors of a PEFT folder by the names of our adapters, with their shapes. Reads a header only.
+
+    Raises:
+        BadFileError: the file is damaged, or holds other adapters.
+    """
+    stored, rank = read_header(folder / peft.WEIGHTS), config.lora.rank
+    found: dict[str, tuple[Stored, Shape]] = {}
+    names = set()
+    for name, matrix in base_matrices(config).items():
+        outputs, inputs = shapes(config.model)[f"{name}.weight"]
+        for kind, letter, shape in (("a", "A", (rank, inputs)), ("b", "B", (outputs, rank))):
+            theirs = f"{PREFIX}{matrix}.lora_{letter}.weight"
+            names.add(theirs)
+            if theirs not in stored:
+                raise BadFileError(f"{peft.WEIGHTS} has no {theirs}")
+            refuse_all(differences({theirs: stored[theirs]}, {theirs: shape}))
+            found[f"{name}.adapter.{kind}"] = stored[theirs], shape
+    if more := sorted(stored.keys() - names):
+        raise BadFileError(f"{peft.WEIGHTS} has {more[0]}, which is not an adapter of this model")
+    return found
+
+
+def base_matrices(config: ResolvedConfig) -> dict[str, str]:
+    """Return the modules of the base model with adapters, by our names of them in the whole model."""
+    positions = hf_positions(config.model, base_family(config))
+    modules = model_math.adapted_layers(config.model, config.lora).values()
+    names = [f"layers.{n}.{module}" for n in range(config.model.layers) for module in modules]
+    return {name: positions[f"{name}.weight"][0].name.removesuffix(".weight") for name in names}
+
+
+def base_family(config: ResolvedConfig) -> str:
+    """Return the family of the base model; several may have the same shape and other names."""
+    return str(read_config(Path(str(config.model.init_from)))["model_type"])
+
+
+def load_adapters(folder: Path, config: ResolvedConfig, state: dict[str, Tensor]) -> None:
+    """Fill the adapters among the tensors of `Engine.state`, in place. Errors as of `find_adapters`."""
+    read_parts(
+        [
+            (stored, TensorPosition(stored.name), shape, state[f"model.{name}"])
+            for name, (stored, shape) in find_adapters(folder, config).items()
+            if f"model.{name}" in state
+        ]
+    )
 
 
 class Merged:

@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoscale.checkpoint.hf.adapters import require_base_of
+from nanoscale.checkpoint.hf.adapters import PREFIX, base_family, require_base_of
 from nanoscale.checkpoint.hf.export import Exported, new_folder, write_json
 from nanoscale.checkpoint.hf.names import hf_positions, shapes
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.config import model_math
 from nanoscale.config.dtypes import DTYPES
-from nanoscale.config.hf.shape import read_config
+from nanoscale.config.hf import peft
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data import vocabulary
-
-_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 
 
 def export_adapters(
@@ -45,10 +42,10 @@ def export_adapters(
     size = sum(value.nbytes for value in tensors.values())
     with new_folder(out, size) as folder:
         vocabulary.write(folder, config)
-        save_file(tensors, folder / _FILE, {"format": "pt"})
-        write_json(folder / "adapter_config.json", _settings(config, ranks))
+        save_file(tensors, folder / peft.WEIGHTS, {"format": "pt"})
+        write_json(folder / peft.SETTINGS, _settings(config, ranks))
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
-    return Exported(out, stored.step, dtype, [_FILE], size, has_tokenizer, 0.0)
+    return Exported(out, stored.step, dtype, [peft.WEIGHTS], size, has_tokenizer, 0.0)
 
 
 def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
@@ -65,7 +62,7 @@ def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": _family(config) == "gpt2",
+        "fan_in_fan_out": base_family(config) == "gpt2",
         "target_modules": sorted(ranks),
         "rank_pattern": larger,
         "alpha_pattern": {
@@ -75,17 +72,12 @@ def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _family(config: ResolvedConfig) -> str:
-    """Return the family of the base model; several may have the same shape and other names."""
-    return str(read_config(Path(str(config.model.init_from)))["model_type"])
-
-
 def _tensors(
     stored: StoredCheckpoint, config: ResolvedConfig
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return A and B of each matrix of the base model by PEFT's names, and the rank of each kind of matrix."""
     model, rank, reader = config.model, config.lora.rank, Reader(stored.path)
-    positions, sizes = hf_positions(model, _family(config)), shapes(model)
+    positions, sizes = hf_positions(model, base_family(config)), shapes(model)
     parts = defaultdict(list)
     for number in range(model.layers):
         for module in model_math.adapted_layers(model, config.lora).values():
@@ -101,7 +93,7 @@ def _tensors(
             b = torch.zeros(position.before + outputs + position.after, rank)
             b[position.before :][:outputs] = reader.read(f"model.{name}.adapter.b", (outputs, rank))
             matrices_b.append(b)
-        tensors[f"{_PREFIX}{matrix}.lora_A.weight"] = torch.cat(matrices_a)
-        tensors[f"{_PREFIX}{matrix}.lora_B.weight"] = torch.cat(matrices_b, dim=1)
+        tensors[f"{PREFIX}{matrix}.lora_A.weight"] = torch.cat(matrices_a)
+        tensors[f"{PREFIX}{matrix}.lora_B.weight"] = torch.cat(matrices_b, dim=1)
         ranks[matrix.partition(f".{layer}.")[2]] = rank * len(joined)
     return tensors, ranks

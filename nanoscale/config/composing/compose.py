@@ -19,7 +19,8 @@ from nanoscale.config import reference
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.interpolation import escape, resolve
 from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, misplaced
-from nanoscale.config.hf import any_model, pretrained
+from nanoscale.config.hf import any_model, peft, pretrained
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.schema import Config, RopeScaling
 from nanoscale.config.values.convert import convert, is_left_to_plan
 from nanoscale.config.values.provenance import (
@@ -31,7 +32,7 @@ from nanoscale.config.values.provenance import (
     record,
     trace,
 )  # fmt: skip
-from nanoscale.config.violations import refuse, shown
+from nanoscale.config.violations import override, refuse, shown
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.overrides import Words
@@ -88,6 +89,8 @@ def compose(
         return composed
     if (folder := _run_folder(config)) is not None:
         return _begun_from_run(composed, merged, folder)
+    if (folder := peft.adapter_folder(config.model.init_from)) is not None:
+        composed, merged = _begun_from_adapters(composed, merged, folder)
     model = pretrained.read(composed)
     values = pretrained.take_shape(composed, model)
     return _with_shape(composed, merged, str(model.folder / "config.json"), values)
@@ -139,6 +142,40 @@ def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) ->
     run = {**merged["run"], "from_run": escape("run.from_run", str(folder))}
     record(composed.history, "run.from_run", Setting(str(folder), f"{pretrained.KEY}={asked}"))
     return _with_shape(composed, {**merged, "run": run}, str(folder / RUN_CONFIG), values)
+
+
+def _begun_from_adapters(
+    composed: Composed, merged: dict[str, Any], folder: Path
+) -> tuple[Composed, dict[str, Any]]:
+    """Return the configuration of a job that continues with adapters of PEFT, and what it was made of."""
+    try:
+        base, values = peft.read_settings(folder)
+    except UnsupportedError as error:
+        pretrained.refuse_model(composed, pretrained.KEY, composed.config.model.init_from, error)
+    source = str(folder / peft.SETTINGS)
+    wrong = [
+        Violation(
+            f"lora.{name}",
+            getattr(composed.config.lora, name),
+            composed.source(f"lora.{name}"),
+            f"is {shown(value)} in {source}",
+            (override(f"lora.{name}", value),),
+        )
+        for name, value in values.items()
+        if composed.by_hand(f"lora.{name}") and getattr(composed.config.lora, name) != value
+    ]
+    if wrong:
+        refuse(wrong, kind="model")
+    lora = {**merged["lora"], **values, "init_from": escape("lora.init_from", str(folder))}
+    model = {**merged["model"], "init_from": escape(pretrained.KEY, base)}
+    for name, value in [*values.items(), ("init_from", str(folder))]:
+        record(composed.history, f"lora.{name}", Setting(value, source))
+    record(composed.history, pretrained.KEY, Setting(base, source))
+    changed = {**merged, "lora": lora, "model": model}
+    converted, violations = _converted(composed, changed)
+    if violations:
+        refuse(violations)
+    return converted, changed
 
 
 def _run_folder(config: Config) -> Path | None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanoscale.common.units import listed
+from nanoscale.config.hf import peft
 from nanoscale.config.hf.families import FAMILIES
 from nanoscale.config.hf.pretrained import absolute_name
 from nanoscale.config.hf.shape import predicts_masked
-from nanoscale.config.model_math import ATTENTION, FEED_FORWARD, adaptable_layers
+from nanoscale.config.model_math import FEED_FORWARD, adaptable_layers
 from nanoscale.config.objectives import is_masked
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
@@ -141,10 +142,6 @@ EXPERTS = of_kind("config",
 # --- adapters -------------------------------------------------------------------------------------
 
 _ADAPTED = {"lora.rank": bool}
-_HF_NAMES = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=True)) | {
-    f"{name}_proj": name for name in FEED_FORWARD
-}
-"""The layers' names at Hugging Face."""
 
 
 def _absent(config: Config) -> list[str]:
@@ -163,7 +160,7 @@ def _absent_layers(config: Config) -> str:
 def _near_targets(config: Config) -> list[str]:
     """Return the layers that were meant, each once."""
     layers, targets = adaptable_layers(config.model), config.lora.targets or []
-    named = [_HF_NAMES.get(name, name) for name in targets]
+    named = [peft.LAYERS.get(name, name) for name in targets]
     meant = [name if name in layers else "".join(nearest(name, layers)[:1]) for name in named]
     kept = list(dict.fromkeys(name for name in meant if name))
     return [override("lora.targets", kept)] if kept else []

@@ -56,7 +56,7 @@ OF_JOB = of_kind(
     ),
     *(
         only_with(key, _ADAPTED, "lora.rank=16")
-        for key in ("lora.alpha", "lora.rslora", "lora.targets")
+        for key in ("lora.alpha", "lora.rslora", "lora.targets", "lora.init_from")
     ),
     *(
         only_with(f"run.{name}", {"run.from_run": other_than(None)})

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanoscale.checkpoint.hf.adapters import find_adapters
 from nanoscale.checkpoint.hf.load import find
 from nanoscale.common.errors import Violation
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
@@ -43,11 +44,14 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
     try:
         folder = locate(init_from, weights=True)
         find(folder, config.model)
+        found = replace(config, model=replace(config.model, init_from=str(folder)))
+        if config.lora.init_from is not None:
+            find_adapters(Path(config.lora.init_from), found)
         if config.model.tie_embeddings and has_own_head(folder):
             _refuse_tied(composed, folder)
     except (NoSuchModelError, BadFileError) as error:
         refuse_model(composed, KEY, init_from, error)
-    return replace(config, model=replace(config.model, init_from=str(folder)))
+    return found
 
 
 def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
