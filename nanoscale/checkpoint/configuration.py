@@ -71,6 +71,14 @@ def record_changes(run: RunDirectory, new: Config, is_overridden: Callable[[str]
         events.append(run, _EVENT, f"configuration changed: {text}", changes=changes)
 
 
+def record_origin(run: RunDirectory, stored: StoredCheckpoint) -> None:
+    """Record in a run that begins with another run's checkpoint what its config.yaml has changed since."""
+    now, recorded = values(load(run.config)), stored.manifest.get(IN_MANIFEST, {})
+    changes = {key: value for key, value in now.items() if recorded.get(key) != value}
+    message = f"begins with {stored.path}"
+    events.append(run, _EVENT, message, changes=changes)
+
+
 def unexplained(run: RunDirectory, stored: StoredCheckpoint) -> dict[str, Difference] | None:
     """Return the keys whose values in config.yaml are neither the checkpoint's nor set by an override.
 

@@ -52,6 +52,9 @@ def test_the_same_layout_repeats_every_bit(
     schedule = [json.loads(line)["lr"] for line in trained.metrics.read_text().splitlines()]
     again = [json.loads(line)["lr"] for line in replay.metrics.read_text().splitlines()]
     assert again == schedule[:8]
+    words = ["resume", str(replay.path), "train.stop_when.last_step=null"]
+    assert nanoscale(words) == 0  # a replay is a run: it may go further
+    assert json.loads(replay.metrics.read_text().splitlines()[-1])["step"] == 9
 
 
 def test_what_differs_is_named(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

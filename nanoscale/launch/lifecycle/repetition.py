@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.checkpoint.configuration import record_origin
 from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import load
@@ -78,9 +79,9 @@ class Replay:
         if self.start is not None:
             target = replayed.checkpoint(self.start.step)
             shutil.copytree(self.start.path, target, copy_function=_link)
-            shutil.copyfile(
-                self.run.metrics, replayed.metrics
-            )  # later lines are dropped by the ranks
+            record_origin(replayed, self.start)
+            # Ranks drop later lines.
+            shutil.copyfile(self.run.metrics, replayed.metrics)
         if self.run.references.is_file():
             _link(str(self.run.references), str(replayed.references))
 

@@ -78,10 +78,16 @@ def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> li
 def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
     """Return what a person wants to know of a comparison."""
     begin, steps = about["begins_after"], about["steps"]
+    first, last = begin + 1, about["trained"]
+    trained = (
+        f"steps {first} to {last}"
+        if last > first
+        else f"step {first}"
+        if last == first
+        else "no step"
+    )
     origin = f"step-{begin:08d}" if begin else "the initial weights"
-    lines = [
-        f"replayed steps {begin + 1} to {about['trained']} from {origin}, as {replayed.reference}"
-    ]
+    lines = [f"replayed {trained} from {origin}, as {replayed.reference}"]
     if not steps:
         lines.append(f"{about['run']} has logged no loss of these steps")
     elif not about["differing_steps"]:
