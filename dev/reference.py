@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
+
+import yaml
 
 from nanoscale.config import reference
 from nanoscale.config.rules.backends import OUTSIDE, table
@@ -66,9 +70,35 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+def render_index() -> str:
+    """Return the index of all pages for programs: titles in the order of the site, and the sections of each."""
+    site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
+    lines = ["# nanoscale", "", f"> {site['site_description']}", ""]
+    lines += ["AGENTS.md says how programs use and change it.", ""]
+    for entry in site["nav"]:
+        ((title, inside),) = entry.items()
+        pages = inside if isinstance(inside, list) else [entry]
+        lines += [f"## {title}", ""] if isinstance(inside, list) else []
+        for page in pages:
+            ((name, path),) = page.items()
+            text = (DOCS.parent / path).read_text(encoding="utf-8")
+            blocks = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+            sections = re.findall(r"^## (.+)$", blocks, re.M)
+            target = os.path.relpath(DOCS.parent / path, DOCS)
+            lines.append(
+                f"- [{name}]({target})" + (f": {' · '.join(sections)}" if sections else "")
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
 def pages() -> dict[str, str]:
     """Return every page by its name."""
-    return {"configuration.md": render(), "backends.md": render_backends()}
+    return {
+        "configuration.md": render(),
+        "backends.md": render_backends(),
+        "llms.txt": render_index(),
+    }
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -47,6 +48,19 @@ def commands(command, name: str) -> Iterator[tuple[str, typer.core.TyperCommand]
 
 
 HELP = dict(parameters(typer.main.get_command(build([])), "nanoscale"))
+
+
+def test_commands_answer_in_json_too() -> None:
+    """But those that AGENTS.md names."""
+    app = typer.main.get_command(build([]))
+    without = {
+        name
+        for name, command in commands(app, "")
+        if not any("--json" in getattr(it, "opts", ()) for it in command.params)
+    }
+    assert without == {"help", "runs stop", "runs logs", "recipes copy"}
+    page = (Path(__file__).parents[2] / "AGENTS.md").read_text()
+    assert all(f"`{name}`" in page for name in without)
 
 
 def test_all_verbs_are_looked_at() -> None:

@@ -38,6 +38,7 @@ from tests.support.token_files import write_indexed
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     *(page for folder in ("docs", "examples") for page in sorted((ROOT / folder).glob("*.md"))),
 ]
 PLACEHOLDER = re.compile(r"[…\[\]|]|\b(RUN|DIR|SOURCES|PATH|NAME|KEY|GROUP|FILE|F)\b")

@@ -14,6 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CHANGELOG.md",
     ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
