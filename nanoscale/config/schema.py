@@ -858,6 +858,11 @@ class Launcher:
     max_restarts: int = key(
         0, "automatic restarts from the newest checkpoint after a failure", at_least=0
     )
+    notify: str | None = key(
+        None,
+        "name of the environment variable with the http address that gets each change of the run's state, as "
+        "SLACK_WEBHOOK; null: nobody",
+    )
     stop_grace_s: float = key(
         120.0, "time for a clean stop before all processes are killed", unit="s", at_least=0
     )

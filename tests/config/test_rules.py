@@ -87,6 +87,7 @@ LAWS = [
     (["train.objective=masked"], CPU, "train.objective"),
     (["train.mask_share=0.2"], CPU, "train.mask_share"),
     (["train.mask_token=3"], CPU, "train.mask_token"),
+    (["launcher.notify=NOBODY_HAS_SET_IT"], CPU, "launcher.notify"),
     ([DS, "train.statistics_every=2"], CPU, "train.statistics_every"),
     ([DS, "train.phases={a: {global_batch: 16}}"], CPU, "train.phases.a.global_batch"),
     (["model.sliding_window=32", "parallel.cp=2"], CPU, "parallel.cp_method"),

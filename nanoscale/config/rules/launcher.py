@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -187,6 +188,10 @@ def check_environment(resolution: Resolution) -> None:
         for message, suggestions in _wrong_variable(name, value):
             # Not the value: it may be a secret.
             resolution.refuse_value(f"launcher.env.{name}", None, message, *suggestions)
+    notify = resolution.config.launcher.notify
+    if notify is not None and not os.environ.get(notify, "").startswith(("http://", "https://")):
+        message = "is not set to an address that begins with http:// or https://"
+        resolution.refuse("launcher.notify", message, "launcher.notify=null")
     for entry in resolution.config.launcher.pass_env:
         if not _PASSED.fullmatch(entry):
             message = (

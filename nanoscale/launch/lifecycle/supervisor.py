@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
@@ -17,6 +18,7 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
+from nanoscale.launch.lifecycle.notification import Notifier
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request, check_request
 from nanoscale.runs import events, failure, fence, status
@@ -38,6 +40,10 @@ class Supervisor:
     fleet: Fleet
     signals: Signals
     view: View
+
+    def __post_init__(self) -> None:
+        note = partial(events.append, self.run, "note")
+        self.notifier = Notifier(self.request.config.launcher, self.run, note)
 
     def supervise(self, number: int) -> Outcome:
         """Run attempt `number`, and further ones as launcher.max_restarts allows.
@@ -147,6 +153,7 @@ class Supervisor:
         if steps := self.run.checkpoint_steps():
             start = f"the checkpoint of step {steps[-1]}"
         text = f"{reason}; starting again from {start} ({more_restarts} after this)"
+        self.notifier.send("restarting", text)
         events.append(self.run, "restart", text, left=restarts_left)
         self.view.poll()
 
@@ -167,10 +174,12 @@ class Supervisor:
             logs.mkdir(parents=True, exist_ok=True)
             self.run.failure.rename(logs / self.run.failure.name)
         names = ", ".join(host.host for host in plan.hosts)
+        message = f"attempt {plan.attempt}: {counted(plan.world_size, 'rank')} on {names}"
+        self.notifier.send("starting", message)
         events.append(
             self.run,
             events.ATTEMPT,
-            f"attempt {plan.attempt}: {counted(plan.world_size, 'rank')} on {names}",
+            message,
             attempt=plan.attempt,
             world_size=plan.world_size,
         )
@@ -197,6 +206,13 @@ class Supervisor:
                     self.run, "failure", f"{cause.who}: {cause.diagnosis}", rank=cause.rank
                 )
             status.write(self.run, status.read(self.run).ending(outcome.state, outcome.exit_code))
+        why = (
+            f"{cause.who}: {cause.diagnosis}"
+            if cause is not None
+            else f"exit code {outcome.exit_code}"
+        )
+        self.notifier.send(outcome.state, why, outcome.exit_code)
+        self.notifier.finish()
         return outcome
 
 

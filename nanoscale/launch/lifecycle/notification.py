@@ -1,0 +1,68 @@
+"""Notifications: each change of a run's state, posted to an address of the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import urllib.request
+from collections.abc import Callable
+from threading import Thread
+
+from nanoscale.config.schema import Launcher
+from nanoscale.runs import metrics
+from nanoscale.runs.directory import RunDirectory
+
+_LIMIT_S = 10.0
+"""The time for one message, and for those that are on their way when the launcher ends."""
+_FIRST_CHARACTERS = 2000
+
+
+class Notifier:
+    """A sender of messages, one after another, that never delays or ends the run.
+
+    Args:
+        note: called with a sentence if a message could not be delivered.
+    """
+
+    def __init__(self, launcher: Launcher, run: RunDirectory, note: Callable[[str], None]) -> None:
+        self._address = os.environ.get(launcher.notify or "", "")
+        self._run, self._note = run, note
+        self._last: Thread | None = None
+
+    def send(self, state: str, message: str, exit_code: int | None = None) -> None:
+        """Send a message, after the previous ones; do nothing without an address."""
+        if not self._address:
+            return
+        last = metrics.last(self._run)
+        about = {
+            "text": f"{self._run.name} {state}: {message}"[:_FIRST_CHARACTERS],
+            "run": self._run.name,
+            "path": str(self._run.path),
+            "host": socket.gethostname(),
+            "state": state,
+            "message": message,
+            "step": last["step"] if last else 0,
+            "exit_code": exit_code,
+            "time": time.time(),
+        }
+        self._last = Thread(target=self._post, args=(about, self._last), daemon=True)
+        self._last.start()
+
+    def finish(self) -> None:
+        """Wait for the messages that are on their way, for a limited time."""
+        if self._last is not None:
+            self._last.join(_LIMIT_S)
+
+    def _post(self, about: dict[str, object], previous: Thread | None) -> None:
+        if previous is not None:
+            previous.join()
+        request = urllib.request.Request(
+            self._address, json.dumps(about).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_LIMIT_S):
+                pass
+        except (OSError, ValueError) as error:  # not the address, which may hold a secret
+            self._note(f"the message that the run is {about['state']} was not delivered: {error}")
