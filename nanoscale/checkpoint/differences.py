@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class TensorDifference:
     """A tensor that two checkpoints do not hold equally."""
 
     name: str
-    relative: float
-    """The largest difference, divided by the largest number of the tensor; infinity if one is not finite."""
+    relative: float | None
+    """The largest difference, divided by the largest number of the tensor; None if that is not a number."""
     ranks: list[int]
     """The ranks of the first checkpoint that wrote what differs."""
 
@@ -42,7 +43,8 @@ def differing(
         difference = (recorded - two.read(name, stored.shape).double()).abs()
         relative = float(difference.max() / recorded.abs().max()) if difference.any() else 0.0
         if not relative <= tolerance:  # true of a number that is not finite, too
-            yield TensorDifference(name, relative, _writers(stored, difference > 0))
+            known = relative if math.isfinite(relative) else None
+            yield TensorDifference(name, known, _writers(stored, difference != 0))
 
 
 def _in_order(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:

@@ -70,7 +70,7 @@ def test_what_differs_is_named(trained: RunDirectory, capsys: pytest.CaptureFixt
         assert nanoscale(["replay", str(trained.path), *words]) == 1
         shown = capsys.readouterr().out
         assert "is the first that differs" in shown
-        assert "tensors differ, all written by ranks 0 and 1\n  first    model." in shown
+        assert "tensors differ, all written by ranks 0-1\n  first    model." in shown
     finally:
         trained.metrics.write_text(whole)
 
@@ -117,3 +117,18 @@ def test_skipped_samples_are_not_replayed(
     assert nanoscale(["replay", str(run.path), "--steps", "5"]) == 2
     assert "went back to step 3 and skipped samples" in capsys.readouterr().err
     assert find_replay(run, "1-3").last == 3
+
+
+def test_a_loss_that_was_not_finite_is_null_in_json(
+    trained: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trained.metrics.read_text()
+    records = [json.loads(line) for line in whole.splitlines()]
+    records[5]["loss"] = None
+    trained.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    try:
+        code, about = replayed(capsys, trained, "--steps", "6")
+    finally:
+        trained.metrics.write_text(whole)
+    assert (code, about["exit_code"], about["differing_steps"]) == (1, 1, [6])
+    assert about["steps"][-1]["loss"]["difference"] is None

@@ -85,13 +85,13 @@ def test_no_room_is_too_large(imports):
 BUDGET = {
     "agent": 1180,
     "backends": 2409,
-    "checkpoint": 2961,
-    "cli": 5264,
+    "checkpoint": 2963,
+    "cli": 5265,
     "common": 682,
     "config": 11089,
     "data": 5043,
     "generate": 1098,
-    "launch": 6056,
+    "launch": 6060,
     "measure": 637,
     "metrics": 1237,
     "models": 1731,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2878,
     "sweep": 1100,
     "train": 1822,
-    "view": 5003,
+    "view": 5017,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

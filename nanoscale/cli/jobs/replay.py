@@ -54,10 +54,11 @@ def replay(
         stream = sys.stderr if as_json else sys.stdout
         outcome = follow(lock, request, 1, fleet, signals, stream)
     about = document(wanted, lock.run, tolerance)
+    differs = about["differing_steps"] or any(row["differing"] for row in about["checkpoints"])
+    code = outcome.exit_code or (FAILED if differs else DONE)
     if as_json:
-        print_json(about | {"exit_code": outcome.exit_code})
+        print_json(about | {"exit_code": code})
     else:
         for sentence in sentences(about, lock.run):
             display.show(sentence)
-    differs = about["differing_steps"] or any(row["differing"] for row in about["checkpoints"])
-    return outcome.exit_code or (FAILED if differs else DONE)
+    return code

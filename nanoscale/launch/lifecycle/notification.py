@@ -8,8 +8,10 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Launcher
 from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
@@ -35,7 +37,9 @@ class Notifier:
         """Send a message, after the previous ones; do nothing without an address."""
         if not self._address:
             return
-        last = metrics.last(self._run)
+        last = None
+        with suppress(UserError):  # a damaged file
+            last = metrics.last(self._run)
         about = {
             "text": f"{self._run.name} {state}: {message}"[:_FIRST_CHARACTERS],
             "run": self._run.name,

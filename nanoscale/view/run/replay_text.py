@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
 from nanoscale.checkpoint.store import find_checkpoint
-from nanoscale.common.units import counted, listed
+from nanoscale.common.units import counted
 from nanoscale.launch.lifecycle.repetition import Replay
+from nanoscale.processes.proc import ranges
 from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 
@@ -42,22 +44,27 @@ def document(replay: Replay, replayed: RunDirectory, tolerance: float) -> dict[s
         "begins_after": start,
         "trained": max(again, default=start),
         "steps": steps,
+        "tolerance": tolerance,
         "differing_steps": [
             row["step"]
             for row in steps
-            if any(not row[name]["difference"] <= tolerance for name in _FIGURES if name in row)
+            if any(_differs(row[name]["difference"], tolerance) for name in _FIGURES if name in row)
         ],
         "checkpoints": _checkpoints(replay, replayed, tolerance),
     }
 
 
-def _relative(recorded: float | None, replayed: float | None) -> float:
-    """Return the relative difference; null stands for a number that is not finite."""
+def _relative(recorded: float | None, replayed: float | None) -> float | None:
+    """Return the relative difference; None stands for a number that is not finite, also for this one."""
     if recorded == replayed:
         return 0.0
     if recorded is None or replayed is None or recorded == 0:
-        return float("inf")
+        return None
     return abs(recorded - replayed) / abs(recorded)
+
+
+def _differs(relative: float | None, tolerance: float) -> bool:
+    return relative is None or relative > tolerance
 
 
 def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> list[dict[str, Any]]:
@@ -88,11 +95,12 @@ def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
     )
     origin = f"step-{begin:08d}" if begin else "the initial weights"
     lines = [f"replayed {trained} from {origin}, as {replayed.reference}"]
+    more = f" by more than {about['tolerance']:g}" if about["tolerance"] else ""
     if not steps:
         lines.append(f"{about['run']} has logged no loss of these steps")
     elif not about["differing_steps"]:
         lines.append(
-            f"{counted(len(steps), 'logged step')} of {about['run']}: no loss or gradient norm differs"
+            f"{counted(len(steps), 'logged step')} of {about['run']}: no loss or gradient norm differs{more}"
         )
     else:
         first = next(row for row in steps if row["step"] == about["differing_steps"][0])
@@ -102,24 +110,30 @@ def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
         )
         lines += [
             f"  {name}  {first[name]['recorded']} was recorded, {first[name]['replayed']} now "
-            f"(relative difference {first[name]['difference']:.1e})"
+            f"({_shown(first[name]['difference'])})"
             for name in _FIGURES
             if name in first
         ]
     for row in about["checkpoints"]:
-        lines += _tensors(row)
+        lines += _tensors(row, more)
     return lines
 
 
-def _tensors(row: dict[str, Any]) -> list[str]:
+def _shown(relative: float | None) -> str:
+    return "not finite" if relative is None else f"relative difference {relative:.1e}"
+
+
+def _tensors(row: dict[str, Any], more: str) -> list[str]:
     name, found = f"step-{row['step']:08d}", row["differing"]
     if not found:
-        return [f"{name}: all tensors are equal"]
-    largest = max(found, key=lambda each: each["relative"])
+        return [f"{name}: no tensor differs{more}"]
+    largest = max(
+        found, key=lambda each: math.inf if each["relative"] is None else each["relative"]
+    )
     ranks = sorted({rank for each in found for rank in each["ranks"]})
-    writers = f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks])}"
+    writers = f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
     return [
         f"{name}: {counted(len(found), 'tensor')} differ, all written by {writers}",
-        f"  first    {found[0]['name']}  (relative difference {found[0]['relative']:.1e})",
-        f"  largest  {largest['name']}  (relative difference {largest['relative']:.1e})",
+        f"  first    {found[0]['name']}  ({_shown(found[0]['relative'])})",
+        f"  largest  {largest['name']}  ({_shown(largest['relative'])})",
     ]
