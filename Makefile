@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive test-oldest lint format bench bench-plan faults docs docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest lint format bench bench-plan faults docs schemas docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -62,12 +62,16 @@ faults: $(READY)
 docs: $(READY)
 	$(BIN)/python dev/reference.py
 
+# docs/schemas, from documents that commands print here; half a minute.
+schemas: $(READY)
+	$(BIN)/python dev/schemas.py
+
 # The documentation site, in build/site; its programs have an environment of their own.
 SITE := build/site-tools
 docs-site: $(SITE)/.ready
 	rm -rf build/site-pages build/site
 	mkdir -p build/site-pages/tests
-	cp -r README.md CHANGELOG.md LICENSE CITATION.cff docs examples build/site-pages
+	cp -r README.md CHANGELOG.md AGENTS.md LICENSE CITATION.cff docs examples build/site-pages
 	cp tests/README.md build/site-pages/tests
 	rm build/site-pages/docs/requirements.txt
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict

@@ -1,0 +1,115 @@
+"""Write JSON schemas of the documents that commands print with `--json`, from documents: `make schemas`.
+
+The first document of each name says its keys, and the types of those that are not null in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from genson import SchemaBuilder
+
+from nanoscale.cli.main import run
+
+FOLDER = Path(__file__).parent.parent / "docs" / "schemas"
+_JOB = ("recipe=debug", "model.layers=2", "train.steps=6", "train.eval_every=3", "parallel.dp=1")
+COMMANDS = {
+    "error": ("train", *_JOB, "train.stepz=3", "--dry-run"),
+    "train-dry-run": ("train", *_JOB, "--dry-run"),
+    "train": ("train", *_JOB, "run.name=first", "checkpoint.every=3", "checkpoint.keep_last=null"),
+    "resume": ("resume", "first", "train.steps=7"),
+    "replay": ("replay", "first", "--steps", "5"),
+    "plan": ("plan", "recipe=llama-8b", "cluster=h100-sxm", "launcher.devices=8"),
+    "rehearse": ("rehearse", "recipe=debug", "parallel.dp=2", "launcher.devices=2"),
+    "eval": ("eval", "first"),
+    "generate": ("generate", "first", "--prompt", "def", "--max-tokens", "4", "--seed", "1"),
+    "runs-ls": ("runs", "ls"),
+    "runs-show": ("runs", "show", "first"),
+    "runs-report": ("runs", "report", "first"),
+    "runs-compare": ("runs", "compare", "first", "first-replay"),
+    "runs-tag": ("runs", "tag", "first", "tag"),
+    "checkpoints-ls": ("checkpoints", "ls", "first"),
+    "checkpoints-inspect": ("checkpoints", "inspect", "first"),
+    "checkpoints-verify": ("checkpoints", "verify", "first"),
+    "checkpoints-export": ("checkpoints", "export", "first", "--format", "hf"),
+    "checkpoints-prune": ("checkpoints", "prune", "first", "--keep-last", "1", "--yes"),
+    "config-show": ("config", "show", "recipe=debug"),
+    "config-ls": ("config", "ls", "train"),
+    "config-explain": ("config", "explain", "train.steps"),
+    "config-backends": ("config", "backends"),
+    "config-from-deepspeed": ("config", "from-deepspeed", "ds.json"),
+    "recipes-ls": ("recipes", "ls"),
+    "recipes-show": ("recipes", "show", "tiny"),
+    "init": ("init", "new", "--task", "pretrain", "--name", "mine"),
+    "data-prepare": ("data", "prepare", "a.txt", "--out", "corpus", "--tokenizer", "byte"),
+    "data-inspect": ("data", "inspect", "corpus"),
+    "doctor": ("doctor", "--quick"),
+    "bench": ("bench", *_JOB, "--steps", "2", "--warmup", "1"),
+    "submit": ("submit", *_JOB, "--num-nodes", "1", "--num-gpus", "1", "--dry-run"),
+    "sweep": ("sweep", *_JOB, "train.seed=1,2", "--dry-run"),
+    "runs-rm": ("runs", "rm", "first-replay", "--yes"),
+}
+"""The commands by the names of their documents; a later one may need what an earlier one made."""
+
+
+def documents() -> dict[str, Any]:
+    """Run all commands in a new folder, and return what each prints."""
+    here, found = Path.cwd(), {}
+    folder = Path(tempfile.mkdtemp(prefix="nanoscale-schemas-"))
+    os.chdir(folder)
+    Path("a.txt").write_text("one line\n" * 4000)
+    Path("ds.json").write_text('{"train_batch_size": 8}')
+    try:
+        for name, words in COMMANDS.items():
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                run([*words, "--json"])
+            found[name] = json.loads(printed.getvalue())
+    finally:
+        os.chdir(here)
+        shutil.rmtree(folder)
+    return found
+
+
+def schema(document: Any) -> dict[str, Any]:
+    """Return the schema of a document."""
+    builder = SchemaBuilder()
+    builder.add_object(document)
+    whole = builder.to_schema()
+    derived: dict[str, Any] = _widened(whole)
+    # What is nested depends on the job.
+    return derived | ({"required": whole["required"]} if "required" in whole else {})
+
+
+def _widened(value: Any) -> Any:
+    """Let what is null in the document have any type, and whole numbers be any number."""
+    if isinstance(value, list):
+        return [_widened(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    names = value.get("properties", {})
+    if not all(re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(name)) for name in names):
+        return {"type": "object"}  # its keys are names of a run, as those of tensors
+    value = {name: it for name, it in value.items() if name != "required"}
+    kinds = value.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "null" in kinds:
+        return {}
+    if "integer" in kinds:
+        return {"type": ["number", "null"]}
+    return {name: _widened(each) for name, each in value.items()}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, document in documents().items():
+        text = json.dumps(schema(document), indent=1, sort_keys=True) + "\n"
+        (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
