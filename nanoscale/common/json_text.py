@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON, is not UTF-8, or is nested too deeply to be read.
+        ValueError: it is not JSON, is not UTF-8, holds half of a surrogate pair, or is nested too deeply.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if _SURROGATE.search(text if isinstance(text, str) else text.decode()):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is not text") from None

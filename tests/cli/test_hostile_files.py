@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sqlite3
 from pathlib import Path
@@ -114,6 +115,21 @@ def test_a_tokenizer_that_cannot_work_is_named(
     }  # fmt: skip
     Path("slow.json").write_text(json.dumps(slow))
     assert "the tokenizer cannot encode a text" in refused(capsys, *prepare, "slow.json")
+
+
+def test_half_of_a_surrogate_pair_is_not_text(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    half = '{"prompt": "\\ud800", "train_batch_size": 8}'
+    Path("p.jsonl").write_text(half)
+    words = ("generate", "first", "--max-tokens", "2")
+    assert "surrogate pair" in refused(capsys, *words, "--prompts", "p.jsonl")
+    assert "--prompt is not UTF-8" in refused(capsys, *words, "--prompt", "\udcff")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\udcff"))
+    assert "standard input is not UTF-8" in refused(capsys, *words)
+    assert "surrogate pair" in refused(capsys, "config", "from-deepspeed", "p.jsonl")
+    Path("p.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}')
+    assert nanoscale([*words, "--prompts", "p.jsonl"]) == 0
 
 
 def test_a_password_does_not_enter_a_run(tmp_path: Path, capsys: Capsys) -> None:

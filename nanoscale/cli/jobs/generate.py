@@ -149,16 +149,19 @@ def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] |
     """Return the prompts; None if the user is to be asked."""
     from nanoscale.generate.prompts import read_prompts
 
-    if prompt is not None:
-        return [{"prompt": prompt}]
     if prompts is not None:
         return read_prompts(prompts)
-    if sys.stdin.isatty():
+    if prompt is None and sys.stdin.isatty():
         return None
+    source = "standard input" if prompt is None else "--prompt"
     try:
-        return [{"prompt": sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")}]
-    except UnicodeDecodeError as error:
-        raise UserError("usage", f"standard input is not UTF-8 at byte {error.start}") from error
+        text = (
+            sys.stdin.read().removeprefix("\ufeff").removesuffix("\n") if prompt is None else prompt
+        )
+        text.encode()  # a word of a command line, and standard input, may hold other bytes
+    except UnicodeError as error:
+        raise UserError("usage", f"{source} is not UTF-8") from error
+    return [{"prompt": text}]
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -279,9 +282,9 @@ class Writer:
             new = text if begun else text.lstrip()
             begun = begun or bool(new)
             if shown and new:
-                display.content(new)
+                display.show(new, end="")
         if shown and not written.text.endswith("\n"):
-            display.content("\n")
+            display.show()
 
     def about(self) -> dict[str, Any]:
         """Return the values that the document of one and of several answers have in common."""
