@@ -80,8 +80,8 @@ class Replay:
             target = replayed.checkpoint(self.start.step)
             shutil.copytree(self.start.path, target, copy_function=_link)
             record_origin(replayed, self.start)
-            # Ranks drop later lines.
-            shutil.copyfile(self.run.metrics, replayed.metrics)
+            if self.run.metrics.is_file():  # ranks drop later lines
+                shutil.copyfile(self.run.metrics, replayed.metrics)
         if self.run.references.is_file():
             _link(str(self.run.references), str(replayed.references))
 
