@@ -23,10 +23,10 @@ def replay(
     force: opt.Force = False,
     as_json: opt.AsJson = False,
 ) -> int:
-    """Repeat steps of a run, elsewhere or in another layout, and name the first that differs.
+    """Repeat steps of a run, and name the first that differs.
 
-    The replay is a run of its own, which begins with the newest checkpoint from before the steps. The exit
-    code is 1 if a loss, a gradient norm or a tensor differs from what the run recorded.
+    The replay is a run of its own, on any hosts and in any layout, which begins with the newest checkpoint from
+    before the steps. The exit code is 1 if a loss, a gradient norm or a tensor differs from what was recorded.
     """
     from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
     from nanoscale.config.composing.compose import Setting
