@@ -167,7 +167,7 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise UserError(
-                "usage", f"{path} has more than {_MOST_BYTES >> 20} MiB: too many for settings"
+                "usage", f"{path} has more than {_MOST_BYTES >> 20} MiB: too much for settings"
             )
         content = parse(text)
     except OSError as error:

@@ -12,7 +12,6 @@ import os
 import queue
 import re
 import shlex
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -269,13 +268,11 @@ class MLflow:
         subject = self._subject
         self._uri = mlflow_uri(subject.config, subject.run)
         self._client = MlflowClient(tracking_uri=self._uri)
+        state.id = state.id or self._begun()
         if state.id is None:
-            state.id = (
-                self._begun()
-                or self._client.create_run(
-                    self._experiment(), run_name=subject.run.name, tags=self._origin()
-                ).info.run_id
-            )
+            state.id = self._client.create_run(
+                self._experiment(), run_name=subject.run.name, tags={_ORIGIN: self._origin()}
+            ).info.run_id
         else:
             self._client.update_run(state.id, status="RUNNING")
         self._id = state.id
@@ -283,15 +280,14 @@ class MLflow:
         steps = [metric.step for metric in self._client.get_metric_history(self._id, "loss")]
         return max([state.step, *steps])
 
-    def _origin(self) -> dict[str, str]:
-        """Return the tag by which a run is found whose number was not written down before a kill."""
+    def _origin(self) -> str:
+        """Return the value of the tag by which a run is found whose number a kill kept from being written."""
         run = self._subject.run
-        created = status.read(run).created if run.status.exists() else None
-        return {_ORIGIN: f"{socket.gethostname()}:{run.path}@{created}"}
+        return f"{run.path} {status.read(run).created}"
 
     def _begun(self) -> str | None:
-        (value,) = self._origin().values()
-        wanted = f"tags.`{_ORIGIN}` = '{value.replace(chr(39), chr(39) * 2)}'"
+        value = self._origin().replace("'", "''")
+        wanted = f"tags.`{_ORIGIN}` = '{value}'"
         found = self._client.search_runs([self._experiment()], wanted, max_results=1)
         return str(found[0].info.run_id) if found else None
 

@@ -85,7 +85,7 @@ class Router(nn.Module):
         if self.penalty and torch.is_grad_enabled():
             scores = _add_loss(scores, self.penalty * self.imbalance(scores, chosen, len(hidden)))
         weights = scores.gather(1, chosen)
-        if torch.is_grad_enabled() and not _recomputing():
+        if torch.is_grad_enabled() and not is_recomputed():
             self.load += count(chosen, self.experts)
         return weights / weights.sum(-1, keepdim=True), chosen
 
@@ -131,8 +131,8 @@ class _AddLoss(torch.autograd.Function):
         return grad, grad.new_ones(())
 
 
-def _recomputing() -> bool:
-    """True if this forward pass is a recomputation within a backward pass."""
+def is_recomputed() -> bool:
+    """True in a forward pass that the backward pass repeats."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -386,7 +386,10 @@ def _has_locked(run: RunDirectory, pid: int) -> bool:
         inode = str(_read_token(folder).inode)
     finally:
         os.close(folder)
-    locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
+    try:
+        locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
+    except OSError:  # a sandbox hides them
+        return False
     return any(it[-4] == str(pid) and it[-3].rpartition(":")[2] == inode for it in locks)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.native import NativeEngine
+from nanoscale.models.moe import is_recomputed
 
 WEIGHT, GRADIENT, ACTIVATION, COUNT = range(4)
 """The columns of sums over all ranks: squares, and the number of activations."""
@@ -129,8 +130,3 @@ class LayerStatistics:
                 sees = mask[..., first : first + _QUERIES, :].unsqueeze(2)
             largest = scores.masked_fill(~sees, -math.inf).max().double() * q.shape[-1] ** -0.5
             self._maxima[row, SCORE] = torch.maximum(self._maxima[row, SCORE], largest)
-
-
-def is_recomputed() -> bool:
-    """True in a forward pass that the backward pass repeats."""
-    return torch._C._current_graph_task_id() != -1

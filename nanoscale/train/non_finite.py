@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoscale.backends.base import Engine
+from nanoscale.models.moe import is_recomputed
 from nanoscale.parallel import process_group
-from nanoscale.train.layer_statistics import is_recomputed
 from nanoscale.train.loop import Training
 
 MOST_STEPS = 200

@@ -147,8 +147,6 @@ def test_bytes_outside_the_checkpoint_are_refused(
         # BUILD on an admitted class, which would change it for every later reader
         b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dV__init__\nctorch\nSize\nstb.",
         b"ctorch\nfloat32\n(V1\ntR.",
-        # a remembered object of the number 2^28, for which the C unpickler allocates 4 GiB
-        b"\x80\x02]r\x00\x00\x00\x10.",
         b"cbuiltins\neval\n(V1\ntR.",
         b"ctorch.distributed.checkpoint.metadata\nos.system\n(Vtrue\ntR.",
     ],
@@ -161,6 +159,13 @@ def test_what_is_no_index_is_refused(tmp_path: Path, pickled: bytes) -> None:
     assert (
         Reader(saved(tmp_path / ".attempt-1", 2)).read("a", (10,)).tolist() == STATE["a"].tolist()
     )
+
+
+def test_an_instruction_that_takes_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / ".attempt-1")
+    (path / metadata.FILE).write_bytes(b"\x80\x02]r\x00\x00\x00\x10.")
+    with pytest.raises(metadata.MetadataError, match="instruction that torch does not write"):
+        metadata.read(path / metadata.FILE)
 
 
 def prepared_run(folder: Path) -> tuple[RunDirectory, Path]:

@@ -34,8 +34,6 @@ Read = Callable[[str, tuple[int, ...]], "Tensor"]
 
 
 _KEY = "model.init_from"
-PREFIX = "base_model.model."
-"""The prefix of PEFT's names of the base model's modules."""
 
 
 def require_same_base(config: ResolvedConfig, base: str | None, manifest: dict[str, Any]) -> None:
@@ -83,10 +81,10 @@ def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Store
     stored, rank = read_header(folder / peft.WEIGHTS), config.lora.rank
     found: dict[str, tuple[Stored, Shape]] = {}
     names = set()
-    for name, matrix in base_matrices(config).items():
+    for name, position in base_matrices(config).items():
         outputs, inputs = shapes(config.model)[f"{name}.weight"]
         for kind, letter, shape in (("a", "A", (rank, inputs)), ("b", "B", (outputs, rank))):
-            theirs = f"{PREFIX}{matrix}.lora_{letter}.weight"
+            theirs = peft_name(position, letter)
             names.add(theirs)
             if theirs not in stored:
                 raise BadFileError(f"{peft.WEIGHTS} has no {theirs}")
@@ -97,12 +95,17 @@ def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Store
     return found
 
 
-def base_matrices(config: ResolvedConfig) -> dict[str, str]:
-    """Return the modules of the base model with adapters, by our names of them in the whole model."""
+def base_matrices(config: ResolvedConfig) -> dict[str, TensorPosition]:
+    """Return the positions in the base model of the matrices with adapters, by our names of their modules."""
     positions = hf_positions(config.model, base_family(config))
     modules = model_math.adapted_layers(config.model, config.lora).values()
     names = [f"layers.{n}.{module}" for n in range(config.model.layers) for module in modules]
-    return {name: positions[f"{name}.weight"][0].name.removesuffix(".weight") for name in names}
+    return {name: positions[f"{name}.weight"][0] for name in names}
+
+
+def peft_name(position: TensorPosition, letter: str) -> str:
+    """Return PEFT's name of A or B of the matrix at a position."""
+    return f"base_model.model.{position.name.removesuffix('.weight')}.lora_{letter}.weight"
 
 
 def base_family(config: ResolvedConfig) -> str:

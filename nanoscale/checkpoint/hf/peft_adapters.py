@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoscale.checkpoint.hf.adapters import PREFIX, base_family, require_base_of
+from nanoscale.checkpoint.hf.adapters import base_family, base_matrices, peft_name, require_base_of
 from nanoscale.checkpoint.hf.export import Exported, new_folder, write_json
-from nanoscale.checkpoint.hf.names import hf_positions, shapes
+from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
-from nanoscale.config import model_math
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.hf import peft
 from nanoscale.config.resolved import ResolvedConfig
@@ -76,24 +75,21 @@ def _tensors(
     stored: StoredCheckpoint, config: ResolvedConfig
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return A and B of each matrix of the base model by PEFT's names, and the rank of each kind of matrix."""
-    model, rank, reader = config.model, config.lora.rank, Reader(stored.path)
-    positions, sizes = hf_positions(model, base_family(config)), shapes(model)
-    parts = defaultdict(list)
-    for number in range(model.layers):
-        for module in model_math.adapted_layers(model, config.lora).values():
-            name = f"layers.{number}.{module}"
-            (position,) = positions[f"{name}.weight"]
-            parts[position.name.removesuffix(".weight"), str(number)].append((position, name))
+    rank, reader, sizes = config.lora.rank, Reader(stored.path), shapes(config.model)
+    joined = defaultdict(list)
+    for name, position in base_matrices(config).items():
+        joined[position.name].append((name, position))
     tensors, ranks = {}, {}
-    for (matrix, layer), joined in parts.items():
+    for matrix, parts in joined.items():
         matrices_a, matrices_b = [], []
-        for position, name in joined:
+        for name, position in parts:
             outputs, inputs = sizes[f"{name}.weight"]
             matrices_a.append(reader.read(f"model.{name}.adapter.a", (rank, inputs)))
             b = torch.zeros(position.before + outputs + position.after, rank)
             b[position.before :][:outputs] = reader.read(f"model.{name}.adapter.b", (outputs, rank))
             matrices_b.append(b)
-        tensors[f"{PREFIX}{matrix}.lora_A.weight"] = torch.cat(matrices_a)
-        tensors[f"{PREFIX}{matrix}.lora_B.weight"] = torch.cat(matrices_b, dim=1)
-        ranks[matrix.partition(f".{layer}.")[2]] = rank * len(joined)
+        tensors[peft_name(parts[0][1], "A")] = torch.cat(matrices_a)
+        tensors[peft_name(parts[0][1], "B")] = torch.cat(matrices_b, dim=1)
+        number = parts[0][0].split(".")[1]
+        ranks[matrix.partition(f".{number}.")[2].removesuffix(".weight")] = rank * len(parts)
     return tensors, ranks
