@@ -14,7 +14,7 @@ from nanoscale.config.composing import frozen
 from nanoscale.launch.lifecycle.repetition import find_replay
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
-from tests.support.jobs import run_of_bytes
+from tests.support.jobs import resumed_at, run_of_bytes
 
 WORDS = (
     "recipe=debug", "model.layers=2", "train.steps=9", "train.eval_every=4", "parallel.dp=2", "zero=stage3",
@@ -48,7 +48,7 @@ def test_the_same_layout_repeats_every_bit(
     assert about["differing_steps"] == []
     assert about["checkpoints"] == [{"step": 8, "differing": []}]
     replay = RunDirectory.open(about["replay"])
-    assert replay.checkpoint_steps() == [4, 8]
+    assert replay.checkpoint_steps() == [4, 8] and resumed_at(replay) == [4]
     schedule = [json.loads(line)["lr"] for line in trained.metrics.read_text().splitlines()]
     again = [json.loads(line)["lr"] for line in replay.metrics.read_text().splitlines()]
     assert again == schedule[:8]
