@@ -18,8 +18,10 @@ from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models.hf_model import HFModel
+from nanoscale.models.own_model import OwnModel
 from nanoscale.models.preferences import Objective
 from nanoscale.models.transformer import Transformer
 
@@ -310,9 +312,17 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     objective = None
     if is_paired(config.train):
         objective = Objective(config.train.objective, config.train.preference_beta)
+    token_losses = function(config, "loss") if config.train.objective == "hooks" else None
     if config.model.source == "hf":
         hf_model = HFModel(config.model, real=real)
-        hf_model.objective = objective
+    elif config.model.source == "hooks":
+        make = function(config, "model")
+        assert make is not None, "the rules require it"
+        hf_model = OwnModel(config.model, make, real=real)
+    else:
+        hf_model = None
+    if hf_model is not None:
+        hf_model.objective, hf_model.token_losses = objective, token_losses
         return hf_model
     parallel = config.parallel
     stages = parallel.pp * parallel.virtual_stages
@@ -323,6 +333,7 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     if model.last:
         model.head.z_loss = config.train.z_loss
         model.objective = model.head.objective = objective
+        model.head.token_losses = token_losses
     return model
 
 

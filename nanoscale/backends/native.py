@@ -17,10 +17,12 @@ from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.master_weights import MasterWeights, cast_frozen
 from nanoscale.backends.optimizer import (
     clip_in_update,
+    fill_own_state,
     fill_state,
     load_state,
     make_optimizer,
     named_state,
+    own_optimizer,
     plain_tensors,
     set_lr,
 )
@@ -51,7 +53,9 @@ class NativeEngine(Engine):
         self.pipeline = self._make_pipeline()
         self.reducer = self._make_reducer()
         rounded = rounds(config.optimizer, config.precision)
-        self.optimizer = make_optimizer(self.parameters(), config.optimizer, rounded=rounded)
+        self.optimizer = make_optimizer(
+            self.parameters(), config.optimizer, rounded=rounded, build=own_optimizer(config)
+        )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -96,10 +100,13 @@ class NativeEngine(Engine):
 
     def empty_state(self) -> dict[str, Tensor]:
         self._fill_state()
+        if self.config.optimizer.name == "hooks":
+            fill_own_state(self.optimizer)
         return self._state(to_load=True)
 
     def _fill_state(self) -> None:
-        fill_state(self.optimizer, averages=self.config.optimizer.ema_decay is not None)
+        if self.config.optimizer.name != "hooks":  # no step is skipped before its first one
+            fill_state(self.optimizer, averages=self.config.optimizer.ema_decay is not None)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

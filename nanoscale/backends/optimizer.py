@@ -17,8 +17,11 @@ from nanoscale.backends.muon import Muon
 from nanoscale.backends.schedule_free import ScheduleFreeAdamW, initial_average
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
+from nanoscale.common.errors import UserError
 from nanoscale.config.optimizers import AVERAGE, group_of, rule_of
+from nanoscale.config.schema import Config
 from nanoscale.config.schema import Optimizer as OptimizerConfig
+from nanoscale.config.values.hooks import function
 from nanoscale.models.initialization import local_region
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -27,7 +30,11 @@ Moments = dict[str, Tensor]
 
 
 def make_optimizer(
-    parameters: NamedParameters, config: OptimizerConfig, *, rounded: bool = False
+    parameters: NamedParameters,
+    config: OptimizerConfig,
+    *,
+    rounded: bool = False,
+    build: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Optimizer:
     """Create the optimizer that the configuration names, in groups of parameters with equal values.
 
@@ -35,6 +42,7 @@ def make_optimizer(
 
     Args:
         rounded: moments, or weights too, are kept in bf16 and rounded stochastically.
+        build: the user's own optimizer; None: that of the configuration's name.
     """
     groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
@@ -57,12 +65,64 @@ def make_optimizer(
     }
     if "beta2" in keys:
         arguments["betas"] = (config.beta1, config.beta2)
-    if not rounded:
+    if build is None and not rounded:
         return BUILDERS[config.name](own, lr=config.lr, **arguments)
     names = {parameter: name for name, parameter in parameters}
     for group in own:
         group["names"] = [names[parameter] for parameter in group["params"]]
+    if build is not None:
+        optimizer = build([{**group, "lr": config.lr} for group in own])
+        _check_own(optimizer, parameters)
+        return optimizer
     return RoundedAdamW(own, lr=config.lr, **arguments)
+
+
+def own_optimizer(config: Config) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
+    """Return the user's own optimizer as a function of its groups; None if another one is chosen."""
+    return function(config, "optimizer") if config.optimizer.name == "hooks" else None
+
+
+def _check_own(optimizer: Optimizer, parameters: NamedParameters) -> None:
+    """Try the user's optimizer with gradients of zero; all that it keeps must be tensors that layouts exchange.
+
+    Raises:
+        UserError: a state is of another type or shape.
+    """
+    fill_own_state(optimizer)
+    for name, parameter in parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            like = value is None or (
+                isinstance(value, Tensor)
+                and (
+                    value.ndim == 0
+                    or (value.shape == parameter.shape and type(value) is type(parameter.data))
+                )
+            )
+            if not like:
+                what = f"keeps {key} of {name} as {type(value).__name__}"
+                why = "a checkpoint has scalar tensors, and tensors made like the parameter"
+                raise UserError("hooks", f"optimizer() of hooks.path {what}: {why}")
+    optimizer.state.clear()
+
+
+@torch.no_grad()
+def fill_own_state(optimizer: Optimizer) -> None:
+    """Give the parameters of the user's optimizer the states of an update with a rate and gradients of zero."""
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if all(optimizer.state.get(parameter) for parameter in parameters):
+        return
+    kept = [(parameter, parameter.grad, parameter.detach().clone()) for parameter in parameters]
+    rates = [group["lr"] for group in groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    set_lr(optimizer, 0.0)
+    optimizer.step()
+    for parameter, gradient, weights in kept:
+        local_tensor(parameter).copy_(local_tensor(weights))
+        parameter.grad = gradient
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _is_in_block(name: str) -> bool:

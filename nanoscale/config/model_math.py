@@ -12,9 +12,9 @@ FEED_FORWARD = ("gate", "up", "down")
 
 
 def parameters(model: Model) -> int:
-    """Count all parameters; an embedding that the head shares counts once. For `model=hf`, return the known
-    count."""
-    if model.source == "hf":
+    """Count all parameters; an embedding that the head shares counts once. For code that is not nanoscale's,
+    return the known count."""
+    if model.source != "own":
         return model.parameters or 0
     outside = sum(parameter.numel for parameter in ends(model).values())
     return outside + model.layers * sum(parameter.numel for parameter in block(model).values())
@@ -32,7 +32,7 @@ def matmul_parameters(model: Model) -> int:
 
     Only the active experts of a token count.
     """
-    if model.source == "hf":
+    if model.source != "own":
         embedding = 0 if model.tie_embeddings else model.hidden * model.vocab
         return parameters(model) - embedding
     return model.layers * block_products(model) + model.hidden * model.vocab

@@ -98,6 +98,12 @@ OPTIMIZERS = {
         deepspeed=False,
         other_names=("schedule_free_adamw", "adamwschedulefree"),
     ),
+    "hooks": UpdateRule(  # planned as adamw
+        keys=("beta1", "beta2", "eps", "momentum"),
+        moments=("exp_avg", "exp_avg_sq"),
+        passes=7.0,
+        deepspeed=False,
+    ),
     "sgd": UpdateRule(
         keys=("momentum",),
         moments=("momentum_buffer",),

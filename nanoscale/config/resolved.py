@@ -59,7 +59,8 @@ class ResolvedConfig(Config):
     @property
     def every_token_counts(self) -> bool:
         """True if each token of a step has a loss."""
-        has_marks = self.data.document_mask or self.data.loss_on == "answers"
+        data = self.data
+        has_marks = data.document_mask or data.loss_on == "answers" or data.source == "hooks"
         return not has_marks and not is_paired(self.train) and not is_masked(self.train)
 
 

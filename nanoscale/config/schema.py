@@ -111,10 +111,10 @@ class RopeScaling:
 class Model:
     """The shape of a decoder-only transformer; the families differ in these keys only."""
 
-    source: Literal["own", "hf"] = key(
+    source: Literal["own", "hf", "hooks"] = key(
         "own",
         "which code runs; own: nanoscale's transformer, shaped by the other keys · hf: that of "
-        "transformers, by its config.json",
+        "transformers, by its config.json · hooks: model() of hooks.path",
     )
     name: str = key(
         "custom",
@@ -225,7 +225,7 @@ class Model:
     )
     parameters: int | None = key(
         None,
-        "hf: number of parameters, counted before the launch; null: not counted yet",
+        "hf, hooks: number of parameters, counted before the launch; null: not counted yet",
         at_least=1,
     )
 
@@ -495,10 +495,10 @@ class Backend:
 class Optimizer:
     """The update rule. Biases and normalization weights are never decayed."""
 
-    name: Literal["adamw", "sgd", "adamw8bit", "lion", "muon", "schedule-free"] = key(
+    name: Literal["adamw", "sgd", "adamw8bit", "lion", "muon", "schedule-free", "hooks"] = key(
         "adamw",
         "adamw · sgd with momentum · adamw with 8-bit moments (torchao) · lion · muon for the matrices of "
-        "blocks, with adamw for the rest · schedule-free adamw",
+        "blocks, with adamw for the rest · schedule-free adamw · optimizer() of hooks.path",
     )
     lr: float = key(3e-4, "peak learning rate", at_least=0)
     weight_decay: float = key(0.1, "decoupled, except L2 for sgd", at_least=0)
@@ -553,10 +553,11 @@ class Scheduler:
 class Data:
     """The training data and its tokenizer."""
 
-    source: Literal["stdlib", "megatron", "datatrove", "random"] = key(
+    source: Literal["stdlib", "megatron", "datatrove", "random", "hooks"] = key(
         "stdlib",
         "stdlib: the running Python's own source code · megatron: a .bin/.idx, or a folder of "
-        "`nanoscale data prepare` · datatrove: a .ds · random: tokens drawn from train.seed, without files",
+        "`nanoscale data prepare` · datatrove: a .ds · random: tokens drawn from train.seed, without files · "
+        "hooks: data() of hooks.path",
     )
     path: str | None = key(
         None,
@@ -1029,11 +1030,12 @@ class Train:
         "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
         "checkpoint before it and skip the batches since then",
     )
-    objective: Literal["next-token", "masked", "dpo", "orpo"] = key(
+    objective: Literal["next-token", "masked", "dpo", "orpo", "hooks"] = key(
         "next-token",
         "what the loss is of; next-token: of every token · masked: of hidden tokens, by an encoder (model=hf) "
         "· dpo: of pairs of a chosen and a rejected answer, "
-        "compared with the initial weights · orpo: of such pairs, without a reference",
+        "compared with the initial weights · orpo: of such pairs, without a reference · hooks: of every token, "
+        "by loss() of hooks.path",
     )
     preference_beta: float = key(
         0.1,
@@ -1076,6 +1078,26 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class Hooks:
+    """Own code in the place of nanoscale's: a model, a loss, an optimizer, data, and what follows a step."""
+
+    path: str | None = key(
+        None,
+        "Python file with functions of these names; a run keeps a copy; null: none",
+        executes=True,
+        path=True,
+    )
+    sha256: str | None = key(
+        None,
+        "path: the digest that it must have, in hexadecimal digits; null: any, which is recorded",
+        executes=True,
+    )
+    settings: dict[str, Any] = key(
+        {}, "values for your own functions, which read them as config.hooks.settings", executes=True
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole job."""
 
@@ -1096,3 +1118,4 @@ class Config:
     train: Train = field(default_factory=Train)
     profile: Profile = field(default_factory=Profile)
     guard: Guard = field(default_factory=Guard)
+    hooks: Hooks = field(default_factory=Hooks)

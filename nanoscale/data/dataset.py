@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
@@ -19,6 +21,7 @@ from nanoscale.data.samples import (
     ENDLESS,
     HELD_OUT,
     Masked,
+    OwnSamples,
     Pairs,
     RandomSamples,
     Samples,
@@ -89,8 +92,12 @@ class Dataset:
             raise UserError("data", f"nothing to evaluate: {violations[0].message}", violations)
 
 
-def open_data(data: Data, train: Train, vocab: int) -> Dataset:
+def open_data(
+    data: Data, train: Train, vocab: int, own: Callable[..., Any] | None = None
+) -> Dataset:
     """Open the tokens of a run for a model of `vocab` ids; prepare the embedded corpus if needed.
+
+    `own` returns the user's samples of a `split`, for data.source=hooks.
 
     Raises UserError (kind `data`) for files that are missing, damaged or too small, for a cache that cannot be
     written and for tokens outside the vocabulary.
@@ -98,6 +105,9 @@ def open_data(data: Data, train: Train, vocab: int) -> Dataset:
     opener = _Opener(data, train, vocab)
     if data.source == "stdlib":
         return opener.stdlib()
+    if data.source == "hooks":
+        assert own is not None, "the rules require it"
+        return opener.own(own)
     return opener.random() if data.source == "random" else opener.files()
 
 
@@ -144,6 +154,23 @@ class _Opener:
         valid = (Validation("", 1.0, loaders[1]),)
         description = f"random tokens: ids in [0, {vocab}), seed {train.seed}, no file"
         fingerprint = hashlib.sha256(description.encode()).hexdigest()
+        return Dataset(None, loaders[0], valid, fingerprint, description)
+
+    def own(self, open_split: Callable[..., Any]) -> Dataset:
+        train, vocab = self.train, self.vocab
+        found = [open_split(split=split) for split in ("train", "valid")]
+        splits = [OwnSamples(it, train.seq_len, vocab) for it in found if it is not None]
+        if found[0] is None or not all(map(len, splits)):
+            raise UserError("data", "data() of hooks.path returned no sample")
+        if len(splits) < 2 and train.eval_every:
+            message = 'has nothing to evaluate: data(config, "valid") of hooks.path returned None'
+            advice = ("train.eval_every=0",)
+            violation = Violation("train.eval_every", train.eval_every, "", message, advice)
+            raise UserError("data", f"train.eval_every {message}", [violation])
+        loaders = [Loader(samples, train.seed) for samples in splits]
+        valid = tuple(Validation("", 1.0, loader) for loader in loaders[1:])
+        description = f"data() of hooks.path: {len(loaders[0]):,} training samples"
+        fingerprint = _combine([samples.digest() for samples in splits])
         return Dataset(None, loaders[0], valid, fingerprint, description)
 
     def files(self) -> Dataset:

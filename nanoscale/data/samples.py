@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Train
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.tokens.files import TokenFile
@@ -346,6 +348,54 @@ class Masked:
             shown = np.where(kind < 0.9, inputs[row], others)
             hidden[row] = np.where(chosen, np.where(kind < 0.8, self._token, shown), inputs[row])
         return Batch(hidden, targets)
+
+
+class OwnSamples:
+    """Samples of the user's own data: a sequence of token ids `[seq_len + 1]`, or of inputs and targets
+    `[seq_len]` each, in which -100 is a target without a loss."""
+
+    def __init__(self, sequence: Sequence[Any], seq_len: int, vocab: int) -> None:
+        self._sequence, self._seq_len, self._vocab = sequence, seq_len, vocab
+
+    def __len__(self) -> int:
+        return len(self._sequence)
+
+    def batch(self, numbers: list[int]) -> Batch:
+        """Return samples by number, a row each.
+
+        Raises:
+            UserError: one has another length, or a token outside the vocabulary.
+        """
+        rows = [self._row(number) for number in numbers]
+        inputs, targets = (
+            np.array(each, dtype=np.int64).reshape(-1, self._seq_len)
+            for each in ([row[0] for row in rows], [row[1] for row in rows])
+        )
+        return Batch(inputs, targets)
+
+    def digest(self) -> str:
+        """Return a digest of the number of samples, and of the first and the last ones."""
+        count, digest = len(self), hashlib.sha256(str(len(self)).encode())
+        for number in sorted({*range(min(count, 8)), *range(max(0, count - 8), count)}):
+            for part in self._row(number):
+                digest.update(part.tobytes())
+        return digest.hexdigest()
+
+    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        sample, length = self._sequence[number], self._seq_len
+        if isinstance(sample, tuple):
+            inputs, targets = (np.asarray(part, dtype=np.int64) for part in sample)
+        else:
+            tokens = np.asarray(sample, dtype=np.int64)
+            inputs, targets = tokens[:-1], tokens[1:]
+        tokens = np.concatenate([inputs, targets[targets != IGNORED]])
+        if inputs.shape != (length,) or targets.shape != (length,):
+            wrong = f"{list(inputs.shape)} inputs and {list(targets.shape)} targets, and train.seq_len={length}"
+        elif tokens.min() < 0 or tokens.max() >= self._vocab:
+            wrong = f"a token that is not below model.vocab={self._vocab}"
+        else:
+            return inputs, targets
+        raise UserError("data", f"sample {number} of data() in hooks.path has {wrong}")
 
 
 class RandomSamples:

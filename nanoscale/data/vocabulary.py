@@ -80,6 +80,8 @@ def tokenizer_of_run(config: Config) -> Tokenizer | None:
         return ByteTokenizer() if data.tokenizer == "byte" else corpus.prepare(data).tokenizer()
     if init_from is not None and (file := in_folder(Path(init_from))) is not None:
         return load(file)
+    if data.source in ("random", "hooks"):
+        return None
     folders = [folder_of(source.path) for source in sources_of(data) if source.path]
     prepared = [folder for folder in folders if folder is not None]
     if not prepared or len(prepared) < len(folders):

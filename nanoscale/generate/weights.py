@@ -112,6 +112,10 @@ def _open_run(
 ) -> Opened:
     config, stored = load_config(run.config), find_checkpoint(run.checkpoints, step)
     require_model(run, stored)
+    if config.model.source == "hooks":
+        raise UserError(
+            "model", f"{run.path}: its model is your own (model=hooks), which you can call yourself"
+        )
     if config.model.source == "hf":
         raise UserError(
             "model",

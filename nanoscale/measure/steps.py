@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoscale.checkpoint.saver import Saver
+from nanoscale.config.values.hooks import function
 from nanoscale.data.dataset import open_data
 from nanoscale.measure.matmul import matmul_rate
 from nanoscale.metrics.meter import Meter, peak_memory_gib, wait_for
@@ -46,7 +47,7 @@ def run(context: RankContext) -> str:
     """
     config, task = context.config, read_json(context.run.task)
     device = process_group.local_device(config.launcher.device)
-    data = open_data(config.data, config.train, config.model.vocab)
+    data = open_data(config.data, config.train, config.model.vocab, function(config, "data"))
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     say = _sayer(context.rank)
     say("multiplying matrices …")

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from nanoscale.common.errors import UserError
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.preferences import Objective
 
@@ -24,6 +26,11 @@ LOGITS_AT_ONCE = 2**28
 gradient of the weights more often, each time reading and writing all of it."""
 _HEADROOM = 1 / 16
 """A factor that keeps a gradient summed over tokens within fp16's range; exact in all other types."""
+
+
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""A function from logits `[tokens, vocab]`, in fp32 or better, and targets `[tokens]` to the losses `[tokens]`;
+those of targets that are IGNORED do not count."""
 
 
 class Vocabulary(Protocol):
@@ -39,6 +46,9 @@ class Vocabulary(Protocol):
     def sum_over_ranks(self, local: Tensor) -> Tensor:
         """Return the sum of a scalar over ranks."""
 
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits of all rows, with the gradient of this rank's rows."""
+
 
 class Head(nn.Linear):
     """A head from `[batch, seq, hidden]` to logits, or with targets `[batch, seq]` to the sum of their losses,
@@ -52,6 +62,8 @@ class Head(nn.Linear):
     """The bound of the logits, as in `model.logit_softcap`."""
     objective: Objective | None = None
     """The loss of pairs; None: each token has a loss of its own."""
+    token_losses: TokenLosses | None = None
+    """The user's own loss; None: cross-entropy."""
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, references: Tensor | None = None
@@ -66,6 +78,7 @@ class TiedHead(nn.Module):
     z_loss = 0.0
     softcap: float | None = None
     objective: Objective | None = None
+    token_losses: TokenLosses | None = None
 
     def forward(
         self,
@@ -90,8 +103,9 @@ def logits_or_loss(
     With an objective, rows are pairs, and `references` `[batch]` are the reference's log-likelihoods.
     """
     if targets is None:
-        logits = F.linear(hidden, weight)
-        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
+        return _logits(hidden, weight, head.softcap)
+    if head.token_losses is not None:
+        return _own_loss(head.token_losses, hidden, weight, targets, vocabulary, head.softcap)
     compute = partial(
         linear_cross_entropy,
         weight=weight,
@@ -114,6 +128,45 @@ def logits_or_loss(
         hidden, targets=targets, token_weights=weights.unsqueeze(1).expand_as(targets)
     )
     return value + (weighted - weighted.detach())
+
+
+def _logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    logits = F.linear(hidden, weight)
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def sum_of_losses(token_losses: TokenLosses, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the losses of the targets `[tokens]` that count."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = token_losses(logits, targets)
+    if losses.shape != targets.shape:
+        what = f"{list(losses.shape)}, and each of {len(targets)} tokens has one loss"
+        raise UserError("hooks", f"loss() of hooks.path returned {what}")
+    return losses.where(targets != IGNORED, 0).sum()
+
+
+def _own_loss(
+    token_losses: TokenLosses,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocabulary: Vocabulary | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return the sum of the user's losses; of several chunks, the logits of one are in memory at a time."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = _logits(hidden, weight, softcap)
+        whole = logits if vocabulary is None else vocabulary.gather(logits)
+        return sum_of_losses(token_losses, whole, targets)
+
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    chunks = max(1, -(-len(targets) * len(weight) // LOGITS_AT_ONCE))
+    if chunks == 1:
+        return loss(hidden, weight, targets)
+    parts = zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True)
+    losses = [checkpoint(loss, part, weight, its, use_reentrant=False) for part, its in parts]
+    return torch.stack(losses).sum()
 
 
 def _capped(logits: Tensor, softcap: float) -> Tensor:

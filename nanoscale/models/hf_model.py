@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.hf.shape import predicts_masked
 from nanoscale.config.schema import Model
+from nanoscale.models.head import sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
 from nanoscale.models.transformer import Transformer, whole_sequence
 
@@ -44,8 +45,8 @@ class HFModel(Transformer):
         self.first = self.last = True
         self.sequence_shards = 1
         self.token_positions = whole_sequence
-        self.run_layers = lambda layers, tokens, rotations, masks: self.hf(input_ids=tokens).logits
-        self.hf: Any = build(shape, real=real)
+        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(tokens)
+        self.hf: Any = self._build(real=real)
         self.hf.eval()  # training mode would enable dropout
         layers_by_number = nn.ModuleDict(
             {str(i): block for i, block in enumerate(blocks(self.hf).values())}
@@ -65,6 +66,8 @@ class HFModel(Transformer):
         logits = self.run_layers(self.layers, inputs, (None, None), (None, None))
         if targets is None:
             return logits
+        if self.token_losses is not None:
+            return sum_of_losses(self.token_losses, logits.flatten(0, 1), targets.flatten())
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.objective is None:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -73,6 +76,13 @@ class HFModel(Transformer):
         value, weights = self.objective.value_and_weights(rows, targets, references)
         weighted = (rows * weights).sum()
         return value + (weighted - weighted.detach()) if torch.is_grad_enabled() else value
+
+    def _build(self, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:
+        return build(self.shape, dtype, real=real)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.hf(input_ids=tokens).logits
+        return logits
 
     @property
     def has_separate_head(self) -> bool:
@@ -88,7 +98,7 @@ class HFModel(Transformer):
     @torch.no_grad()
     def reset_buffers(self, device: torch.device) -> None:
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
-        for name, value in build(self.shape, dtype).named_buffers():
+        for name, value in self._build(dtype).named_buffers():
             owner, _, leaf = name.rpartition(".")
             self.hf.get_submodule(owner)._buffers[leaf] = value.to(device)
 
@@ -108,7 +118,7 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
     config = read_config(shape)
     config.use_cache = False
     masked = predicts_masked(shape.hf_config)
-    parameter_device = nullcontext() if real else _parameters_on_meta()
+    parameter_device = nullcontext() if real else parameters_on_meta()
     with no_init_weights(), parameter_device:
         model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(
             config, dtype=dtype, trust_remote_code=shape.trust_remote_code
@@ -155,7 +165,7 @@ _temporary_folders: list[Any] = []
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Move every parameter to the meta device as soon as a module registers it."""
     original = nn.Module.register_parameter
 

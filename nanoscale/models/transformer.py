@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
-from nanoscale.models.head import Head, TiedHead
+from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.preferences import Objective
@@ -41,6 +41,8 @@ class Transformer(nn.Module):
 
     objective: Objective | None = None
     """The loss of pairs in the last stage; None: each token has a loss of its own."""
+    token_losses: TokenLosses | None = None
+    """The user's own loss in the last stage; None: cross-entropy."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ def shard(
         # The backward begins with these two: freeing them and gathering them again at once would be wasteful.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
-    if config.parallel.pp == 1 and config.model.source != "hf":
+    if config.parallel.pp == 1 and config.model.source == "own":
         _free_buffers_before_loss(model)
 
 

@@ -44,7 +44,7 @@ def kernels_in_use(config: ResolvedConfig, device: torch.device) -> dict[str, An
 
 def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | None:
     model, layout, data = config.model, config.parallel, config.data
-    if model.source == "hf":
+    if model.source != "own":
         return None  # transformers chooses it
     head_dim = model.head_width
     dtype = TORCH_DTYPES[config.precision.compute]

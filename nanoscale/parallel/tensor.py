@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -157,3 +159,22 @@ class VocabularyShard:
     def sum_over_ranks(self, local: Tensor) -> Tensor:
         dist.all_reduce(local, group=self.group)
         return local
+
+    def gather(self, logits: Tensor) -> Tensor:
+        gathered: Tensor = _Gathered.apply(logits, self)
+        return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    """The logits of all ranks, which all compute the same losses of them."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shard: VocabularyShard) -> Tensor:
+        ctx.first, ctx.rows = shard.first, local.shape[-1]
+        parts = [torch.empty_like(local) for _ in range(shard.group.size())]
+        dist.all_gather(parts, local.contiguous(), group=shard.group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.first, ctx.rows), None

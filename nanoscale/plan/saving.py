@@ -215,7 +215,7 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
     width = DTYPES[config.precision.params].bytes
     stored = 4.0 if rule_of(config.optimizer).quantized else moment_width(config.optimizer, width)
     in_blocks = trained
-    if not config.lora.rank and config.model.source != "hf":
+    if not config.lora.rank and config.model.source == "own":
         matrices = [it.numel for it in block(config.model).values() if not it.is_vector]
         in_blocks = config.model.layers * sum(matrices)
     kept = [len(moments_of(config.optimizer, in_blocks=it)) for it in (True, False)]

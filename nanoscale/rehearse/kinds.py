@@ -69,7 +69,7 @@ def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
     """Return the numbers of rows of every matrix, for each rank that shards parameters."""
     if not config.zero.stage:
         return [None] * ranks
-    if config.model.source == "hf":  # the shapes of its matrices are unknown
+    if config.model.source != "own":  # the shapes of its matrices are unknown
         return [rank == ranks - 1 for rank in range(ranks)]
     divided = sorted({*_divided_rows(config, ranks)})
     return [

@@ -41,8 +41,11 @@ _SHARE = 0.8
 
 def why_unplayable(config: ResolvedConfig) -> Violation | None:
     """Return why a job cannot be rehearsed; None if it can be."""
-    if config.model.source == "hf" and config.launcher.device != "cpu":
-        return Violation("model", "hf", "", "transformers' models are not rehearsed on GPUs")
+    source = config.model.source
+    if source != "own" and config.launcher.device != "cpu":
+        return Violation(
+            "model", source, "", "is not nanoscale's own, which alone is rehearsed on GPUs"
+        )
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"

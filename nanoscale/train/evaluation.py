@@ -16,6 +16,7 @@ from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
@@ -81,11 +82,12 @@ def open_validation(config: ResolvedConfig) -> Dataset:
         UserError: it holds out less than a sample's tokens.
     """
     train = replace(config.train, sample_tokens=0)  # a tokenizer is useful, but not needed
-    data = open_data(config.data, train, config.model.vocab)
+    own = function(config, "data")
+    data = open_data(config.data, train, config.model.vocab, own)
     if data.valid:
         return data
     try:  # without eval_every a too small split was not reported until now
-        return open_data(config.data, replace(train, eval_every=1), config.model.vocab)
+        return open_data(config.data, replace(train, eval_every=1), config.model.vocab, own)
     except UserError as error:
         violations = [_without_eval_every_advice(violation) for violation in error.violations]
         raise UserError(error.kind, f"no samples are held out: {error}", violations) from error

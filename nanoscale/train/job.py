@@ -20,6 +20,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.model_math import describe_adapters, recomputed_factor
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.hooks import function
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics import waits
 from nanoscale.metrics.meter import Meter
@@ -32,6 +33,7 @@ from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.documents import read_document
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.non_finite import MOST_STEPS, find_cause
@@ -61,7 +63,7 @@ def run(context: RankContext) -> str:
     """
     config = context.config
     device = process_group.local_device(config.launcher.device)
-    data = open_data(config.data, config.train, config.model.vocab)
+    data = open_data(config.data, config.train, config.model.vocab, function(config, "data"))
     if config.train.eval_every:
         data.require_counted(config.train.eval_samples, "train.eval_samples=")
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
@@ -121,6 +123,7 @@ def make_training(
         note=note,
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
         hosts=process_group.gather(context.host),
+        callbacks=make_callbacks(config, context.run.path, context.rank, engine),
     )
 
 

@@ -33,6 +33,7 @@ from nanoscale.runs import fence, jsonlines
 from nanoscale.runs.directory import RunDirectory, checkpoint_path
 from nanoscale.runs.position import NOW
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.callbacks import Callbacks
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas
 from nanoscale.train.layer_statistics import LayerStatistics
@@ -74,12 +75,14 @@ class Training:
     recorder: Recorder = field(default_factory=Recorder.disabled)
     hosts: Sequence[str] = ()
     """The host of each rank; empty: late ranks are not looked for."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
         on_gpu = self.engine.device.type == "cuda"
         self.samples: SampleSource = Prefetched(self.data.train) if on_gpu else self.data.train
         self.saved_step = self.compared_step = self.progress.step
         self.last: StepResult | None = None
+        self.logged: dict[str, Any] | None = None
         self.samples_since_log = 0
         self.statistics: LayerStatistics | None = None
         if self.config.train.statistics_every:
@@ -122,8 +125,12 @@ class Training:
             if is_due(step, self.config.guard.every or 0):
                 self.compare_replicas()
             self.meter.end()
+            self.logged = None
             if self.is_logged(step) and self.log(result, evaluates):
                 by_step = saves = True
+            self.callbacks.call("on_step_end", step, metrics=self.logged)
+            if evaluates:
+                self.callbacks.call("on_evaluation", step, metrics=self.logged)
             if saves:
                 self.save(self.saver.begin, by_time=not by_step)
                 agreement.saved()
@@ -207,6 +214,7 @@ class Training:
         self.samples_since_log = 0
         if evaluates:
             record |= self.evaluate()
+        self.logged = record
         for sink in self.sinks:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
@@ -332,6 +340,7 @@ class Training:
         self.note(
             "checkpoint", message, step=saved.step, seconds=saved.seconds, stall_s=saved.stall_s
         )
+        self.callbacks.call("on_checkpoint", saved.step, checkpoint=saved.path)
         for step, reason in saved.undeleted.items():
             path = checkpoint_path(saved.path.parent, step)
             self.note(

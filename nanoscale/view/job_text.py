@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.units import counted
@@ -10,8 +12,9 @@ from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.layout import stage_layers
 from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Precision, Zero
+from nanoscale.config.schema import Hooks, Precision, Zero
 from nanoscale.config.token_files import times_seen
+from nanoscale.config.values.hooks import HookError, read
 
 Document = dict[str, Any]
 LONG = 1000
@@ -117,6 +120,8 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
         "zero": _zero(config),
         "compile": config.backend.compile,
     }
+    if config.hooks.path is not None:
+        words["hooks"] = _hooks(config.hooks)
     if config.backend.extra:
         words["DeepSpeed's own"] = json.dumps(config.backend.extra)
     if layout.pp > 1:
@@ -156,7 +161,15 @@ def _data(config: ResolvedConfig) -> str:
     where = ", ".join(data.mixture) if data.mixture else data.path
     source = data.source if where is None else f"{data.source} {where}"
     seen = [seen_text(times)] if (times := times_seen(config)) is not None else []
-    return ", ".join([source, f"tokens by {data.tokenizer}", *seen])
+    tokens = [] if data.source in ("random", "hooks") else [f"tokens by {data.tokenizer}"]
+    return ", ".join([source, *tokens, *seen])
+
+
+def _hooks(hooks: Hooks) -> str:
+    names = ""
+    with suppress(HookError):
+        names = ", ".join(read(Path(str(hooks.path))).used)
+    return f"{names} of {hooks.path}, sha256 {str(hooks.sha256)[:12]}"
 
 
 def seen_text(times: float) -> str:

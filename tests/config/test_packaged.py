@@ -106,6 +106,10 @@ def test_every_option_is_legal(group, option):
         Path("corpus").write_bytes(bytes(2 * 5000))
         Path("corpus.index").write_bytes((5000).to_bytes(8, "little"))
         words.append("data.path=corpus")
+    if option == "hooks":
+        parameters = {"model": "config", "optimizer": "groups, config", "data": "config, split"}
+        Path("mine.py").write_text(f"def {group}({parameters[group]}): pass")
+        words.append("hooks.path=mine.py")
     composed = compose(words)
     check(composed, ON.get((group, option), CPU))
 

@@ -60,6 +60,7 @@ TYPED_BACK = {
     "config/rules/layout.py": "config/test_rules.py",
     "config/rules/model.py": "config/test_rules.py",
     "config/rules/numbers.py": "config/test_rules.py",
+    "config/rules/own_code.py": "cli/test_own_code.py",
     "config/rules/only_with.py": "config/test_rules.py",
     "config/rules/pipeline.py": "config/test_rules.py",
     "config/rules/resolution.py": "config/test_launcher_rules.py",

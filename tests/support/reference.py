@@ -33,6 +33,7 @@ def plain_loop(
     lora: Lora = EVERYTHING,
     steps: int = STEPS,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> CURVE:
     """Return the log of each step. `lora`: with targets that can be hashed; `z_loss` is not in the losses.
 
@@ -45,7 +46,8 @@ def plain_loop(
     def loss_of(model: nn.Module) -> torch.Tensor:
         logits = model(batch[:, :-1])
         z = z_loss * logits.logsumexp(-1).square().mean()
-        loss = F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
+        logits, targets = logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1)
+        loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
         return loss + z - z.detach()
 
     return _train(loss_of, precision, optimizer, shape, lora, steps)

@@ -34,6 +34,7 @@ from nanoscale.config.hf.shape import family_of, write_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
+from nanoscale.config.values.hooks import file_name
 from nanoscale.data import vocabulary
 from nanoscale.models.hf_model import PREFIX
 from nanoscale.runs.directory import sync_folder
@@ -100,6 +101,9 @@ def export(
         source = _Source(stored.path, config, tensors, kind, note)
         _write_weights(source, files, names, temporary, size)
         _copy_code(config.model, temporary)
+        if config.model.source == "hooks":
+            hooks = stored.path.parents[1] / file_name(str(config.hooks.sha256))
+            shutil.copyfile(hooks, temporary / "hooks.py")
         write_json(temporary / "config.json", hf_config)
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
     return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
@@ -169,6 +173,9 @@ def _copy_code(model: Model, folder: Path) -> None:
 
 
 def _config(model: Model, kind: Dtype) -> dict[str, Any]:
+    if model.source == "hooks":  # whose own code reads the weights
+        sizes = {"vocab_size": model.vocab, "hidden_size": model.hidden}
+        return {"model_type": "hooks", **sizes, "torch_dtype": kind.torch_name}
     if model.source == "hf":
         plain = {name: value for name, value in model.hf_config.items() if name != "dtype"}
         return plain | {"torch_dtype": kind.torch_name}
@@ -183,7 +190,7 @@ def _require_accepted(hf_config: dict[str, Any], model: Model) -> None:
 
     That of `model=hf` has been read by it before.
     """
-    if model.source == "hf" or find_spec("transformers") is None:
+    if model.source != "own" or find_spec("transformers") is None:
         return
     import transformers
 

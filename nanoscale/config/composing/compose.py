@@ -22,6 +22,7 @@ from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, m
 from nanoscale.config.hf import any_model, peft, pretrained
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.schema import Config, RopeScaling
+from nanoscale.config.values import hooks
 from nanoscale.config.values.convert import convert, is_left_to_plan
 from nanoscale.config.values.provenance import (
     COMMAND_LINE,
@@ -80,6 +81,8 @@ def compose(
     composed, wrong = _converted(composed, merged)
     if violations := [*asked.violations, *library.violations, *wrong]:
         refuse([with_good_advice(violation, asked, library) for violation in violations])
+    if composed.config.hooks.path is not None:
+        composed, merged = _with_hooks(composed, merged, config_file)
     config = composed.config
     if config.model.source == "hf":
         is_frozen = config_file is not None and not composed.by_hand(any_model.KEY)
@@ -103,6 +106,36 @@ def _converted(composed: Composed, merged: dict[str, Any]) -> tuple[Composed, li
     left = (key for key, value in reference.flat(raw).items() if is_left_to_plan(key, value))
     composed = replace(composed, config=config, left_to_plan=frozenset(left))
     return composed, [*broken, *mistyped]
+
+
+def _with_hooks(
+    composed: Composed, merged: dict[str, Any], config_file: Path | None
+) -> tuple[Composed, dict[str, Any]]:
+    """Return the configuration with the absolute path and the digest of the file of hooks, and what it was made
+    of; the copy of a run lies beside its configuration."""
+    key, asked, pinned = "hooks.path", composed.config.hooks.path, composed.config.hooks.sha256
+    assert asked is not None
+    of_run = config_file is not None and not composed.by_hand(key)
+    file = Path(asked).expanduser().absolute()
+    if of_run and config_file is not None:
+        file = config_file.absolute().parent / hooks.file_name(pinned or "")
+    elif composed.by_hand(key) and not composed.by_hand("hooks.sha256"):
+        pinned = None
+    try:
+        found = hooks.read(file)
+    except hooks.HookError as error:
+        message = f"{file}: {error}" if str(file) != asked else str(error)
+        refuse([Violation(key, asked, composed.source(key), message)])
+    if found.sha256 != pinned and (of_run or pinned is not None):
+        message = f"{file} has another digest than hooks.sha256={pinned}: it was changed since"
+        ways = (override(key, str(file)),) if of_run else ("hooks.sha256=null",)
+        refuse([Violation(key, asked, composed.source(key), message, ways)])
+    if found.sha256 != composed.config.hooks.sha256:
+        record(composed.history, "hooks.sha256", Setting(found.sha256, str(file)))
+    section = {"path": escape(key, str(file)), "sha256": found.sha256}
+    merged = {**merged, "hooks": {**merged["hooks"], **section}}
+    changed, _ = _converted(composed, merged)
+    return changed, merged
 
 
 def _with_shape(

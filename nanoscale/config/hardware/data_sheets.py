@@ -248,7 +248,7 @@ and 40 in 8 bits, on A100, H100, H200, B200 and MI300X, of llm-foundry's scaling
 def usual_mfu(config: Config) -> tuple[float, float] | None:
     """Return the lowest and highest usual MFU; None for mixtures of experts and for other dtypes."""
     bits = {"bf16": _16_BITS, "fp16": _16_BITS, "fp8": _8_BITS}.get(kind(config.precision))
-    if bits is None or config.model.experts or config.model.source == "hf":
+    if bits is None or config.model.experts or config.model.source != "own":
         return None
     size = parameters(config.model)
     return next((low, high) for most, low, high in bits if size <= most)

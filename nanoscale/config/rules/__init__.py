@@ -19,6 +19,7 @@ from nanoscale.config.rules import (
     model,
     numbers,
     only_with,
+    own_code,
     pipeline,
     training,
 )
@@ -34,7 +35,7 @@ __all__ = ["Devices", "Host", "check", "check_machines"]
 
 
 RULES: tuple[Rule, ...] = (
-    *model.TRANSFORMERS,
+    *model.FOREIGN,
     *only_with.OF_LAYOUT,
     *layout.RULES,
     *pipeline.RULES,
@@ -55,6 +56,7 @@ JOB: tuple[Rule, ...] = (
     *numbers.OPTIMIZER,
     *backends.JOB,
     *training.SAVING,
+    *own_code.RULES,
 )
 """The rules of the other keys, with the length of the training resolved."""
 
@@ -110,6 +112,7 @@ def check(
     backends.check_backend(resolution)
     numbers.check_optimizer(resolution)
     training.check_loggers(resolution)
+    own_code.check_hooks(resolution)
     run = training.resolve_run(resolution)
     if resolution.violations:
         _refuse(resolution)
@@ -130,7 +133,7 @@ def _check_source(resolution: Resolution) -> None:
     resolution.apply(only_with.OF_MODEL)
     if resolution.config.model.source == "hf":
         resolution.require("model.source", "transformers", "transformers")
-        resolution.apply(model.TRANSFORMERS)
+    resolution.apply(model.FOREIGN)
 
 
 def _compile(config: Config, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:

@@ -31,6 +31,7 @@ from nanoscale.config.violations import override
 
 OUTSIDE = (
     "run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "profile", "train", "guard",
+    "hooks",
 )  # fmt: skip
 """Sections of the launcher or the training loop: they apply to every backend."""
 

@@ -45,7 +45,7 @@ RANDOM = of_kind(
         "train.sample_tokens=0",
     ),
 )
-_ENCODER = {"train.objective": "masked", "model.source": "hf"}
+_ENCODER = {"train.objective": "masked", "model.source": other_than("own")}
 MASKED = of_kind(
     "data",
     refused(
@@ -76,7 +76,7 @@ MASKED = of_kind(
     ),
     refused(
         "train.sample_tokens",
-        {**_ENCODER, "train.sample_tokens": bool, "data.source": other_than("random")},
+        {**_ENCODER, "train.sample_tokens": bool, "data.source": other_than("random", "hooks")},
         "continues a text, and an encoder sees both sides of a token",
         "train.sample_tokens=0",
     ),
@@ -116,7 +116,7 @@ def resolve_data(resolution: Resolution) -> Data:
     data = resolution.config.data
     resolution.apply(PAIRS)
     resolution.apply(MASKED)
-    if data.source in ("stdlib", "random"):
+    if data.source in ("stdlib", "random", "hooks"):
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
                 message = "is read with data.source=megatron or datatrove only"
@@ -125,6 +125,8 @@ def resolve_data(resolution: Resolution) -> Data:
         _tokenizer(resolution, data)
     elif data.source == "random":
         resolution.apply(RANDOM)
+    elif data.source == "hooks":
+        resolution.apply(OF_TEXT)
     elif data.mixture:
         data = resolve_mixture(resolution)
         if all(source.valid_path for source in sources_of(data)):

@@ -190,17 +190,19 @@ ADAPTERS = of_kind("config",
     refused("lora.targets", {**_ADAPTED, "lora.targets": _repeats}, "names a layer twice", _near_targets),
 )  # fmt: skip
 
-# --- models with transformers' code ---------------------------------------------------------------
+# --- models of transformers and of your own ---------------------------------------------------------------
 
-_HF = {"model.source": "hf"}
+_FOREIGN = {"model.source": other_than("own")}
 _BLOCKS = "parallel.activation_checkpointing"
-_WITHIN = "keeps attention within documents, and the attention of model=hf belongs to transformers"
+_WITHIN = "masks the attention of layers that it knows"
 
 
-def _of_transformers(why: str) -> Callable[[Config], str]:
-    """Return the sentence that layers belong to transformers, and how nanoscale's own model is chosen."""
+def _of_others(why: str) -> Callable[[Config], str]:
+    """Return the sentence that layers are not nanoscale's, and how nanoscale's own model is chosen."""
 
     def message(config: Config) -> str:
+        if config.model.source == "hooks":
+            return f"{why}, and those of model=hooks are your own"
         family = config.model.hf_config["model_type"]
         own = f"; nanoscale's own transformer supports it for {family}: use model.init_from instead of model=hf"
         return f"{why}, and those of model=hf belong to transformers{own if family in FAMILIES else ''}"
@@ -210,7 +212,7 @@ def _of_transformers(why: str) -> Callable[[Config], str]:
 
 def _trains_what_it_predicts(config: Config) -> bool:
     masked = predicts_masked(config.model.hf_config)
-    return _is_own(config) or is_masked(config.train) == masked
+    return config.model.source != "hf" or is_masked(config.train) == masked
 
 
 def _what_it_predicts(config: Config) -> str:
@@ -227,35 +229,36 @@ def _its_objective(config: Config) -> list[str]:
 
 
 def _axis(key: str, why: str) -> Rule:
-    return refused(key, {**_HF, key: several}, _of_transformers(why), f"{key}=1")
+    return refused(key, {**_FOREIGN, key: several}, _of_others(why), f"{key}=1")
 
 
-TRANSFORMERS = (
+FOREIGN = (
     _axis("parallel.tp", "divides matrices that it finds by their names"),
     _axis("parallel.pp", "splits a model between blocks that it can call one by one"),
     _axis("parallel.cp",
         "replaces the attention with one that exchanges keys and values between ranks"),
     _axis("parallel.ep", "distributes experts that it finds by their names"),
-    refused(_BLOCKS, {**_HF, _BLOCKS: "sqrt"},
-        "runs groups of blocks, and transformers runs the blocks of model=hf itself",
+    refused(_BLOCKS, {**_FOREIGN, _BLOCKS: "sqrt"},
+        "runs groups of blocks, and model={c.model.source} runs its blocks itself",
         f"{_BLOCKS}=full"),
     *of_kind("config",
-        refused("precision.fp8", {**_HF, "precision.fp8": True},
-            "replaces linear layers, and those of model=hf belong to transformers",
+        refused("precision.fp8", {**_FOREIGN, "precision.fp8": True},
+            _of_others("replaces linear layers that it finds by their names"),
             "precision=bf16"),
-        refused("train.statistics_every", {**_HF, "train.statistics_every": other_than(0)},
-            "reads the layers of nanoscale's own model, and model=hf has others",
+        refused("train.statistics_every", {**_FOREIGN, "train.statistics_every": other_than(0)},
+            "reads the layers of nanoscale's own model, and model={c.model.source} has others",
             "train.statistics_every=0"),
-        refused("train.z_loss", {**_HF, "train.z_loss": other_than(0.0)},
-            "is a part of nanoscale's own loss, and model=hf computes its own", "train.z_loss=0"),
-        refused("lora.rank", {**_HF, **_ADAPTED},
-            _of_transformers("adds adapters to layers that it finds by their names"),
+        refused("train.z_loss", {**_FOREIGN, "train.z_loss": other_than(0.0)},
+            "is a part of nanoscale's own loss, and model={c.model.source} computes its own", "train.z_loss=0"),
+        refused("lora.rank", {**_FOREIGN, **_ADAPTED},
+            _of_others("adds adapters to layers that it finds by their names"),
             "lora.rank=0")),
     *of_kind("data",
         Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
             _trains_what_it_predicts,
             _what_it_predicts, (_its_objective,)),
-        refused("data.packing", {**_HF, "data.packing": "whole"}, _WITHIN, "data.packing=stream"),
-        refused("data.document_mask", {**_HF, "data.document_mask": True, "data.packing": "stream"},
-            _WITHIN, "data.document_mask=false")),
+        refused("data.packing", {**_FOREIGN, "data.packing": "whole"},
+            _of_others(_WITHIN), "data.packing=stream"),
+        refused("data.document_mask", {**_FOREIGN, "data.document_mask": True, "data.packing": "stream"},
+            _of_others(_WITHIN), "data.document_mask=false")),
 )  # fmt: skip

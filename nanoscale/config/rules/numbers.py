@@ -237,8 +237,8 @@ MASK = of_kind("data",  # on an H100 PyTorch hands masks to cuDNN: pytorch issue
         (_tiles, f"{_KERNEL}=math")),
 )  # fmt: skip
 ATTENTION = of_kind("config",
-    refused(_KERNEL, {_KERNEL: other_than("auto"), "model.source": "hf"},
-        "would be ignored by model=hf, whose code chooses its kernels itself",
+    refused(_KERNEL, {_KERNEL: other_than("auto"), "model.source": other_than("own")},
+        "would be ignored by model={c.model.source}, whose code chooses its kernels itself",
         _FREE),
     refused(_KERNEL, {_KERNEL: "cudnn", "launcher.device": "cpu"},
         "needs a GPU, and launcher.device is cpu",
@@ -335,7 +335,7 @@ def _check_group(resolution: Resolution, key: str, entry: Any) -> None:
             message = "must be a number, at least 0"
             resolution.refuse_value(f"{key}.{name}", value, message, f"{key}.{name}=0")
     config = resolution.config
-    if config.model.source == "hf" or config.lora.rank:
+    if config.model.source != "own" or config.lora.rank:
         return  # its names are known once it is built
     names = list(named(config.model))
     if not any(fnmatchcase(name, entry["match"]) for name in names):

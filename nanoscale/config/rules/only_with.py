@@ -75,7 +75,7 @@ OF_JOB = of_kind(
 OF_TEXT = of_kind(
     "data",
     *(
-        only_with(f"data.{name}", {"data.source": other_than("random")}, "data=megatron")
+        only_with(f"data.{name}", {"data.source": other_than("random", "hooks")}, "data=megatron")
         for name in ("tokenizer", "packing", "document_mask")
     ),
 )
@@ -83,6 +83,7 @@ OF_MODEL = of_kind(
     "config",
     *(
         only_with(f"model.{name}", {"model.source": "hf"}, "model=hf")
-        for name in ("trust_remote_code", "hf_config", "parameters")
+        for name in ("trust_remote_code", "hf_config")
     ),
+    only_with("model.parameters", {"model.source": other_than("own")}, "model=hf"),
 )

@@ -94,7 +94,7 @@ class Resolution:
     def more_rows(self, rows: int) -> str | None:
         """Return the override for a longer embedding, which a loaded model cannot have."""
         model = self.config.model
-        loaded = model.source == "hf" or model.init_from is not None
+        loaded = model.source != "own" or model.init_from is not None
         return None if loaded else f"model.vocab={rows}"
 
     @property

@@ -22,6 +22,7 @@ from nanoscale.config.composing.interpolation import variables
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices
+from nanoscale.config.values.hooks import file_name, read
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 from nanoscale.launch.request import Request
@@ -119,7 +120,7 @@ def new_run(request: Request) -> Iterator[RunLock]:
     with ExitStack() as stack:
         with RunDirectory.build(run.path.parent, run.name) as new_directory:
             lock = stack.enter_context(RunLock(run, new_directory.path))
-            write_configuration(new_directory, request)
+            write_configuration(new_directory, request, run.path)
             write_json(new_directory.environment, environment(request.devices))
             if request.plan is not None:
                 write_json(new_directory.plan, request.plan)
@@ -129,13 +130,39 @@ def new_run(request: Request) -> Iterator[RunLock]:
         yield lock
 
 
-def write_configuration(run: RunDirectory, request: Request) -> None:
-    """Freeze the configuration of the ranks, and the source of each value."""
-    write_atomically(run.config, dump(request.config, request.composed.requested))
+def _frozen(request: Request, run: Path) -> tuple[ResolvedConfig, str]:
+    """Return the configuration and config.yaml of a run at `run`, in which the file of hooks is its copy."""
+    config, hooks = request.config, request.config.hooks
+    if hooks.path is not None:
+        copy = str(run / file_name(str(hooks.sha256)))
+        config = replace(config, hooks=replace(hooks, path=copy))
+    return config, dump(config, request.composed.requested)
+
+
+def _copy_hooks(run: RunDirectory, request: Request) -> None:
+    """Copy the file of hooks into the run directory.
+
+    Raises:
+        UserError: it has changed since it was checked.
+    """
+    hooks = request.config.hooks
+    if hooks.path is None:
+        return
+    found = read(Path(hooks.path))
+    if found.sha256 != hooks.sha256:
+        raise UserError("hooks", f"{hooks.path} has changed while the launch was prepared")
+    write_atomically(run.path / file_name(found.sha256), found.text.decode())
+
+
+def write_configuration(run: RunDirectory, request: Request, home: Path | None = None) -> None:
+    """Freeze the configuration of the ranks, and the source of each value; `home` is the run's later place."""
+    _copy_hooks(run, request)
+    config, text = _frozen(request, home or run.path)
+    write_atomically(run.config, text)
     write_json(run.provenance, provenance(request.composed))
     if request.config.backend.name == "deepspeed":
         write_json(run.deepspeed, deepspeed_settings(request.config))
-    trust.sign(run, request.config)
+    trust.sign(run, config)
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
@@ -145,12 +172,13 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     if request.composed.by_hand(TAGS_KEY):
         run.tags.unlink(missing_ok=True)
     previous = run.config.read_text(encoding="utf-8")
-    if dump(request.config, request.composed.requested) != previous:
+    config, text = _frozen(request, run.path)
+    if text != previous:
         write_atomically(run.attempt_config(last_attempt), previous)
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
         run.program.unlink(missing_ok=True)
-    trust.sign(run, request.config)  # also if another user's was trusted unchanged
+    trust.sign(run, config)  # also if another user's was trusted unchanged
     if request.plan is not None:
         write_json(run.plan, request.plan)
     if request.program is not None:

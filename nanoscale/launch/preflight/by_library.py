@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 from nanoscale.checkpoint.hf.adapters import find_adapters
 from nanoscale.checkpoint.hf.load import find
 from nanoscale.common.errors import Violation
+from nanoscale.config.composing.frozen import dump
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
 from nanoscale.config.hf import any_model
 from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
@@ -38,6 +40,8 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
     config = with_source_run(composed, config)
     if config.model.source == "hf":
         return _with_hf_model(composed, config, fetch=fetch)
+    if config.model.source == "hooks":
+        return _with_own_model(composed, config)
     init_from = config.model.init_from
     if init_from is None or not (fetch or is_folder(init_from)):
         return config
@@ -90,6 +94,18 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
         refuse([Violation(key, value, composed.source(key), text)], kind="model")
     checked = replace(model, init_from=folder or init_from, parameters=answer["parameters"])
     return replace(config, model=checked)
+
+
+def _with_own_model(composed: Composed, config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration of a model of the user, with the number of its parameters."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump(config))
+        file.flush()
+        answer = _ask("nanoscale.backends.count_parameters", file.name, "the model of hooks.path")
+    if not isinstance(answer, int):
+        key, value = "hooks.path", config.hooks.path
+        refuse([Violation(key, value, composed.source(key), answer)], kind="model")
+    return replace(config, model=replace(config.model, parameters=answer))
 
 
 def check_extra(composed: Composed, config: ResolvedConfig) -> None:

@@ -115,11 +115,11 @@ def hardware_of(config: Config) -> Hardware:
             f"{name} is in no file of the group cluster, and these keys of it are null: "
             f"{', '.join(missing)}. Set them, or choose a known device: {known_overrides()}",
         )
-    if config.model.source == "hf":
+    if config.model.source != "own":
         raise UnknownHardwareError(
             "config",
-            "model=hf: memory and time of a transformers model are not predicted; `nanoscale train` "
-            "launches it without a plan",
+            f"model={config.model.source}: memory and time of such a model are not predicted; "
+            f"`nanoscale train` launches it without a plan",
         )
     if config.lora.rank and config.backend.name == "deepspeed":
         raise UnknownHardwareError(

@@ -1,0 +1,133 @@
+"""A Python file of the user's own code: `hooks.path`.
+
+The launcher reads it and runs nothing of it. Only the ranks run it, and only with the digest that the launch
+has recorded.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common.errors import UserError
+
+if TYPE_CHECKING:
+    from nanoscale.config.schema import Config, Hooks
+
+CHOSEN_BY = {
+    "model": "model.source",
+    "loss": "train.objective",
+    "optimizer": "optimizer.name",
+    "data": "data.source",
+}
+"""The functions that take the place of a part of nanoscale, and the key that is `hooks` to choose each."""
+PARAMETERS = {
+    "model": ("config",),
+    "loss": ("logits", "targets", "config"),
+    "optimizer": ("groups", "config"),
+    "data": ("config", "split"),
+    "on_step_end": ("moment",),
+    "on_evaluation": ("moment",),
+    "on_checkpoint": ("moment",),
+}
+"""The parameters of each function that is called if the file defines it."""
+_MOST_BYTES = 1 << 20
+
+
+class HookError(Exception):
+    """The file cannot be read, or is not Python."""
+
+
+@dataclass(frozen=True)
+class HookFile:
+    """The content of a file of hooks."""
+
+    text: bytes
+    sha256: str
+    names: dict[str, int | None]
+    """The public names that it defines, with the number of parameters of a function; None: not known."""
+
+    @property
+    def used(self) -> list[str]:
+        """The functions that are called."""
+        return [name for name in PARAMETERS if name in self.names]
+
+
+def file_name(sha256: str) -> str:
+    """Return the name of a file's copy in run directories, which may keep several versions."""
+    return f"hooks-{sha256[:12]}.py"
+
+
+def read(path: Path) -> HookFile:
+    """Read a file, and find what it defines without running it.
+
+    Raises:
+        HookError: it is missing, too large, or not Python.
+    """
+    try:
+        if not path.is_file():
+            raise HookError("there is no such file")
+        with path.open("rb") as stream:
+            text = stream.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise HookError("is larger than 1 MiB")
+        names = dict(_names(ast.parse(text)))
+    except OSError as error:
+        raise HookError(f"cannot be read: {error.strerror}") from error
+    except SyntaxError as error:
+        raise HookError(f"is not Python: {error.msg}, in line {error.lineno}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise HookError(f"is not Python: {error}") from error
+    return HookFile(text, hashlib.sha256(text).hexdigest(), names)
+
+
+def _names(tree: ast.Module) -> list[tuple[str, int | None]]:
+    found: list[tuple[str, int | None]] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            given = [*node.args.posonlyargs, *node.args.args]
+            found.append((node.name, None if node.args.vararg else len(given)))
+        elif isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):
+            found.append((node.name, None))
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found += [(name, None) for name in names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(alias.asname or alias.name, None) for alias in node.names]
+    return [(name, count) for name, count in found if not name.startswith("_")]
+
+
+def function(config: Config, name: str) -> Callable[..., Any] | None:
+    """Return a function of the job's file, which gets the configuration; None if there is none.
+
+    Raises:
+        UserError: the file has changed since the launch.
+    """
+    module = _load(config.hooks)
+    found = getattr(module, name, None)
+    if found is None:
+        return None
+    return partial(found, config=config) if "config" in PARAMETERS[name] else found
+
+
+def _load(hooks: Hooks) -> ModuleType | None:
+    if hooks.path is None:
+        return None
+    return _run(hooks.path, hooks.sha256)
+
+
+@cache
+def _run(path: str, sha256: str | None) -> ModuleType:
+    text = Path(path).read_bytes()
+    if hashlib.sha256(text).hexdigest() != sha256:
+        raise UserError("hooks", f"{path} has changed since the launch")
+    module = ModuleType("hooks")
+    module.__file__ = path
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
