@@ -1,6 +1,8 @@
 """The entry of `python -m nanoscale.agent`: serve the launcher over the standard streams.
 
 With `--connect HOST:PORT KEY_FILE`, connect to it instead, if the standard streams are not the agent's own.
+With `--join FILE SECONDS serve`, connect to the launcher that a file names (`processes/session.py`), and with
+`wait` in the place of `serve` only wait for its end.
 With `--end-orphans MARK`, end the processes that a lost agent has left here.
 """
 
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from nanoscale.agent.join import join
 from nanoscale.agent.link import Link
 from nanoscale.agent.main import main
 from nanoscale.processes.lifeline import end_orphans
@@ -21,9 +24,12 @@ def _serve(arguments: list[str]) -> int:
             return main(Link.over_standard_streams())
         case ["--connect", address, key_file]:
             return main(_connect(address, Path(key_file)))
+        case ["--join", file, limit_s, way]:
+            return join(Path(file), float(limit_s), serves=way == "serve")
         case ["--end-orphans", mark]:
             return 1 if end_orphans(mark) else 0
-    sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE | --end-orphans MARK]")
+    ways = "--connect HOST:PORT KEY_FILE | --join FILE SECONDS serve|wait | --end-orphans MARK"
+    sys.exit(f"usage: python -m nanoscale.agent [{ways}]")
 
 
 def _connect(address: str, key_file: Path) -> Link:

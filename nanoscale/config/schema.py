@@ -821,8 +821,10 @@ class Slurm:
 class Launcher:
     """The start of the ranks: hosts, devices and time limits."""
 
-    name: Literal["local", "ssh", "pdsh", "slurm"] = key(
-        "local", "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM"
+    name: Literal["local", "ssh", "pdsh", "slurm", "env"] = key(
+        "local",
+        "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM · env: in the "
+        "processes that another program has started, each with RANK and WORLD_SIZE",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "auto: cuda where there is a GPU, and on other hosts"

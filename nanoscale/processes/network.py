@@ -52,6 +52,8 @@ def addresses() -> dict[str, str]:
 
 def names() -> list[str]:
     """List the names that a hostfile or SLURM may use for this host."""
+    if given := os.environ.get("NANOSCALE_AGENT_NAME"):
+        return [given]
     hostname = socket.gethostname()
     candidates = (
         hostname,

@@ -84,11 +84,13 @@ def test_columns_are_metrics_keys_and_states(capsys: Capsys) -> None:
     assert lines[1] == ["r1", "completed", "1e-05", "4.5", "0.002", "swiglu", "0"]
 
 
-def test_a_key_whose_last_word_is_a_name_of_the_summary(capsys: Capsys) -> None:
+def test_the_last_word_of_two_keys_is_refused_with_both(capsys: Capsys) -> None:
     Path("runs/r1/config.yaml").write_text(
         Path("runs/r1/config.yaml").read_text().replace("  path: null", "  path: /corpus", 1)
     )
-    (row,) = rows(capsys, "--columns", "path", "--where", "path=/corpus")
+    assert nanoscale(["runs", "ls", "--columns", "path"]) == 2
+    assert "--columns data.path or --columns hooks.path" in capsys.readouterr().err
+    (row,) = rows(capsys, "--columns", "data.path", "--where", "data.path=/corpus")
     assert (row["data.path"], row["path"]) == ("/corpus", str(Path("runs/r1").absolute()))
 
 

@@ -97,7 +97,7 @@ def test_a_rehearsal_is_advised_only_if_it_is_possible(
     )
     if words:
         with pytest.raises(
-            UserError, match="model=hf: transformers' models are not rehearsed on GPUs"
+            UserError, match="model=hf: is not nanoscale's own, which alone is rehearsed"
         ):
             rehearsal.rehearsed(config, "distinct", 2)
 

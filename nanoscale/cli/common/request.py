@@ -53,6 +53,8 @@ class CommandLine:
     """Keys that options set."""
     trust: bool = False
     """True to run the code and programs that another user's frozen configuration names, without asking."""
+    one_of_many: bool = False
+    """True in the first of the processes that another program has started for launcher=env."""
 
     def compose(self) -> Composed:
         """Compose the configuration; text files that data.path names are replaced by their tokens.
@@ -83,9 +85,13 @@ class CommandLine:
         Raises:
             UserError: another program starts this command many times, or nobody trusts the file.
         """
+        from nanoscale.launch.hosts.outer_processes import is_asked
         from nanoscale.launch.slurm.allocation import require_one_launcher
 
-        require_one_launcher()
+        if not self.one_of_many:
+            if is_asked(self.overrides):
+                raise UserError("usage", "launcher=env is for `nanoscale train` alone")
+            require_one_launcher()
         if self.config_file is not None:
             require_trust(self.config_file, self.compose, trust=self.trust)
 
@@ -210,6 +216,7 @@ def request_new_run(
     rehearse: bool = False,
     fetch: bool = True,
     saves: bool = True,
+    continues: bool = False,
     verify: Callable[[Composed], None] | None = None,
 ) -> Request:
     """Return the request of a new run with its name, its initial weights and its plan.
@@ -220,6 +227,7 @@ def request_new_run(
         rehearse: rehearse the job in any case.
         fetch: True to download the weights of a model that is given by its name.
         saves: True if the disk must have room for the job's checkpoints.
+        continues: True if the run may exist.
         verify: a check before those of the rules.
     """
     from nanoscale.launch.lifecycle.prepare import check_new_run, name_run
@@ -239,7 +247,8 @@ def request_new_run(
         )
     named = name_run(composed, checked.config, repeats=checked.repeats is not None)
     with refusals.gather():
-        check_new_run(named)
+        if not (continues and (Path(named.run.root) / str(named.run.name)).is_dir()):
+            check_new_run(named)
     weighed = replace(checked, config=with_weights(composed, named, fetch=fetch))
     request_with_plan = planned(weighed, refusals, force=force, rehearse=rehearse)
     if saves:

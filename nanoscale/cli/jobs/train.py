@@ -43,8 +43,14 @@ def train(
     """Check, plan, launch and follow a job until its end."""
     from nanoscale.cli.jobs.launching import attempt, ready_fleet, show_plan
     from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.hosts.outer_processes import is_asked
     from nanoscale.launch.lifecycle.prepare import new_run
 
+    if is_asked(line.overrides):
+        from nanoscale.cli.jobs.outer import train_as_one_of_many
+
+        how = {"dry_run": dry_run, "force": force, "rehearse": rehearse, "as_json": as_json}
+        return train_as_one_of_many(line, **how)
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
     if dry_run:

@@ -73,7 +73,7 @@ def requested_launcher(composed: Composed) -> str:
     return "ssh" if unsaid and launcher.hostfile is not None else launcher.name
 
 
-def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm"]:
+def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm", "env"]:
     """Return the launcher's name: a hostfile of this machine alone needs no ssh, unless it was requested."""
     asked = resolution.config.launcher.name
     if asked == requested_launcher(resolution.composed):
@@ -97,6 +97,11 @@ def _check_concerns(resolution: Resolution) -> None:
             f"is needed by launcher.name={way}: a file with a line `HOST slots=N` for each host"
         )
         resolution.refuse("launcher.hostfile", message, "--hostfile hosts", "launcher.name=local")
+    if way == "env" and resolution.config.run.name is None:
+        message = (
+            "is needed by launcher.name=env: the same command, started again, continues the run"
+        )
+        resolution.refuse("run.name", message, "run.name=first")
     for key, ways in _CONCERNS.items():
         if way not in ways:
             others = "--hostfile hosts" if launcher.hostfile is None else "launcher.name=ssh"

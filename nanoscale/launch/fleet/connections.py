@@ -141,7 +141,8 @@ class Connections:
         for member, command in zip(members, commands, strict=True):
             groups.setdefault(command, []).append(member)
         for command, group in groups.items():
-            self._start(command, group)
+            if command:  # else another program starts the agent
+                self._start(command, group)
 
     def _start(self, command: Command, members: Sequence[Member]) -> None:
         for member in members:

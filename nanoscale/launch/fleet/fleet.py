@@ -101,7 +101,9 @@ class Fleet:
                 self._end_orphans(member)
 
     def _has_left(self, member: Member) -> bool:
-        ended = member.process is not None and member.process.exit_code() is not None
+        ended = member.said_bye  # if another program has started it
+        if member.process is not None:
+            ended = member.process.exit_code() is not None
         if not self.transport.is_reverse:
             return not member.is_present or (ended and member.closed_at is not None)  # all is read
         # The command that started its agent may wait for another one that is lost.

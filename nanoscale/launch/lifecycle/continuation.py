@@ -51,7 +51,8 @@ def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[st
         UserError: they would make it another run.
     """
     old, new, composed = load(run.config), request.config, request.composed
-    moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
+    same = (new.run.name, new.run.root) == (old.run.name, old.run.root)
+    moved = [key for key in ("run.name", "run.root") if not same and composed.by_hand(key)]
     restored = _restored(newest(run), new)
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     other = [key for key in other if manifest_key(key) not in restored]

@@ -119,7 +119,7 @@ def _refuse_copies(
         message = (
             f"{program} starts this command {copies} times, and each would launch the whole job"
         )
-        remedy = f"type the same command without {program}{condition}"
+        remedy = f"type the same command without {program}{condition}, or with launcher=env"
         violation = Violation(variable, copies, "environment", message, remedy=remedy)
         raise UserError("usage", f"{message}. nanoscale starts the ranks itself", [violation])
 

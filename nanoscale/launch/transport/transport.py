@@ -22,8 +22,16 @@ from nanoscale.config.schema import Config
 from nanoscale.config.values.forms import elastic
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.hosts.hosts import read_hostfile
+from nanoscale.launch.hosts.outer_processes import (
+    master_address,
+    names,
+    outer_hosts,
+    session_file,
+    this_process,
+)
 from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
 from nanoscale.launch.slurm.slurm import container_prefix, srun_options
+from nanoscale.processes import session
 
 Command = tuple[str, ...]
 
@@ -263,7 +271,29 @@ class Srun(Transport):
         return str(number)
 
 
-_BY_LAUNCHER: dict[str, type[Transport]] = {"local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun}
+class Env(Transport):
+    """Processes that another program has started, and which connect by themselves; one is the launcher."""
+
+    check = "connection"
+    is_reverse = True
+    hosts = staticmethod(outer_hosts)
+
+    def commands(
+        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
+    ) -> list[Command]:
+        if key_file != _KEY_FILE:
+            session.write(session_file(self.config), session.Session(addresses, key_file))
+        first = names(this_process())[0]
+        own: Command = (sys.executable, *AGENT, "--connect", addresses, key_file)
+        return [own if host.name == first else () for host in hosts]
+
+    def address_of(self, host: Host) -> str:
+        return master_address(host)
+
+
+_BY_LAUNCHER: dict[str, type[Transport]] = {
+    "local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun, "env": Env,
+}  # fmt: skip
 
 
 def read_hosts(composed: Composed) -> tuple[Host, ...]:

@@ -38,7 +38,7 @@ class RunColumn:
     """A value of every run: a column of `runs ls`, or a part of a condition."""
 
     name: str
-    """The name as it was typed, or the full name of a key whose last word is a name of the summary."""
+    """The name as it was typed."""
     key: str
     """The full name of a configuration key; otherwise the same."""
 
@@ -96,7 +96,7 @@ def column(name: str, runs: Sequence[RunDirectory], option: str, typed: str) -> 
         return RunColumn(name, name)
     full = [key for key in keys if key.rpartition(".")[2] == name]
     if len(full) == 1:
-        return RunColumn(full[0] if name in SUMMARY else name, full[0])
+        return RunColumn(name, full[0])
     if full:
         raise _ill_named(name, f"is the last word of {len(full)} keys", full, option, typed)
     logged = {key for run in runs for key in _last(run)}

@@ -1,0 +1,54 @@
+"""A process that another program has started: it runs the agent of its host, or only waits for the end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from nanoscale.processes.session import LONGER_S, STALE_S, Follower, Session
+
+_POLL_S, _PAUSE_S = 0.2, 1.0
+_LOST = 1
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def join(path: Path, limit_s: float, *, serves: bool) -> int:
+    """Serve the launcher that the file of a session names, or only wait; return the launcher's exit code.
+
+    The launcher decides when the job ends: it learns of signals through the agent.
+
+    Args:
+        limit_s: seconds to wait for the launcher.
+    """
+    agent: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if agent is not None:
+            with suppress(OSError):
+                agent.send_signal(number)
+
+    for each in _PASSED_ON:
+        signal.signal(each, pass_on)
+    follower, deadline = Follower(path), time.monotonic() + limit_s
+    tried = Session()
+    while time.monotonic() < deadline:
+        session = follower.read()
+        if session is not None:
+            deadline = time.monotonic() + STALE_S
+            if session.exit_code is not None:
+                time.sleep(LONGER_S)  # the launcher ends first, with its own words
+                return session.exit_code
+            code = 0 if agent is None else agent.poll()
+            again = code not in (None, 0) or (code == 0 and session != tried)
+            if serves and session.addresses and again:
+                time.sleep(_PAUSE_S if code else 0)
+                tried = session
+                command = [sys.executable, "-P", "-m", "nanoscale.agent", "--connect"]
+                agent = subprocess.Popen([*command, session.addresses, session.key_file])
+        time.sleep(_POLL_S)
+    return _LOST

@@ -1,0 +1,136 @@
+"""Processes that another program has started, one for each rank: `launcher=env`.
+
+The first process of each host serves as its agent, and the very first one is the launcher as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.machines import Host
+from nanoscale.config.schema import Config
+from nanoscale.config.values.provenance import Composed
+from nanoscale.config.violations import refuse
+from nanoscale.launch.slurm.slurm import SlurmError, host_names
+
+AGENT_NAME = "NANOSCALE_AGENT_NAME"
+"""The name of the variable with the name by which a host's agent introduces itself."""
+_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""The variables of each program with a process's number, their count, and both within its host."""
+_SESSION = (
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+    "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
+)  # fmt: skip
+"""Variables that are equal in all processes of a start, and differ between many starts."""
+
+
+@dataclass(frozen=True)
+class OuterProcess:
+    """One of the processes."""
+
+    host: int
+    """The number of its host."""
+    hosts: int
+    slots: int
+    """The processes of each host."""
+    local: int
+    """Its number within the host."""
+
+    @property
+    def launches(self) -> bool:
+        """True for the process that is the launcher."""
+        return self.host == self.local == 0
+
+
+def is_asked(words: Sequence[str] | None) -> bool:
+    """True if the command line says that another program has started its processes."""
+    return not {"launcher=env", "launcher.name=env"}.isdisjoint(words or ())
+
+
+def this_process(env: Mapping[str, str] = os.environ) -> OuterProcess:
+    """Return the place of this process among all.
+
+    Raises:
+        UserError: no known program has started it, or hosts have different numbers of processes.
+    """
+    for rank_name, count_name, local_name, local_count_name in _VARIABLES.values():
+        if rank_name not in env or count_name not in env:
+            continue
+        rank, count, local = (int(env.get(it, "0")) for it in (rank_name, count_name, local_name))
+        same = re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", env.get(local_count_name, "1"))
+        slots = int(same[1]) if same else 0
+        if not slots or count % slots:
+            what = f"{local_count_name}={env.get(local_count_name)} of {count_name}={count}"
+            raise UserError(
+                "usage", f"launcher=env: {what}: each host needs the same number of processes"
+            )
+        return OuterProcess(rank // slots, count // slots, slots, local)
+    known = " and ".join(_VARIABLES["torchrun"][:2])
+    raise UserError(
+        "usage",
+        f"launcher=env: {known} are not set: put torchrun, srun or mpirun before the command, set them and "
+        "MASTER_ADDR in each process, or choose launcher=local",
+    )
+
+
+def outer_hosts(composed: Composed) -> tuple[Host, ...]:
+    """Return the hosts of the processes; a single process of a host may have several ranks."""
+    process, launcher = this_process(), composed.config.launcher
+    slots = process.slots
+    if slots == 1 and launcher.devices != "auto":
+        slots = launcher.devices
+    elif launcher.devices not in ("auto", slots):
+        message = f"is not the {slots} processes of each host"
+        key, better = "launcher.devices", (f"launcher.devices={slots}",)
+        refuse([Violation(key, launcher.devices, composed.source(key), message, better)])
+    return tuple(Host(name, slots) for name in names(process))
+
+
+def names(process: OuterProcess, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the hosts: SLURM's, or numbers if there are several."""
+    if process.hosts == 1:
+        return [socket.gethostname()]
+    if nodes := env.get("SLURM_STEP_NODELIST"):
+        try:
+            if len(found := host_names(nodes)) == process.hosts:
+                return found
+        except SlurmError:
+            pass
+    return [f"host{number}" for number in range(process.hosts)]
+
+
+def master_address(first: Host, env: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the first host for the others."""
+    return env.get("MASTER_ADDR") or first.address
+
+
+def session_file(config: Config, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the file at which the processes of this start meet."""
+    same = "|".join([str(config.run.name), *(env.get(name, "") for name in _SESSION)])
+    digest = hashlib.sha256(same.encode()).hexdigest()[:16]
+    return Path(config.run.root).absolute() / f".nanoscale-env-{digest}"
+
+
+def join_command(process: OuterProcess, config: Config) -> list[str]:
+    """Return the command that takes the place of a process that is not the launcher."""
+    serves = "serve" if process.local == 0 else "wait"
+    limit = str(config.launcher.connect_timeout_s)
+    file = str(session_file(config))
+    return [sys.executable, "-P", "-m", "nanoscale.agent", "--join", file, limit, serves]
