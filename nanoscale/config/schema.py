@@ -821,10 +821,11 @@ class Slurm:
 class Launcher:
     """The start of the ranks: hosts, devices and time limits."""
 
-    name: Literal["local", "ssh", "pdsh", "slurm", "env"] = key(
+    name: Literal["local", "ssh", "pdsh", "slurm", "env", "kubernetes", "skypilot"] = key(
         "local",
         "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM · env: in the "
-        "processes that another program has started, each with RANK and WORLD_SIZE",
+        "processes that another program has started, each with RANK and WORLD_SIZE · kubernetes, skypilot: "
+        "`nanoscale submit --dry-run` writes a file for them",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "auto: cuda where there is a GPU, and on other hosts"
@@ -888,6 +889,19 @@ class Launcher:
         executes=True,
     )
     env: dict[str, Any] = key({}, "environment variables to set for the ranks", executes=True)
+    container: str | None = key(
+        None,
+        "ssh, pdsh: image that the agents run in · kubernetes, skypilot: image of the job",
+        executes=True,
+    )
+    container_runtime: Literal["docker", "apptainer"] = key(
+        "docker", "ssh, pdsh: program that runs the image"
+    )
+    container_mounts: list[str] = key(
+        [],
+        "ssh, pdsh: folders to mount in it, each HOST:INSIDE · kubernetes: claims, each CLAIM:INSIDE",
+        executes=True,
+    )
     ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`", executes=True)
     slurm: Slurm = field(default_factory=Slurm)
 

@@ -94,6 +94,7 @@ TYPED_BACK = {
     "launch/slurm/allocation.py": "launch/test_slurm_advice.py",
     "launch/submission/batch_script.py": "cli/test_advice_on_files.py",
     "launch/hosts/outer_processes.py": "launch/test_outer_processes.py",
+    "launch/submission/orchestrators.py": "launch/test_orchestrators.py",
     "plan/saving.py": "cli/test_advice_on_plans.py",
     "rehearse/rehearsals.py": "rehearse/test_command.py",
     "runs/directory.py": "cli/test_advice_on_files.py",

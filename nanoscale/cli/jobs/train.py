@@ -23,6 +23,7 @@ from nanoscale.cli.common.request import (
     require_disk,
 )
 from nanoscale.common import display
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
@@ -161,6 +162,9 @@ def submit(
     """Submit a job to SLURM; lists of values make an array."""
     from nanoscale.config.composing.variants import expand
     from nanoscale.launch.submission.batch_job import batch_job
+
+    if ORCHESTRATORS & set(line.overrides or ()):
+        return _write_file(line, Refusals(postponed=True), dry_run, force, as_json)
     from nanoscale.view.run import launch_text as text
 
     variants = expand(line.overrides or [])
@@ -186,6 +190,31 @@ def submit(
     document = text.submission_document(batch, variants, job)
     answer(as_json, document, text.print_submission, batch, variants, job)
     return DONE
+
+
+ORCHESTRATORS = {"launcher=kubernetes", "launcher=skypilot"}
+
+
+def _write_file(
+    line: CommandLine, refusals: Refusals, dry_run: bool, force: bool, as_json: bool
+) -> int:
+    """Print the file of a job for Kubernetes or SkyPilot."""
+    from nanoscale.config.values.yaml_file import to_yaml
+    from nanoscale.launch.lifecycle.prepare import name_run
+    from nanoscale.launch.slurm.allocation import requested_nodes
+    from nanoscale.launch.submission.orchestrators import render
+
+    if not dry_run or line.config_file is not None:
+        what = (
+            "a file is written with --dry-run, of overrides and without --config; pass it on with"
+        )
+        raise UserError("usage", f"{what} `kubectl apply -f FILE`, or `sky launch FILE`")
+    request = request_job(on_described_nodes(line), starts=False, hosts=requested_nodes)
+    named = name_run(request.composed, request.config, repeats=False)
+    request = planned(replace(request, config=named), refusals, force=force)
+    document = render(request)
+    answer(as_json, document, lambda it: display.content(to_yaml(it)))
+    return refusals.show()
 
 
 def through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -19,11 +19,15 @@ from nanoscale.config.schema import Launcher, Slurm
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 
+LauncherName = Literal["local", "ssh", "pdsh", "slurm", "env", "kubernetes", "skypilot"]
 _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.hostfile": ("ssh", "pdsh"),
     "launcher.include": ("ssh", "pdsh"),
     "launcher.exclude": ("ssh", "pdsh"),
-    "launcher.nodes": ("ssh", "pdsh", "slurm"),
+    "launcher.nodes": ("ssh", "pdsh", "slurm", "kubernetes", "skypilot"),
+    "launcher.container": ("ssh", "pdsh", "kubernetes", "skypilot"),
+    "launcher.container_mounts": ("ssh", "pdsh", "kubernetes"),
+    "launcher.container_runtime": ("ssh", "pdsh"),
     "launcher.master_addr": ("ssh", "pdsh", "slurm"),
     "launcher.ssh_args": ("ssh", "pdsh"),
     "cluster.python": ("ssh", "pdsh", "slurm"),
@@ -73,7 +77,7 @@ def requested_launcher(composed: Composed) -> str:
     return "ssh" if unsaid and launcher.hostfile is not None else launcher.name
 
 
-def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm", "env"]:
+def _name(resolution: Resolution) -> LauncherName:
     """Return the launcher's name: a hostfile of this machine alone needs no ssh, unless it was requested."""
     asked = resolution.config.launcher.name
     if asked == requested_launcher(resolution.composed):

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 import nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.config import machines
 from nanoscale.config.machines import Host
 from nanoscale.config.rules.launcher import requested_launcher
@@ -189,7 +190,22 @@ class Ssh(Transport):
         python = interpreter(self.config, host)
         path = source_path(os.environ) if python == sys.executable else None
         prefix = ["env", f"PYTHONPATH={path}"] if path else []
-        return shlex.join(["exec", *prefix, python, *AGENT, *arguments])
+        return shlex.join(["exec", *self._container(), *prefix, python, *AGENT, *arguments])
+
+    def _container(self) -> list[str]:
+        """Return the prefix of a command that runs in an image; its processes end with their agent."""
+        launcher, root = self.config.launcher, Path(self.config.run.root).absolute()
+        if launcher.container is None:
+            return []
+        is_docker, on_gpu = launcher.container_runtime == "docker", launcher.device == "cuda"
+        mounts = [f"{root}:{root}", *launcher.container_mounts]
+        option = "--volume" if is_docker else "--bind"
+        folders = [word for mount in mounts for word in (option, mount)]
+        gpus = ["--gpus=all" if is_docker else "--nv"] if on_gpu else []
+        host = ["--network=host", "--ipc=host", "--pid=host", f"--user={os.getuid()}:{os.getgid()}"]
+        docker = ["docker", "run", "--rm", "--interactive", *host]
+        way = docker if is_docker else ["apptainer", "exec"]
+        return [*way, *gpus, *folders, launcher.container]
 
 
 class Pdsh(Ssh):
@@ -291,8 +307,19 @@ class Env(Transport):
         return master_address(host)
 
 
+class Elsewhere(Env):
+    """Hosts that Kubernetes or SkyPilot provides later, for which a file is written here."""
+
+    @staticmethod
+    def hosts(composed: Composed) -> tuple[Host, ...]:
+        name = composed.config.launcher.name
+        what = f"launcher={name} is for `nanoscale submit --dry-run`, which writes a file for it"
+        raise UserError("usage", what)
+
+
 _BY_LAUNCHER: dict[str, type[Transport]] = {
     "local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun, "env": Env,
+    "kubernetes": Elsewhere, "skypilot": Elsewhere,
 }  # fmt: skip
 
 

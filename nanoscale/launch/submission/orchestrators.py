@@ -1,0 +1,135 @@
+"""Files that start the processes of a job elsewhere: a JobSet of Kubernetes, and a task of SkyPilot.
+
+Each pod or node is a host, whose one process has the ranks of its GPUs (`launcher=env`). Sources: the API of
+JobSet, version v1alpha2 (https://jobset.sigs.k8s.io), and SkyPilot's task YAML (https://docs.skypilot.co).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import PurePosixPath
+from typing import Any
+
+from nanoscale.common.errors import Violation
+from nanoscale.config.violations import refuse
+from nanoscale.launch.request import Request
+
+Document = dict[str, Any]
+_DECIDED = (
+    "launcher",
+    "launcher.name",
+    "launcher.nodes",
+    "launcher.devices",
+    "run.name",
+    "run.root",
+)
+"""The keys that the file decides."""
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def render(request: Request) -> Document:
+    """Return the file for the launcher of the request.
+
+    Raises:
+        UserError: a setting is missing that the file needs.
+    """
+    make = {"kubernetes": _jobset, "skypilot": _task}[request.config.launcher.name]
+    return make(request, len(request.hosts), request.hosts[0].slots)
+
+
+def _command(request: Request, slots: int) -> list[str]:
+    def stays(word: str) -> bool:
+        key = word.partition("=")[0]
+        return key not in _DECIDED and not key.startswith("launcher.container")
+
+    run = request.config.run
+    decided = [f"launcher.devices={slots}", f"run.name={run.name}", f"run.root={run.root}"]
+    words = filter(stays, request.composed.words)
+    return ["nanoscale", "train", *words, "launcher=env", *decided]
+
+
+def _name(request: Request) -> str:
+    """Return the run's name as the DNS label that both require."""
+    return re.sub(r"[^a-z0-9]+", "-", str(request.config.run.name).lower())[:40].strip("-") or "run"
+
+
+def _jobset(request: Request, hosts: int, slots: int) -> Document:
+    launcher, name = request.config.launcher, _name(request)
+    _require(request, "launcher.container", launcher.container, "launcher.container=IMAGE")
+    claims = [mount.rpartition(":")[::2] for mount in launcher.container_mounts]
+    root = PurePosixPath(request.config.run.root)
+    if not any(root.is_relative_to(path) for _, path in claims):
+        message = f"has no CLAIM:FOLDER of a persistent volume that holds run.root={root}"
+        advice = "'launcher.container_mounts=[runs:/runs]' run.root=/runs"
+        _refuse(request, "launcher.container_mounts", launcher.container_mounts, message, advice)
+    variables: list[Document] = [
+        {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "WORLD_SIZE", "value": str(hosts)},
+        {"name": "MASTER_ADDR", "value": f"{name}-hosts-0-0.{name}"},
+    ]
+    folders = [*dict(claims).items(), ("shm", "/dev/shm")]
+    container: Document = {
+        "name": "nanoscale",
+        "image": launcher.container,
+        "command": _command(request, slots),
+        "env": variables,
+        "volumeMounts": [{"name": claim, "mountPath": path} for claim, path in folders],
+    }
+    if launcher.device != "cpu":
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(slots)}}
+    volumes: list[Document] = [
+        {"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in dict(claims)
+    ]
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(launcher.stop_grace_s),
+        "containers": [container],
+        "volumes": [*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+    job = {
+        "completionMode": "Indexed",
+        "parallelism": hosts,
+        "completions": hosts,
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": launcher.max_restarts},
+            "replicatedJobs": [{"name": "hosts", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _task(request: Request, hosts: int, slots: int) -> Document:
+    config = request.config
+    _require(request, "cluster.device", config.cluster.device, "cluster=h100-sxm")
+    kind, _, memory = str(config.cluster.device).partition("-")
+    accelerator = kind.upper() + (f"-{memory}GB" if memory.isdecimal() and kind == "a100" else "")
+    image = config.launcher.container
+    resources: Document = {"accelerators": {accelerator: slots}}
+    lines = [
+        "export RANK=$SKYPILOT_NODE_RANK WORLD_SIZE=$SKYPILOT_NUM_NODES",
+        'export MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
+        shlex.join(_command(request, slots)),
+    ]
+    return {
+        "name": _name(request),
+        "num_nodes": hosts,
+        "resources": resources | ({"image_id": f"docker:{image}"} if image else {}),
+        "run": "\n".join(lines) + "\n",
+    }
+
+
+def _require(request: Request, key: str, value: object, advice: str) -> None:
+    if value is None:
+        name = request.config.launcher.name
+        _refuse(request, key, value, f"is needed by launcher.name={name}", advice)
+
+
+def _refuse(request: Request, key: str, value: object, message: str, advice: str) -> None:
+    refuse([Violation(key, value, request.composed.source(key), message, (advice,))])
