@@ -32,6 +32,7 @@ COMMANDS = {
     "eval": ("eval", "first"),
     "generate": ("generate", "first", "--prompt", "def", "--max-tokens", "4", "--seed", "1"),
     "runs-ls": ("runs", "ls"),
+    "top": ("top",),
     "runs-show": ("runs", "show", "first"),
     "runs-report": ("runs", "report", "first"),
     "runs-compare": ("runs", "compare", "first", "first-replay"),

@@ -43,6 +43,7 @@ VERBS = {
     "eval": "measure.eval",
     "bench": "measure.bench",
     "runs": "inspect.runs",
+    "top": "inspect.top",
     "checkpoints": "inspect.checkpoints",
     "config": "inspect.config",
     "recipes": "inspect.recipes",
@@ -51,7 +52,9 @@ VERBS = {
 }
 """The file of each verb, which holds a Typer `app` of sub-commands, or a function of that name."""
 
-_CONFIGURED = VERBS.keys() - {"data", "generate", "runs", "checkpoints", "recipes", "init", "help"}
+_CONFIGURED = VERBS.keys() - {
+    "data", "generate", "runs", "top", "checkpoints", "recipes", "init", "help",
+}  # fmt: skip
 """Verbs that take overrides."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 

@@ -825,7 +825,7 @@ class Launcher:
         "local",
         "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM · env: in the "
         "processes that another program has started, each with RANK and WORLD_SIZE · kubernetes, skypilot: "
-        "`nanoscale submit --dry-run` writes a file for them",
+        "`nanoscale submit` writes a file for them",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "auto: cuda where there is a GPU, and on other hosts"

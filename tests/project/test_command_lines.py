@@ -349,6 +349,7 @@ EXCUSED_EXAMPLES = {
     "nanoscale runs stop first": "needs a running job: tests/cli/test_stop_and_resume.py",
     "nanoscale runs explain first": "needs a running job: tests/runs/test_position.py",
     "nanoscale runs rm first": "asks a question: tests/cli/test_remove.py",
+    "nanoscale top --root /shared/runs --web": "serves until it is stopped: tests/cli/test_top.py",
 }
 ABOUT_CLUSTERS = ("plan", "config", "recipes", "rehearse")
 """Commands whose examples are typed with the packaged recipes."""

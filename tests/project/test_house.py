@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1240,
     "backends": 2515,
     "checkpoint": 2969,
-    "cli": 5432,
+    "cli": 5582,
     "common": 690,
     "config": 11416,
     "data": 5120,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2881,
     "sweep": 1100,
     "train": 1889,
-    "view": 5030,
+    "view": 5151,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

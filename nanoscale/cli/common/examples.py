@@ -54,6 +54,7 @@ EXAMPLES = {
         "nanoscale runs tag first --remove paper",
     ),
     "runs rm": ("nanoscale runs rm first",),
+    "top": ("nanoscale top", "nanoscale top --root /shared/runs --web"),
     "runs report": ("nanoscale runs report first --html report.html",),
     "checkpoints ls": ("nanoscale checkpoints ls first",),
     "checkpoints inspect": ("nanoscale checkpoints inspect first --step 1200",),
