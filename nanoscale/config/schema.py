@@ -798,11 +798,6 @@ class Slurm:
     gpus: str | None = key(
         None, "value of --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
     )
-    container: str | None = key(None, "image that the agents run in", executes=True, path=True)
-    container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "container runtime")
-    container_mounts: list[str] = key(
-        [], "folders to mount in the container, each HOST:INSIDE", executes=True, path=True
-    )
     setup: list[str] = key(
         [], "shell lines to run first in the batch script, as in `module load`", executes=True
     )
@@ -890,17 +885,16 @@ class Launcher:
     )
     env: dict[str, Any] = key({}, "environment variables to set for the ranks", executes=True)
     container: str | None = key(
-        None,
-        "ssh, pdsh: image that the agents run in · kubernetes, skypilot: image of the job",
-        executes=True,
+        None, "image that agents and ranks run in; null: none", executes=True, path=True
     )
-    container_runtime: Literal["docker", "apptainer"] = key(
-        "docker", "ssh, pdsh: program that runs the image"
+    container_runtime: Literal["auto", "pyxis", "docker", "apptainer"] = key(
+        "auto", "program that runs the image on hosts; auto: pyxis with slurm, otherwise docker"
     )
     container_mounts: list[str] = key(
         [],
-        "ssh, pdsh: folders to mount in it, each HOST:INSIDE · kubernetes: claims, each CLAIM:INSIDE",
+        "folders to mount in the image, each HOST:INSIDE; kubernetes: claims, each CLAIM:INSIDE",
         executes=True,
+        path=True,
     )
     ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`", executes=True)
     slurm: Slurm = field(default_factory=Slurm)

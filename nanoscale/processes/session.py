@@ -46,7 +46,6 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = 0.0
         self._touched: float | None = None
         self._changed_at = time.monotonic()
 

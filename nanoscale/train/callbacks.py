@@ -11,7 +11,7 @@ from torch import nn
 
 from nanoscale.backends.base import Engine
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.values.hooks import function
+from nanoscale.config.values.hooks import PARAMETERS, function
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,7 @@ class Callbacks:
 
 def make_callbacks(config: ResolvedConfig, run: Path, rank: int, engine: Engine) -> Callbacks:
     """Return the callbacks of a rank."""
-    found = {
-        name: function(config, name) for name in ("on_step_end", "on_evaluation", "on_checkpoint")
-    }
-    functions = {name: it for name, it in found.items() if it is not None}
+    names = [name for name in PARAMETERS if name.startswith("on_")]
+    functions = {name: it for name in names if (it := function(config, name)) is not None}
     modules = list(engine.stages.values())
-    about = {"rank": rank, "config": config, "run": run, "modules": modules}
-    return Callbacks(functions, about)
+    return Callbacks(functions, {"rank": rank, "config": config, "run": run, "modules": modules})

@@ -14,7 +14,7 @@ from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Hooks, Precision, Zero
 from nanoscale.config.token_files import times_seen
-from nanoscale.config.values.hooks import HookError, read
+from nanoscale.config.values.hooks import PARAMETERS, HookError, read
 
 Document = dict[str, Any]
 LONG = 1000
@@ -168,7 +168,7 @@ def _data(config: ResolvedConfig) -> str:
 def _hooks(hooks: Hooks) -> str:
     names = ""
     with suppress(HookError):
-        names = ", ".join(read(Path(str(hooks.path))).used)
+        names = ", ".join(it for it in PARAMETERS if it in read(Path(str(hooks.path))).names)
     return f"{names} of {hooks.path}, sha256 {str(hooks.sha256)[:12]}"
 
 

@@ -138,8 +138,6 @@ def test_every_key_that_names_code_or_programs_is_marked():
         "launcher.env",
         "launcher.hostfile",
         "launcher.pass_env",
-        "launcher.slurm.container",
-        "launcher.slurm.container_mounts",
         "launcher.slurm.directives",
         "launcher.slurm.setup",
         "launcher.ssh_args",

@@ -127,7 +127,7 @@ def nasty() -> Config:
     plain["model"]["hf_config"] = {"chat_template": "{% if ${x} %}\\${y}", "n": 1, "f": 1e-5}
     plain["launcher"]["env"] = {f"V{number}": text for number, text in enumerate(NASTY)}
     plain["launcher"]["slurm"]["setup"] = ["echo ${HOME} \\${X:-y}", "${"]
-    plain["launcher"]["slurm"]["container_mounts"] = ["${a}:/b"]
+    plain["launcher"]["container_mounts"] = ["${a}:/b"]
     plain["train"]["sample_prompt"] = "\\${literal} ${text}"
     from nanoscale.config.values.convert import to_config
 

@@ -109,7 +109,7 @@ ODD, SIX = (
 )
 THREE = "--hostfile three parallel.tp=4 train.global_batch=40"
 SLURM = "launcher=slurm launcher.slurm.signal_before_s=1"
-MOUNTS = "'launcher.slurm.container_mounts=[{}]'"
+MOUNTS = "'launcher.container_mounts=[{}]'"
 PDSH = "--hostfile two launcher=pdsh"
 TIMES = [f"launcher.slurm.time={time}" for time in ("1:30:00", "2-00:00:00")]
 REFUSED = [
@@ -157,9 +157,11 @@ REFUSED = [
       for text in ("1h", "1:60:00", "1-24:00", "")),
     ("launcher=slurm 'launcher.slurm.time=\"0\"'", "launcher.slurm.time", "above 0", None),
     ("launcher=slurm 'launcher.slurm.time=\"2\"'", "launcher.slurm.signal_before_s", "120 s", None),
-    (f"launcher=slurm {MOUNTS.format('/data:/data')}", "launcher.slurm.container_mounts", "", None),
-    (f"launcher=slurm launcher.slurm.container=x.sqsh {MOUNTS.format('/data')}",
-     "launcher.slurm.container_mounts", "", None),
+    (f"launcher=slurm {MOUNTS.format('/data:/data')}", "launcher.container_mounts", "", None),
+    (f"launcher=slurm launcher.container=x.sqsh {MOUNTS.format('/data')}",
+     "launcher.container_mounts", "", None),
+    ("launcher=ssh --hostfile two launcher.container=i launcher.container_runtime=pyxis",
+     "launcher.container_runtime", "is a part of SLURM", ["launcher.container_runtime=auto"]),
 ]  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def test_what_is_next_to_a_refusal_is_accepted():
     assert checked("--hostfile later").launcher.master_addr is None
     checked(f"{PDSH} 'launcher.ssh_args=[-o, \"SetEnv=A=b\"]'")
     assert checked("--hostfile two 'cluster.pythons={h1: /x/python}'").cluster.pythons
-    checked(f"launcher=slurm launcher.slurm.container=x.sqsh {MOUNTS.format('/data:/data')}")
+    checked(f"launcher=slurm launcher.container=x.sqsh {MOUNTS.format('/data:/data')}")
     two = "--hostfile three parallel.tp=4 parallel.dp=2"
     assert checked(f"{two} {violations(two)[0].suggestions[1]}")
     assert violations("--hostfile two parallel.dp=4", kind="layout")

@@ -38,6 +38,7 @@ OPTIONS = sorted(
 
 NEEDS = {
     ("data", "stdlib-bpe"): ["model=llama-1b"],
+    ("launcher", "env"): ["run.name=x"],
     ("launcher", "pdsh"): ["launcher.hostfile=hosts"],
     ("launcher", "ssh"): ["launcher.hostfile=hosts"],
     ("logger", "wandb"): ["logger.wandb=offline"],

@@ -166,27 +166,12 @@ def test_an_interpreter_of_another_path_has_its_own_nanoscale(monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("runtime", "words"),
-    [
-        ("docker", ["docker", "run", "--rm", "--interactive", "--network=host", "--gpus=all"]),
-        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data:/data"]),
-    ],
-)
-def test_agents_of_hosts_run_in_an_image(runtime, words):
-    launcher = replace(
-        SSH.launcher,
-        device="cuda",
-        container="my/image",
-        container_runtime=runtime,
-        container_mounts=["/data:/data"],
-    )
+def test_agents_of_hosts_run_in_an_image():
+    launcher = replace(SSH.launcher, container="my/image", container_runtime="apptainer")
     config = replace(SSH, launcher=launcher, cluster=Cluster(python="python3"))
     remote = shlex.split(plan(config, HOSTS).hosts[0].command[-1])
+    assert remote[:3] == ["exec", "apptainer", "exec"]
     assert remote[-5:] == ["my/image", "python3", "-P", "-m", "nanoscale.agent"]
-    assert remote[0] == "exec" and set(words) < set(remote)
-    root = str(Path(config.run.root).absolute())
-    assert f"{root}:{root}" in remote
 
 
 @pytest.mark.parametrize("installed", [True, False])

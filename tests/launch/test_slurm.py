@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Config, Launcher, Run, Slurm
 from nanoscale.launch.slurm import slurm
 from nanoscale.launch.slurm.slurm import (
     SlurmError,
-    container_prefix,
     job_states,
-    srun_options,
     without_job_variables,
 )
 from nanoscale.runs.submission import Submission
-
-IMAGE = "image with $(blanks).sqsh"
-
-
-def config(device: Any = "cuda", **wanted: Any) -> Config:
-    launcher = Launcher(name="slurm", device=device, devices=8, slurm=Slurm(**wanted))
-    return Config(run=Run(name="x", root="/shared/runs"), launcher=launcher)
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -47,32 +36,6 @@ def test_of_an_inherited_job_nothing_is_left_but_the_way_to_slurm() -> None:
     assert sorted(without_job_variables(environment)) == [
         "CUDA_VISIBLE_DEVICES", "PATH", "SLURM_CONF", "SLURM_JWT"
     ]  # fmt: skip
-
-
-def test_without_a_container_nothing_is_added() -> None:
-    assert srun_options(config()) == container_prefix(config()) == []
-
-
-def test_pyxis_runs_the_image_and_sees_the_runs() -> None:
-    asked = config(container=IMAGE, container_mounts=["/data:/data", "/a:/b:ro"])
-    assert container_prefix(asked) == []
-    assert srun_options(asked) == [
-        f"--container-image={IMAGE}",
-        "--container-mounts=/shared/runs:/shared/runs,/data:/data,/a:/b:ro",
-    ]
-
-
-def test_apptainer_stands_before_the_agent() -> None:
-    asked = config(
-        container=IMAGE, container_runtime="apptainer", container_mounts=["/x:/shared/runs"]
-    )
-    assert srun_options(asked) == []
-    assert container_prefix(asked) == [
-        "apptainer", "exec", "--nv", "--bind", "/x:/shared/runs", IMAGE
-    ]  # fmt: skip
-    assert "--nv" not in container_prefix(
-        config("cpu", container="i", container_runtime="apptainer")
-    )
 
 
 def test_no_sbatch_is_the_users_to_mend(bin_folder: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from nanoscale.cli.common.output import DONE, exit_code, show_error
 from nanoscale.cli.common.request import CommandLine, Refusals, request_new_run
@@ -18,7 +19,6 @@ from nanoscale.config.violations import shown
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.hosts.outer_processes import (
     AGENT_NAME,
-    OuterProcess,
     join_command,
     names,
     session_file,
@@ -37,11 +37,10 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
 
 
-def train_as_one_of_many(
-    line: CommandLine, *, dry_run: bool, force: bool, rehearse: bool, as_json: bool
-) -> int:
+def train_as_one_of_many(line: CommandLine, dry_run: bool, as_json: bool, **how: Any) -> int:
     """Launch the job in the first process, and serve it or wait in the others; return its exit code.
 
+    `how` has the other options of `request_new_run`.
     The same command, started again, continues the run of this name.
     """
     process, line = this_process(), replace(line, one_of_many=True)
@@ -60,25 +59,16 @@ def train_as_one_of_many(
     session.parent.mkdir(parents=True, exist_ok=True)
     with Keeper(session, process.hosts * process.slots > 1) as keeper:
         try:
-            keeper.exit_code = _launch(line, process, dry_run, force, rehearse, as_json)
+            keeper.exit_code = _launch(line, dry_run, as_json, **how)
         except UserError as error:
             show_error(error, as_json=as_json)  # before the other processes know
             keeper.exit_code = exit_code(error)
     return keeper.exit_code
 
 
-def _launch(
-    line: CommandLine,
-    process: OuterProcess,
-    dry_run: bool,
-    force: bool,
-    rehearse: bool,
-    as_json: bool,
-) -> int:
+def _launch(line: CommandLine, dry_run: bool, as_json: bool, **how: Any) -> int:
     refusals = Refusals(postponed=dry_run)
-    request = request_new_run(
-        line, refusals, force=force, rehearse=rehearse, fetch=not dry_run, continues=True
-    )
+    request = request_new_run(line, refusals, fetch=not dry_run, continues=True, **how)
     run = request.run
     with ExitStack() as held:
         if run.config.is_file():

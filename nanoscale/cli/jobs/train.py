@@ -50,8 +50,7 @@ def train(
     if is_asked(line.overrides):
         from nanoscale.cli.jobs.outer import train_as_one_of_many
 
-        how = {"dry_run": dry_run, "force": force, "rehearse": rehearse, "as_json": as_json}
-        return train_as_one_of_many(line, **how)
+        return train_as_one_of_many(line, dry_run, as_json, force=force, rehearse=rehearse)
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
     if dry_run:

@@ -35,80 +35,43 @@ BYTE_VOCAB = 257
 """256 bytes and the end of a document."""
 
 
-RANDOM = of_kind(
-    "data",
+RANDOM = of_kind("data",
     *OF_TEXT,
-    refused(
-        "train.sample_tokens",
-        {"data.source": "random", "train.sample_tokens": bool},
-        "needs a tokenizer to write a text, and data.source=random has none",
-        "train.sample_tokens=0",
-    ),
-)
+    refused("train.sample_tokens", {"data.source": "random", "train.sample_tokens": bool},
+        "needs a tokenizer to write a text, and data.source=random has none", "train.sample_tokens=0"),
+)  # fmt: skip
 _ENCODER = {"train.objective": "masked", "model.source": other_than("own")}
-MASKED = of_kind(
-    "data",
-    refused(
-        "train.objective",
-        {"train.objective": "masked", "model.source": "own"},
+MASKED = of_kind("data",
+    refused("train.objective", {"train.objective": "masked", "model.source": "own"},
         "predicts from both sides, and nanoscale's own transformer only looks back: model=hf trains an encoder",
-        "train.objective=next-token",
-    ),
-    refused(
-        "train.mask_token",
-        {**_ENCODER, "train.mask_token": None},
+        "train.objective=next-token"),
+    refused("train.mask_token", {**_ENCODER, "train.mask_token": None},
         "is needed by train.objective=masked: 103 in most of BERT's vocabularies, 50264 in RoBERTa's, 50284 in "
-        "ModernBERT's",
-        "train.mask_token=103",
-    ),
-    Rule(
-        "train.mask_token",
-        ("train.mask_token", "model.vocab"),
+        "ModernBERT's", "train.mask_token=103"),
+    Rule("train.mask_token", ("train.mask_token", "model.vocab"),
         lambda config: (config.train.mask_token or 0) < config.model.vocab,
-        "is not an id of the model: they are below {c.model.vocab}",
-        ("train.mask_token=<",),
-    ),
-    refused(
-        "data.loss_on",
-        {**_ENCODER, "data.loss_on": "answers"},
-        "counts answers, and train.objective=masked the tokens that it hides",
-        "data.loss_on=all",
-    ),
-    refused(
-        "train.sample_tokens",
+        "is not an id of the model: they are below {c.model.vocab}", ("train.mask_token=<",)),
+    refused("data.loss_on", {**_ENCODER, "data.loss_on": "answers"},
+        "counts answers, and train.objective=masked the tokens that it hides", "data.loss_on=all"),
+    refused("train.sample_tokens",
         {**_ENCODER, "train.sample_tokens": bool, "data.source": other_than("random", "hooks")},
-        "continues a text, and an encoder sees both sides of a token",
-        "train.sample_tokens=0",
-    ),
-)
-PAIRS = of_kind(
-    "data",
-    refused(
-        "train.objective",
-        {"train.objective": PAIRED, "data.source": ("stdlib", "random")},
+        "continues a text, and an encoder sees both sides of a token", "train.sample_tokens=0"),
+)  # fmt: skip
+_PAIRED = {"train.objective": PAIRED}
+PAIRS = of_kind("data",
+    refused("train.objective", {**_PAIRED, "data.source": ("stdlib", "random")},
         "needs pairs of answers, and data.source={c.data.source} has none: prepare chats with chosen and "
-        "rejected answers with --pairs, and set data.path",
-        "train.objective=next-token",
-    ),
-    refused(
-        "data.packing",
-        {"train.objective": PAIRED, "data.packing": "whole"},
+        "rejected answers with --pairs, and set data.path", "train.objective=next-token"),
+    refused("data.packing", {**_PAIRED, "data.packing": "whole"},
         "packs documents, and train.objective={c.train.objective} has each answer in a row of its own",
-        "data.packing=stream",
-    ),
-    refused(
-        "data.document_mask",
-        {"train.objective": PAIRED, "data.document_mask": True},
+        "data.packing=stream"),
+    refused("data.document_mask", {**_PAIRED, "data.document_mask": True},
         "separates documents, and train.objective={c.train.objective} has each in a row of its own",
-        "data.document_mask=false",
-    ),
-    refused(
-        "train.z_loss",
-        {"train.objective": PAIRED, "train.z_loss": other_than(0.0)},
+        "data.document_mask=false"),
+    refused("train.z_loss", {**_PAIRED, "train.z_loss": other_than(0.0)},
         "is a part of the loss of single tokens, and train.objective={c.train.objective} is of pairs",
-        "train.z_loss=0",
-    ),
-)
+        "train.z_loss=0"),
+)  # fmt: skip
 
 
 def resolve_data(resolution: Resolution) -> Data:

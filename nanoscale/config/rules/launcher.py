@@ -14,10 +14,11 @@ from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.slurm import check_slurm
+from nanoscale.config.rules.slurm import check_slurm, is_line
 from nanoscale.config.schema import Launcher, Slurm
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
+from nanoscale.config.violations import override
 
 LauncherName = Literal["local", "ssh", "pdsh", "slurm", "env", "kubernetes", "skypilot"]
 _CONCERNS: dict[str, tuple[str, ...]] = {
@@ -25,9 +26,9 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.include": ("ssh", "pdsh"),
     "launcher.exclude": ("ssh", "pdsh"),
     "launcher.nodes": ("ssh", "pdsh", "slurm", "kubernetes", "skypilot"),
-    "launcher.container": ("ssh", "pdsh", "kubernetes", "skypilot"),
-    "launcher.container_mounts": ("ssh", "pdsh", "kubernetes"),
-    "launcher.container_runtime": ("ssh", "pdsh"),
+    "launcher.container": ("ssh", "pdsh", "slurm", "kubernetes", "skypilot"),
+    "launcher.container_mounts": ("ssh", "pdsh", "slurm", "kubernetes"),
+    "launcher.container_runtime": ("ssh", "pdsh", "slurm"),
     "launcher.master_addr": ("ssh", "pdsh", "slurm"),
     "launcher.ssh_args": ("ssh", "pdsh"),
     "cluster.python": ("ssh", "pdsh", "slurm"),
@@ -54,6 +55,7 @@ def resolve_launcher(resolution: Resolution) -> Launcher:
     _check_cluster(resolution)
     check_environment(resolution)
     check_slurm(resolution)
+    _check_container(resolution)
     launcher = resolution.config.launcher
     return replace(launcher, name=_name(resolution), hostfile=absolute(launcher.hostfile))
 
@@ -122,6 +124,23 @@ def _check_ssh_args(resolution: Resolution) -> None:
     ):
         message = "cannot hold an argument with a space, at which pdsh would split it"
         resolution.refuse(key, message, "launcher.name=ssh")
+
+
+def _check_container(resolution: Resolution) -> None:
+    launcher, key = resolution.config.launcher, "launcher.container_mounts"
+    if launcher.container is not None and not is_line(launcher.container):
+        message = "must be one line of printable characters"
+        resolution.refuse("launcher.container", message, "launcher.container=null")
+    if launcher.container is None:
+        for name in (key, "launcher.container_runtime"):
+            resolution.refuse_idle(name, "launcher.container=null")
+    elif launcher.container_runtime == "pyxis" and launcher.name != "slurm":
+        message = "is a part of SLURM"
+        resolution.refuse("launcher.container_runtime", message, "launcher.container_runtime=auto")
+    for mount in launcher.container_mounts:
+        if not is_line(mount) or not all(mount.partition(":")) or "," in mount:
+            message = f"holds {mount!r}; a mount is HOST:INSIDE, without commas"
+            resolution.refuse(key, message, override(key, ["/data:/data"]))
 
 
 def _check_nodes(resolution: Resolution) -> None:

@@ -29,61 +29,36 @@ OF_LAYOUT = (
     only_with("parallel.layers_per_stage", _STAGED),
     only_with("parallel.checkpoint_every", {_MODE: "full"}),
     only_with("parallel.selective_keep", {_MODE: "selective"}),
-    *of_kind(
-        "config",
-        Rule(
-            "zero.nvme_path",
-            ("zero.nvme_path", *_OFFLOADS, "backend.name"),
+    *of_kind("config",
+        Rule("zero.nvme_path", ("zero.nvme_path", *_OFFLOADS, "backend.name"),
             lambda config: not _PURPOSELESS(config),
-            f"does not concern {_NVME} and would be ignored",
-            ("zero.nvme_path=null",),
-        ),
-    ),
-)
-OF_JOB = of_kind(
-    "config",
+            f"does not concern {_NVME} and would be ignored", ("zero.nvme_path=null",))),
+)  # fmt: skip
+OF_JOB = of_kind("config",
     *(only_with(f"model.{name}", _ROUTED) for name in ("experts_per_token", "balance")),
     only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
     only_with("model.qkv_bias", {"model.bias": False}),
     only_with("model.qk_norm_whole", {"model.qk_norm": True}),
-    *(
-        only_with(f"model.{name}", {"model.sliding_window": other_than(None)})
-        for name in ("full_attention_every", "rope_theta_local")
-    ),
-    *(
-        only_with(f"model.{name}", {"model.position": "rope"})
-        for name in ("rope_theta_local", "rope_fraction", "rope_pairs", "rope_skip")
-    ),
-    *(
-        only_with(key, _ADAPTED, "lora.rank=16")
-        for key in ("lora.alpha", "lora.rslora", "lora.targets", "lora.init_from")
-    ),
-    *(
-        only_with(f"run.{name}", {"run.from_run": other_than(None)})
-        for name in ("from_step", "from_optimizer")
-    ),
+    *(only_with(f"model.{name}", {"model.sliding_window": other_than(None)})
+        for name in ("full_attention_every", "rope_theta_local")),
+    *(only_with(f"model.{name}", {"model.position": "rope"})
+        for name in ("rope_theta_local", "rope_fraction", "rope_pairs", "rope_skip")),
+    *(only_with(f"lora.{name}", _ADAPTED, "lora.rank=16")
+        for name in ("alpha", "rslora", "targets", "init_from")),
+    *(only_with(f"run.{name}", {"run.from_run": other_than(None)}) for name in ("from_step", "from_optimizer")),
     only_with("train.preference_beta", {"train.objective": PAIRED}),
-    *(
-        only_with(f"train.{name}", {"train.objective": "masked"})
-        for name in ("mask_share", "mask_token")
-    ),
+    *(only_with(f"train.{name}", {"train.objective": "masked"}) for name in ("mask_share", "mask_token")),
     only_with("precision.loss_scale", _SCALED),
     only_with("precision.loss_scale_window", _SCALED),
     only_with("precision.fp8_recipe", {"precision.fp8": True}),
     *(only_with(f"optimizer.{name}", {"optimizer.name": optimizers_with(name)}) for name in KEYS),
-)
-OF_TEXT = of_kind(
-    "data",
-    *(
-        only_with(f"data.{name}", {"data.source": other_than("random", "hooks")}, "data=megatron")
-        for name in ("tokenizer", "packing", "document_mask")
-    ),
-)
-OF_MODEL = of_kind(
-    "config",
-    *(
-        only_with(f"model.{name}", {"model.source": "hf"}, "model=hf")
-        for name in ("trust_remote_code", "hf_config")
-    ),
+)  # fmt: skip
+OF_TEXT = of_kind("data",
+    *(only_with(f"data.{name}", {"data.source": other_than("random", "hooks")}, "data=megatron")
+        for name in ("tokenizer", "packing", "document_mask")),
+)  # fmt: skip
+OF_MODEL = of_kind("config",
+    *(only_with(f"model.{name}", {"model.source": "hf"}, "model=hf")
+        for name in ("trust_remote_code", "hf_config")),
     only_with("model.parameters", {"model.source": other_than("own")}, "model=hf"),
-)
+)  # fmt: skip

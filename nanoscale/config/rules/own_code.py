@@ -12,51 +12,23 @@ from nanoscale.config.violations import nearest, override
 
 _OWN = "hooks"
 _LOSS, _OPTIMIZER, _DATA = ({hooks.CHOSEN_BY[name]: _OWN} for name in ("loss", "optimizer", "data"))
-RULES = of_kind(
-    "config",
-    *(
-        only_with(f"hooks.{name}", {"hooks.path": other_than(None)}, "hooks.path=FILE.py")
-        for name in ("sha256", "settings")
-    ),
-    refused(
-        "train.z_loss",
-        {**_LOSS, "train.z_loss": other_than(0.0)},
-        "is a part of nanoscale's own loss, and train.objective=hooks has another",
-        "train.z_loss=0",
-    ),
-    refused(
-        "optimizer.ema_decay",
-        {**_OPTIMIZER, "optimizer.ema_decay": other_than(None)},
+RULES = of_kind("config",
+    *(only_with(f"hooks.{name}", {"hooks.path": other_than(None)}, "hooks.path=FILE.py")
+        for name in ("sha256", "settings")),
+    refused("train.z_loss", {**_LOSS, "train.z_loss": other_than(0.0)},
+        "is a part of nanoscale's own loss, and train.objective=hooks has another", "train.z_loss=0"),
+    refused("optimizer.ema_decay", {**_OPTIMIZER, "optimizer.ema_decay": other_than(None)},
         "is kept in states of nanoscale's own optimizers, and optimizer=hooks has others",
-        "optimizer.ema_decay=null",
-        "optimizer=adamw",
-    ),
-    refused(
-        "precision.compute",
-        {**_OPTIMIZER, "precision.compute": "fp16"},
+        "optimizer.ema_decay=null", "optimizer=adamw"),
+    refused("precision.compute", {**_OPTIMIZER, "precision.compute": "fp16"},
         "may skip the first steps, and the states of optimizer=hooks are not known before its first update",
-        "precision=bf16",
-        "optimizer=adamw",
-    ),
-    refused(
-        "train.epochs",
-        {**_DATA, "train.epochs": other_than(None)},
-        "needs the number of samples, which only data() of hooks.path knows",
-        "train.epochs=null",
-    ),
-    refused(
-        "train.sample_tokens",
-        {**_DATA, "train.sample_tokens": bool},
-        "needs a tokenizer to write a text, and data.source=hooks has none",
-        "train.sample_tokens=0",
-    ),
-    refused(
-        "train.objective",
-        {**_DATA, "train.objective": ("masked", "dpo", "orpo")},
+        "precision=bf16", "optimizer=adamw"),
+    refused("train.sample_tokens", {**_DATA, "train.sample_tokens": bool},
+        "needs a tokenizer to write a text, and data.source=hooks has none", "train.sample_tokens=0"),
+    refused("train.objective", {**_DATA, "train.objective": ("masked", "dpo", "orpo")},
         "makes samples of tokens in files, and data() of hooks.path makes its own",
-        "train.objective=next-token",
-    ),
-)
+        "train.objective=next-token"),
+)  # fmt: skip
 
 
 def check_hooks(resolution: Resolution) -> None:

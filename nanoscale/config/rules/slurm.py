@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.violations import override
 
 _TIME = re.compile(
     r"(?P<minutes>[0-9]+)"
@@ -42,7 +41,7 @@ _OURS = (
     "wrap",
 )
 """Options of sbatch by which a run is followed and resumed."""
-_LINES = ("partition", "account", "qos", "constraint", "gpus", "container")
+_LINES = ("partition", "account", "qos", "constraint", "gpus")
 
 
 def time_limit_s(text: str) -> int | None:
@@ -57,30 +56,22 @@ def time_limit_s(text: str) -> int | None:
 
 
 def check_slurm(resolution: Resolution) -> None:
-    """Check the forms of its values, and the keys of a container if there is none."""
+    """Check the forms of its values."""
     slurm = resolution.config.launcher.slurm
     for name in _LINES:
         value = getattr(slurm, name)
-        if value is not None and not _is_line(value):
+        if value is not None and not is_line(value):
             key = f"launcher.slurm.{name}"
             resolution.refuse(key, "must be one line of printable characters", f"{key}=null")
     _check_directives(resolution)
     _check_time(resolution)
-    if resolution.config.launcher.name == "slurm" and slurm.container is None:
-        for name in ("container_runtime", "container_mounts"):
-            resolution.refuse_idle(f"launcher.slurm.{name}", "launcher.slurm.container=null")
-    for mount in slurm.container_mounts:
-        if not _is_line(mount) or not all(mount.partition(":")) or "," in mount:
-            message = f"holds {mount!r}; a mount is HOST:INSIDE, without commas"
-            key = "launcher.slurm.container_mounts"
-            resolution.refuse(key, message, override(key, ["/data:/data"]))
 
 
 def _check_directives(resolution: Resolution) -> None:
     key, given = "launcher.slurm.directives", resolution.config.launcher.slurm.directives
-    wrong = [text for text in given if not text.startswith("--") or not _is_line(text)]
+    wrong = [text for text in given if not text.startswith("--") or not is_line(text)]
     if wrong:
-        corrected = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
+        corrected = ",".join(f'"--{text.lstrip("- ")}"' for text in given if is_line(text))
         message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
         resolution.refuse(key, message, f"'{key}=[{corrected}]'" if corrected else None)
     for text in given:
@@ -119,5 +110,5 @@ def _meant(text: str) -> Iterator[str]:
         yield from ("1:30:00", "2-00:00:00")
 
 
-def _is_line(text: str) -> bool:
+def is_line(text: str) -> bool:
     return text.isprintable() and text.strip() != ""

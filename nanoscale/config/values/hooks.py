@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.schema import Config, Hooks
+    from nanoscale.config.schema import Config
 
 CHOSEN_BY = {
     "model": "model.source",
@@ -38,6 +39,7 @@ PARAMETERS = {
 }
 """The parameters of each function that is called if the file defines it."""
 _MOST_BYTES = 1 << 20
+_MODULE = "nanoscale_hooks"
 
 
 class HookError(Exception):
@@ -52,11 +54,6 @@ class HookFile:
     sha256: str
     names: dict[str, int | None]
     """The public names that it defines, with the number of parameters of a function; None: not known."""
-
-    @property
-    def used(self) -> list[str]:
-        """The functions that are called."""
-        return [name for name in PARAMETERS if name in self.names]
 
 
 def file_name(sha256: str) -> str:
@@ -109,17 +106,9 @@ def function(config: Config, name: str) -> Callable[..., Any] | None:
     Raises:
         UserError: the file has changed since the launch.
     """
-    module = _load(config.hooks)
-    found = getattr(module, name, None)
-    if found is None:
-        return None
-    return partial(found, config=config) if "config" in PARAMETERS[name] else found
-
-
-def _load(hooks: Hooks) -> ModuleType | None:
-    if hooks.path is None:
-        return None
-    return _run(hooks.path, hooks.sha256)
+    hooks = config.hooks
+    found = None if hooks.path is None else getattr(_run(hooks.path, hooks.sha256), name, None)
+    return partial(found, config=config) if found and "config" in PARAMETERS[name] else found
 
 
 @cache
@@ -127,7 +116,7 @@ def _run(path: str, sha256: str | None) -> ModuleType:
     text = Path(path).read_bytes()
     if hashlib.sha256(text).hexdigest() != sha256:
         raise UserError("hooks", f"{path} has changed since the launch")
-    module = ModuleType("hooks")
+    module = sys.modules[_MODULE] = ModuleType(_MODULE)
     module.__file__ = path
     exec(compile(text, path, "exec"), module.__dict__)
     return module

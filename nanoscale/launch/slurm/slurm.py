@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Config
 from nanoscale.runs.submission import Submission
 
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -137,33 +136,6 @@ def host_names(nodes: str) -> list[str]:
     if "[" not in nodes:
         return nodes.split(",")
     return _query(["scontrol", "show", "hostnames", nodes]).split()
-
-
-def srun_options(config: Config) -> list[str]:
-    """Return the options of srun that run the agents in the image of launcher.slurm.container (pyxis)."""
-    settings = config.launcher.slurm
-    if settings.container is None or settings.container_runtime != "pyxis":
-        return []
-    mounts = ",".join(_mounts(config))
-    return [f"--container-image={settings.container}", f"--container-mounts={mounts}"]
-
-
-def container_prefix(config: Config) -> list[str]:
-    """Return the prefix of the command of an agent that runs in an image (apptainer)."""
-    settings = config.launcher.slurm
-    if settings.container is None or settings.container_runtime != "apptainer":
-        return []
-    gpus = ["--nv"] if config.launcher.device == "cuda" else []
-    mounts = [argument for mount in _mounts(config) for argument in ("--bind", mount)]
-    return ["apptainer", "exec", *gpus, *mounts, settings.container]
-
-
-def _mounts(config: Config) -> list[str]:
-    """Return the configured folders, and that of the runs unless it is among them."""
-    configured = config.launcher.slurm.container_mounts
-    root = str(Path(config.run.root).absolute())
-    mounted = [mount.split(":")[1] for mount in configured if mount.count(":")]
-    return configured if root in mounted else [f"{root}:{root}", *configured]
 
 
 def _cluster_option(cluster: str | None) -> list[str]:

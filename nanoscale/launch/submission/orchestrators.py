@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from nanoscale.common.errors import Violation
+from nanoscale.config.reference import value_of
 from nanoscale.config.violations import refuse
 from nanoscale.launch.request import Request
 
@@ -56,13 +57,14 @@ def _name(request: Request) -> str:
 
 def _jobset(request: Request, hosts: int, slots: int) -> Document:
     launcher, name = request.config.launcher, _name(request)
-    _require(request, "launcher.container", launcher.container, "launcher.container=IMAGE")
+    key, is_set = "launcher.container", launcher.container is not None
+    _require(request, key, is_set, "is needed by a pod", f"{key}=IMAGE")
     claims = [mount.rpartition(":")[::2] for mount in launcher.container_mounts]
     root = PurePosixPath(request.config.run.root)
-    if not any(root.is_relative_to(path) for _, path in claims):
-        message = f"has no CLAIM:FOLDER of a persistent volume that holds run.root={root}"
-        advice = "'launcher.container_mounts=[runs:/runs]' run.root=/runs"
-        _refuse(request, "launcher.container_mounts", launcher.container_mounts, message, advice)
+    holds_runs = any(root.is_relative_to(path) for _, path in claims)
+    message = f"has no CLAIM:FOLDER of a persistent volume that holds run.root={root}"
+    advice = "'launcher.container_mounts=[runs:/runs]' run.root=/runs"
+    _require(request, "launcher.container_mounts", holds_runs, message, advice)
     variables: list[Document] = [
         {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         {"name": "WORLD_SIZE", "value": str(hosts)},
@@ -107,7 +109,8 @@ def _jobset(request: Request, hosts: int, slots: int) -> Document:
 
 def _task(request: Request, hosts: int, slots: int) -> Document:
     config = request.config
-    _require(request, "cluster.device", config.cluster.device, "cluster=h100-sxm")
+    is_known = config.cluster.device is not None
+    _require(request, "cluster.device", is_known, "is needed by a task", "cluster=h100-sxm")
     kind, _, memory = str(config.cluster.device).partition("-")
     accelerator = kind.upper() + (f"-{memory}GB" if memory.isdecimal() and kind == "a100" else "")
     image = config.launcher.container
@@ -125,11 +128,7 @@ def _task(request: Request, hosts: int, slots: int) -> Document:
     }
 
 
-def _require(request: Request, key: str, value: object, advice: str) -> None:
-    if value is None:
-        name = request.config.launcher.name
-        _refuse(request, key, value, f"is needed by launcher.name={name}", advice)
-
-
-def _refuse(request: Request, key: str, value: object, message: str, advice: str) -> None:
-    refuse([Violation(key, value, request.composed.source(key), message, (advice,))])
+def _require(request: Request, key: str, is_met: bool, message: str, advice: str) -> None:
+    if not is_met:
+        value, source = value_of(request.composed.config, key), request.composed.source(key)
+        refuse([Violation(key, value, source, message, (advice,))])

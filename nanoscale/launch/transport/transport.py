@@ -31,7 +31,7 @@ from nanoscale.launch.hosts.outer_processes import (
     this_process,
 )
 from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
-from nanoscale.launch.slurm.slurm import container_prefix, srun_options
+from nanoscale.launch.transport.container import container_prefix, srun_options
 from nanoscale.processes import session
 
 Command = tuple[str, ...]
@@ -190,22 +190,9 @@ class Ssh(Transport):
         python = interpreter(self.config, host)
         path = source_path(os.environ) if python == sys.executable else None
         prefix = ["env", f"PYTHONPATH={path}"] if path else []
-        return shlex.join(["exec", *self._container(), *prefix, python, *AGENT, *arguments])
-
-    def _container(self) -> list[str]:
-        """Return the prefix of a command that runs in an image; its processes end with their agent."""
-        launcher, root = self.config.launcher, Path(self.config.run.root).absolute()
-        if launcher.container is None:
-            return []
-        is_docker, on_gpu = launcher.container_runtime == "docker", launcher.device == "cuda"
-        mounts = [f"{root}:{root}", *launcher.container_mounts]
-        option = "--volume" if is_docker else "--bind"
-        folders = [word for mount in mounts for word in (option, mount)]
-        gpus = ["--gpus=all" if is_docker else "--nv"] if on_gpu else []
-        host = ["--network=host", "--ipc=host", "--pid=host", f"--user={os.getuid()}:{os.getgid()}"]
-        docker = ["docker", "run", "--rm", "--interactive", *host]
-        way = docker if is_docker else ["apptainer", "exec"]
-        return [*way, *gpus, *folders, launcher.container]
+        return shlex.join(
+            ["exec", *container_prefix(self.config), *prefix, python, *AGENT, *arguments]
+        )
 
 
 class Pdsh(Ssh):
