@@ -141,6 +141,7 @@ _SUBSTITUTES: dict[tuple[str, str], Any] = {
     (_METADATA, "StorageMeta"): _Unused,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _Unused,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
+    ("builtins", "getattr"): _Unused,  # of a member of an enum, before Python 3.11.4
     ("torch", "Size"): _Size,
     ("torch.serialization", "_get_layout"): _Unused,
     ("pathlib", "PosixPath"): _Unused,

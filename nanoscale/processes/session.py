@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _TOUCH_S = 5.0
-STALE_S = 30.0
+STALE_S = 120.0
 """Seconds without a touch after which the launcher is lost."""
 _SHOWN_S, LONGER_S = 2.0, 4.0
 """Seconds for which the exit code can be read, and for which its readers live on."""

@@ -42,10 +42,11 @@ _SHARE = 0.8
 def why_unplayable(config: ResolvedConfig) -> Violation | None:
     """Return why a job cannot be rehearsed; None if it can be."""
     source = config.model.source
-    if source != "own" and config.launcher.device != "cpu":
-        return Violation(
-            "model", source, "", "is not nanoscale's own, which alone is rehearsed on GPUs"
-        )
+    foreign = {"model": source if source != "own" else None, "hooks.path": config.hooks.path}
+    for key, value in foreign.items():
+        if value is not None and config.launcher.device != "cpu":
+            message = "is not nanoscale's own, which alone is rehearsed on GPUs"
+            return Violation(key, value, "", message)
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"

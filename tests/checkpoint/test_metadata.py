@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,22 @@ def test_the_index_is_what_torch_wrote(tmp_path: Path) -> None:
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert metadata.read(path / metadata.FILE)["b"].shape == (3, 5)
+
+
+def test_members_of_enums_are_read_as_pythons_before_3_11_4_wrote_them(tmp_path: Path) -> None:
+    class Older(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            by_name = getattr, (type(value), getattr(value, "name", ""))
+            return by_name if isinstance(value, Enum) else NotImplemented
+
+    path = saved(tmp_path / ".attempt-1")
+    file = path / metadata.FILE
+    index, expected = io.BytesIO(), metadata.read(file)
+    Older(index).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in index.getvalue()
+    file.write_bytes(index.getvalue())
+    record(path)
+    assert metadata.read(file) == expected
 
 
 def test_a_command_in_the_index_is_named_and_not_run(tmp_path: Path) -> None:

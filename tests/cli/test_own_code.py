@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -63,8 +64,15 @@ def test_mistakes_are_found_before_the_launch(capsys, text, words, message):
     if text is not None:
         Path("mine.py").write_text(text)
     assert dry(*words) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
     assert not Path("runs").exists()
+    advice = re.search(r"type instead: (\S+)", said)
+    if advice is not None and "other" not in words[0]:
+        keys = [advice[1].partition("=")[0]]
+        kept = [word for word in words if word.partition("=")[0] not in keys]
+        code = dry(*kept, advice[1])
+        assert code == 0 or advice[1] not in capsys.readouterr().err
 
 
 @pytest.mark.slow

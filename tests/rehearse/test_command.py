@@ -84,6 +84,23 @@ def test_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert nanoscale([*words, *native]) == 0
 
 
+def test_own_code_is_rehearsed_on_cpus_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("""
+from torch.nn import functional as F
+
+def loss(logits, targets, config):
+    return F.cross_entropy(logits, targets, reduction="none")
+""")
+    words = ["rehearse", "recipe=debug", f"hooks.path={file}", "train.objective=hooks"]
+    assert nanoscale([*words, "parallel.tp=2", "launcher.devices=2", "launcher.device=cpu"]) == 0
+    assert "all members of every group agree" in capsys.readouterr().out
+    assert nanoscale([*words, "launcher.devices=1", "cluster=h100-sxm"]) == 2
+    assert "is not nanoscale's own, which alone is rehearsed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [{"source": "hf"}, {}])
 def test_a_rehearsal_is_advised_only_if_it_is_possible(
     words: dict[str, str], capsys: pytest.CaptureFixture[str]
