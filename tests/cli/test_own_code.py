@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.composing.frozen import load
 from nanoscale.config.values import hooks
 
 LOSS = """
@@ -114,10 +115,14 @@ import torch
 def model(config):
     return torch.nn.Sequential(torch.nn.Embedding(320, 8), torch.nn.Linear(8, 320))
 """)
-    assert dry("hooks.path=mine.py", "model=hooks", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["derived"]["parameters"] == 320 * 17
+    words = ["train", "recipe=debug", "hooks.path=mine.py", "model=hooks", "train.steps=1"]
+    assert nanoscale([*words, "run.name=x"]) == 0
+    assert load(Path("runs/x/config.yaml")).model.parameters == 320 * 17
+    capsys.readouterr()
     Path("mine.py").write_text("def model(config): return 1 / 0")
-    assert dry("hooks.path=mine.py", "model=hooks") == 2
+    assert nanoscale([*words, "run.name=y"]) == 2
     assert "model() fails with ZeroDivisionError: division by zero" in capsys.readouterr().err
+    assert not Path("runs/y").exists()
+    assert nanoscale([*words, "--dry-run"]) == 0, "which runs none of it"
     assert dry("hooks.path=mine.py", "model=hooks", "parallel.tp=2") == 2
     assert "those of model=hooks are your own" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
     if config.model.source == "hf":
         return _with_hf_model(composed, config, fetch=fetch)
     if config.model.source == "hooks":
-        return _with_own_model(composed, config)
+        return _with_own_model(composed, config) if fetch else config  # a dry run runs no code
     init_from = config.model.init_from
     if init_from is None or not (fetch or is_folder(init_from)):
         return config
