@@ -222,7 +222,7 @@ def test_initial_weights_have_the_published_spread() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", sorted(Library().options("model").keys() - {"hf"}))
+@pytest.mark.parametrize("name", sorted(Library().options("model").keys() - {"hf", "hooks"}))
 def test_the_counted_parameters_are_the_models(
     name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,8 @@ def test_the_chosen_steps_of_the_chosen_ranks(tmp_path: Path) -> None:
         assert seen["nanoscale: step"] == seen["nanoscale: data"] == steps
         assert seen["Optimizer.step#LocalAdamW.step"] == steps and seen["aten::mm"] >= steps
         text = (run.profile / f"{name}.rank-1.txt").read_text()
-        for words in ("of rank 1", "backward", "optimizer", "communication", "aten::mm"):
+        # Which operations are among the longest depends on what else the machine does.
+        for words in ("of rank 1", "backward", "optimizer", "communication", "aten::"):
             assert words in text
     said = [event for event in events.read(run) if event["kind"] == "profile"]
     assert [(event["first"], event["last"]) for event in said] == [(3, 4), (5, 5), (8, 8)]
