@@ -46,6 +46,10 @@ class Vocabulary(Protocol):
     def sum_over_ranks(self, local: Tensor) -> Tensor:
         """Return the sum of a scalar over ranks."""
 
+    @property
+    def ranks(self) -> int:
+        """The number of shards."""
+
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all rows, with the gradient of this rank's rows."""
 
@@ -161,7 +165,8 @@ def _own_loss(
         return sum_of_losses(token_losses, whole, targets)
 
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    chunks = max(1, -(-len(targets) * len(weight) // LOGITS_AT_ONCE))
+    rows = len(weight) * (1 if vocabulary is None else vocabulary.ranks)  # all are gathered
+    chunks = max(1, -(-len(targets) * rows // LOGITS_AT_ONCE))
     if chunks == 1:
         return loss(hidden, weight, targets)
     parts = zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True)

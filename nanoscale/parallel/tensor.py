@@ -160,6 +160,10 @@ class VocabularyShard:
         dist.all_reduce(local, group=self.group)
         return local
 
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
     def gather(self, logits: Tensor) -> Tensor:
         gathered: Tensor = _Gathered.apply(logits, self)
         return gathered
@@ -171,7 +175,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, shard: VocabularyShard) -> Tensor:
         ctx.first, ctx.rows = shard.first, local.shape[-1]
-        parts = [torch.empty_like(local) for _ in range(shard.group.size())]
+        parts = [torch.empty_like(local) for _ in range(shard.ranks)]
         dist.all_gather(parts, local.contiguous(), group=shard.group)
         return torch.cat(parts, dim=-1)
 

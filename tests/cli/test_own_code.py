@@ -13,6 +13,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.values import hooks
+from tests.support.hf_families import save
 
 LOSS = """
 def loss(logits, targets, config):
@@ -124,5 +125,8 @@ def model(config):
     assert "model() fails with ZeroDivisionError: division by zero" in capsys.readouterr().err
     assert not Path("runs/y").exists()
     assert nanoscale([*words, "--dry-run"]) == 0, "which runs none of it"
+    save("llama", Path("folder"))
+    assert dry("hooks.path=mine.py", "model.source=hooks", "model.init_from=folder") == 2
+    assert "from which model.init_from takes the shape" in capsys.readouterr().err
     assert dry("hooks.path=mine.py", "model=hooks", "parallel.tp=2") == 2
     assert "those of model=hooks are your own" in capsys.readouterr().err
