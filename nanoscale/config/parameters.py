@@ -74,11 +74,14 @@ def block(model: Model) -> dict[str, Parameter]:
         table["mlp.experts.gate"] = Parameter((experts, ffn, hidden), 1)
         table["mlp.experts.up"] = Parameter((experts, ffn, hidden), 1)
         table["mlp.experts.down"] = Parameter((experts, hidden, ffn), 2)
-    else:
+        if model.shared_gate:
+            table["mlp.shared_gate.weight"] = Parameter((1, hidden))
+    if width := model.shared_ffn if experts else ffn:
+        name = "mlp.shared" if experts else "mlp"
         if model.is_gated:
-            table |= _linear("mlp.gate", ffn, hidden, 0, model.bias)
-        table |= _linear("mlp.up", ffn, hidden, 0, model.bias)
-        table |= _linear("mlp.down", hidden, ffn, 1, model.bias)
+            table |= _linear(f"{name}.gate", width, hidden, 0, model.bias)
+        table |= _linear(f"{name}.up", width, hidden, 0, model.bias)
+        table |= _linear(f"{name}.down", hidden, width, 1, model.bias)
     if model.qk_norm_whole:
         table["attention.q_norm.weight"] = Parameter((model.q_width,), 0)
         table["attention.k_norm.weight"] = Parameter((model.kv_width,), 0)

@@ -136,6 +136,20 @@ class Model:
         at_least=0,
     )
     experts_per_token: int = key(2, "with experts: number of experts per token", at_least=1)
+    normalize_experts: bool = key(
+        True,
+        "with experts: the weights of a token's experts add up to 1; false: they are the router's softmax, as "
+        "in Qwen2-MoE",
+    )
+    shared_ffn: int = key(
+        0,
+        "with experts: inner width of a feed-forward block that every token uses in addition; 0: none",
+        at_least=0,
+    )
+    shared_gate: bool = key(
+        False,
+        "shared_ffn: the sigmoid of a product with the token scales its result, as in Qwen2-MoE",
+    )
     balance: Literal["none", "bias", "aux"] = key(
         "none",
         "with experts: method that balances their loads; bias: after every step, experts with "

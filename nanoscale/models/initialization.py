@@ -19,7 +19,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from nanoscale.config.schema import Model
 
-RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "mlp.experts.down")
+RESIDUAL_OUTPUTS = (
+    "attention.wo.weight",
+    "mlp.down.weight",
+    "mlp.shared.down.weight",
+    "mlp.experts.down",
+)
 ADAPTER = ".adapter."
 """A part of the names of the adapters of `models.lora`."""
 

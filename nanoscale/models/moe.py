@@ -5,6 +5,9 @@ Routing follows Mixtral (Jiang et al. 2024, arXiv:2401.04088, section 2.1) and Q
 experts, of which the largest are kept and normalized to a sum of 1; that is the softmax over the kept ones
 alone. No token is dropped: an expert accepts every token that chooses it.
 
+A shared block, of which every token uses the same weights, may be added (Dai et al. 2024, arXiv:2401.06066,
+section 3.2).
+
 Shapes: tokens `[tokens, hidden]`; a choice is a token with one of its experts, and there are tokens ·
 experts_per_token of them. load `[experts]` counts the choices of each expert.
 """
@@ -26,10 +29,12 @@ from nanoscale.config.schema import Model
 class MixtureOfExperts(nn.Module):
     """An MoE block, `[batch, seq, hidden]`: the outputs of a token's experts, weighted by its router."""
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Model, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.router = Router(shape)
         self.experts = Experts(shape)
+        self.shared = shared
+        self.shared_gate = nn.Linear(shape.hidden, 1, bias=False) if shape.shared_gate else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, 1)
@@ -38,8 +43,13 @@ class MixtureOfExperts(nn.Module):
         load = count(chosen, self.router.experts)
         outputs = self.experts(gather_rows(tokens, order // chosen.shape[1], inverse), load)
         outputs = gather_rows(outputs, inverse, order).view(*chosen.shape, -1)
-        combined = (outputs * weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
-        return combined.view(hidden.shape)
+        combined = (outputs * weights.to(outputs.dtype).unsqueeze(-1)).sum(1).view(hidden.shape)
+        if self.shared is None:
+            return combined
+        # Last, so that its backward pass is over before the larger one of the experts begins.
+        if self.shared_gate is None:
+            return combined + self.shared(hidden)
+        return combined + self.shared_gate(hidden).sigmoid() * self.shared(hidden)
 
 
 class Router(nn.Module):
@@ -53,6 +63,7 @@ class Router(nn.Module):
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.experts, self.top_k = shape.experts, shape.experts_per_token
+        self.normalizes = shape.normalize_experts
         self.rate = shape.balance_rate if shape.balance == "bias" else 0.0
         self.penalty = 0.0
         """The weight of a sequence's balancing loss in the loss of the backward pass."""
@@ -87,7 +98,7 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         if torch.is_grad_enabled() and not is_recomputed():
             self.load += count(chosen, self.experts)
-        return weights / weights.sum(-1, keepdim=True), chosen
+        return weights / weights.sum(-1, keepdim=True) if self.normalizes else weights, chosen
 
     def imbalance(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
         """Return the imbalance of experts, summed over sequences: Σ f·P over experts, which is 1 in perfect

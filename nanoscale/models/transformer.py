@@ -309,13 +309,13 @@ class SwiGLU(nn.Module):
     """A gated feed-forward block with SiLU, or with GELU's tanh approximation (Shazeer 2020,
     arXiv:2002.05202)."""
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Model, ffn: int) -> None:
         super().__init__()
         is_gelu = shape.mlp == "geglu"
         self.activate = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=shape.bias)
+        self.gate = nn.Linear(shape.hidden, ffn, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden, ffn, bias=shape.bias)
+        self.down = nn.Linear(ffn, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(self.activate(self.gate(hidden)) * self.up(hidden))
@@ -335,8 +335,10 @@ class GeluMLP(nn.Module):
 
 def make_mlp(shape: Model) -> nn.Module:
     if shape.experts:
-        return MixtureOfExperts(shape)
-    return SwiGLU(shape) if shape.is_gated else GeluMLP(shape)
+        return MixtureOfExperts(
+            shape, SwiGLU(shape, shape.shared_ffn) if shape.shared_ffn else None
+        )
+    return SwiGLU(shape, shape.ffn) if shape.is_gated else GeluMLP(shape)
 
 
 def make_norm(shape: Model) -> nn.Module:

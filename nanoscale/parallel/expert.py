@@ -43,7 +43,8 @@ def apply(
         assert isinstance(moe, MixtureOfExperts)
         if tensor is not None:
             # Every rank routes the whole sequence, and has the gradient of its share of the experts.
-            divide(moe.router, layer, tensor, {"weight": Replicate()}, partial_grad)
+            for module in filter(None, (moe.router, moe.shared_gate)):
+                divide(module, layer, tensor, {"weight": Replicate()}, partial_grad)
             ResidualStream.on_mesh(tensor, sequence_parallel).wrap(moe)
         _divide_experts(moe.experts, layer, tensor, experts)
 

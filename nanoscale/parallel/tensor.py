@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from nanoscale.models.head import Head, TiedHead, logits_or_loss
 from nanoscale.models.lora import Adapter
-from nanoscale.models.transformer import Attention, GeluMLP, SwiGLU, Transformer, WholeNorm
+from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.transformer import Transformer, WholeNorm
 from nanoscale.parallel.local_parameters import (
     distribute,
     divide,
@@ -30,8 +31,12 @@ from nanoscale.parallel.local_parameters import (
 )
 from nanoscale.parallel.sequence_parallel import ResidualStream, mean_over_ranks
 
-_BY_COLUMN = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
-_BY_ROW = ("attention.wo", "mlp.down")
+_MLPS = ("mlp", "mlp.shared")
+_BY_COLUMN = (
+    *(f"attention.{name}" for name in ("wq", "wk", "wv")),
+    *(f"{mlp}.{name}" for mlp in _MLPS for name in ("gate", "up")),
+)
+_BY_ROW = ("attention.wo", *(f"{mlp}.down" for mlp in _MLPS))
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 
 
@@ -55,7 +60,7 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
 
 
 def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:
-    """Divide one block, in place, except an MoE."""
+    """Divide one block, in place, except the router and the experts of an MoE."""
     for name, module in block.named_modules():
         if name in _BY_COLUMN:
             divide(module, block, mesh, {"weight": Shard(0), "bias": Shard(0)}, replicated_grad)
@@ -68,7 +73,7 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> 
             divide(module, block, mesh, {"weight": Shard(0)}, replicated_grad)
         elif isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # of a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
-        if isinstance(module, Attention | SwiGLU | GeluMLP):
+        if name in ("attention", "mlp") and not isinstance(module, MixtureOfExperts):
             stream.wrap(module)
 
 

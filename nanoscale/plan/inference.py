@@ -60,4 +60,5 @@ class InferenceMemory:
         inner = model.ffn * (3 if model.is_gated else 2)
         if model.experts:
             inner = model.experts_per_token * max(model.hidden + inner, 3 * model.hidden)
+            inner = max(inner, 2 * model.hidden + 3 * model.shared_ffn)
         return 4 * model.hidden + max(3 * model.q_width + 2 * model.kv_width, inner)

@@ -304,13 +304,11 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function=relu"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         (MIXTRAL | {"output_router_logits": True}, "output_router_logits=true"),
-        (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob=false"),
-        (COMMON | {"model_type": "qwen3_moe"}, "norm_topk_prob=false"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
         (
-            QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 8},
-            "qwen2_moe, shared_expert_intermediate_size=8",
+            QWEN3_MOE | {"model_type": "deepseek_v3", "n_shared_experts": 1},
+            "deepseek_v3 is not one of the families",
         ),
     ],
 )

@@ -32,6 +32,16 @@ def test_parameters_are_the_published_ones(name: str, total: float, active: floa
     assert active_parameters(dense) == parameters(dense)
 
 
+def test_shared_experts_are_active_parameters() -> None:
+    """Sizes and figures of Qwen1.5-MoE-A2.7B: 14.3 billion parameters, 2.7 of them active (its model card)."""
+    shape = replace(
+        QWEN, layers=24, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=1408, experts=60,
+        experts_per_token=4, shared_ffn=5632, shared_gate=True, qk_norm=False, qkv_bias=True, vocab=151936,
+    )  # fmt: skip
+    assert round(parameters(shape) / 1e9, 1) == 14.3
+    assert round(active_parameters(shape) / 1e9, 1) == 2.7
+
+
 def counted(name: str, degrees: dict[str, int], stage: int) -> float:
     """Elements of a rank from the shapes of all tensors, nothing padded."""
     ranks = degrees["dp"] if stage else 1

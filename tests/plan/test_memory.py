@@ -199,8 +199,8 @@ def test_selective_keeps_less_than_all_and_more_than_the_input():
 
 
 def test_every_second_product_is_the_second_fourth_and_sixth():
-    assert products(gated=True)[1::2] == ("wk", "wo", "up")
-    assert products(gated=False)[1::2] == ("wk", "wo", "down")
+    assert products(Model())[1::2] == ("wk", "wo", "up")
+    assert products(Model(mlp="gelu"))[1::2] == ("wk", "wo", "down")
 
 
 def test_offloaded_activations_wait_on_the_host():

@@ -52,6 +52,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
         | {"norm_topk_prob": True},
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        COMMON
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "num_experts": 6}
+        | {"num_experts_per_tok": 3, "norm_topk_prob": False},
+    ),
     "llama, linear": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "linear"}}),
     "llama, dynamic": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "dynamic"}}),
     "qwen3, yarn": (

@@ -68,6 +68,7 @@ MOE = replace(SHALLOW, experts=4, experts_per_token=2, ffn=32, balance="bias", b
 
 
 AUX = replace(MOE, balance="aux", balance_rate=0.1)
+SHARED = replace(MOE, shared_ffn=16, shared_gate=True, normalize_experts=False)
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ ROWS = [
     mixture(0, 4, tp=2, sequence_parallel=False),
     mixture(0, dp=2, ep=2),
     mixture(3, 1, dp=4, ep=4, shape=replace(MOE, balance="none")),
+    mixture(3, 1, dp=2, tp=2, ep=2, shape=SHARED),
+    mixture(0, 1, tp=2, pp=2, shape=replace(SHARED, shared_gate=False)),
     mixture(2, 1, dp=4, ep=2, dp_replicate=2),
     mixture(3, dp=2, ep=2, tp=2, activation_checkpointing="selective"),
     mixture(2, dp=2, cp=2, ep=4),

@@ -50,6 +50,7 @@ SHAPE = Model(
 SEQ = 128
 SOME: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "ffn": 176, "balance": "bias"}
 MIXTURE = replace(SHAPE, **SOME)
+SHARED = replace(MIXTURE, shared_ffn=352, shared_gate=True, normalize_experts=False)
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
 
 
@@ -181,6 +182,17 @@ ROWS = [
     Row("experts, bf16", precision="bf16", shape=MIXTURE),
     *(Row(f"experts, {mode}", recomputed(mode), shape=MIXTURE) for mode in ("full", "selective")),
     Row("experts, tp 2", {"tp": 2}, shape=MIXTURE),
+    *(
+        Row(f"shared experts{name}", degrees, precision=precision, shape=SHARED)
+        for name, degrees, precision in (
+            ("", {}, "fp32"),
+            (", bf16", {}, "bf16"),
+            (", tp 2", {"tp": 2}, "fp32"),
+            (", selective", recomputed("selective"), "fp32"),
+            (", full, bf16", recomputed("full"), "bf16"),
+        )
+    ),
+    Row("shared experts, wide", shape=replace(SHARED, shared_ffn=1408)),
     *(Row(f"experts, dp 2, stage {s}", {"dp": 2}, s, shape=MIXTURE) for s in (0, 2, 3)),
     *(Row(f"experts, ep 2, stage {s}", {"dp": 2, "ep": 2}, s, shape=MIXTURE) for s in range(4)),
     Row("experts, ep 2, stage 3, bf16", {"dp": 2, "ep": 2}, 3, precision="bf16", shape=MIXTURE),

@@ -248,6 +248,9 @@ class EveryExpert(nn.Module):
         super().__init__()
         self.router = mixture.router.weight
         self.gate, self.up, self.down = mixture.experts.parameters()
+        self.shared = mixture.shared
+        self.shared_gate = mixture.shared_gate
+        self.normalizes = shape.normalize_experts
         self.taken, self.biased, self.rate = (
             shape.experts_per_token,
             shape.balance == "bias",
@@ -270,7 +273,15 @@ class EveryExpert(nn.Module):
         inner = torch.einsum("bsh,efh->bsef", hidden, self.up)
         inner = inner * F.silu(torch.einsum("bsh,efh->bsef", hidden, self.gate))
         found = torch.einsum("bsef,ehf->bseh", inner, self.down)
-        return torch.einsum("bse,bseh->bsh", kept / kept.sum(-1, keepdim=True), found)
+        kept = kept / kept.sum(-1, keepdim=True) if self.normalizes else kept
+        result = torch.einsum("bse,bseh->bsh", kept, found)
+        if self.shared is not None:
+            gate, up, down = (each.weight.T for each in self.shared.children())
+            shared = (F.silu(hidden @ gate) * (hidden @ up)) @ down
+            if self.shared_gate is not None:
+                shared = shared / (1 + torch.exp(-hidden @ self.shared_gate.weight.T))
+            result = result + shared
+        return result
 
     def rebalance(self) -> None:
         mean = sum(self.load) / len(self.load)

@@ -132,6 +132,13 @@ _QWEN3_MOE = {
     "mlp.experts.up": TensorPosition("mlp.experts.{expert}.up_proj.weight"),
     "mlp.experts.down": TensorPosition("mlp.experts.{expert}.down_proj.weight"),
 }
+_QWEN2_MOE = {
+    **_QWEN3_MOE,
+    "mlp.shared_gate": TensorPosition("mlp.shared_expert_gate"),
+    "mlp.shared.gate": TensorPosition("mlp.shared_expert.gate_proj"),
+    "mlp.shared.up": TensorPosition("mlp.shared_expert.up_proj"),
+    "mlp.shared.down": TensorPosition("mlp.shared_expert.down_proj"),
+}
 _GATED_EXPERTS = ("mlp.experts.gate", "mlp.experts.up")
 _MERGED = {
     "mlp.router": TensorPosition("mlp.gate"),
@@ -151,6 +158,7 @@ _POST_NORMS = {
 _OWN_NAMES = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen2_moe": _QWEN2_MOE,
     "phi3": _GATE_UP | dict.fromkeys(_QKV, TensorPosition("self_attn.qkv_proj", joined=_QKV)),
     "glm": _GATE_UP,
     "glm4": _GATE_UP

@@ -111,6 +111,17 @@ _EXPERTS: Settings = {
     "num_experts_per_tok": HFKey("experts_per_token"),
     "output_router_logits": HFOnly(False),  # with it their loss has another part
 }
+# Their `intermediate_size` is the width of blocks without experts, and there are none.
+_QWEN_EXPERTS: Settings = {
+    **_EXPERTS,
+    "num_experts": HFKey("experts"),
+    "moe_intermediate_size": HFKey("ffn"),
+    "norm_topk_prob": HFKey("normalize_experts", False),
+    "decoder_sparse_step": HFOnly(1),
+    "mlp_only_layers": HFOnly([], (None,)),
+    "router_jitter_noise": HFOnly(0.0, is_written=False),
+    **_NO_WINDOW,
+}
 
 
 def _both_biases(document: Json, values: Json) -> Json:
@@ -131,11 +142,10 @@ def _four_times_hidden(_: Json, values: Json) -> Json:
     return {"ffn": values["ffn"] or 4 * values["hidden"]}
 
 
-def _expert_width(document: Json, _: Json) -> Json:
-    """Their `intermediate_size` is the width of blocks without experts, and there are none."""
+def _expert_number(document: Json, values: Json) -> Json:
+    """transformers reads `num_local_experts` as another name of their number."""
     return {
-        "experts": document.get("num_experts", document.get("num_local_experts", 128)),
-        "ffn": document.get("moe_intermediate_size", 768),
+        "experts": document.get("num_experts", document.get("num_local_experts", values["experts"]))
     }
 
 
@@ -264,20 +274,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": _like_llama(
         "Qwen3MoeForCausalLM",
-        {
-            **_EXPERTS,
-            "num_experts": HFKey("experts", 128),
-            "moe_intermediate_size": HFKey("ffn", 768),
-            "norm_topk_prob": HFOnly(True),
-            "decoder_sparse_step": HFOnly(1),
-            "mlp_only_layers": HFOnly([], (None,)),
-            "router_jitter_noise": HFOnly(0.0, is_written=False),
-            **_NO_WINDOW,
-            **_NO_BIAS,
-        },
-        {"kv_heads": 4, "experts_per_token": 8, "ffn": 768},
-        HFRule(_expert_width),
+        {**_QWEN_EXPERTS, **_NO_BIAS},
+        {"kv_heads": 4, "experts": 128, "experts_per_token": 8, "ffn": 768},
+        HFRule(_expert_number),
         qk_norm=True,
+    ),
+    "qwen2_moe": _like_llama(
+        "Qwen2MoeForCausalLM",
+        {
+            **_QWEN_EXPERTS,
+            "qkv_bias": HFKey("qkv_bias", True),
+            "shared_expert_intermediate_size": HFKey("shared_ffn", 5632),
+        },
+        {"kv_heads": 16, "experts": 60, "experts_per_token": 4, "ffn": 1408, "max_seq_len": 32768},
+        HFRule(_expert_number),
+        shared_gate=True,
     ),
     "phi3": _like_llama(
         "Phi3ForCausalLM",

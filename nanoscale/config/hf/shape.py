@@ -19,8 +19,6 @@ from nanoscale.config.schema import Model
 from nanoscale.config.values.convert import convert
 from nanoscale.config.violations import shown
 
-_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""The names in Qwen2-MoE and DeepSeek."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """The endings of the class names of causal language models."""
 
@@ -60,10 +58,6 @@ def read_shape(folder: Path) -> Model:
     """
     document = read_config(folder)
     family = document.get("model_type")
-    for key in _SHARED:
-        if document.get(key):
-            shared = f"{key}={document[key]}: shared experts are not supported"
-            raise UnsupportedError(f"model_type={shown(family)}, {shared}")
     if family not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
@@ -147,10 +141,6 @@ def _require(document: Json, key: str, value: Any, others: tuple[Any, ...] = ())
 
 def _read(family: Family, document: Json) -> Json:
     """Return the keys of the model that config.json sets, or that its family has by default."""
-    if "norm_topk_prob" in family.settings and document.get("norm_topk_prob") is not True:
-        raise UnsupportedError(
-            "norm_topk_prob=false: only true is supported: the weights of a token add up to 1"
-        )
     for name, setting in family.settings.items():
         if isinstance(setting, HFOnly) and setting.is_read:
             _require(document, name, setting.value, setting.others)

@@ -18,21 +18,23 @@ _PADDING = 128
 
 # --- tensor parallelism ---------------------------------------------------------------------------
 
-_BLOCKS = ("model.heads", "model.kv_heads", "model.ffn")
+_BLOCKS = ("model.heads", "model.kv_heads", "model.ffn", "model.shared_ffn")
 """The sizes of a block that tp divides."""
 
 
-def _divides_blocks(config: Config) -> bool:
+def _undivided(config: Config) -> list[str]:
     model, tp = config.model, config.parallel.tp
-    return not (model.heads % tp or model.kv_head_count % tp or model.ffn % tp)
+    sizes = (model.heads, model.kv_head_count, model.ffn, model.shared_ffn)
+    return [f"{key}={size}" for key, size in zip(_BLOCKS, sizes, strict=True) if size % tp]
+
+
+def _divides_blocks(config: Config) -> bool:
+    return not _undivided(config)
 
 
 def _undivided_blocks(config: Config) -> str:
-    model, tp = config.model, config.parallel.tp
-    sizes = zip(_BLOCKS, (model.heads, model.kv_head_count, model.ffn), strict=True)
-    broken = [f"{key}={size}" for key, size in sizes if size % tp]
     why = "a rank holds whole heads, of keys and values too, and an equal share of the block"
-    return f"must divide {listed(broken)}: {why}"
+    return f"must divide {listed(_undivided(config))}: {why}"
 
 
 def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:

@@ -35,7 +35,9 @@ OF_LAYOUT = (
             f"does not concern {_NVME} and would be ignored", ("zero.nvme_path=null",))),
 )  # fmt: skip
 OF_JOB = of_kind("config",
-    *(only_with(f"model.{name}", _ROUTED) for name in ("experts_per_token", "balance")),
+    *(only_with(f"model.{name}", _ROUTED)
+        for name in ("experts_per_token", "normalize_experts", "shared_ffn", "balance")),
+    only_with("model.shared_gate", {"model.shared_ffn": bool}),
     only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
     only_with("model.qkv_bias", {"model.bias": False}),
     only_with("model.qk_norm_whole", {"model.qk_norm": True}),

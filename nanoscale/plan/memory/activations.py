@@ -51,6 +51,7 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         rotary=seq * model.rotated_width if model.position == "rope" else 0,
         local_experts=model.experts // parallel.ep,
         experts_per_token=model.experts_per_token if model.experts else 1,
+        shared=model.shared_ffn // tp,
     )
 
 
@@ -207,6 +208,9 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     sizes_of["gate"] = sizes_of["up"] = rows * shape.ffn * run.compute
     if shape.experts:
         sizes_of |= {"router": sizes["router scores"], "down": sizes["expert outputs"]}
+        shared = shape.tokens * shape.shared * run.compute
+        sizes_of |= {"shared gate": shared, "shared up": shared, "shared down": hidden}
+        sizes_of["shared gating"] = shape.tokens * run.compute
         if shape.local_experts < shape.experts:  # the two all-to-alls
             kept["exchanged"] = 2 * sizes["expert outputs"]
     if run.tensor_parallel:
@@ -242,16 +246,19 @@ def _kept_with_adapters(
 
 def _results(shape: Shape, run: Execution) -> tuple[str, ...]:
     """Return the results of a block's products, in the order of their computation."""
-    names = products(shape.gated, shape.experts > 0)
+    names = products(shape.model)
     if run.attention == "capped":  # attention is two products more
         names = (*names[:3], "raw scores", "attended", *names[3:])
     return names
 
 
-def products(gated: bool, router: bool = False) -> tuple[str, ...]:
+def products(model: Model) -> tuple[str, ...]:
     """Return the names of a block's matrix products, in the order of their computation."""
-    first = ("wq", "wk", "v", "wo", *(("router",) if router else ()))
-    return (*first, *(("gate",) if gated else ()), "up", "down")
+    kinds = (*(("gate",) if model.is_gated else ()), "up", "down")
+    router = ("router",) if model.experts else ()
+    gate = ("shared gating",) if model.shared_gate else ()
+    shared = tuple(f"shared {kind}" for kind in kinds) if model.shared_ffn else ()
+    return ("wq", "wk", "v", "wo", *router, *kinds, *gate, *shared)
 
 
 def entry(shape: Shape, run: Execution) -> int:

@@ -35,6 +35,8 @@ class Shape:
     """Experts of this rank."""
     experts_per_token: int = 1
     """Experts of a token."""
+    shared: int = 0
+    """Inner width of the block that every token uses in addition to its experts."""
     adapter_rank: int = 0
     """The rank of LoRA's adapters; 0: all weights are trained."""
     adapted: tuple[str, ...] = ()

@@ -33,6 +33,24 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
         "product": inner,
         "activated": inner,
         "expert outputs": rows * shape.hidden * number,
+        **_saved_by_shared(shape, run),
+    }
+
+
+def _saved_by_shared(shape: Shape, run: Execution) -> Sizes:
+    """Return the bytes that the block of all tokens saves. In fp32 its input is the router's."""
+    if not shape.model.shared_ffn:
+        return {}
+    hidden = shape.tokens * shape.hidden * run.compute
+    inner = shape.tokens * shape.shared * run.compute
+    gate = shape.model.shared_gate
+    casts = (2 + gate) if run.autocast else 1
+    names = ("gate", "up", "activated", "product")
+    return {
+        **{f"shared {name}": inner for name in names},
+        "shared inputs": casts * hidden if run.compute < 4 else 0,
+        "shared gating": gate * shape.tokens * run.compute,
+        "shared down": gate * hidden,
     }
 
 
@@ -51,5 +69,12 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
     gathered = shape.tokens * shape.hidden * number if shape.shares > 1 else 0
     first = gathered + 2 * outputs
     if run.grouped:  # native.py counts the gradient of one matrix
-        return stream + max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner)
-    return stream + max(first, 3 * matrix - 4 * inner + max(0, matrix - outputs))
+        routed = max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner)
+    else:
+        routed = max(first, 3 * matrix - 4 * inner + max(0, matrix - outputs))
+    if not shape.model.shared_ffn:
+        return stream + routed
+    # The backward pass of the shared block comes first, and its gradient of the input stays.
+    hidden, shared = shape.tokens * shape.hidden * number, shape.tokens * shape.shared * number
+    freed = sum(_saved_by_shared(shape, run).values())
+    return stream + max(gathered + hidden + shared, gathered + 2 * shared, hidden - freed + routed)

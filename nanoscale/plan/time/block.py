@@ -312,7 +312,8 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
     inner = shape.tokens * model.ffn / shape.tp
     routed = (0.0, 0.0)
     if model.experts:
-        inner, routed = inner * model.experts_per_token, moe.traffic(shape)
+        inner = inner * model.experts_per_token + shape.tokens * model.shared_ffn / shape.tp
+        routed = moe.traffic(shape)
     activation = _GATED[compiled] if model.is_gated else _GELU
     rope: tuple[float, ...] = (0, 0)
     if model.position == "rope":

@@ -82,7 +82,7 @@ def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
 @lru_cache(maxsize=1024)
 def expert_parameters(model: Model, tp: int, ep: int) -> int:
     """Return the parameters of one block's experts on a rank."""
-    return sum(p.parameters for p in linears(model, tp, ep)[5:]) if model.experts else 0
+    return sum(p.parameters for p in linears(model, tp, ep)[5:8]) if model.experts else 0
 
 
 def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1) -> int:

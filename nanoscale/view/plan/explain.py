@@ -6,6 +6,7 @@ from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.memory.activations import products
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.time import block, collectives, data_parallel, moe, operations
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
@@ -49,7 +50,8 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
         f"{'once (the weights are frozen; the adapters twice)' if shape.adapter_rank else 'twice'}",
     ]
     linears = block.linears(shape.model, shape.tp, shape.ep)
-    for name, product in zip(_names(shape), linears, strict=True):
+    for name, product in zip(products(shape.model), linears, strict=True):
+        name = {"v": "wv", "router": "router, in fp32"}.get(name, name)
         seconds, rows = block.product(hardware, shape, product), product.rows(shape.tokens)
         flops = 2.0 * product.experts * rows * product.outputs * product.inputs
         each = f", of each of {product.experts} experts" if product.experts_per_token > 1 else ""
@@ -58,12 +60,6 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
             f"{duration(seconds)}, {flops / seconds / peak:.0%} of the peak"
         )
     return "\n".join(lines)
-
-
-def _names(shape: MicroBatchShape) -> list[str]:
-    gate = ["gate"] if shape.model.is_gated else []
-    router = ["router, in fp32"] if shape.model.experts else []
-    return ["wq", "wk", "wv", "wo", *router, *gate, "up", "down"]
 
 
 def _launch(hardware: Hardware, shape: MicroBatchShape) -> str:
