@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoscale.config.schema import Model
-from nanoscale.models.moe import MixtureOfExperts, Router
+from nanoscale.models.moe import BIAS_UNIT, MixtureOfExperts, Router
 from nanoscale.models.transformer import Transformer
 
 
@@ -21,7 +21,8 @@ class Balance:
     """The balancing of all routers of this rank; every rank calls `end_step` after every step."""
 
     def __init__(self, shape: Model, stages: list[Transformer], device: torch.device) -> None:
-        self.biased = shape.balance == "bias"
+        self.shape = shape
+        self.bias_rate = round(shape.balance_rate / BIAS_UNIT) if shape.balance == "bias" else 0
         self.loss_rate = shape.balance_rate if shape.balance == "aux" else 0.0
         self.routers: dict[int, Router] = {
             int(number): layer.mlp.router
@@ -51,19 +52,19 @@ class Balance:
             router.load.zero_()
         if dist.is_initialized():
             dist.all_reduce(self._loads)
-        if self.biased and not skipped:
+        if self.bias_rate and not skipped:
             for number, router in self.routers.items():
                 load = self._loads[number]
-                router.choice_bias += (load.sum() - load * len(load)).sign()
+                router.choice_bias += self.bias_rate * (load.sum() - load * len(load)).sign()
 
     def figures(self) -> dict[str, float]:
         """Return the logged metric: the largest load over the mean load, in the layer with the largest
         ratio."""
-        loads = self._loads.double()
+        loads = self._loads[self.shape.dense_layers :].double()
         return {"moe_imbalance": (loads.amax(1) / loads.mean(1)).max().item()}
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint holds; loading fills them in place."""
-        if not self.biased:
+        if not self.shape.has_choice_bias:
             return {}
-        return {f"layers.{number}": router.choice_bias for number, router in self.routers.items()}
+        return {f"bias.layers.{number}": it.choice_bias for number, it in self.routers.items()}

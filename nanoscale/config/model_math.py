@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoscale.config.parameters import block, block_products, ends
+from nanoscale.config.parameters import block, block_products, ends, kinds_of_blocks
 from nanoscale.config.schema import Config, Lora, Model
 
 ATTENTION = ("wq", "wk", "wv", "wo")
@@ -17,14 +17,18 @@ def parameters(model: Model) -> int:
     if model.source != "own":
         return model.parameters or 0
     outside = sum(parameter.numel for parameter in ends(model).values())
-    return outside + model.layers * sum(parameter.numel for parameter in block(model).values())
+    return outside + sum(
+        count * sum(parameter.numel for parameter in block(shape).values())
+        for count, shape in kinds_of_blocks(model)
+    )
 
 
 def active_parameters(model: Model) -> int:
     """Count the active parameters of a token: all but those of experts that it does not use."""
     idle = max(0, model.experts - model.experts_per_token)
     experts = sum(parameter.numel for parameter in block(model).values() if parameter.is_expert)
-    return parameters(model) - model.layers * experts * idle // max(1, model.experts)
+    layers = model.layers - model.dense_layers
+    return parameters(model) - layers * experts * idle // max(1, model.experts)
 
 
 def matmul_parameters(model: Model) -> int:
@@ -35,7 +39,8 @@ def matmul_parameters(model: Model) -> int:
     if model.source != "own":
         embedding = 0 if model.tie_embeddings else model.hidden * model.vocab
         return parameters(model) - embedding
-    return model.layers * block_products(model) + model.hidden * model.vocab
+    blocks = sum(count * block_products(shape) for count, shape in kinds_of_blocks(model))
+    return blocks + model.hidden * model.vocab
 
 
 def flops_per_token(model: Model, seq_len: int) -> int:

@@ -99,8 +99,15 @@ def named(model: Model) -> dict[str, Parameter]:
         if name in last:
             table[name] = last.pop(name)
     for layer in range(model.layers):
-        table |= {f"layers.{layer}.{name}": each for name, each in block(model).items()}
+        each_block = block(model.of_layer(layer))
+        table |= {f"layers.{layer}.{name}": each for name, each in each_block.items()}
     return table | last
+
+
+def kinds_of_blocks(model: Model) -> list[tuple[int, Model]]:
+    """Return the number of dense blocks and that of the others, each with the shape of its blocks."""
+    kinds = [(model.dense_layers, model.dense), (model.layers - model.dense_layers, model)]
+    return [(count, shape) for count, shape in kinds if count]
 
 
 def block_products(model: Model) -> int:

@@ -7,7 +7,7 @@ key exists that is not declared here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -150,6 +150,26 @@ class Model:
         False,
         "shared_ffn: the sigmoid of a product with the token scales its result, as in Qwen2-MoE",
     )
+    router: Literal["softmax", "sigmoid"] = key(
+        "softmax",
+        "with experts: function from products to scores; sigmoid: as in DeepSeek-V3, whose files hold a bias "
+        "of the choice",
+    )
+    expert_scale: float = key(
+        1.0, "with experts: factor of the weights of a token's experts", at_least=0
+    )
+    expert_groups: int = key(
+        1,
+        "with experts: groups of experts; a token chooses groups by their two best scores",
+        at_least=1,
+    )
+    expert_groups_per_token: int = key(
+        1, "expert_groups: groups from which a token chooses its experts", at_least=1
+    )
+    dense_layers: int = key(
+        0, "with experts: first layers that have a dense feed-forward block instead", at_least=0
+    )
+    dense_ffn: int = key(128, "dense_layers: inner width of their feed-forward block", at_least=1)
     balance: Literal["none", "bias", "aux"] = key(
         "none",
         "with experts: method that balances their loads; bias: after every step, experts with "
@@ -157,7 +177,7 @@ class Model:
     )
     balance_rate: float = key(
         1e-3,
-        "bias: change of a routing bias per step, in units of the router's softmax; aux: weight of the loss",
+        "bias: change of a routing bias per step, in units of the router's scores; aux: weight of the loss",
         at_least=0,
     )
     vocab: int = key(320, "rows of the embedding", unit="tokens", at_least=2)
@@ -257,6 +277,22 @@ class Model:
     def is_windowed(self, seq_len: int) -> bool:
         """Return True if attention needs a mask of `sliding_window` for sequences of this length."""
         return self.has_window(0) and seq_len > (self.sliding_window or 0)
+
+    def of_layer(self, layer: int) -> Model:
+        """Return the shape of a layer's block: dense in the first `dense_layers`."""
+        return self.dense if layer < self.dense_layers else self
+
+    @property
+    def dense(self) -> Model:
+        """The shape of the blocks without experts."""
+        return replace(
+            self, experts=0, shared_ffn=0, shared_gate=False, ffn=self.dense_ffn, dense_layers=0
+        )
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """True if a bias of the experts' choice belongs to the weights."""
+        return bool(self.experts) and (self.balance == "bias" or self.router == "sigmoid")
 
     @property
     def rotated_width(self) -> int:

@@ -152,7 +152,7 @@ def _open_folder(
     try:
         model = _empty(read_shape(folder), device, dtype)
         if device.type != "meta":
-            load.load(folder, model.shape, dict(_state(model)))
+            load.load(folder, model.shape, dict(state_of(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
     if not said and in_folder(folder) is None:
@@ -169,7 +169,7 @@ def _open_folder(
 
 
 def _fill(model: Transformer, config: ResolvedConfig, stored: StoredCheckpoint) -> None:
-    state = dict(_state(model))
+    state = dict(state_of(model))
     if not config.lora.rank:
         sharded.load_weights(stored, state)
         return
@@ -230,13 +230,13 @@ def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transforme
     return model
 
 
-def _state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+def state_of(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a checkpoint holds of a model, by their names in the checkpoint."""
     for name, parameter in model.named_parameters():
         yield f"model.{name}", parameter.data
     for number, block in model.layers.items():
-        if isinstance(block.mlp, MixtureOfExperts) and model.shape.balance == "bias":
-            yield f"balance.layers.{number}", block.mlp.router.choice_bias
+        if isinstance(block.mlp, MixtureOfExperts) and model.shape.has_choice_bias:
+            yield f"balance.bias.layers.{number}", block.mlp.router.choice_bias
 
 
 def _named(said: str) -> Tokenizer:

@@ -25,6 +25,9 @@ from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 
+BIAS_UNIT = 2.0**-40
+"""A router's bias is an integer of these units: no cast of the model to another dtype changes it."""
+
 
 class MixtureOfExperts(nn.Module):
     """An MoE block, `[batch, seq, hidden]`: the outputs of a token's experts, weighted by its router."""
@@ -58,19 +61,19 @@ class Router(nn.Module):
     load: Tensor
     """`[experts]`: choices in training's forward passes since the last reset to 0."""
     choice_bias: Tensor
-    """`[experts]`: the bias of the choice, in units of `balance_rate`."""
+    """`[experts]`: the bias of the choice, in units of `BIAS_UNIT`."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.experts, self.top_k = shape.experts, shape.experts_per_token
         self.normalizes = shape.normalize_experts
-        self.rate = shape.balance_rate if shape.balance == "bias" else 0.0
+        self.scale, self.uses_sigmoid = shape.expert_scale, shape.router == "sigmoid"
+        self.groups, self.top_groups = shape.expert_groups, shape.expert_groups_per_token
         self.penalty = 0.0
         """The weight of a sequence's balancing loss in the loss of the backward pass."""
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _identity
         """A function from the counts of this rank's part of each sequence to those of the whole sequence."""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
-        # Integers: no cast of the model to another dtype changes them, and they add up exactly in any order.
         for name in ("load", "choice_bias"):
             zero = torch.zeros(shape.experts, dtype=torch.int64)
             self.register_buffer(name, zero, persistent=False)
@@ -88,17 +91,28 @@ class Router(nn.Module):
         """
         score_dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            scores = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype)).softmax(
-                -1
-            )
-        biased_scores = scores.detach() + self.rate * self.choice_bias.to(score_dtype)
+            products = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype))
+        scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
+        biased_scores = scores.detach() + (BIAS_UNIT * self.choice_bias.double()).to(score_dtype)
+        if self.groups > 1:
+            biased_scores = self._in_best_groups(biased_scores)
         chosen = biased_scores.topk(self.top_k).indices
         if self.penalty and torch.is_grad_enabled():
             scores = _add_loss(scores, self.penalty * self.imbalance(scores, chosen, len(hidden)))
         weights = scores.gather(1, chosen)
         if torch.is_grad_enabled() and not is_recomputed():
             self.load += count(chosen, self.experts)
-        return weights / weights.sum(-1, keepdim=True) if self.normalizes else weights, chosen
+        weights = weights / weights.sum(-1, keepdim=True) if self.normalizes else weights
+        return weights * self.scale if self.scale != 1 else weights, chosen
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """Return the scores, -∞ outside of a token's groups (DeepSeek-AI 2024, arXiv:2412.19437, section
+        2.1.2)."""
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        best = grouped.topk(2).values.sum(-1).topk(self.top_groups).indices
+        others = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device)
+        others.scatter_(-1, best, False)
+        return grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def imbalance(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
         """Return the imbalance of experts, summed over sequences: Σ f·P over experts, which is 1 in perfect
@@ -116,6 +130,8 @@ class Router(nn.Module):
         )
         counts = self.sum_over_sequence(local_counts).to(scores.dtype)
         choices = counts.sum(-1, keepdim=True)
+        if self.uses_sigmoid:
+            scores = scores / scores.sum(-1, keepdim=True)
         share = counts / choices * self.experts
         mean = scores.view(batch, -1, self.experts).sum(1) * self.top_k / choices
         return (share * mean).sum()

@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         if self.first and shape.position == "learned":
             self.positions = nn.Embedding(shape.max_seq_len, shape.hidden)
         # Keyed by layer number, so that a pipeline stage keeps the names of the whole model.
-        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in numbers})
+        self.layers = nn.ModuleDict({str(i): Block(shape.of_layer(i), i) for i in numbers})
         if self.last:
             self.norm = make_norm(shape)
             self.head = (

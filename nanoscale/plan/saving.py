@@ -12,7 +12,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
-from nanoscale.config.parameters import block
+from nanoscale.config.parameters import block, kinds_of_blocks
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.plan.memory.states import average_width, moment_width
@@ -216,8 +216,12 @@ def checkpoint_bytes(config: ResolvedConfig) -> int:
     stored = 4.0 if rule_of(config.optimizer).quantized else moment_width(config.optimizer, width)
     in_blocks = trained
     if not config.lora.rank and config.model.source == "own":
-        matrices = [it.numel for it in block(config.model).values() if not it.is_vector]
-        in_blocks = config.model.layers * sum(matrices)
+        in_blocks = sum(
+            count * it.numel
+            for count, shape in kinds_of_blocks(config.model)
+            for it in block(shape).values()
+            if not it.is_vector
+        )
     kept = [len(moments_of(config.optimizer, in_blocks=it)) for it in (True, False)]
     width += average_width(config.optimizer, width)
     return int(trained * width + stored * (kept[0] * in_blocks + kept[1] * (trained - in_blocks)))

@@ -81,8 +81,8 @@ def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
 def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield the rows of each matrix on a rank of tp and ep, and the number of ranks with other experts."""
     parallel, model = config.parallel, config.model
-    table = parameters.ends(model) | parameters.block(model)
-    for each in table.values():
+    tables = [parameters.block(shape) for _, shape in parameters.kinds_of_blocks(model)]
+    for each in (each for table in (parameters.ends(model), *tables) for each in table.values()):
         if not each.is_expert:
             yield -(-each.shape[0] // (parallel.tp if each.split == 0 else 1)), 1
         elif model.hidden % (ranks // parallel.ep):  # else experts can be sharded evenly

@@ -18,7 +18,7 @@ from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.native import build_stages
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.hf import load
-from nanoscale.checkpoint.hf.names import hf_positions, shapes
+from nanoscale.checkpoint.hf.names import BIASES, hf_positions, shapes
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.resolved import ResolvedConfig
@@ -66,7 +66,9 @@ def begin_and_look(_rank: int, config: ResolvedConfig) -> tuple[list[float], int
 
     load.read_part = counting
     engine.load_pretrained(Path(str(config.model.init_from)))
-    held = sum(local_numbers(t) for n, t in engine.state().items() if n.startswith("model."))
+    held = sum(
+        local_numbers(t) for n, t in engine.state().items() if n.startswith(("model.", BIASES))
+    )
     return engine.next_token_logits(PROMPT).tolist(), sum(read), held
 
 
@@ -86,6 +88,9 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("mixtral, merged", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("qwen3_moe", {"dp": 4, "ep": 2, "stage": 1}),
+    ("qwen2_moe", {"dp": 2, "tp": 2, "stage": 2}),
+    ("glm4_moe", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
+    ("glm4_moe", {"deepspeed": True, "dp": 2, "stage": 1}),
     ("qwen3_moe", {"deepspeed": True, "dp": 2, "stage": 3}),
 ]
 

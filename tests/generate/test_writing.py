@@ -140,7 +140,7 @@ def test_the_size_of_a_batch_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:
     shape = replace(BYTES, experts=4, experts_per_token=2, balance="bias")
-    lean = {f"balance.layers.{n}": torch.tensor([n, -1, 2, 3]) for n in range(4)}
+    lean = {f"balance.bias.layers.{n}": torch.tensor([n, -1, 2, 3]) for n in range(4)}
     opened = open_model(str(run_of_bytes(tmp_path, shape, **lean).path), dtype="bf16")
     for number, block in opened.model.layers.items():
         assert block.mlp.router.choice_bias.tolist() == [int(number), -1, 2, 3]

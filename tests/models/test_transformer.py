@@ -262,8 +262,19 @@ def test_the_counted_parameters_are_those_of_odd_shapes(
         replace(LLAMA, experts=4),
         replace(QWEN3, experts=4),
         replace(QWEN2, experts=4, shared_ffn=24, shared_gate=True),
+        replace(QWEN2, experts=4, router="sigmoid", shared_ffn=24, dense_layers=1, dense_ffn=40),
     ],
-    ids=["llama", "gpt2", "qwen2", "qwen3", "bias", "mixtral", "qwen3-moe", "qwen2-moe"],
+    ids=[
+        "llama",
+        "gpt2",
+        "qwen2",
+        "qwen3",
+        "bias",
+        "mixtral",
+        "qwen3-moe",
+        "qwen2-moe",
+        "glm4-moe",
+    ],
 )
 def test_the_table_of_parameters_is_the_models_own(shape: Model) -> None:
     with torch.device("meta"):

@@ -58,6 +58,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "num_experts": 6}
         | {"num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        COMMON
+        | {"head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}
+        | {"use_qk_norm": True, "attention_bias": True, "pad_token_id": 0},
+    ),
     "llama, linear": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "linear"}}),
     "llama, dynamic": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "dynamic"}}),
     "qwen3, yarn": (
@@ -133,6 +140,9 @@ def make(family: str, seed: int = 0) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn_like(buffer)
     return model
 
 

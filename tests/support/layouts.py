@@ -68,6 +68,10 @@ MOE = replace(SHALLOW, experts=4, experts_per_token=2, ffn=32, balance="bias", b
 
 
 AUX = replace(MOE, balance="aux", balance_rate=0.1)
+GROUPED = replace(
+    MOE, experts=8, router="sigmoid", expert_scale=2.5, expert_groups=4, expert_groups_per_token=2,
+    shared_ffn=16, dense_layers=1, dense_ffn=48,
+)  # fmt: skip
 SHARED = replace(MOE, shared_ffn=16, shared_gate=True, normalize_experts=False)
 
 
@@ -216,6 +220,8 @@ ROWS = [
     mixture(0, dp=2, ep=2),
     mixture(3, 1, dp=4, ep=4, shape=replace(MOE, balance="none")),
     mixture(3, 1, dp=2, tp=2, ep=2, shape=SHARED),
+    mixture(3, 1, dp=2, tp=2, ep=2, shape=GROUPED),
+    mixture(0, 1, dp=2, pp=2, ep=2, shape=replace(GROUPED, balance="aux", balance_rate=0.1)),
     mixture(0, 1, tp=2, pp=2, shape=replace(SHARED, shared_gate=False)),
     mixture(2, 1, dp=4, ep=2, dp_replicate=2),
     mixture(3, dp=2, ep=2, tp=2, activation_checkpointing="selective"),

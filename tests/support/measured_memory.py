@@ -50,6 +50,10 @@ SHAPE = Model(
 SEQ = 128
 SOME: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "ffn": 176, "balance": "bias"}
 MIXTURE = replace(SHAPE, **SOME)
+GROUPED = replace(
+    MIXTURE, experts=8, router="sigmoid", expert_groups=4, expert_groups_per_token=2, shared_ffn=176,
+    dense_layers=1, dense_ffn=528,
+)  # fmt: skip
 SHARED = replace(MIXTURE, shared_ffn=352, shared_gate=True, normalize_experts=False)
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
 
@@ -192,6 +196,10 @@ ROWS = [
             (", full, bf16", recomputed("full"), "bf16"),
         )
     ),
+    Row("grouped experts", shape=GROUPED),
+    Row("grouped experts, dense", shape=replace(GROUPED, dense_layers=3)),
+    Row("grouped experts, dp 2, stage 3", {"dp": 2}, 3, shape=GROUPED),
+    Row("grouped experts, pp 2", {"pp": 2}, micro_batch=2, shape=replace(GROUPED, dense_layers=2)),
     Row("shared experts, wide", shape=replace(SHARED, shared_ffn=1408)),
     *(Row(f"experts, dp 2, stage {s}", {"dp": 2}, s, shape=MIXTURE) for s in (0, 2, 3)),
     *(Row(f"experts, ep 2, stage {s}", {"dp": 2, "ep": 2}, s, shape=MIXTURE) for s in range(4)),

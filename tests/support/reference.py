@@ -92,8 +92,9 @@ def _train(
     model = Transformer(shape).to(dtype)
     initialize(model, shape, seed=3)
     mixtures = [layer.mlp for layer in model.layers.values()] if shape.experts else []
-    mixtures = [EveryExpert(mixture, shape) for mixture in mixtures]
-    for layer, mixture in zip(model.layers.values(), mixtures, strict=False):
+    mixtures = [EveryExpert(mixture, shape) for mixture in mixtures[shape.dense_layers :]]
+    with_experts = list(model.layers.values())[shape.dense_layers :]
+    for layer, mixture in zip(with_experts, mixtures, strict=False):
         layer.mlp = mixture
     trained: nn.Module = Merged(model, lora) if lora.rank else model
     parameters = [p for p in trained.parameters() if p.requires_grad]
@@ -250,7 +251,7 @@ class EveryExpert(nn.Module):
         self.gate, self.up, self.down = mixture.experts.parameters()
         self.shared = mixture.shared
         self.shared_gate = mixture.shared_gate
-        self.normalizes = shape.normalize_experts
+        self.shape = shape
         self.taken, self.biased, self.rate = (
             shape.experts_per_token,
             shape.balance == "bias",
@@ -262,18 +263,32 @@ class EveryExpert(nn.Module):
         self.load = [0] * shape.experts
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scores = torch.softmax(hidden @ self.router.T, dim=-1)
+        shape, products = self.shape, hidden @ self.router.T
+        is_sigmoid = shape.router == "sigmoid"
+        scores = 1 / (1 + torch.exp(-products)) if is_sigmoid else torch.softmax(products, dim=-1)
         preferred = scores.detach() + torch.tensor(self.preference, dtype=scores.dtype)
+        if shape.expert_groups > 1:
+            groups = preferred.chunk(shape.expert_groups, dim=-1)
+            sums = torch.stack(
+                [group.sort(dim=-1).values[..., -2:].sum(-1) for group in groups], -1
+            )
+            worse = (sums.unsqueeze(-2) > sums.unsqueeze(-1)).sum(
+                -1
+            ) >= shape.expert_groups_per_token
+            worse = worse.repeat_interleave(shape.experts // shape.expert_groups, dim=-1)
+            preferred = torch.where(worse, -torch.inf, preferred)
         rank = (preferred.unsqueeze(-2) > preferred.unsqueeze(-1)).sum(-1)  # how many are better
         kept = torch.where(rank < self.taken, scores, 0)
         self.load = [a + b for a, b in zip(self.load, (kept > 0).sum((0, 1)).tolist(), strict=True)]
         if self.penalized:
             often = (kept > 0).to(scores.dtype).mean(1) * (len(self.load) / self.taken)
-            self.penalty = self.rate * (often * scores.mean(1)).sum(-1).mean()
+            shares = scores / scores.sum(-1, keepdim=True)
+            self.penalty = self.rate * (often * shares.mean(1)).sum(-1).mean()
         inner = torch.einsum("bsh,efh->bsef", hidden, self.up)
         inner = inner * F.silu(torch.einsum("bsh,efh->bsef", hidden, self.gate))
         found = torch.einsum("bsef,ehf->bseh", inner, self.down)
-        kept = kept / kept.sum(-1, keepdim=True) if self.normalizes else kept
+        kept = kept / kept.sum(-1, keepdim=True) if shape.normalize_experts else kept
+        kept = kept * shape.expert_scale
         result = torch.einsum("bse,bseh->bsh", kept, found)
         if self.shared is not None:
             gate, up, down = (each.weight.T for each in self.shared.children())

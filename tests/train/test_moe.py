@@ -50,7 +50,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert resumed_at(run) == [3]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
-    balance = final_weights(run)["balance.layers.1"]
+    balance = final_weights(run)["balance.bias.layers.1"]
     assert balance.dtype == torch.int64 and balance.any()
 
 

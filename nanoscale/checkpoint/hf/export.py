@@ -22,14 +22,20 @@ from torch import Tensor
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
-from nanoscale.checkpoint.hf.names import TensorPosition, hf_positions, shapes
-from nanoscale.checkpoint.hf.safetensors_files import divide, file_names, write_file
+from nanoscale.checkpoint.hf.names import (
+    BIASES,
+    TensorPosition,
+    bias_positions,
+    hf_positions,
+    shapes,
+)
+from nanoscale.checkpoint.hf.safetensors_files import divide, dtype_of, file_names, write_file
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES, Dtype
 from nanoscale.config.hf.families import UnsupportedError
-from nanoscale.config.hf.safetensors_headers import INDEX, Shapes
+from nanoscale.config.hf.safetensors_headers import IN_FP32, INDEX, WIDTH, Shapes
 from nanoscale.config.hf.shape import family_of, write_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
@@ -37,6 +43,7 @@ from nanoscale.config.schema import Model
 from nanoscale.config.values.hooks import file_name
 from nanoscale.data import vocabulary
 from nanoscale.models.hf_model import PREFIX
+from nanoscale.models.moe import BIAS_UNIT
 from nanoscale.runs.directory import sync_folder
 
 Tensors = dict[str, tuple[Shape, tuple[TensorPosition, ...]]]
@@ -91,7 +98,10 @@ def export(
     }
     files = divide(hf_shapes, kind.safetensors_name, largest)
     names = file_names(len(files))
-    size = sum(kind.bytes * math.prod(shape) for shape in hf_shapes.values())
+    size = sum(
+        WIDTH[dtype_of(name, kind.safetensors_name)] * math.prod(shape)
+        for name, shape in hf_shapes.items()
+    )
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
         _refuse_bias(bias, config.model)
@@ -144,7 +154,9 @@ def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
     """Return our parameters and their positions."""
     if model.source == "own":
         positions = hf_positions(model, family_of(model))
-        return {name: (shape, positions[name]) for name, shape in shapes(model).items()}
+        tensors = {name: (shape, positions[name]) for name, shape in shapes(model).items()}
+        biases = bias_positions(model)
+        return tensors | {name: ((model.experts,), (it,)) for name, it in biases.items()}
     prefix = f"model.{PREFIX}"
     return {
         name.removeprefix("model."): (
@@ -204,13 +216,13 @@ def _require_accepted(hf_config: dict[str, Any], model: Model) -> None:
 
 
 def _largest_bias(path: Path, model: Model) -> float:
-    """Return the largest change of an expert's preference by the training."""
+    """Return the largest preference of an expert that its family's files cannot hold."""
     reader, largest = Reader(path), 0
     for name, stored in reader.tensors.items():
-        if name.startswith("balance.") and model.balance == "bias":
+        if name.startswith(BIASES) and not bias_positions(model):
             choice_bias = reader.read(name, stored.shape)
             largest = max(largest, int(choice_bias.abs().max()))
-    return largest * model.balance_rate
+    return largest * BIAS_UNIT
 
 
 def _refuse_bias(bias: float, model: Model) -> NoReturn:
@@ -280,10 +292,9 @@ class _Source:
     def _hf_tensor(self, name: str) -> Iterator[Tensor]:
         """Yield one Hugging Face tensor; several of ours side by side form one, along its last dimension."""
         values = []
+        dtype = torch.float32 if name.endswith(IN_FP32) else getattr(torch, self.kind.torch_name)
         for parameter_name, position in self._positions[name]:
-            value = self._read_parameter(parameter_name, position).to(
-                getattr(torch, self.kind.torch_name)
-            )
+            value = self._read_parameter(parameter_name, position).to(dtype)
             values.append(value.T if position.transposed else value)
         yield values[0] if len(values) == 1 else torch.cat(values, dim=position.axis)
 
@@ -291,9 +302,13 @@ class _Source:
         """Return one part; experts of a matrix follow each other, so it is read once and kept for all."""
         if self._last_read is None or self._last_read[0] != name:
             self._last_read = None
-            self._last_read = name, self._weight(name)
+            read = self._bias if name.startswith(BIASES) else self._weight
+            self._last_read = name, read(name)
         value = self._last_read[1]
         return value if position.expert is None else value[position.expert]
+
+    def _bias(self, name: str) -> Tensor:
+        return self._reader.read(name, self._parameter_shapes[name]) * BIAS_UNIT
 
     def _stored(self, name: str) -> Tensor:
         return self._reader.weights(f"model.{name}", self._parameter_shapes[name])

@@ -13,15 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.hf.names import (
+    BIASES,
     PREFIXES,
     TensorPosition,
+    bias_positions,
     hf_positions,
     is_merged,
     is_needless,
     shapes,
 )
 from nanoscale.config.hf.families import UnsupportedError
-from nanoscale.config.hf.safetensors_headers import WIDTH, BadFileError, Shapes, Stored, read_folder
+from nanoscale.config.hf.safetensors_headers import (
+    IN_FP32,
+    WIDTH,
+    BadFileError,
+    Shapes,
+    Stored,
+    read_folder,
+)
 from nanoscale.config.hf.shape import HEAD, family_of, read_config, read_shape
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
@@ -54,6 +63,8 @@ def find(folder: Path, model: Model) -> StoredParameters:
         for name, parameter_positions in positions.items()
         for position in parameter_positions
     }
+    biases = bias_positions(model)
+    needed |= {position.name: (model.experts,) for position in biases.values()}
     stored = {
         name: tensor for name in needed if (tensor := _find_tensor(file_tensors, name)) is not None
     }
@@ -74,7 +85,7 @@ def find(folder: Path, model: Model) -> StoredParameters:
     return {
         name: [(position, stored[position.name]) for position in parameter_positions]
         for name, parameter_positions in positions.items()
-    }
+    } | {name: [(position, stored[position.name])] for name, position in biases.items()}
 
 
 def differences(stored: dict[str, Stored], needed: Shapes) -> list[str]:
@@ -104,12 +115,12 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     Raises:
         BadFileError: see `find`, or a file is damaged otherwise.
     """
-    full_shapes = shapes(model)
+    full_shapes = {f"model.{name}": shape for name, shape in shapes(model).items()}
     read_parts(
         [
-            (tensor, position, full_shapes[name], state[f"model.{name}"])
-            for name, stored_positions in find(folder, model).items()
-            if f"model.{name}" in state
+            (tensor, position, full_shapes.get(name, tensor.shape), state[name])
+            for short, stored_positions in find(folder, model).items()
+            if (name := short if short.startswith(BIASES) else f"model.{short}") in state
             for position, tensor in stored_positions
         ]
     )
@@ -123,6 +134,8 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
     """
     import torch
     from safetensors import SafetensorError, safe_open
+
+    from nanoscale.models.moe import BIAS_UNIT
 
     by_file = sorted(requests, key=lambda entry: str(entry[0].file))
     with ExitStack() as open_files, torch.no_grad():
@@ -138,6 +151,8 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
                 for box, memory in _boxes_of(target, position):
                     slices = position.slices(full_shape, box.offsets, box.sizes)
                     values = read_part(reader, tensor.name, slices)
+                    if tensor.name.endswith(IN_FP32):
+                        values = (values.double() / BIAS_UNIT).round()
                     memory.copy_(values.T if position.transposed else values)
             except (SafetensorError, OSError) as error:
                 raise BadFileError(f"{tensor.file.name} cannot be read: {error}") from error

@@ -13,10 +13,12 @@ Rotary pairs are (i, i + head_dim / 2) on both sides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nanoscale.config import parameters
+from nanoscale.config.hf.safetensors_headers import IN_FP32
 from nanoscale.config.hf.shape import HEAD
 from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
@@ -25,6 +27,11 @@ PREFIXES = ("model.", "transformer.")
 """Prefixes that files written without the head lack."""
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Tensors that are not parameters: old versions of transformers saved them too."""
+
+
+BIASES = "balance.bias.layers."
+"""The begin of the names of routers' biases in a checkpoint."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,17 @@ def hf_positions(
     return _block_positions(model, "model.", "layers", root, block)
 
 
+def bias_positions(model: Model) -> dict[str, TensorPosition]:
+    """Return the positions of the biases of the experts' choice, by their names in a checkpoint; families with
+    another router have none."""
+    if model.router != "sigmoid":
+        return {}
+    return {
+        f"{BIASES}{layer}": TensorPosition(f"model.layers.{layer}.mlp.gate.{IN_FP32}")
+        for layer in range(model.dense_layers, model.layers)
+    }
+
+
 def is_merged(names: Iterable[str]) -> bool:
     """True if a file has the experts of a block in one tensor, as in transformers 5.
 
@@ -105,8 +123,10 @@ def is_buffer(name: str) -> bool:
 
 
 def is_needless(name: str, model: Model) -> bool:
-    """True if the model does not need a tensor of a file."""
-    return is_buffer(name) or (model.tie_embeddings and name == HEAD)
+    """True if the model does not need a tensor of a file, such as layers that predict further tokens."""
+    layer = _LAYER.match(name)
+    further = layer is not None and model.router == "sigmoid" and int(layer[1]) >= model.layers
+    return is_buffer(name) or further or (model.tie_embeddings and name == HEAD)
 
 
 _LLAMA = {
@@ -132,12 +152,20 @@ _QWEN3_MOE = {
     "mlp.experts.up": TensorPosition("mlp.experts.{expert}.up_proj.weight"),
     "mlp.experts.down": TensorPosition("mlp.experts.{expert}.down_proj.weight"),
 }
+_GROUPED_EXPERTS = {
+    **_QWEN3_MOE,
+    **{
+        f"mlp.shared.{name}": TensorPosition(f"mlp.shared_experts.{name}_proj")
+        for name in ("gate", "up", "down")
+    },
+}
 _QWEN2_MOE = {
     **_QWEN3_MOE,
     "mlp.shared_gate": TensorPosition("mlp.shared_expert_gate"),
-    "mlp.shared.gate": TensorPosition("mlp.shared_expert.gate_proj"),
-    "mlp.shared.up": TensorPosition("mlp.shared_expert.up_proj"),
-    "mlp.shared.down": TensorPosition("mlp.shared_expert.down_proj"),
+    **{
+        f"mlp.shared.{name}": TensorPosition(f"mlp.shared_expert.{name}_proj")
+        for name in ("gate", "up", "down")
+    },
 }
 _GATED_EXPERTS = ("mlp.experts.gate", "mlp.experts.up")
 _MERGED = {
@@ -159,6 +187,7 @@ _OWN_NAMES = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
     "qwen2_moe": _QWEN2_MOE,
+    "glm4_moe": _GROUPED_EXPERTS,
     "phi3": _GATE_UP | dict.fromkeys(_QKV, TensorPosition("self_attn.qkv_proj", joined=_QKV)),
     "glm": _GATE_UP,
     "glm4": _GATE_UP

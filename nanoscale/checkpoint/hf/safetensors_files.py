@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config.hf.safetensors_headers import SINGLE, WIDTH, Shapes
+from nanoscale.config.hf.safetensors_headers import IN_FP32, SINGLE, WIDTH, Shapes
 
 
 def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
@@ -19,13 +19,18 @@ def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
     files: list[Shapes] = [{}]
     file_bytes = 0
     for name, shape in shapes.items():
-        size = WIDTH[dtype] * math.prod(shape)
+        size = WIDTH[dtype_of(name, dtype)] * math.prod(shape)
         if files[-1] and file_bytes + size > largest:
             files.append({})
             file_bytes = 0
         files[-1][name] = shape
         file_bytes += size
     return files
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """Return the dtype of a tensor in files of a dtype."""
+    return "F32" if name.endswith(IN_FP32) else dtype
 
 
 def file_names(count: int) -> list[str]:
@@ -35,12 +40,13 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
-    """Write tensors of one dtype in the order of `shapes`."""
+    """Write tensors of a dtype, except those that are always in fp32, in the order of `shapes`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        size = WIDTH[dtype] * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
+        kind = dtype_of(name, dtype)
+        size = WIDTH[kind] * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (offset, offset + size)}
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -124,6 +124,19 @@ _QWEN_EXPERTS: Settings = {
 }
 
 
+_GROUPED_EXPERTS: Settings = {
+    **_EXPERTS,
+    "n_routed_experts": HFKey("experts"),
+    "moe_intermediate_size": HFKey("ffn"),
+    "intermediate_size": HFKey("dense_ffn"),
+    "first_k_dense_replace": HFKey("dense_layers"),
+    "norm_topk_prob": HFKey("normalize_experts", True),
+    "routed_scaling_factor": HFKey("expert_scale"),
+    "n_group": HFKey("expert_groups"),
+    "topk_group": HFKey("expert_groups_per_token"),
+}
+
+
 def _both_biases(document: Json, values: Json) -> Json:
     if document.get("mlp_bias", False) != values["bias"]:
         raise UnsupportedError(f"attention_bias={shown(values['bias'])} and mlp_bias differ")
@@ -147,6 +160,19 @@ def _expert_number(document: Json, values: Json) -> Json:
     return {
         "experts": document.get("num_experts", document.get("num_local_experts", values["experts"]))
     }
+
+
+def _write_shared_experts(model: Model) -> Json:
+    if model.shared_ffn % model.ffn:
+        text = f"model.shared_ffn={model.shared_ffn} must be a multiple of model.ffn={model.ffn}"
+        raise UnsupportedError(text)
+    return {"n_shared_experts": model.shared_ffn // model.ffn}
+
+
+_SHARED_EXPERTS = HFRule(
+    lambda document, values: {"shared_ffn": document.get("n_shared_experts", 1) * values["ffn"]},
+    _write_shared_experts,
+)
 
 
 def _layer_types(every: int) -> HFRule:
@@ -327,6 +353,30 @@ FAMILIES: dict[str, Family] = {
         _GLM_USUAL,
         rope_pairs="neighbors",
         norm_position="both",
+    ),
+    "glm4_moe": _like_llama(
+        "Glm4MoeForCausalLM",
+        {
+            **_GROUPED_EXPERTS,
+            "attention_bias": HFKey("qkv_bias", False),
+            "use_qk_norm": HFKey("qk_norm", False),
+            "partial_rotary_factor": HFKey("rope_fraction", 0.5),
+        },
+        {
+            "kv_heads": 8,
+            "norm_eps": 1e-5,
+            "max_seq_len": 131072,
+            "experts": 128,
+            "experts_per_token": 8,
+            "ffn": 1408,
+            "dense_ffn": 10944,
+            "dense_layers": 1,
+            "expert_scale": 1.0,
+            "expert_groups": 1,
+            "expert_groups_per_token": 1,
+        },
+        _SHARED_EXPERTS,
+        router="sigmoid",
     ),
     "olmo2": _like_llama(
         "Olmo2ForCausalLM",

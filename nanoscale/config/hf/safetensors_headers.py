@@ -18,6 +18,8 @@ from nanoscale.config.dtypes import DTYPES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+IN_FP32 = "e_score_correction_bias"
+"""The end of the names of tensors that files of every dtype hold in fp32, as transformers does."""
 WIDTH = {dtype.safetensors_name: dtype.bytes for dtype in DTYPES.values()}
 """Bytes of a number of each dtype that weights may have."""
 Shapes = dict[str, tuple[int, ...]]

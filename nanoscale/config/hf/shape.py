@@ -322,6 +322,8 @@ def _shape_keys(values: Json) -> Json:
         values["rope_theta"] = None
     if not values["experts"]:
         values["experts_per_token"] = None
+    if not values["dense_layers"]:
+        values["dense_ffn"] = None
     if (scaling := values["rope_scaling"]) is not None:
         kept = ("kind", *_ROPE_KINDS[scaling["kind"]])
         values["rope_scaling"] = {key: scaling[key] for key in kept}

@@ -18,13 +18,14 @@ _PADDING = 128
 
 # --- tensor parallelism ---------------------------------------------------------------------------
 
-_BLOCKS = ("model.heads", "model.kv_heads", "model.ffn", "model.shared_ffn")
+_BLOCKS = ("model.heads", "model.kv_heads", "model.ffn", "model.shared_ffn", "model.dense_ffn")
 """The sizes of a block that tp divides."""
 
 
 def _undivided(config: Config) -> list[str]:
     model, tp = config.model, config.parallel.tp
-    sizes = (model.heads, model.kv_head_count, model.ffn, model.shared_ffn)
+    dense = model.dense_ffn if model.dense_layers else 0
+    sizes = (model.heads, model.kv_head_count, model.ffn, model.shared_ffn, dense)
     return [f"{key}={size}" for key, size in zip(_BLOCKS, sizes, strict=True) if size % tp]
 
 

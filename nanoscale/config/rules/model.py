@@ -121,7 +121,34 @@ def _check_scaling(resolution: Resolution, model: Model) -> None:
 
 _ROUTED = {"model.experts": bool}
 
+
+def _groups_hold(config: Config) -> bool:
+    model = config.model
+    if model.expert_groups == 1:
+        return True
+    size, left = divmod(model.experts, model.expert_groups)
+    chosen = model.expert_groups_per_token
+    return (
+        not left
+        and size > 1
+        and model.experts_per_token <= chosen * size
+        and chosen <= model.expert_groups
+    )
+
+
 EXPERTS = of_kind("config",
+    Rule("model.expert_groups",
+        tuple(f"model.{name}" for name in
+              ("expert_groups", "expert_groups_per_token", "experts", "experts_per_token")),
+        _groups_hold,
+        "must divide model.experts={c.model.experts} into groups of two or more, and "
+        "model.expert_groups_per_token={c.model.expert_groups_per_token} of them must hold "
+        "model.experts_per_token={c.model.experts_per_token}",
+        ("model.expert_groups=1",)),
+    Rule("model.dense_layers", ("model.dense_layers", "model.layers"),
+        lambda config: config.model.dense_layers < config.model.layers,
+        "leaves no layer with experts: model.layers={c.model.layers}",
+        ("model.dense_layers<",)),
     Rule("model.experts_per_token", ("model.experts_per_token", "model.experts"),
         lambda config: (
             not config.model.experts or config.model.experts_per_token <= config.model.experts

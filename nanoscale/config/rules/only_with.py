@@ -36,7 +36,10 @@ OF_LAYOUT = (
 )  # fmt: skip
 OF_JOB = of_kind("config",
     *(only_with(f"model.{name}", _ROUTED)
-        for name in ("experts_per_token", "normalize_experts", "shared_ffn", "balance")),
+        for name in ("experts_per_token", "normalize_experts", "router", "expert_scale", "expert_groups",
+                     "shared_ffn", "dense_layers", "balance")),
+    only_with("model.expert_groups_per_token", {"model.expert_groups": several}),
+    only_with("model.dense_ffn", {"model.dense_layers": bool}),
     only_with("model.shared_gate", {"model.shared_ffn": bool}),
     only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
     only_with("model.qkv_bias", {"model.bias": False}),

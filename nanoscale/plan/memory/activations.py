@@ -8,7 +8,7 @@ layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, isqrt
 
@@ -53,6 +53,12 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         experts_per_token=model.experts_per_token if model.experts else 1,
         shared=model.shared_ffn // tp,
     )
+
+
+def _dense(shape: Shape, tp: int) -> Shape:
+    """Return the shape of the blocks without experts."""
+    model, ffn = shape.model.dense, shape.model.dense_ffn // tp
+    return replace(shape, model=model, ffn=ffn, local_experts=0, experts_per_token=1, shared=0)
 
 
 def saved(shape: Shape, run: Execution) -> Sizes:
@@ -392,8 +398,10 @@ def stage_activations(
     run: Execution,
     parallel: Parallel,
     keep: frozenset[str] | None = None,
+    dense: int = 0,
 ) -> StageActivations:
-    """Return the bytes of a stage's blocks. `keep` replaces `parallel.selective_keep` for other software."""
+    """Return the bytes of a stage's blocks, of which the first `dense` have no experts. `keep` replaces
+    `parallel.selective_keep` for other software."""
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
     mode = parallel.activation_checkpointing
@@ -415,6 +423,12 @@ def stage_activations(
         recomputed = block.recomputed - block.kept if checkpointed else 0
         extra = block.working + recomputed
         last = block.kept if checkpointed else plain.kept
+    if dense and mode != "sqrt":
+        block = block_memory(shape, run, mode, keep or parallel.selective_keep)
+        other = block_memory(_dense(shape, parallel.tp), run, mode, keep or parallel.selective_keep)
+        kept += dense * (other.kept - block.kept)
+        if dense == layers:
+            extra = other.working + other.recomputed - other.kept
     waiting = between_passes(shape, run)
     # The pass for inputs frees no saved tensor, and at its end it holds all gradients of a block.
     inner = shape.tokens * shape.experts_per_token * shape.ffn * run.compute

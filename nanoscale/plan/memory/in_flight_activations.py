@@ -81,7 +81,9 @@ class _Kept:
 
 def _kept(setting: MemorySetting, stage: Stage, boundary: KeptBoundary) -> _Kept:
     layout = setting.config.parallel
-    blocks = stage_activations(stage.layers, setting.shape, setting.run, layout, setting.keep)
+    blocks = stage_activations(
+        stage.layers, setting.shape, setting.run, layout, setting.keep, stage.dense
+    )
     waiting = _waiting(setting, stage, blocks)
     return _Kept(stage, boundary, blocks, waiting, *_outside_blocks(setting, stage))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from nanoscale.config import model_math, parameters
 from nanoscale.config.layout import stage_layers, stages_of
@@ -88,10 +89,12 @@ class Stage:
 
     number: int
     layers: int
+    dense: int
+    """The layers of them that have no experts, in a model with experts."""
     first: bool
     last: bool
     units: tuple[Unit, ...]
-    """The block, then embedding and head, or the root's remaining parameters."""
+    """The blocks, then embedding and head, or the root's remaining parameters."""
     numel: int
     """Elements of all units, before ZeRO."""
 
@@ -203,8 +206,11 @@ def _rank_stages(
 ) -> tuple[tuple[Stage, ...], ...]:
     count = pp * virtual
     blocks = stage_layers(model, count, list(layers) if layers is not None else None)
+    starts = list(accumulate(blocks, initial=0))
+    dense = [min(max(0, model.dense_layers - starts[k]), blocks[k]) for k in range(count)]
     stages = [
-        _stage(model, k, blocks[k], count, tp, ep, whole_ends, adapters) for k in range(count)
+        _stage(model, k, blocks[k], dense[k], count, tp, ep, whole_ends, adapters)
+        for k in range(count)
     ]
     return tuple(
         tuple(stages[k] for k in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)
@@ -271,6 +277,7 @@ def _stage(
     model: Model,
     number: int,
     layers: int,
+    dense: int,
     stages: int,
     tp: int,
     ep: int,
@@ -286,7 +293,9 @@ def _stage(
     norm = tuple(length for shape in local.values() if len(shape) == 1 for length in shape)
     vocabulary = (local["embed.weight"],)
     rest = (local["positions.weight"],) if first and "positions.weight" in local else ()
-    units = [_block(model, tp, ep, layers, adapters)]
+    units = [_block(model, tp, ep, layers - dense, adapters)]
+    if dense:
+        units.append(_block(model.dense, tp, ep, dense, adapters))
     if model.tie_embeddings and (first or last):  # never with a pipeline
         units.append(Unit("rest", 1, vocabulary + rest, norm))
     else:
@@ -297,7 +306,7 @@ def _stage(
         if rest:
             units.append(Unit("rest", 1, rest, ()))
     numel = sum(unit.count * unit.numel for unit in units)
-    return Stage(number, layers, first, last, tuple(units), numel)
+    return Stage(number, layers, dense, first, last, tuple(units), numel)
 
 
 def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> Unit:
