@@ -69,7 +69,10 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
         outcome = "failed"
     link.is_starting = False
     evidence = Evidence(oom_kills() - killed_before, available_gib())
-    ended = Ended(host.attempt, outcome, tuple(failures), evidence, _result(run), positions)
+    result = None
+    with suppress(OSError, ValueError):  # the job left none
+        result = read_json(run.result)
+    ended = Ended(host.attempt, outcome, tuple(failures), evidence, result, positions)
     link.send(**message_of(ended))
     return store
 
@@ -83,14 +86,6 @@ def _run_directory(link: Link, order: LaunchOrder) -> RunDirectory:
     run.config.write_text(order.config, encoding="utf-8")
     write_json(run.task, order.task)
     return run
-
-
-def _result(run: RunDirectory) -> object:
-    """Return the job's result for the launcher; None if it left none."""
-    try:
-        return read_json(run.result)
-    except (OSError, ValueError):
-        return None
 
 
 def _run_ranks(
@@ -203,7 +198,9 @@ class Watch:
         self._collect_failures(processes)
         # Not SIGTERM, which would mean a regular stop.
         send(processes, signal.SIGKILL)
-        _join(processes, _REAP_S)
+        deadline = time.monotonic() + _REAP_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
     def _ask(self, processes: Sequence[BaseProcess]) -> None:
         """Collect the positions of the ranks that still run."""
@@ -264,9 +261,3 @@ def send(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
-
-
-def _join(processes: Sequence[BaseProcess], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))

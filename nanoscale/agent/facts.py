@@ -58,7 +58,13 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "shared_memory_gib": _free_gib(Path("/dev/shm")),
         "root": _inspect_folder(Path(order["root"]), order["probe"]),
         "cache": _inspect_cache(order["cache_dir"]),
-        "network": _network(order["master_addr"]),
+        "network": {
+            "addresses": addresses(),
+            "asked_for": order["master_addr"],
+            "found": resolve(order["master_addr"]),
+            "interface": interface_towards(order["master_addr"]),
+            "chosen": {name: os.environ[name] for name in _SOCKETS if os.environ.get(name)},
+        },
         "stale_locks": _stale_locks(),
         "port": port,
         "asked_at": order["time"],
@@ -89,16 +95,6 @@ def _inspect_cache(configured: str | None) -> dict[str, Any]:
         "path": str(folder),
         "problem": write_problem(existing),
         "free_gib": _free_gib(existing),
-    }
-
-
-def _network(master_addr: str) -> dict[str, Any]:
-    return {
-        "addresses": addresses(),
-        "asked_for": master_addr,
-        "found": resolve(master_addr),
-        "interface": interface_towards(master_addr),
-        "chosen": {name: os.environ[name] for name in _SOCKETS if os.environ.get(name)},
     }
 
 
@@ -211,16 +207,11 @@ def compiler(environment: Mapping[str, str]) -> dict[str, str | None]:
     """
     # Triton's own choice and order (triton/runtime/build.py).
     configured = environment.get("CC")
-    path = (
-        shutil.which(configured)
-        if configured is not None
-        else shutil.which("gcc") or shutil.which("clang")
-    )
+    candidates = ["gcc", "clang"] if configured is None else [configured]
+    path = next(filter(None, map(shutil.which, candidates)), None)
     if path is None:
-        return {
-            "path": None,
-            "problem": f"CC={configured} is not a program" if configured else "no gcc or clang",
-        }
+        problem = f"CC={configured} is not a program" if configured else "no gcc or clang"
+        return {"path": None, "problem": problem}
     include = sysconfig.get_paths()["include"]
     command = [path, "-fsyntax-only", "-x", "c", f"-I{include}", "-"]
     source = "#include <stdio.h>\n#include <Python.h>\n"

@@ -126,7 +126,9 @@ class Link:
         while True:
             ready, _, _ = select.select([self._reader], [], [], BEAT_S)
             if ready:
-                data = self._read()
+                data = b""
+                with suppress(OSError):  # the connection has ended in another way
+                    data = os.read(self._reader, _READ_BYTES)
                 if not data:
                     self._end("the launcher is gone")
                 last_heard = time.monotonic()
@@ -138,12 +140,6 @@ class Link:
                 and time.monotonic() - last_heard > self._lost_after_s
             ):
                 self._end(f"no heartbeat from the launcher for {self._lost_after_s:g} s")
-
-    def _read(self) -> bytes:
-        """Read available bytes; empty if the connection has ended, in whatever way."""
-        with suppress(OSError):
-            return os.read(self._reader, _READ_BYTES)
-        return b""
 
     def _handle(self, message: Message) -> None:
         match message["kind"]:
@@ -183,7 +179,9 @@ def _connect(addresses: Sequence[str], key: bytes) -> socket.socket:
         was_connected = False
         for address in addresses:
             host, _, port = address.rpartition(":")
-            with suppress(OSError), _open_socket(host, int(port)) as connection:
+            end = (host, int(port))
+            with suppress(OSError), socket.create_connection(end, _CONNECT_S) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 was_connected = True
                 with suppress(HandshakeError):
                     introduce(connection, key, description)
@@ -193,9 +191,3 @@ def _connect(addresses: Sequence[str], key: bytes) -> socket.socket:
             break
         time.sleep(random.uniform(0, _ATTEMPT_PAUSE_S))
     sys.exit(f"nanoscale.agent: no answer from the launcher at {', '.join(addresses)}")
-
-
-def _open_socket(host: str, port: int) -> socket.socket:
-    connection = socket.create_connection((host, port), timeout=_CONNECT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection

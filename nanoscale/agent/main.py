@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+from contextlib import suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
 from types import FrameType
@@ -62,7 +63,7 @@ def _serve(link: Link, job: Job | None) -> None:
     _report_signals(link)
     link.open()
     link.send("hello", nanoscale=nanoscale_version())
-    port = None
+    port: ReservedPort | None = None
     store = None
     while (order := link.next_order())["kind"] != "quit":
         if order["kind"] == "prepare":
@@ -70,7 +71,11 @@ def _serve(link: Link, job: Job | None) -> None:
                 store.kill()
                 store.join()  # it no longer listens
             store = None
-            port = _reserve(port, order["master_port"])
+            if port is not None:
+                port.close()
+            port = None
+            with suppress(OSError):  # another process uses it
+                port = ReservedPort(order["master_port"] or 0)  # for the rendezvous, if it is here
             _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
             launch = LaunchOrder.read(order)
@@ -78,16 +83,6 @@ def _serve(link: Link, job: Job | None) -> None:
     clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
-
-
-def _reserve(previous: ReservedPort | None, number: int | None) -> ReservedPort | None:
-    """Return the port of the ranks' rendezvous, if this becomes the first host; None if it is in use."""
-    if previous is not None:
-        previous.close()
-    try:
-        return ReservedPort(number or 0)
-    except OSError:
-        return None
 
 
 def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | str) -> None:

@@ -120,7 +120,10 @@ def _run_rank(
     After a failure the process exits at once: destroying the remaining objects could wait for lost peers.
     """
     _ignore(*STOP_SIGNALS)  # until the job listens
-    _redirect(files)
+    for number, path in ((1, files.stdout), (2, files.stderr)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(file, number)
+        os.close(file)
     os.environ.update(environment)
     try:
         _die_with_agent(agent)
@@ -147,13 +150,6 @@ def _die_with_agent(agent: int) -> None:
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
     _prctl_pr_set_pdeathsig(signal.SIGINT)
-
-
-def _redirect(files: RankFiles) -> None:
-    for number, path in ((1, files.stdout), (2, files.stderr)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(file, number)
-        os.close(file)
 
 
 def _meet(files: RankFiles, limit_s: float) -> None:

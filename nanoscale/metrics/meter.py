@@ -33,13 +33,6 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _flops_per_token(config: ResolvedConfig) -> int | None:
-    """Return the FLOPs per token; None if unknown, as for `model=hf`, whose active experts are not known."""
-    if has_experts(config.model.hf_config):
-        return None
-    return trained_flops_per_token(config)
-
-
 class Meter:
     """A timer of steps; work between them (evaluation, checkpoints) does not count."""
 
@@ -56,7 +49,9 @@ class Meter:
             recomputed: all FLOPs over the model's, for `hfu`; None: unknown.
         """
         self._seq_len, self._recomputed = config.train.seq_len, recomputed
-        self._flops_per_token = _flops_per_token(config)
+        # The active experts of a model=hf are not known.
+        is_known = not has_experts(config.model.hf_config)
+        self._flops_per_token = trained_flops_per_token(config) if is_known else None
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
         self._start = self._waited_before = 0.0

@@ -60,10 +60,8 @@ def wants_tensorboard(logger: Logger) -> bool:
     """
     installed = importlib.util.find_spec("tensorboard") is not None
     if logger.tensorboard == "on" and not installed:
-        raise UserError(
-            "config",
-            f"logger.tensorboard=on needs TensorBoard: {install_command('tensorboard')}",
-        )
+        how = install_command("tensorboard")
+        raise UserError("config", f"logger.tensorboard=on needs TensorBoard: {how}")
     return logger.tensorboard == "on" or (logger.tensorboard == "auto" and installed)
 
 
@@ -91,9 +89,8 @@ class JsonLines:
             damage = f"metrics.jsonl is missing: the figures of steps 1 to {step} are lost"
         except OSError as error:
             damaged_file = _free_path(run.metrics)
-            damage = (
-                f"metrics.jsonl cannot be read ({error.strerror}) and is now {damaged_file.name}"
-            )
+            why = error.strerror
+            damage = f"metrics.jsonl cannot be read ({why}) and is now {damaged_file.name}"
             fence.require(self._workspace)
             run.metrics.rename(damaged_file)
         else:
@@ -149,9 +146,8 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
 
 def _free_path(path: Path) -> Path:
     """Return a free name next to `path` for damaged content, named like a damaged checkpoint."""
-    names = itertools.chain(
-        [f"damaged-{path.name}"], (f"damaged-{path.name}-{number}" for number in itertools.count(2))
-    )
+    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (f"damaged-{path.name}{end}" for end in ends)
     return next(free for name in names if not (free := path.with_name(name)).exists())
 
 

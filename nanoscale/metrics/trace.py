@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -91,26 +92,21 @@ class StepParts:
 
 def events_of(profiler: Any) -> list[Event]:
     """Return the recorded events of a torch.profiler.profile that has stopped."""
-    events = []
-    for event in profiler.profiler.kineto_results.events():
-        on_device = event.device_type() != DeviceType.CPU
-        if (
-            on_device and event.is_user_annotation()
-        ):  # the host's marks, drawn again next to the kernels
-            continue
-        events.append(
-            Event(
-                event.name(),
-                event.start_ns(),
-                event.end_ns(),
-                event.start_thread_id(),
-                on_device,
-                event.is_async(),
-                event.is_user_annotation(),
-                event.correlation_id(),
-            )
+    events = [
+        Event(
+            event.name(),
+            event.start_ns(),
+            event.end_ns(),
+            event.start_thread_id(),
+            event.device_type() != DeviceType.CPU,
+            event.is_async(),
+            event.is_user_annotation(),
+            event.correlation_id(),
         )
-    return events
+        for event in profiler.profiler.kineto_results.events()
+    ]
+    # The host's marks are drawn again next to the kernels.
+    return [event for event in events if not (event.on_device and event.annotation)]
 
 
 def parts_of(events: Sequence[Event]) -> StepParts | None:
@@ -133,6 +129,9 @@ def parts_of(events: Sequence[Event]) -> StepParts | None:
         times, communication = _host_parts(host, united(steps), phases)
         times["idle"] = 0
         duration = length(united(steps))
+    work: Counter[str] = Counter()
+    for event in device:
+        work[event.name] += event.end - event.start
     count = len(steps)
     mean = {f"{name}_s": ns / count / 1e9 for name, ns in times.items()}
     return StepParts(
@@ -143,9 +142,7 @@ def parts_of(events: Sequence[Event]) -> StepParts | None:
         data_on_host_s=data / count / 1e9,
         waits=_waits(host, united(steps), inside=True),
         waits_between=_waits(host, united(steps), inside=False),
-        kernels={
-            name: ns / count / 1e9 for name, ns in _time_by_name(device).most_common(_KERNEL_ROWS)
-        },
+        kernels={name: ns / count / 1e9 for name, ns in work.most_common(_KERNEL_ROWS)},
         **mean,
     )
 
@@ -218,19 +215,13 @@ def _host_parts(
     loop_events = [event for event in host if event.thread == thread and not event.asynchronous]
     calls = united(event.time for event in loop_events if event.name.startswith(_COLLECTIVE))
     in_progress = united(event.time for event in host if event.name.startswith(_IN_PROGRESS))
-    exposed = united([*calls, *without(in_progress, united(_leaf_operations(loop_events)))])
+    in_order = sorted(loop_events, key=lambda event: (event.start, -event.end))
+    # Operations that contain no others; communication calls are among them.
+    leaves = (one.time for one, following in pairwise(in_order) if one.end <= following.start)
+    exposed = united([*calls, *without(in_progress, united(leaves))])
     times = {name: length(without(phase_times, exposed)) for name, phase_times in phases.items()}
     times["communication"] = length(within(exposed, steps))
     return times, length(within(united([*calls, *in_progress]), steps))
-
-
-def _leaf_operations(thread: Iterable[Event]) -> Iterator[Interval]:
-    """Yield the operations of one thread that contain no others; communication calls are among them."""
-    last: Event | None = None
-    for event in sorted(thread, key=lambda event: (event.start, -event.end)):
-        if last is not None and last.end <= event.start:
-            yield last.time
-        last = event
 
 
 def _device_parts(
@@ -260,14 +251,6 @@ def _device_parts(
     transfers = united(communication)
     times["communication"] = length(without(transfers, counted))
     return times, length(transfers)
-
-
-def _time_by_name(device: Iterable[Event]) -> Counter[str]:
-    """Sum the ns of all of the device's work by name, including concurrent work."""
-    totals: Counter[str] = Counter()
-    for event in device:
-        totals[event.name] += event.end - event.start
-    return totals
 
 
 def _waits(host: Iterable[Event], steps: Intervals, *, inside: bool) -> dict[str, int]:

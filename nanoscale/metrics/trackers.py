@@ -195,9 +195,8 @@ class Background:
         run = self.subject.run
         with _FILE:
             states = _states(run) | {self.name: asdict(self._state)}
-            write_atomically(
-                run.trackers, json.dumps(states, indent=2) + "\n", self.subject.workspace
-            )
+            text = json.dumps(states, indent=2) + "\n"
+            write_atomically(run.trackers, text, self.subject.workspace)
 
     def _report(self, problem: str) -> None:
         with suppress(OSError):
@@ -245,9 +244,8 @@ class Wandb:
 
     def address(self) -> str:
         if self._subject.config.logger.wandb == "offline":
-            return (
-                f"offline; to upload it: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
-            )
+            folder = shlex.quote(str(Path(self._run.dir).parent))
+            return f"offline; to upload it: wandb sync {folder}"
         return str(self._run.url)
 
 

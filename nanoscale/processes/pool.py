@@ -99,7 +99,10 @@ class Pool(Generic[Work, Result]):
                     break
                 task: _Task[Work, Result] = _Task(following)  # type: ignore[arg-type]
                 connection = self._free.popleft()
-                self._send(connection, task.work)
+                try:
+                    connection.send(task.work)
+                except OSError as error:
+                    raise self._lost() from error
                 busy[connection].append(task)
                 pending.append(task)
             while pending and pending[0].results:
@@ -109,12 +112,6 @@ class Pool(Generic[Work, Result]):
                 raise KeyboardInterrupt
             if busy:
                 self._receive(busy)
-
-    def _send(self, connection: Connection, work: Work) -> None:
-        try:
-            connection.send(work)
-        except OSError as error:
-            raise self._lost() from error
 
     def _receive(self, busy: dict[Connection, deque[_Task[Work, Result]]]) -> None:
         for connection in wait(list(busy), _LOOK_S):

@@ -93,6 +93,7 @@ class RunDirectory:
     """The signature by which a user's own launches recognize the run; see trust.py."""
     logs = _Entry("logs")
     checkpoints = _Entry("checkpoints")
+    latest = _Entry("checkpoints/latest")
     profile = _Entry("profile")
     """Traces of the steps that `profile.steps` selects."""
     report = _Entry("report.html")
@@ -104,10 +105,6 @@ class RunDirectory:
     def workspace(self, attempt: int) -> Path:
         """Return the folder in which an attempt prepares its changes of `checkpoints/`; see fence.py."""
         return self.checkpoints / f".attempt-{attempt}"
-
-    @property
-    def latest(self) -> Path:
-        return self.checkpoints / "latest"
 
     @property
     def reference(self) -> str:

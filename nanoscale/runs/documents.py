@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -47,10 +46,13 @@ def read_record(kind: type[T], path: Path) -> T:
         UserError: it is damaged, or a field is missing or of another type.
     """
     values = read_document(path)
-    problem = next(_problems(kind, values), None)
-    if problem is not None:
-        raise damaged(path, problem)
     hints = _hints(cast("Any", kind))
+    for field in fields(cast("Any", kind)):
+        if field.name in values:
+            if not fits_type(hints[field.name], values[field.name]):
+                raise damaged(path, f"has a `{field.name}` of another type than expected")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise damaged(path, f"has no `{field.name}`")
     fields_present = {name: values[name] for name in hints if name in values}
     return kind(
         **{
@@ -85,13 +87,3 @@ def fits_type(hint: Any, value: object) -> bool:
         numbers = (int, float) if hint is float else int
         return isinstance(value, numbers) and not isinstance(value, bool)
     return isinstance(value, origin or hint)
-
-
-def _problems(kind: Any, values: dict[str, Any]) -> Iterator[str]:
-    hints = _hints(kind)
-    for field in fields(kind):
-        if field.name in values:
-            if not fits_type(hints[field.name], values[field.name]):
-                yield f"has a `{field.name}` of another type than expected"
-        elif field.default is MISSING and field.default_factory is MISSING:
-            yield f"has no `{field.name}`"

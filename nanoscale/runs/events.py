@@ -63,6 +63,18 @@ def stop_requested(run: RunDirectory) -> bool:
     return next((kind for kind in kinds if kind in (ATTEMPT, STOP)), None) == STOP
 
 
+def starts(run: RunDirectory) -> dict[int, int]:
+    """Return the number of each attempt and the step that it continued from, in their order."""
+    attempt, steps = 0, dict[int, int]()
+    for event in read(run):
+        if event["kind"] == ATTEMPT:
+            attempt = event.get("attempt", attempt + 1)
+            steps[attempt] = 0
+        elif event["kind"] == "resumed":
+            steps[attempt] = event.get("step", 0)
+    return steps
+
+
 def last(run: RunDirectory, kind: str) -> Object | None:
     """Return the newest event of a kind."""
     return next((event for event in reversed(read(run)) if event.get("kind") == kind), None)

@@ -120,6 +120,10 @@ class Failure:
     def who(self) -> str:
         return f"agent of {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.who}: {self.diagnosis}"
+
 
 def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """Return the failure that the others follow from: a cause before consequences, then the earliest."""
@@ -413,10 +417,7 @@ def _diagnose_kill(evidence: Evidence) -> tuple[str, str]:
     if (gib := evidence.available_gib) is not None:
         free_memory = f" ({byte_size(GIB * gib)} of host memory were free just after)"
     if evidence.oom_kills:
-        return (
-            f"the kernel's out-of-memory killer ended it{free_memory}",
-            _LESS_HOST_MEMORY,
-        )
+        return f"the kernel's out-of-memory killer ended it{free_memory}", _LESS_HOST_MEMORY
     return (
         f"it was killed from outside (SIGKILL){free_memory}",
         "if nobody killed it by hand, the out-of-memory killer did: look at `dmesg`, "

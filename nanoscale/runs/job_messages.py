@@ -6,8 +6,9 @@ failed, with `Answered` to a question for positions, and at last with `Ended`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from nanoscale.processes.messages import TRAINING, Message
 from nanoscale.runs.failure import Evidence, RankFailure
@@ -31,8 +32,31 @@ class HostRanks:
     attempt: int
 
 
+_TYPED: dict[str, Callable[[Any], Any]] = {
+    "host": lambda it: HostRanks(**{**it, "ranks": tuple(it["ranks"])}),
+    "failures": lambda it: tuple(RankFailure(**failure) for failure in it),
+    "evidence": lambda it: Evidence(**it),
+    "positions": lambda it: {int(rank): Position(**position) for rank, position in it.items()},
+}
+"""The functions that return the value of a field from JSON; the other fields are JSON."""
+
+
+class JobMessage:
+    """The content of a message about a job's ranks; a subclass is a dataclass."""
+
+    kind: ClassVar[str]
+
+    @classmethod
+    def read(cls, message: Message) -> Self:
+        """Return the content of a message that `message_of` has made."""
+        values = {name: value for name, value in message.items() if name != "kind"}
+        return cls(
+            **{name: _TYPED.get(name, lambda it: it)(value) for name, value in values.items()}
+        )
+
+
 @dataclass(frozen=True)
-class LaunchOrder:
+class LaunchOrder(JobMessage):
     """The order to start the ranks of a host."""
 
     kind: ClassVar[str] = "launch"
@@ -51,29 +75,18 @@ class LaunchOrder:
     task: dict[str, Any] | None = None
     """The task of a job without a run."""
 
-    @classmethod
-    def read(cls, message: Message) -> LaunchOrder:
-        content = _content(message)
-        host = content.pop("host")
-        return cls(host=HostRanks(**{**host, "ranks": tuple(host["ranks"])}), **content)
-
 
 @dataclass(frozen=True)
-class Failing:
+class Failing(JobMessage):
     """The ranks of a host that have failed so far, while others may still run."""
 
     kind: ClassVar[str] = "failing"
     attempt: int
     failures: tuple[RankFailure, ...]
 
-    @classmethod
-    def read(cls, message: Message) -> Failing:
-        content = _content(message)
-        return cls(content["attempt"], _failures(content))
-
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(JobMessage):
     """The end of all ranks of a host."""
 
     kind: ClassVar[str] = "ended"
@@ -87,39 +100,16 @@ class Ended:
     positions: dict[int, Position] = field(default_factory=dict)
     """The positions of ranks before they were ended, if the launcher asked."""
 
-    @classmethod
-    def read(cls, message: Message) -> Ended:
-        content = _content(message)
-        content["evidence"] = Evidence(**content["evidence"])
-        return cls(**{**content, "failures": _failures(content), "positions": _positions(content)})
-
 
 @dataclass(frozen=True)
-class Answered:
+class Answered(JobMessage):
     """The positions of the ranks of a host, for which the launcher asked."""
 
     kind: ClassVar[str] = "answered"
     attempt: int
     positions: dict[int, Position]
 
-    @classmethod
-    def read(cls, message: Message) -> Answered:
-        content = _content(message)
-        return cls(content["attempt"], _positions(content))
-
 
 def message_of(content: LaunchOrder | Failing | Answered | Ended) -> Message:
     """Return the message that `read` of the same class understands."""
     return {"kind": content.kind, **asdict(content)}
-
-
-def _content(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name != "kind"}
-
-
-def _failures(content: Message) -> tuple[RankFailure, ...]:
-    return tuple(RankFailure(**failure) for failure in content["failures"])
-
-
-def _positions(content: Message) -> dict[int, Position]:
-    return {int(rank): Position(**position) for rank, position in content["positions"].items()}

@@ -349,17 +349,12 @@ def _read_owner(handle: int, name: str) -> Owner | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         record = parse(os.read(handle, 65536))
         if record.pop("token") == name:  # not that of the previous holder
-            return _checked(Owner(**record))
+            owner = Owner(**record)
+            texts = (owner.host, owner.user, owner.command, owner.kernel)
+            if all(isinstance(text, str) for text in texts) and type(owner.pid) is int:
+                time.localtime(owner.since)  # raises an error unless it is a time
+                return owner
     return None
-
-
-def _checked(owner: Owner) -> Owner:
-    """Raise a ValueError if a value has another type than launchers write."""
-    texts = (owner.host, owner.user, owner.command, owner.kernel)
-    if not all(isinstance(text, str) for text in texts) or type(owner.pid) is not int:
-        raise ValueError(owner)
-    time.localtime(owner.since)
-    return owner
 
 
 def _has_open(owner: Owner, inode: int) -> bool:

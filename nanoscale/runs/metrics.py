@@ -69,15 +69,14 @@ class Steady:
 def steady(run: RunDirectory) -> Steady:
     """Summarize metrics.jsonl for steps of the run's present configuration."""
     first_step, starts = _configuration_start(run)
-    records = [record for record in read(run) if _number(record.get("step")) is not None]
     steps, times, memory = 0, [], []
     previous = 0
-    for record in records:
-        step, seconds = int(record["step"]), _number(record.get("step_time_s"))
+    for record in read(run):
+        step, seconds = record["step"], record.get("step_time_s")
         first, previous = previous + 1, step
         if step <= first_step:
             continue
-        if (memory_used := _number(record.get("memory_gib"))) is not None:
+        if (memory_used := record.get("memory_gib")) is not None:
             memory.append(memory_used)
         # A record holds the mean since the previous one, or since a start between them.
         is_warming_up = any(start < step and first <= start + WARM_UP for start in starts)
@@ -90,13 +89,7 @@ def steady(run: RunDirectory) -> Steady:
 def _configuration_start(run: RunDirectory) -> tuple[int, list[int]]:
     """Return the step after which the present configuration was trained, and those after which an attempt
     began."""
-    attempt, resumed = 0, dict[int, int]()
-    for event in events.read(run):
-        if event.get("kind") == "attempt":
-            attempt = int(event.get("attempt", attempt + 1))
-            resumed[attempt] = 0
-        elif event.get("kind") == "resumed":
-            resumed[attempt] = int(event.get("step", 0))
+    resumed = events.starts(run)
     changed = [number for number in resumed if run.attempt_config(number).exists()]
     present = [step for number, step in resumed.items() if number > max(changed, default=-1)]
     return min(present, default=0), sorted({0, *resumed.values()})
@@ -107,8 +100,3 @@ def _checked(run: RunDirectory, record: Object) -> Object:
     if type(record.get("step")) is not int:
         raise damaged(run.metrics, "has a record without a `step`")
     return {name: value if fits_type(float, value) else None for name, value in record.items()}
-
-
-def _number(value: Object | float | None) -> float | None:
-    """Return a number; None also for the placeholder of one in the file."""
-    return float(value) if isinstance(value, (int, float)) else None

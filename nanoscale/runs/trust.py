@@ -28,12 +28,11 @@ _BYTES = 32
 
 def executed(config: Config) -> dict[str, Any]:
     """Return the keys that name code or programs and differ from their defaults, with the values."""
-    values = {name: value_of(config, name) for name, key in declared().items() if key.executes}
-    return {
-        name: value
-        for name, value in values.items()
-        if value != declared()[name].default and _takes_effect(config, name)
-    }
+    found = {}
+    for name, key in declared().items():
+        if key.executes and (key.executes is True or value_of(config, key.executes)):
+            found[name] = value_of(config, name)
+    return {name: value for name, value in found.items() if value != declared()[name].default}
 
 
 def sign(run: RunDirectory, config: Config) -> None:
@@ -63,11 +62,6 @@ def is_own(run: RunDirectory) -> bool:
         return is_signed(run.path, load(run.config))
     except UserError:
         return False
-
-
-def _takes_effect(config: Config, name: str) -> bool:
-    condition = declared()[name].executes
-    return condition is True or bool(value_of(config, str(condition)))
 
 
 def _signature(secret: bytes, config: Config) -> str:

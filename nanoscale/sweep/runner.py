@@ -69,7 +69,11 @@ class Runner:
     def run(self, signals: Signals) -> bool:
         """Run all trials; False if a signal came before the last has ended."""
         stopped = killed = False
-        self._skip_ended()
+        for trial in self.trials:  # record the ends that no process of a sweep has seen, too
+            state = self.sweep.state(trial)
+            if state in ENDED and not (self.retry and state == "failed"):
+                self._done.add(trial.name)
+                self.source.ended(trial, state)
         while True:
             changed = self._collect()
             if signals.first is not None and not stopped:
@@ -85,14 +89,6 @@ class Runner:
             if not self._active and (stopped or not (changed or self._waits)):
                 return not stopped
             time.sleep(_POLL_S)
-
-    def _skip_ended(self) -> None:
-        """Record the ends of trials in the source, also of those that no process of a sweep has seen."""
-        for trial in self.trials:
-            state = self.sweep.state(trial)
-            if state in ENDED and not (self.retry and state == "failed"):
-                self._done.add(trial.name)
-                self.source.ended(trial, state)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._active.values():
@@ -159,18 +155,15 @@ class Runner:
                 self.failed.add(name)
             trial = next(one for one in self.trials if one.name == name)
             state = self.sweep.state(trial)
-            if state == "failed" and self.slots[slot].include and self._host_failed(trial):
-                self._lost.add(slot)  # the trial continues on other hosts, if there are any
-                continue
+            if state == "failed" and self.slots[slot].include:
+                cause = failure.read(self.sweep.run(trial))
+                if cause is not None and cause.rank is None:  # a host did not answer, or was lost
+                    self._lost.add(slot)  # the trial continues on other hosts, if there are any
+                    continue
             self._done.add(name)
             if state in ENDED:  # a sampler's interrupted trial stays open until it is resumed
                 self.source.ended(trial, state)
         return bool(ended)
-
-    def _host_failed(self, trial: Trial) -> bool:
-        """True if a host of a failed trial did not answer, or was lost."""
-        cause = failure.read(self.sweep.run(trial))
-        return cause is not None and cause.rank is None
 
     def _prune(self) -> bool:
         """Stop trials that the pruner gives up; True if there is one."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
@@ -73,14 +73,16 @@ def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
     return settings
 
 
-class Source(Protocol):
-    """A source of trials, which learns how they end."""
+class Source:
+    """A source of further trials, which learns how they end; a grid has no further ones."""
 
     def next(self, trials: list[Trial]) -> Trial | None:
         """Return the next new trial; None after the last."""
+        return None
 
     def should_prune(self, trial: Trial) -> bool:
         """True if a running trial should end, by its evaluations so far."""
+        return False
 
     def ended(self, trial: Trial, state: State) -> None:
         """Record the end of a trial: completed, failed or pruned."""
@@ -97,22 +99,10 @@ def first_trials(settings: Settings, space: Space) -> list[Trial]:
 
 def source_of(sweep: Sweep, space: Space, settings: Settings) -> Source:
     """Return the source of a sweep's further trials."""
-    return Grid() if settings.sampler == "grid" else Study(sweep, space, settings)
+    return Source() if settings.sampler == "grid" else Study(sweep, space, settings)
 
 
-class Grid:
-    """All combinations, which are known from the start."""
-
-    def next(self, trials: list[Trial]) -> Trial | None:
-        return None
-
-    def should_prune(self, trial: Trial) -> bool:
-        return False
-
-    def ended(self, trial: Trial, state: State) -> None: ...
-
-
-class Study:
+class Study(Source):
     """An Optuna study in the sweep's folder, which proposes values and prunes trials."""
 
     def __init__(self, sweep: Sweep, space: Space, settings: Settings) -> None:
@@ -120,13 +110,18 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sweep, self._space, self._settings = sweep, space, settings
+        pruners = {
+            "none": optuna.pruners.NopPruner(),
+            "median": optuna.pruners.MedianPruner(n_startup_trials=_STARTUP),
+            "asha": optuna.pruners.SuccessiveHalvingPruner(),
+        }
         try:
             self._study = optuna.create_study(
                 storage=f"sqlite:///{sweep.storage}",
                 study_name=sweep.name,
                 load_if_exists=True,
                 direction="minimize",
-                pruner=_pruner(settings),
+                pruner=pruners[settings.pruner],
             )
         except Exception as error:  # those of SQLAlchemy, which optuna does not wrap
             reason = str(error).partition("\n")[0]
@@ -201,16 +196,6 @@ def _sampler(settings: Settings, seed: int) -> Any:
     if settings.sampler == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
-
-
-def _pruner(settings: Settings) -> Any:
-    import optuna
-
-    if settings.pruner == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=_STARTUP)
-    if settings.pruner == "asha":
-        return optuna.pruners.SuccessiveHalvingPruner()
-    return optuna.pruners.NopPruner()
 
 
 def _suggested(trial: Any, dimension: Dimension) -> str:

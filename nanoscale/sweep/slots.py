@@ -45,25 +45,21 @@ def slots_of(
     if not requests:
         return [Slot()]
     config = requests[0].config
+    ranks = max(one.config.world_size for one in requests)
     if requests[0].hosts and config.launcher.name != "slurm" and _HOST_KEYS.isdisjoint(keys):
         slots = _host_slots(requests, composed)
         what = f"the hosts of {config.launcher.hostfile} have"
     elif not requests[0].hosts and config.launcher.device == "cuda":
-        slots = _gpu_slots(requests)
-        what = f"{counted(requests[0].devices.count, 'GPU')} have"
+        gpus = requests[0].devices.count
+        firsts = range(0, max(1, gpus // ranks) * ranks, ranks)
+        slots = [Slot(gpus=tuple(range(first, first + ranks))) for first in firsts]
+        what = f"{counted(gpus, 'GPU')} have"
     else:
         return [Slot()] * (at_once or 1)
     if at_once is not None and at_once > len(slots):
-        ranks = max(one.config.world_size for one in requests)
         room = f"room for {counted(len(slots), 'trial')} of {counted(ranks, 'rank')}"
         raise UserError("usage", f"--at-once {at_once}: {what} {room}")
     return slots[:at_once]
-
-
-def _gpu_slots(requests: Sequence[Request]) -> list[Slot]:
-    ranks = max(one.config.world_size for one in requests)
-    count = max(1, requests[0].devices.count // ranks)
-    return [Slot(gpus=tuple(range(slot * ranks, (slot + 1) * ranks))) for slot in range(count)]
 
 
 def _host_slots(requests: Sequence[Request], composed: Composed) -> list[Slot]:

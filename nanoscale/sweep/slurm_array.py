@@ -16,7 +16,7 @@ from nanoscale.launch.submission.batch_job import BatchJob, refused
 from nanoscale.runs import submission
 from nanoscale.runs.directory import ARRAY
 from nanoscale.runs.submission import Submission
-from nanoscale.sweep.sweep import State, Sweep, Trial
+from nanoscale.sweep.sweep import State, Sweep, Trial, free_name
 
 Show = Callable[[Sequence[State]], None]
 """A function that shows the states of all trials."""
@@ -74,7 +74,8 @@ def submit(
             submission.write(sweep.run(trial), replace(job, task=task))
         jobs.append(job)
     if requests:
-        batch = BatchJob(_free_name(sweep), requests, at_once)
+        names = {folder.name.removesuffix(ARRAY) for folder in sweep.runs.glob(f"*{ARRAY}")}
+        batch = BatchJob(free_name(sweep.name, names), requests, at_once)
         batch.check()
         batch.require_one_script()
         jobs.append(batch.submit())
@@ -93,11 +94,3 @@ def follow(sweep: Sweep, trials: Sequence[Trial], signals: Signals, show: Show) 
         while signals.first is None and time.monotonic() < until:
             time.sleep(0.1)
     return False
-
-
-def _free_name(sweep: Sweep) -> str:
-    """Return a name for an array whose folder does not exist yet."""
-    name, number = sweep.name, 2
-    while (sweep.runs / f"{name}{ARRAY}").exists():
-        name, number = f"{sweep.name}-{number}", number + 1
-    return name

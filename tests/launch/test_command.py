@@ -18,6 +18,7 @@ from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel, Train
 from nanoscale.launch.lifecycle.command import agent_environment, plan_launch, read_plan
 from nanoscale.launch.transport.transport import transport_of
+from nanoscale.processes.session import Session
 from nanoscale.runs.directory import RunDirectory, write_json
 
 RUN = RunDirectory(Path("/runs/x"))
@@ -205,7 +206,7 @@ def test_pdsh_says_to_each_host_what_is_its_own():
 
 def test_pdsh_fills_in_nothing():
     path = f"/runs {NASTY}"
-    (command,) = transport_of(PDSH).commands(HOSTS[:1], "here:1", path)
+    (command,) = transport_of(PDSH).commands(HOSTS[:1], Session("here:1", path))
     filled = command[-1].replace("%%", "\0").replace("%h", "n1").replace("\0", "%")  # as pdsh does
     assert shlex.split(filled)[-3:] == ["--connect", "here:1", path]
 

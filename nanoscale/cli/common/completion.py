@@ -29,7 +29,13 @@ def previous_words() -> list[str]:
 def overrides(incomplete: str) -> list[tuple[str, str]]:
     """Complete GROUP=OPTION and KEY=VALUE."""
     word, kept = _current_word(incomplete)
-    candidates = _expanded(_overrides(word))
+    candidates = _overrides(word)
+    while len(candidates) == 1:  # a candidate that is not complete is replaced by its continuations
+        (only,) = candidates
+        further = _overrides(only) if only[-1] in "=." else {}
+        if not further or further.keys() == candidates.keys():
+            break
+        candidates = further if len(further) > 1 else candidates | further
     return [
         (text.removeprefix(kept), about)
         for text, about in candidates.items()
@@ -73,17 +79,6 @@ def _current_word(incomplete: str) -> tuple[str, str]:
         parts.insert(0, words.pop())
     word = "".join(parts)
     return word, word if _BREAK.fullmatch(parts[-1]) else "".join(parts[:-1])
-
-
-def _expanded(candidates: dict[str, str]) -> dict[str, str]:
-    """Replace a single candidate that is not complete by its continuations."""
-    while len(candidates) == 1:
-        (only,) = candidates
-        further = _overrides(only) if only[-1] in "=." else {}
-        if not further or further.keys() == candidates.keys():
-            break
-        candidates = further if len(further) > 1 else candidates | further
-    return candidates
 
 
 def _overrides(word: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -97,9 +98,8 @@ def exit_code(error: UserError) -> int:
 
     if error.kind == "plan":
         return DOES_NOT_FIT
-    if error.kind == "rehearsal":
-        return FAILED
-    return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
+    has_failed = error.kind == "rehearsal" or isinstance(error, TakenOverError)
+    return FAILED if has_failed else WRONG_REQUEST
 
 
 def exit_code_of_signal(first: Signals) -> int:
@@ -153,6 +153,8 @@ def error_text(error: UserError) -> Text:
     """Return the error as lines; several violations as a list."""
     from rich.text import Text
 
+    from nanoscale.config.violations import subject
+
     text = Text()
     text.append("error: ", style="bold red")
     violations = error.violations
@@ -163,16 +165,10 @@ def error_text(error: UserError) -> Text:
     text.append(f"{error.message}{':' if violations else ''}\n")
     for violation in violations:
         text.append("  • ", style="red")
-        _append_sentence(text, violation)
+        text.append(subject(violation), style="bold")
+        text.append(f": {violation.message}\n")
         _append_details(text, violation, "    ")
     return text
-
-
-def _append_sentence(text: Text, violation: Violation) -> None:
-    from nanoscale.config.violations import subject
-
-    text.append(subject(violation), style="bold")
-    text.append(f": {violation.message}\n")
 
 
 def _append_details(text: Text, violation: Violation, indent: str) -> None:
@@ -228,7 +224,7 @@ def require_writable(
         raise UserError("usage", f"{file} cannot be written: no permission")
     if overwrite or not file.is_file() or (is_own is not None and is_own(file)):
         return  # a device or a pipe, as /dev/stdout, loses nothing
-    instead = ("--overwrite", f"{option} {shlex.quote(_free(file))}")
+    instead = ("--overwrite", f"{option} {shlex.quote(str(free_file(file)))}")
     refuse_option(option, str(file), "the file already exists", *instead)
 
 
@@ -252,9 +248,7 @@ def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:
         raise UserError("usage", f"{option} {file}: {error.strerror}") from error
 
 
-def _free(file: Path) -> str:
-    """Return an unused name similar to the file's."""
-    number = 2
-    while (other := file.with_stem(f"{file.stem}-{number}")).exists():
-        number += 1
-    return str(other)
+def free_file(file: Path) -> Path:
+    """Return a file of a similar name that does not exist yet."""
+    others = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(2))
+    return next(other for other in others if not other.exists())

@@ -41,6 +41,7 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     """
     from nanoscale.common.errors import UserError
     from nanoscale.config.composing.frozen import load
+    from nanoscale.config.violations import subject
     from nanoscale.runs.trust import executed, is_signed
 
     try:
@@ -56,7 +57,10 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     what = f"{file} names code or programs to run, and was not made by your own runs, or was changed since"
     if not can_ask():
         raise UserError("trust", f"{what}; if you trust whoever made it, add --trust", found)
-    if not _is_trusted(what, found):
+    display.note(f"{what}:")
+    for one in found:
+        display.note(f"  {subject(one)}  ({one.message})")
+    if not is_confirmed("Do you trust whoever made it?"):
         raise UserError("trust", "nothing was started; --trust answers yes")
 
 
@@ -83,12 +87,3 @@ def _later(composed: Composed, key: str, file: Path) -> list[Any]:
     sources = [Path(one.source.rpartition(":")[0]).absolute() for one in settings]
     own = [n for n, source in enumerate(sources) if source == file.absolute()]
     return [one.value for one in settings[own[-1] + 1 :]] if own else []
-
-
-def _is_trusted(what: str, found: list[Violation]) -> bool:
-    from nanoscale.config.violations import subject
-
-    display.note(f"{what}:")
-    for one in found:
-        display.note(f"  {subject(one)}  ({one.message})")
-    return is_confirmed("Do you trust whoever made it?")

@@ -17,7 +17,6 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.checkpoint.store import StoredCheckpoint
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="Show, verify, export and prune a run's checkpoints.")
@@ -45,11 +44,14 @@ def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
 @app.command("inspect")
 def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
     """Show a checkpoint's progress, the shape and dtype of each tensor, and each file."""
-    from nanoscale.checkpoint.store import find_checkpoint, find_damage
+    from nanoscale.checkpoint.store import DamagedCheckpointError, find_checkpoint, find_damage
     from nanoscale.view.run.checkpoint_text import print_manifest
 
     stored = find_checkpoint(_open(run).checkpoints, step)
-    document = {"path": str(stored.path), **_manifest(stored)}
+    try:
+        document = {"path": str(stored.path), **stored.manifest}
+    except DamagedCheckpointError as error:
+        raise UserError("checkpoint", f"{stored.path} is damaged: {error}") from error
     document["damage"] = find_damage(stored.path, sums=False)
     answer(as_json, document, print_manifest)
 
@@ -66,11 +68,9 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
 
     folder = _open(run).checkpoints
     aside = set_aside(folder) if step is None else {}
-    if step is None and aside:
+    chosen = [] if aside else [find_checkpoint(folder, step)]  # which refuses a folder without any
+    if step is None:
         chosen = list_checkpoints(folder)
-    else:
-        newest = find_checkpoint(folder, step)
-        chosen = [newest] if step is not None else list_checkpoints(folder)
     damage = {stored.path: find_damage(stored.path) for stored in chosen}
     damage |= {path: find_damage(path) for path in aside}
     rows: list[dict[str, Any]] = [
@@ -192,12 +192,3 @@ def _open(run: str) -> RunDirectory:
     from nanoscale.runs.directory import RunDirectory
 
     return RunDirectory.open(run)
-
-
-def _manifest(stored: StoredCheckpoint) -> dict[str, Any]:
-    from nanoscale.checkpoint.store import DamagedCheckpointError
-
-    try:
-        return stored.manifest
-    except DamagedCheckpointError as error:
-        raise UserError("checkpoint", f"{stored.path} is damaged: {error}") from error

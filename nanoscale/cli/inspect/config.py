@@ -14,7 +14,6 @@ from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.config.composing.library import Library
     from nanoscale.config.schema import Config
     from nanoscale.config.values.provenance import Composed
 
@@ -134,7 +133,8 @@ def list_groups(
 ) -> None:
     """List the groups, or one group's options and keys."""
     from nanoscale.config.composing.library import Library
-    from nanoscale.config.reference import declared, meaning
+    from nanoscale.config.reference import declared, meaning, sections
+    from nanoscale.config.violations import nearest
     from nanoscale.view.config_text import option_rows, options_document, print_rows
 
     library = Library(config_dir)
@@ -149,7 +149,11 @@ def list_groups(
         names = [(name, ", ".join(about["options"])) for name, about in groups.items()]
         answer(as_json, groups, print_rows, names)
         return
-    _require_group(group, library)
+    tops = [section for section in sections() if section and "." not in section]
+    known = list(dict.fromkeys([*library.groups(), *tops]))
+    if group not in known:
+        near = (f"nanoscale config ls {each}" for each in nearest(group, known))
+        refuse_name(group, "unknown group; the groups are " + ", ".join(library.groups()), *near)
     options = library.options(group)
     keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
     fields = ("type", "unit", "meaning")
@@ -157,18 +161,6 @@ def list_groups(
     document = {"options": options_document(options), "keys": rows}
     meanings = [*option_rows(options, f"{group}="), *((key.name, key.meaning) for key in keys)]
     answer(as_json, document, print_rows, meanings)
-
-
-def _require_group(name: str, library: Library) -> None:
-    """Raise a UserError unless a group or a section has this name."""
-    from nanoscale.config.reference import sections
-    from nanoscale.config.violations import nearest
-
-    tops = [section for section in sections() if section and "." not in section]
-    known = list(dict.fromkeys([*library.groups(), *tops]))
-    if name not in known:
-        near = (f"nanoscale config ls {each}" for each in nearest(name, known))
-        refuse_name(name, "unknown group; the groups are " + ", ".join(library.groups()), *near)
 
 
 def _for_deepspeed(composed: Composed) -> dict[str, Any]:

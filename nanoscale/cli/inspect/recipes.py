@@ -68,12 +68,8 @@ def copy(
     target = destination or Path("recipes")
     if target.suffix != ".yaml":
         target = target / f"{Path(name).name}.yaml"
-    if target.exists():
-        _refuse_copy(target, "already exists and is not overwritten", name)
     try:
-        with suppress(
-            FileExistsError
-        ):  # a file has the folder's name, which opening the copy reports
+        with suppress(FileExistsError):  # a file has its name, which opening the copy reports
             target.parent.mkdir(parents=True, exist_ok=True)
         with option.path.open("rb") as source, target.open("xb") as copied:
             shutil.copyfileobj(source, copied)

@@ -15,7 +15,6 @@ from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.launch.lifecycle.command import LaunchPlan
     from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
@@ -83,28 +82,20 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
 def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
     """Show a launcher's events until it releases the run."""
     from nanoscale.config.composing.frozen import load
-    from nanoscale.runs import lock
+    from nanoscale.launch.lifecycle.command import read_plan
+    from nanoscale.runs import lock, status
 
     shown = 0
     while lock.owner(run) == owner:
-        plan = _current_plan(run)
-        if plan is not None and plan.attempt != shown:
+        now = status.read(run)
+        plan = read_plan(run) if now.state in ("starting", "running") else None
+        if plan is not None and plan.attempt == now.attempt != shown:  # not between two attempts
             shown = plan.attempt
             view.join(plan, load(run.config).train.steps)
         if shown:
             view.poll()
         time.sleep(_LOOK_S)
     view.poll()
-
-
-def _current_plan(run: RunDirectory) -> LaunchPlan | None:
-    """Return the plan of the running attempt; None between two attempts."""
-    from nanoscale.launch.lifecycle.command import read_plan
-    from nanoscale.runs import status
-
-    now = status.read(run)
-    plan = read_plan(run) if now.state in ("starting", "running") else None
-    return plan if plan is not None and plan.attempt == now.attempt else None
 
 
 def _outcome(run: RunDirectory) -> Outcome | None:

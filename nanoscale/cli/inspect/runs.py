@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,10 +20,6 @@ from nanoscale.cli.common.output import (
 from nanoscale.cli.inspect.run_changes import remove_runs, stop_run, tag_run
 from nanoscale.cli.inspect.run_output import explain_run, show_logs, watch_run
 from nanoscale.common import display
-
-if TYPE_CHECKING:
-    from nanoscale.view.run.run_table import RunColumn
-
 
 app = typer.Typer(
     no_args_is_help=True, help="List, show, follow, tag, report, stop and delete runs."
@@ -80,7 +75,9 @@ def list_runs(
     rows = [row(run, jobs.get(run), needed) for run in runs]
     rows = [values for values in rows if all(it.holds(values) for it in conditions)]
     if order is not None:
-        rows = _ordered(rows, order, descending=str(sort).startswith("-"))
+        known = [row for row in rows if row[order.name] is not None]
+        unknown = [row for row in rows if row[order.name] is None]  # last in both directions
+        rows = sorted(known, key=order.order, reverse=str(sort).startswith("-")) + unknown
     if limit is not None:
         rows = rows[-limit:] if order is None else rows[:limit]
     if as_json:
@@ -95,15 +92,6 @@ def list_runs(
             path = os.path.relpath(file.with_name("runs"))
             list_them = shlex.join(["nanoscale", "runs", "ls", "--root", path])
             display.note(f"trials of the sweep {file.parent.name}: {list_them}")
-
-
-def _ordered(
-    rows: list[dict[str, Any]], order: RunColumn, descending: bool
-) -> list[dict[str, Any]]:
-    """Return the rows by a column; unknown values are last in both directions."""
-    known = [row for row in rows if row[order.name] is not None]
-    unknown = [row for row in rows if row[order.name] is None]
-    return sorted(known, key=order.order, reverse=descending) + unknown
 
 
 _MOST = 8

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import answer, refuse_option
+from nanoscale.cli.common.output import answer, free_file, refuse_option
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.first_recipe import ABOUT, FirstRecipe, Task
@@ -56,9 +56,8 @@ def init(
     recipe = _checked(task, model, data)
     target = folder / f"{name}.yaml"
     if target.exists():
-        refuse_option(
-            "--name", name, f"{target} already exists", f"--name {shlex.quote(_free(target))}"
-        )
+        unused = f"--name {shlex.quote(free_file(target).stem)}"
+        refuse_option("--name", name, f"{target} already exists", unused)
     commands = recipe.commands(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,11 +157,3 @@ def _pretrained(model: str) -> tuple[str, int]:
     if (why := missing_path(model)) is not None:
         refuse_option("--model", model, why)
     return model, _LONGEST
-
-
-def _free(target: Path) -> str:
-    """Return the name of a recipe that does not exist yet."""
-    number = 2
-    while target.with_stem(f"{target.stem}-{number}").exists():
-        number += 1
-    return f"{target.stem}-{number}"

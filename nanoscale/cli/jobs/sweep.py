@@ -82,7 +82,11 @@ def sweep(
             "--config-dir": line.config_dir,
             "--slurm": slurm or None,
         }
-        _refuse_settings([option for option, value in given.items() if value not in (None, [])])
+        if kept := [option for option, value in given.items() if value not in (None, [])]:
+            message = (
+                f"--resume takes no {', '.join(kept)}: a sweep keeps those that it was started with"
+            )
+            raise UserError("usage", message)
         folder = Sweep(_folder(root, resume, "--resume"))
         settings, known = folder.read()
     else:
@@ -302,14 +306,6 @@ def _config_dir(settings: Settings) -> Path | None:
     return Path(settings.config_dir) if settings.config_dir else None
 
 
-def _refuse_settings(given: Sequence[str]) -> None:
-    """Refuse overrides and options with --resume that would make it another sweep."""
-    if given:
-        what = ", ".join(given)
-        message = f"--resume takes no {what}: a sweep keeps those that it was started with"
-        raise UserError("usage", message)
-
-
 def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
     from nanoscale.common.errors import Violation
 
@@ -341,6 +337,7 @@ def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
     Raises:
         UserError: with what is wrong in any of them.
     """
+    from nanoscale.cli.jobs.train import request_for_slurm, through_slurm
     from nanoscale.config.composing.compose import Setting
 
     sweep, space, settings = start.sweep, start.space, start.settings
@@ -358,7 +355,8 @@ def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
         line = CommandLine(overrides, config_dir=_config_dir(settings), options=own)
         try:
             if settings.slurm:
-                request = _request_for_slurm(line, fetch=not start.dry_run)
+                line = replace(line, options=through_slurm(line.options), trust=True)
+                request = request_for_slurm(line, fetch=not start.dry_run)
             else:
                 request = request_job(line)
             requests.append(planned(request, Refusals(), force=start.force))
@@ -375,14 +373,6 @@ def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
         kind = next((kind for kind in kinds if kind != "plan"), "plan")
         raise UserError(kind, message, list(wrong.values()))
     return requests
-
-
-def _request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
-    """Return the request of a trial that runs in a SLURM job."""
-    from nanoscale.cli.jobs.train import request_for_slurm, through_slurm
-
-    line = replace(line, options=through_slurm(line.options), trust=True)
-    return request_for_slurm(line, fetch=fetch)
 
 
 def _require_disk(

@@ -27,7 +27,6 @@ from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
-    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.runs.directory import RunDirectory
@@ -73,10 +72,12 @@ def resume(
     from nanoscale.config.resolved import differences
     from nanoscale.config.violations import shown
     from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.launch.lifecycle.continuation import completion, is_complete, starting_point
     from nanoscale.launch.lifecycle.prepare import replace_configuration
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
+    from nanoscale.view.run.outcome_text import document
 
     directory = RunDirectory.open(run)
     line = replace(line, config_file=directory.config)
@@ -93,7 +94,9 @@ def resume(
         previous = load(directory.config)
         complete = is_complete(directory, previous, request.config)
         if complete and not dry_run:
-            _say_complete(directory, request.config, as_json)
+            (display.note if as_json else display.show)(completion(directory, request.config))
+            if as_json:
+                print_json(document(directory, Outcome("completed", DONE)))
             return DONE
         changes = differences(previous, request.config)
         for key, (was, now) in changes.items():
@@ -135,16 +138,6 @@ def _request(run: RunDirectory, line: CommandLine) -> Request:
     if request.config.lora.rank:
         require_base(request.config, run.checkpoints)
     return replace(request, config=replace(request.config, run=load(run.config).run))
-
-
-def _say_complete(run: RunDirectory, config: ResolvedConfig, as_json: bool) -> None:
-    from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.launch.lifecycle.continuation import completion
-    from nanoscale.view.run.outcome_text import document
-
-    (display.note if as_json else display.show)(completion(run, config))
-    if as_json:
-        print_json(document(run, Outcome("completed", DONE)))
 
 
 @requesting("config", "config_dir", "num_nodes", "num_gpus", "no_preflight", "trust")
@@ -204,10 +197,9 @@ def _write_file(
     from nanoscale.launch.submission.orchestrators import render
 
     if not dry_run or line.config_file is not None:
-        what = (
-            "a file is written with --dry-run, of overrides and without --config; pass it on with"
-        )
-        raise UserError("usage", f"{what} `kubectl apply -f FILE`, or `sky launch FILE`")
+        what = "a file is written with --dry-run, of overrides and without --config"
+        how = "pass it on with `kubectl apply -f FILE`, or `sky launch FILE`"
+        raise UserError("usage", f"{what}; {how}")
     request = request_job(on_described_nodes(line), starts=False, hosts=requested_nodes)
     named = name_run(request.composed, request.config, repeats=False)
     request = planned(replace(request, config=named), refusals, force=force)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import (
     DONE,
     FAILED,
@@ -18,12 +17,11 @@ from nanoscale.cli.common.output import (
     show_report,
     write_page,
 )
-from nanoscale.cli.common.request import CommandLine, request_new_run
+from nanoscale.cli.common.request import LAUNCH, CommandLine, request_new_run, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
 
@@ -33,8 +31,9 @@ _RECORDED = 3
 """Steps after the timed ones, of which the first is ignored."""
 
 
+@requesting("config", "config_dir", *LAUNCH)
 def bench(
-    overrides: opt.Overrides = None,
+    line: CommandLine,
     steps: int = opt.option("Time this number of steps", default=10),
     warmup: int = opt.option("Run this number of steps before the timed ones", default=3),
     compare: str | None = opt.option(
@@ -46,16 +45,7 @@ def bench(
     weak: bool = opt.option("Grow the global batch with the devices", "--weak", default=False),
     html: opt.Html = None,
     overwrite: opt.Overwrite = False,
-    config: opt.ConfigFile = None,
-    config_dir: opt.ConfigDir = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
-    no_preflight: opt.NoPreflight = False,
     force: opt.Force = False,
-    trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Measure a job's step time, its parts, MFU and memory.
@@ -70,7 +60,7 @@ def bench(
 
     opt.require_at_least(1, {"--steps": steps})
     opt.require_at_least(0, {"--warmup": warmup})
-    scale = _scale(devices, num_nodes, num_gpus)
+    scale = _scale(devices, line)
     need = "is for a scaling test: add --devices 1,2 or --num-nodes 1,2"
     single = "is for one measurement, not for a scaling test"
     opt.refuse_unused(
@@ -79,9 +69,6 @@ def bench(
     )
     require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
-    nodes = None if scale is not None and scale.axis == "hosts" else num_nodes
-    options = as_settings(hostfile, include, exclude, nodes, num_gpus, no_preflight)
-    line = CommandLine(overrides, config, config_dir, options, trust)
     if scale is not None:
         about = _test_scaling(line, scale, weak, warmup, steps, force)
         report = scaling_report(about)
@@ -107,8 +94,13 @@ def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Docu
     from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import BENCH
 
-    measured = _measured(request.config, warmup + steps + _RECORDED)
-    with saying() as say, checkpoint_folder(request.config) as folder:
+    config = request.config
+    assert config.train.steps is not None
+    # Random weights take as long, and the schedule fits all steps.
+    longest = max(config.train.steps, warmup + steps + _RECORDED)
+    train = replace(config.train, steps=longest, sample_tokens=0)
+    measured = replace(config, train=train, model=replace(config.model, init_from=None))
+    with saying() as say, checkpoint_folder(config) as folder:
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
         say(f"{label}starting the ranks …")
         try:
@@ -116,7 +108,7 @@ def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Docu
         except OneShotJobError as error:
             display.note(f"error: {label}{error}")
             return None
-    return {**document(request.config, found, request.plan), "warmup": warmup}
+    return {**document(config, found, request.plan), "warmup": warmup}
 
 
 # --- scaling --------------------------------------------------------------------------------------
@@ -135,17 +127,19 @@ class _Scale:
         return "devices" if self.option == "--devices" else "hosts"
 
 
-def _scale(devices: str | None, num_nodes: str | None, num_gpus: int | None) -> _Scale | None:
+def _scale(devices: str | None, line: CommandLine) -> _Scale | None:
     """Return what a scaling test varies; None if none is requested.
 
     Raises:
         UserError: the numbers are not ascending ones from 1, or both lists are given.
     """
-    by_nodes = num_nodes is not None and "," in num_nodes
+    given = {key: setting.value for key, setting in line.options.items()}
+    num_nodes = given.get("launcher.nodes")
+    by_nodes = isinstance(num_nodes, str) and "," in num_nodes
     if devices is None and not by_nodes:
         return None
     other = "--num-nodes" if by_nodes else "--num-gpus"
-    opt.refuse_several({"--devices": devices, other: by_nodes or num_gpus})
+    opt.refuse_several({"--devices": devices, other: by_nodes or given.get("launcher.devices")})
     option, text = ("--devices", devices) if devices is not None else ("--num-nodes", num_nodes)
     words = str(text).split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
@@ -170,7 +164,9 @@ def _test_scaling(
     for count in scale.counts:
         counted = _with_count(line, scale, count)
         if weak and requests:
-            counted = _with_batch(counted, requests[0].config.train.global_batch, scale, count)
+            batch = requests[0].config.train.global_batch * count // scale.counts[0]
+            kept = [word for word in line.overrides or () if not word.startswith(f"{_BATCH}=")]
+            counted = replace(counted, overrides=[*kept, f"{_BATCH}={batch}"])
         requests.append(_request(counted, force))
     measured: list[Document] = []
     for count, request in zip(scale.counts, requests, strict=True):
@@ -196,12 +192,6 @@ def _with_count(line: CommandLine, scale: _Scale, count: int) -> CommandLine:
     return replace(line, options={**line.options, **scaled})
 
 
-def _with_batch(line: CommandLine, first: int, scale: _Scale, count: int) -> CommandLine:
-    """Return the command line with a global batch in proportion to the count."""
-    kept = [word for word in line.overrides or () if not word.startswith(f"{_BATCH}=")]
-    return replace(line, overrides=[*kept, f"{_BATCH}={first * count // scale.counts[0]}"])
-
-
 # --- the job --------------------------------------------------------------------------------------
 
 
@@ -210,10 +200,3 @@ def _refuse_profile(composed: Composed) -> None:
     if steps is not None:
         what = "writes into a run, and a bench creates none: leave it out, or type nanoscale train"
         raise UserError("usage", f"profile.steps={steps} {what}")
-
-
-def _measured(config: ResolvedConfig, steps: int) -> ResolvedConfig:
-    """Return the ranks' configuration: random weights take as long, and the schedule fits all steps."""
-    assert config.train.steps is not None
-    train = replace(config.train, steps=max(config.train.steps, steps), sample_tokens=0)
-    return replace(config, train=train, model=replace(config.model, init_from=None))

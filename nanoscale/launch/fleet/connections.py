@@ -16,6 +16,7 @@ from nanoscale.launch.fleet.processes import OrphanCleanup, Process, end_all
 from nanoscale.launch.fleet.reverse_connection import ReverseListener
 from nanoscale.launch.transport.transport import Command, Transport
 from nanoscale.processes.messages import MARK, Message, Sender, Unpacker
+from nanoscale.processes.session import Session
 from nanoscale.runs.failure import RankFailure, agent_failure
 
 _READ_BYTES = 1 << 20
@@ -97,10 +98,8 @@ class KeyFile:
 
     def write(self) -> None:
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.write(handle, self.key)
-        finally:
-            os.close(handle)
+        with os.fdopen(handle, "wb") as file:
+            file.write(self.key)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -136,7 +135,8 @@ class Connections:
             commands = self._transport.commands(hosts)
         else:
             addresses = self._reverse.addresses(hosts)
-            commands = self._transport.commands(hosts, addresses, str(self._key_file.path))
+            launcher = Session(addresses, str(self._key_file.path))
+            commands = self._transport.commands(hosts, launcher)
         groups: dict[Command, list[Member]] = {}
         for member, command in zip(members, commands, strict=True):
             groups.setdefault(command, []).append(member)
@@ -178,7 +178,9 @@ class Connections:
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._reverse:
                 continue  # `accept` serves them
-            data = _read(key.fd)
+            data = b""
+            with suppress(OSError):  # the connection has ended in another way
+                data = os.read(key.fd, _READ_BYTES)
             if not data:
                 self._selector.unregister(key.fileobj)
             yield *key.data, data
@@ -186,11 +188,8 @@ class Connections:
     def accept(self, members: Sequence[Member]) -> Iterator[Member]:
         """Yield the members whose agents have connected since the last call."""
         for agent in self._reverse.accept_agents() if self._reverse is not None else ():
-            waiting = {
-                member.name: member
-                for member in members
-                if member.sender is None and member.is_present
-            }
+            free = [it for it in members if it.sender is None and it.is_present]
+            waiting = {member.name: member for member in free}
             host = agent.find(list(waiting))
             if host is None:
                 agent.close()
@@ -253,10 +252,3 @@ class Connections:
         if self._reverse is not None:
             self._reverse.close()
         self._selector.close()
-
-
-def _read(descriptor: int) -> bytes:
-    """Read available bytes; empty if the connection has ended, in whatever way."""
-    with suppress(OSError):
-        return os.read(descriptor, _READ_BYTES)
-    return b""

@@ -47,7 +47,9 @@ class Fleet:
         self._config = config
         self._launcher = config.launcher
         self._root = root
-        self._key_file = KeyFile(nearest_existing(root) / f".nanoscale-{uuid.uuid4().hex}")
+        parents = (root.absolute(), *root.absolute().parents)
+        existing = next(path for path in parents if path.is_dir())
+        self._key_file = KeyFile(existing / f".nanoscale-{uuid.uuid4().hex}")
         self._mark = uuid.uuid4().hex
         self._preparation: Message = {"environment": {}}
         """The common request to all hosts."""
@@ -151,13 +153,11 @@ class Fleet:
         if member.host.devices is not None:
             host_variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
         port = self._launcher.master_port
+        environment = {**self._preparation["environment"], **host_variables}
         self.send(
             [member],
             "prepare",
-            **{
-                **self._preparation,
-                "environment": {**self._preparation["environment"], **host_variables},
-            },
+            **{**self._preparation, "environment": environment},
             slots=member.host.slots,
             lost_after_s=None if self.transport.is_local else self._launcher.lost_after_s,
             root=str(self._key_file.path.parent),
@@ -286,9 +286,3 @@ class Fleet:
 
 def _is_pending(member: Member) -> bool:
     return member.is_present and member.facts is None
-
-
-def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent."""
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())

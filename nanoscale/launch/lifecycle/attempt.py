@@ -117,7 +117,10 @@ class Attempt:
     # --- between two waits for messages ---------------------------------------------------------------
 
     def _on_poll(self) -> None:
-        self._check_lock()
+        if self.lock.lost:  # another launcher holds the run: end the ranks and write nothing more
+            self.fleet.output.write_nowhere()
+            self.execution.kill()
+            self.lock.require()
         if time.monotonic() >= self.next_poll:  # however many messages come
             self.view.poll()
             self.next_poll = time.monotonic() + _POLL_S
@@ -157,13 +160,6 @@ class Attempt:
         if message["stream"] == "out":
             self.view.wrote(member.name, message["rank"])
 
-    def _check_lock(self) -> None:
-        """End the ranks and write nothing more if another launcher holds the run now."""
-        if self.lock.lost:
-            self.fleet.output.write_nowhere()
-            self.execution.kill()
-            self.lock.require()
-
     def _handle_signals(self) -> None:
         if self.signals.suspended:
             self.signals.suspended = False
@@ -186,11 +182,8 @@ class Attempt:
             self.execution.kill()  # there is nothing to save
             return
         self.fleet.send(self.members, "stop", attempt=self.plan.attempt)
-        self._record(
-            "signal",
-            f"{number.name}: stopping after the current step; Ctrl-C again to kill",
-            signal=number.name,
-        )
+        message = f"{number.name}: stopping after the current step; Ctrl-C again to kill"
+        self._record("signal", message, signal=number.name)
 
     def _record(self, kind: str, message: str, **fields: str) -> None:
         """Record an event; a full disk must not end ranks that are to save and stop."""
@@ -232,18 +225,13 @@ class Attempt:
 
     def _forced(self, reason: str) -> RankFailure:
         """Return the failure of the rank that kept the others from stopping, or of the first one."""
-        silent = self._silent_ranks()
-        suspected = set(
-            suspects(self.execution.positions, [it.rank for it in silent if it.rank is not None])
-        )
-        those = [it for it in silent if it.rank in suspected]
+        those = self._suspects()
         if those and len(those) < self.plan.world_size:
             late = absent_ranks(those, self.execution.positions, reason)
         else:
-            first = self.plan.hosts[0]
-            late = RankFailure(
-                "forced", first.ranks[0], 0, first.host, time.time(), diagnosis=reason
-            )
+            host = self.plan.hosts[0]
+            first = RankFailure("forced", host.ranks[0], 0, host.host, time.time())
+            late = replace(first, diagnosis=reason)
         return replace(late, kind="forced", remedy="a larger launcher.stop_grace_s")
 
     def _unreported_cause(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
@@ -251,8 +239,7 @@ class Attempt:
         silent, known = self._silent_ranks(), self.execution.positions
         if silent and all(one.kind == "rendezvous" for one in failures):
             return [absent_hosts(silent, RENDEZVOUS_S)]
-        suspected = set(suspects(known, [it.rank for it in silent if it.rank is not None]))
-        if those := [it for it in silent if it.rank in suspected]:
+        if those := self._suspects():
             limit = self.launcher.collective_timeout_s
             waited = f"the others waited for {limit:g} s (launcher.collective_timeout_s)"
             return [absent_ranks(those, known, waited)]
@@ -260,6 +247,11 @@ class Attempt:
             remedy = "a rank took another branch than the others: compare the lines"
             return [replace(first_cause(failures), kind="absent", diagnosis=text, remedy=remedy)]
         return []
+
+    def _suspects(self) -> list[RankFailure]:
+        """List the ranks that did not fail and wait for no other one."""
+        silent = {it.rank: it for it in self._silent_ranks() if it.rank is not None}
+        return [silent[rank] for rank in suspects(self.execution.positions, silent)]
 
     def _silent_ranks(self) -> list[RankFailure]:
         """List the ranks that did not fail."""

@@ -15,13 +15,7 @@ from nanoscale.checkpoint.configuration import (
     unexplained,
     values,
 )
-from nanoscale.checkpoint.store import (
-    StoredCheckpoint,
-    find_damage,
-    list_checkpoints,
-    list_set_aside,
-    undo,
-)
+from nanoscale.checkpoint.store import find_damage, list_checkpoints, list_set_aside, undo
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
 from nanoscale.config.composing.frozen import load
@@ -53,7 +47,11 @@ def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[st
     old, new, composed = load(run.config), request.config, request.composed
     same = (new.run.name, new.run.root) == (old.run.name, old.run.root)
     moved = [key for key in ("run.name", "run.root") if not same and composed.by_hand(key)]
-    restored = _restored(newest(run), new)
+    stored = newest(run)
+    recorded = stored.manifest.get(IN_MANIFEST, {}) if stored is not None else {}
+    restored = {
+        key for key, value in values(new).items() if key in recorded and recorded[key] == value
+    }
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     other = [key for key in other if manifest_key(key) not in restored]
     if not run.checkpoint_steps():
@@ -182,9 +180,3 @@ def ended_early(run: RunDirectory, config: ResolvedConfig) -> int | None:
     """Return the last step of a completed run that `train.stop_when` ended; None if it trained all steps."""
     last = metrics.last(run)
     return last["step"] if last and last["step"] < config.train.steps else None
-
-
-def _restored(stored: StoredCheckpoint | None, new: ResolvedConfig) -> set[str]:
-    """Return the keys that have the value of the checkpoint."""
-    recorded = stored.manifest.get(IN_MANIFEST, {}) if stored is not None else {}
-    return {key for key, value in values(new).items() if key in recorded and recorded[key] == value}

@@ -122,13 +122,7 @@ def find_replay(run: RunDirectory, steps: str) -> Replay:
 
 def _configuration_of(run: RunDirectory, step: int) -> Path:
     """Return the file of the configuration that trained a step last."""
-    resumed, attempt = {}, 1
-    for event in events.read(run):
-        if event["kind"] == events.ATTEMPT:
-            attempt = event.get("attempt", attempt)
-            resumed[attempt] = 0
-        elif event["kind"] == "resumed":
-            resumed[attempt] = event.get("step", 0)
+    resumed = events.starts(run)
     trained = max((number for number, begin in resumed.items() if begin < step), default=1)
     files = [run.attempt_config(number) for number in range(trained, max(resumed, default=1) + 1)]
     return next((file for file in files if file.is_file()), run.config)

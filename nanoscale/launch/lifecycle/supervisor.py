@@ -62,10 +62,6 @@ class Supervisor:
     def run(self) -> RunDirectory:
         return self.lock.run
 
-    @property
-    def last_plan(self) -> LaunchPlan:
-        return self._plan
-
     def _attempts(self, number: int) -> Outcome:
         restarts_left = self.request.config.launcher.max_restarts
         pause = _SHORTEST_PAUSE_S
@@ -77,7 +73,10 @@ class Supervisor:
             pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
             restarts_left, number = restarts_left - 1, number + 1
             self._record_restart(outcome, restarts_left)
-            self._wait(0.0 if has_trained else pause)
+            deadline = time.monotonic() + (0.0 if has_trained else pause)
+            while time.monotonic() < deadline and self.signals.first is None:
+                self.fleet.poll(_POLL_S)
+                self.view.poll()
             if self.signals.first is None:
                 self._reconnect()
             if self.signals.first is not None:
@@ -88,18 +87,11 @@ class Supervisor:
         members = self._members(number)
         request = self.request
         plan = plan_launch(request.config, self.run, number, request.hosts, members[0].port)
-        self._plan = plan
         self._begin(plan)
-        self.view.begin(plan, self.request.config.train.steps)
-        return Attempt(
-            lock=self.lock,
-            plan=plan,
-            members=members,
-            fleet=self.fleet,
-            launcher=self.request.config.launcher,
-            signals=self.signals,
-            view=self.view,
-        ).execute()
+        self.view.begin(plan, request.config.train.steps)
+        launcher = request.config.launcher
+        attempt = Attempt(self.lock, plan, members, self.fleet, launcher, self.signals, self.view)
+        return attempt.execute()
 
     # --- hosts of an attempt --------------------------------------------------------------------------
 
@@ -145,23 +137,15 @@ class Supervisor:
 
     def _record_restart(self, outcome: Outcome, restarts_left: int) -> None:
         cause = outcome.failure
-        reason = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
-        more_restarts = (
-            counted(restarts_left, "more restart") if restarts_left else "no more restart"
-        )
+        reason = cause.sentence if cause is not None else "it failed"
+        more = counted(restarts_left, "more restart") if restarts_left else "no more restart"
         start = "step 1: no checkpoint was saved"
         if steps := self.run.checkpoint_steps():
             start = f"the checkpoint of step {steps[-1]}"
-        text = f"{reason}; starting again from {start} ({more_restarts} after this)"
+        text = f"{reason}; starting again from {start} ({more} after this)"
         self.notifier.send("restarting", text)
         events.append(self.run, "restart", text, left=restarts_left)
         self.view.poll()
-
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.signals.first is None:
-            self.fleet.poll(_POLL_S)
-            self.view.poll()
 
     def _begin(self, plan: LaunchPlan) -> None:
         self.fleet.output.write_to(self.run, plan.attempt)
@@ -176,13 +160,8 @@ class Supervisor:
         names = ", ".join(host.host for host in plan.hosts)
         message = f"attempt {plan.attempt}: {counted(plan.world_size, 'rank')} on {names}"
         self.notifier.send("starting", message)
-        events.append(
-            self.run,
-            events.ATTEMPT,
-            message,
-            attempt=plan.attempt,
-            world_size=plan.world_size,
-        )
+        about = {"attempt": plan.attempt, "world_size": plan.world_size}
+        events.append(self.run, events.ATTEMPT, message, **about)
 
     def _make_logs(self, plan: LaunchPlan) -> None:
         """Create empty files, so that readers find them; for very many ranks only of those that print."""
@@ -202,15 +181,9 @@ class Supervisor:
             if cause is not None:
                 if not self.run.failure.exists():  # the disk was full before the fence's end
                     failure.write(self.run, cause)
-                events.append(
-                    self.run, "failure", f"{cause.who}: {cause.diagnosis}", rank=cause.rank
-                )
+                events.append(self.run, "failure", cause.sentence, rank=cause.rank)
             status.write(self.run, status.read(self.run).ending(outcome.state, outcome.exit_code))
-        why = (
-            f"{cause.who}: {cause.diagnosis}"
-            if cause is not None
-            else f"exit code {outcome.exit_code}"
-        )
+        why = cause.sentence if cause is not None else f"exit code {outcome.exit_code}"
         self.notifier.send(outcome.state, why, outcome.exit_code)
         self.notifier.finish()
         return outcome

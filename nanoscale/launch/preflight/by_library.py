@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nanoscale.checkpoint.hf.adapters import find_adapters
 from nanoscale.checkpoint.hf.load import find
@@ -51,22 +51,17 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
         found = replace(config, model=replace(config.model, init_from=str(folder)))
         if config.lora.init_from is not None:
             find_adapters(Path(config.lora.init_from), found)
-        if config.model.tie_embeddings and has_own_head(folder):
-            _refuse_tied(composed, folder)
+        if config.model.tie_embeddings and has_own_head(folder):  # fetched after its config.json
+            key = "model.tie_embeddings"
+            message = (
+                f"must be false: {folder} has an embedding and a head ({HEAD}) with different values, and "
+                f"transformers does not tie them either"
+            )
+            violation = Violation(key, True, composed.source(key), message, (f"{key}=false",))
+            refuse([violation], kind="model")
     except (NoSuchModelError, BadFileError) as error:
         refuse_model(composed, KEY, init_from, error)
     return found
-
-
-def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
-    """Raise a UserError: files that were fetched after their config.json have a head of their own."""
-    message = (
-        f"must be false: {folder} has an embedding and a head ({HEAD}) with different values, and "
-        f"transformers does not tie them either"
-    )
-    key = "model.tie_embeddings"
-    violation = Violation(key, True, composed.source(key), message, (f"{key}=false",))
-    refuse([violation], kind="model")
 
 
 def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
@@ -75,11 +70,10 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
     Only transformers can check it, in a process that takes seconds.
     """
     model, init_from = config.model, config.model.init_from
+    folder = None
     try:
-        is_needed = init_from is not None and (fetch or is_folder(init_from))
-        folder = (
-            str(locate(init_from, weights=True)) if init_from is not None and is_needed else None
-        )
+        if init_from is not None and (fetch or is_folder(init_from)):
+            folder = str(locate(init_from, weights=True))
     except NoSuchModelError as error:
         refuse_model(composed, KEY, init_from, error)
     question = {"model": asdict(model), "folder": folder}

@@ -46,9 +46,7 @@ def require_ready(fleet: Fleet, config: Config) -> None:
     Lost hosts are listed next to the others. Lost hosts alone are not an error of the request: the attempt
     fails by them, or continues without them.
     """
-    failed = [
-        verdict for verdict in judge(fleet.members, config) if not verdict.good and verdict.needed
-    ]
+    failed = [it for it in judge(fleet.members, config) if not it.good and it.needed]
     lost = {member.name for member in fleet.members if not member.is_present}
     if all(verdict.host in lost for verdict in failed):
         return
@@ -64,12 +62,8 @@ def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
 
     None if there are none.
     """
-    verdicts = judge(members, config)
-    failed = [
-        verdict
-        for verdict in verdicts
-        if not verdict.good and verdict.needed and verdict.check in _COMPARED
-    ]
+    bad = [it for it in judge(members, config) if not it.good and it.needed]
+    failed = [verdict for verdict in bad if verdict.check in _COMPARED]
     if not failed:
         return None
     hosts = "; ".join(
@@ -173,13 +167,18 @@ class _Hosts:
 
 def _verdicts(hosts: _Hosts, member: Member) -> Iterator[Verdict]:
     facts = member.facts
-    if not member.is_present:
-        yield from _lost(hosts, member)
+    if member.lost is not None:
+        check = check_of(member.lost.diagnosis, hosts.transport)
+        yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
+        if member.nanoscale not in (None, hosts.launcher_versions["nanoscale"]):
+            yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
     elif facts is not None:
         if not hosts.transport.is_local:
             yield Verdict(member.name, hosts.transport.check, True, "answers")
         yield Verdict(member.name, "interpreter", True, facts["executable"])
-        yield from _versions(hosts, member, facts)
+        yield _nanoscale(hosts, member, facts["versions"]["nanoscale"])
+        for name in ("python", "torch", "deepspeed", "driver"):
+            yield _version(hosts, member, name, facts["versions"].get(name))
         if member.name in hosts.comparable:  # otherwise other facts may have another meaning
             yield from _packages(hosts, member, facts)
             for check, bad, remedy, good, needed, amount in _rows(hosts, member, facts):
@@ -199,25 +198,9 @@ def _rows(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
 # --- host and software ----------------------------------------------------------------------------
 
 
-def _lost(hosts: _Hosts, member: Member) -> Iterator[Verdict]:
-    assert member.lost is not None
-    check = check_of(member.lost.diagnosis, hosts.transport)
-    yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
-    if member.nanoscale not in (None, hosts.launcher_versions["nanoscale"]):
-        yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
-
-
-def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    yield _nanoscale(hosts, member, facts["versions"]["nanoscale"])
-    for name in ("python", "torch", "deepspeed", "driver"):
-        yield _version(hosts, member, name, facts["versions"].get(name))
-
-
 def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
-    launcher_version, another_python = (
-        hosts.launcher_versions["nanoscale"],
-        hosts.transport.python_remedy(member.host),
-    )
+    launcher_version = hosts.launcher_versions["nanoscale"]
+    another_python = hosts.transport.python_remedy(member.host)
     good, text = version == launcher_version, f"nanoscale {version}"
     if not good:
         text += f", and {launcher_version} is the launcher's"

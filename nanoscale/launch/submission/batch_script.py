@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
@@ -121,23 +120,20 @@ def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str
     # Anybody who can change the run's config.yaml can change this script as well.
     launcher = shlex.join([config.cluster.python or sys.executable, "-P", "-m", "nanoscale"])
     launch = f"{launcher} resume --trust {run} &\n"
+    exports, path = "", source_path({})
+    if config.cluster.python is None and path is not None:
+        exports = f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
     sections = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
         "# Written by `nanoscale submit`. Submitted again with sbatch, it continues where the run stopped.\n",
         LISTEN,
         "".join(f"{line}\n" for line in settings.setup),
         choose,
-        "".join(f"export {name}={value}\n" for name, value in _exports(config)),
+        exports,
         launch + FOLLOW,
         f"max_requeues={settings.max_requeues}\n{REQUEUE}",
     ]
     return "\n".join(section for section in sections if section)
-
-
-def _exports(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
-    path = source_path({})
-    if config.cluster.python is None and path is not None:
-        yield "PYTHONPATH", shlex.quote(path) + "${PYTHONPATH:+:$PYTHONPATH}"
 
 
 def _options(config: ResolvedConfig, name: str, output: str) -> list[Option]:
@@ -160,8 +156,7 @@ def _options(config: ResolvedConfig, name: str, output: str) -> list[Option]:
     if settings.exclusive:
         options.append(("exclusive", None))
         if not any(option.startswith("mem") for option, _ in directives):
-            # all memory of a node; without it, the site's default applies
-            options.append(("mem", "0"))
+            options.append(("mem", "0"))  # all of a node, not the site's default
     elif isinstance(launcher.threads, int):
         options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
     for option in ("partition", "account", "qos", "time", "constraint"):

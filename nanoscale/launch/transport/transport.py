@@ -33,11 +33,12 @@ from nanoscale.launch.hosts.outer_processes import (
 from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
 from nanoscale.launch.transport.container import container_prefix, srun_options
 from nanoscale.processes import session
+from nanoscale.processes.session import Session
 
 Command = tuple[str, ...]
 
 AGENT = ("-P", "-m", "nanoscale.agent")
-_CONNECT_ADDRESS, _KEY_FILE = "LAUNCHER:PORT", "KEY_FILE"
+_PLANNED = Session("LAUNCHER:PORT", "KEY_FILE")
 """Placeholders in a planned command for values that are known once the launcher listens."""
 _CLEANUP_CONNECT_S = 2
 _PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
@@ -71,14 +72,11 @@ class Transport(ABC):
         return ()
 
     @abstractmethod
-    def commands(
-        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
-    ) -> list[Command]:
+    def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         """Return the command that starts the agent of each host; several hosts may share one.
 
         Args:
-            addresses: the launcher's addresses for reverse connections.
-            key_file: the file of the key by which the agents authenticate.
+            launcher: where the launcher listens for reverse connections.
         """
 
     def cleanup_command(self, host: Host, mark: str) -> Command | None:
@@ -122,9 +120,7 @@ class Local(Transport):
     is_local = True
     leaves_session = True
 
-    def commands(
-        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
-    ) -> list[Command]:
+    def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         return [(sys.executable, *AGENT) for _ in hosts]
 
     def address_of(self, host: Host) -> str:
@@ -142,9 +138,7 @@ class Ssh(Transport):
 
     hosts = staticmethod(read_hostfile)
 
-    def commands(
-        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
-    ) -> list[Command]:
+    def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         return [self._command(host) for host in hosts]
 
     def cleanup_command(self, host: Host, mark: str) -> Command | None:
@@ -201,13 +195,11 @@ class Pdsh(Ssh):
     is_reverse = True
     leaves_session = True
 
-    def commands(
-        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
-    ) -> list[Command]:
+    def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         groups: dict[str, list[Host]] = {}
         for host in hosts:
             groups.setdefault(interpreter(self.config, host), []).append(host)
-        arguments = ("--connect", addresses, key_file)
+        arguments = ("--connect", launcher.addresses, launcher.key_file)
         command_by_python = {
             python: self._pdsh(group, *arguments) for python, group in groups.items()
         }
@@ -243,9 +235,7 @@ class Srun(Transport):
     is_reverse = True
     hosts = staticmethod(allocated_nodes)
 
-    def commands(
-        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
-    ) -> list[Command]:
+    def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         cpus = cpus_a_node(os.environ)
         command = (
             "srun",
@@ -266,7 +256,7 @@ class Srun(Transport):
             *container_prefix(self.config),
             interpreter(self.config, hosts[0]),
             *AGENT,
-            *("--connect", addresses, key_file),
+            *("--connect", launcher.addresses, launcher.key_file),
         )
         return [command] * len(hosts)
 
@@ -281,13 +271,11 @@ class Env(Transport):
     is_reverse = True
     hosts = staticmethod(outer_hosts)
 
-    def commands(
-        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
-    ) -> list[Command]:
-        if key_file != _KEY_FILE:
-            session.write(session_file(self.config), session.Session(addresses, key_file))
+    def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
+        if launcher != _PLANNED:
+            session.write(session_file(self.config), launcher)
         first = names(this_process())[0]
-        own: Command = (sys.executable, *AGENT, "--connect", addresses, key_file)
+        own = (sys.executable, *AGENT, "--connect", launcher.addresses, launcher.key_file)
         return [own if host.name == first else () for host in hosts]
 
     def address_of(self, host: Host) -> str:
