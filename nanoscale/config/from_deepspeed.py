@@ -195,12 +195,15 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
     _precision(settings, result)
     _types(settings, result)
     _optimizer(settings.get("optimizer", {}).get("params", {}), result)
-    _scheduler(settings.get("scheduler", {}).get("params", {}), result)
+    if result.values.get("scheduler.name", "cosine") != "cosine":
+        result.values["scheduler.min_ratio"] = 0.0
+        if "warmup_type" not in settings.get("scheduler", {}).get("params", {}):
+            note = "a linear warm-up; DeepSpeed's default is logarithmic"
+            result.became.append(("scheduler", note))
     _loggers(settings, result)
     _keys(flat(settings), result)
     if settings.get("sequence_parallel_size", 1) not in (1, "auto"):
-        result.values["parallel.cp_method"] = "ulysses"
-        result.became.append(("sequence_parallel_size", "parallel.cp_method=ulysses"))
+        result.set("sequence_parallel_size", "parallel.cp_method", "ulysses")
     extra = _rest(settings, result)
     if extra:
         result.values["backend.extra"] = extra
@@ -265,10 +268,10 @@ def _batches(settings: Mapping[str, Any], dp: int | None, result: Translation) -
     elif batch and micro:
         _compare_batches(batch, micro, steps, dp, result)
     elif dp is None:
-        message = (
+        why = (
             "gives a batch only with the data-parallel degree, which a DeepSpeed JSON does not hold"
         )
-        result.refuse(_ACCUMULATION, steps, message, "give it with --dp N")
+        result.refuse(_ACCUMULATION, steps, why, "give it with --dp N")
     elif micro:
         batch = steps * dp * micro
         result.set(_ACCUMULATION, "train.global_batch", batch, f"with dp {dp}")
@@ -307,8 +310,7 @@ def _precision(settings: Mapping[str, Any], result: Translation) -> None:
         result.values["precision.compute"] = "auto"
         result.became.append(("bf16.enabled, fp16.enabled", "precision.compute=auto"))
     else:
-        result.values["precision.compute"] = "fp32"
-        result.became.append(("neither bf16 nor fp16", "precision.compute=fp32"))
+        result.set("neither bf16 nor fp16", "precision.compute", "fp32")
     compute = result.values["precision.compute"]
     if compute != "fp16":
         for path in flat(settings.get("fp16", {}), "fp16."):
@@ -350,14 +352,6 @@ def _optimizer(params: Mapping[str, Any], result: Translation) -> None:
     if betas != "auto" and "optimizer.params.betas" not in result.taken:
         for key, beta in zip(("optimizer.beta1", "optimizer.beta2"), betas, strict=True):
             result.set("optimizer.params.betas", key, beta)
-
-
-def _scheduler(params: Mapping[str, Any], result: Translation) -> None:
-    if result.values.get("scheduler.name", "cosine") != "cosine":
-        result.values["scheduler.min_ratio"] = 0.0
-        if "warmup_type" not in params:
-            note = "a linear warm-up; DeepSpeed's default is logarithmic"
-            result.became.append(("scheduler", note))
 
 
 def _keys(leaves: Mapping[str, Any], result: Translation) -> None:

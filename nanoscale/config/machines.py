@@ -75,7 +75,17 @@ def problem(name: str) -> str:
     if not plain or len(plain) > _LONGEST:
         return f"must have 1 to {_LONGEST} characters"
     if ":" in plain or plain != host:
-        return _ipv6_problem(plain)
+        number, percent, zone = plain.partition("%")
+        try:
+            ipaddress.IPv6Address(number)
+        except ValueError:
+            return (
+                "is not an IPv6 address, and no other name has a colon or brackets; set a port in "
+                "~/.ssh/config or launcher.ssh_args"
+            )
+        if percent and (not zone or _FOREIGN.search(zone)):
+            return "has an IPv6 zone that names no interface"
+        return ""
     foreign = _FOREIGN.search(plain)
     if foreign:
         return f"holds {foreign[0]!r}; letters, digits, dots, dashes and underscores make a name"
@@ -122,20 +132,6 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
-
-
-def _ipv6_problem(host: str) -> str:
-    plain, percent, zone = host.partition("%")
-    try:
-        ipaddress.IPv6Address(plain)
-    except ValueError:
-        return (
-            "is not an IPv6 address, and no other name has a colon or brackets; set a port in "
-            "~/.ssh/config or launcher.ssh_args"
-        )
-    if percent and (not zone or _FOREIGN.search(zone)):
-        return "has an IPv6 zone that names no interface"
-    return ""
 
 
 def _addresses(host: str) -> set[str]:

@@ -156,10 +156,8 @@ def moments_of(optimizer: Optimizer, *, in_blocks: bool = False) -> tuple[str, .
     """Return the names of the moments that a job's optimizer keeps, of the matrices of blocks or of others."""
     rule = rule_of(optimizer)
     is_off = rule.momentum_key is not None and getattr(optimizer, rule.momentum_key) == 0
-    found = (
-        rule.moments if rule.moments_in_blocks is None or not in_blocks else rule.moments_in_blocks
-    )
-    return () if is_off else found
+    of_blocks = rule.moments_in_blocks if in_blocks else None
+    return () if is_off else rule.moments if of_blocks is None else of_blocks
 
 
 def by_other_name(name: str) -> str | None:

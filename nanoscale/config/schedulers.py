@@ -23,29 +23,23 @@ class DecayRule:
     deepspeed_name: str | None = None
 
 
-def _cosine(progress: float) -> float:
-    return (1 - math.cos(math.pi * progress)) / 2
-
-
 def _inverse_sqrt(scheduler: Scheduler, step: int, _: Train) -> float:
     """Return √(warmup_steps / step) (Vaswani et al. 2017, arXiv:1706.03762, section 5.3)."""
     return max(scheduler.min_ratio, math.sqrt(max(1, scheduler.warmup_steps) / step))
 
 
-def _piecewise(_: Scheduler, step: int, train: Train) -> float:
-    return piecewise(train, step)
-
-
 PIECEWISE = "piecewise"
 SCHEDULERS = {
     # Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts
-    "cosine": DecayRule(_cosine, deepspeed_name="WarmupCosineLR"),
+    "cosine": DecayRule(
+        lambda progress: (1 - math.cos(math.pi * progress)) / 2, deepspeed_name="WarmupCosineLR"
+    ),
     "linear": DecayRule(lambda progress: progress, deepspeed_name="WarmupDecayLR"),
     "constant": DecayRule(lambda _: 0.0, deepspeed_name="WarmupLR"),
     # Hu et al. 2024, arXiv:2404.06395, section 4
     "wsd": DecayRule(lambda progress: progress, has_own_steps=True),
     "inverse-sqrt": DecayRule(factor=_inverse_sqrt),
-    PIECEWISE: DecayRule(factor=_piecewise),
+    PIECEWISE: DecayRule(factor=lambda _, step, train: piecewise(train, step)),
 }
 
 

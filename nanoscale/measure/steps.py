@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -83,13 +83,13 @@ def run(context: RankContext) -> str:
     return "completed"
 
 
+@dataclass(frozen=True)
 class _Bench:
     """A training whose steps are measured."""
 
-    def __init__(self, training: Training, device: torch.device, say: Any) -> None:
-        self.training = training
-        self.device = device
-        self.say = say
+    training: Training
+    device: torch.device
+    say: Any
 
     def time_steps(self, warmup: int, steps: int) -> dict[str, Any]:
         """Time uninterrupted steps, as if none were logged; the slowest rank's times count."""

@@ -51,13 +51,9 @@ def observed_runs(names: Sequence[str], cluster: Cluster | None) -> list[Observe
             wrong.append(Violation(directory.reference, None, "", error.message))
     wanted = cluster.device if cluster is not None else None
     wanted = wanted or (runs[0].device if runs else None)
+    why = f"not on {wanted}: a file of efficiencies describes one device"
     wrong += [
-        Violation(
-            run.observation.name,
-            None,
-            "",
-            f"ran on {run.device}, not on {wanted}: a file of efficiencies describes one device",
-        )
+        Violation(run.observation.name, None, "", f"ran on {run.device}, {why}")
         for run in runs
         if run.device != wanted
     ]
@@ -73,20 +69,16 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> ObservedRun:
     if not run.metrics.exists():
         raise UserError("run", "has no metrics.jsonl: it has not trained a step")
     if told.seconds is None or told.steps < LEAST_STEPS:
-        raise UserError(
-            "run",
-            f"has {told.steps} steps after the first {WARM_UP} of each start, and at least {LEAST_STEPS} "
-            "are needed; steps are logged each train.log_every",
-        )
+        needed = f"at least {LEAST_STEPS} are needed; steps are logged each train.log_every"
+        count = f"{told.steps} steps after the first {WARM_UP} of each start"
+        raise UserError("run", f"has {count}, and {needed}")
     device = _device(run, config, cluster)
     # A new calibration does not start from the results of an earlier one.
-    planned_on = cluster or replace(
-        config.cluster, efficiency=None, device=None if device == CPU else device
-    )
+    named = None if device == CPU else device
+    planned_on = cluster or replace(config.cluster, efficiency=None, device=named)
     config = replace(config, cluster=planned_on)
-    return ObservedRun(
-        device, told, Observation(run.reference, config, hardware_of(config), told.seconds)
-    )
+    observation = Observation(run.reference, config, hardware_of(config), told.seconds)
+    return ObservedRun(device, told, observation)
 
 
 def _device(run: RunDirectory, config: ResolvedConfig, cluster: Cluster | None) -> str:

@@ -38,13 +38,10 @@ def paddings(config: ResolvedConfig, hardware: Hardware, software: Software) -> 
     for name, ranks in (("hidden", 1), ("ffn", config.parallel.tp), ("vocab", config.parallel.tp)):
         size = getattr(config.model, name)
         larger = {-(-size // (ranks * each)) * ranks * each for each in _MULTIPLES} - {size}
+        models = {padded: replace(config.model, **{name: padded}) for padded in larger}
         times = {
-            padded: step_time(
-                replace(config, model=replace(config.model, **{name: padded})),
-                hardware,
-                software=software,
-            ).seconds
-            for padded in larger
+            padded: step_time(replace(config, model=model), hardware, software=software).seconds
+            for padded, model in models.items()
         }
         best = min(times, key=times.__getitem__, default=None)
         if best is not None and times[best] < now * (1 - _LEAST_GAIN):

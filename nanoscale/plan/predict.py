@@ -12,11 +12,11 @@ from nanoscale.config.layout import takes
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
 from nanoscale.config.rules.resolution import divisors
-from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
-from nanoscale.plan.pipeline import Costs, Timeline
+from nanoscale.plan.pipeline.in_flight import in_flight
+from nanoscale.plan.pipeline.simulation import Costs, Timeline, simulate_schedule
 from nanoscale.plan.time.step import (
     StageCost,
     StepTime,
@@ -193,11 +193,10 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
 
 def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     """Return the seconds of a step in `predict`, without the rest of the prediction."""
-    if not is_simulated(config):
-        return step_time(config, hardware).seconds
-    return step_time(
-        config, hardware, simulated(config, stage_costs(config, hardware)).makespan
-    ).seconds
+    makespan = None
+    if is_simulated(config):
+        makespan = simulated(config, stage_costs(config, hardware)).makespan
+    return step_time(config, hardware, makespan).seconds
 
 
 def estimate_memory(
@@ -212,8 +211,8 @@ def estimate_memory(
     if layout.pp == 1:
         return _memory(config, hardware, software, None)
     count = config.accumulation
-    in_flight = pipeline.in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
-    return _memory(config, hardware, software, in_flight, sorted({0, 1, layout.pp - 1}))
+    counts = in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
+    return _memory(config, hardware, software, counts, sorted({0, 1, layout.pp - 1}))
 
 
 def with_time(
@@ -227,19 +226,14 @@ def with_time(
 def simulated(config: ResolvedConfig, stages: Sequence[StageCost]) -> Timeline:
     """Simulate a step of the pipeline, action by action."""
     layout = config.parallel
-    count = config.accumulation
-    return pipeline.simulate_schedule(
-        layout.schedule, layout.pp, layout.virtual_stages, count, costs(stages)
-    )
-
-
-def costs(stages: Sequence[StageCost]) -> Costs:
-    """Return the costs of stages in the form of the simulation."""
-    return Costs(
+    costs = Costs(
         [stage.forward for stage in stages],
         [stage.backward - stage.weights for stage in stages],
         [stage.weights for stage in stages],
         [stage.send for stage in stages[:-1]],
+    )
+    return simulate_schedule(
+        layout.schedule, layout.pp, layout.virtual_stages, config.accumulation, costs
     )
 
 

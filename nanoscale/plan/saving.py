@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import byte_size
+from nanoscale.common.units import byte_size, listed
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
@@ -106,15 +106,30 @@ class SavingPlan:
         if not when:
             return ["none is saved"]
         if not self.bytes:
-            return [_listed(when)]
+            return [listed(when)]
+        free = "" if self.free is None else f", {byte_size(self.free)} free in {self.root}"
         return [
-            f"{_listed(when)}; {byte_size(self.bytes)} each, {self._kept()}",
-            f"{byte_size(self.needed)} needed{self._free()}",
+            f"{listed(when)}; {byte_size(self.bytes)} each, {self._kept()}",
+            f"{byte_size(self.needed)} needed{free}",
         ]
 
     def warnings(self) -> list[str]:
         """List the warnings about a full disk or restarts without a checkpoint."""
-        return [*self._full_disk(), *self._restarts_from_the_beginning()]
+        warnings = []
+        if self.free is not None and self.saves and self.needed > self.free:
+            fewer = {None: " or checkpoint.keep_last=2", 1: ""}
+            instead = fewer.get(self.config.keep_last, " or checkpoint.keep_last=1")
+            warnings.append(
+                f"checkpoints will fill the disk: up to {self.most} are kept or being written, which needs "
+                f"{byte_size(self.needed)}, and {byte_size(self.free)} are free in {self.root}. Free some "
+                f"space, or set run.root=FOLDER{instead}"
+            )
+        if self.restarts and not self.during:
+            warnings.append(
+                f"with launcher.max_restarts={self.restarts} the training would restart from step 1: no "
+                "checkpoint is saved before the end. Set checkpoint.every_minutes=15"
+            )
+        return warnings
 
     def require_disk(self) -> None:
         """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
@@ -152,38 +167,13 @@ class SavingPlan:
         saving = self.config
         if saving.keep_last is None:
             return "all are kept, but of those saved by time only the newest"
-        newest = (
-            "the newest is kept"
-            if saving.keep_last == 1
-            else f"the newest {saving.keep_last} are kept"
-        )
+        newest = f"the newest {saving.keep_last} are kept"
+        newest = "the newest is kept" if saving.keep_last == 1 else newest
         every = f", every {saving.keep_every:,}th step" if saving.keep_every else ""
         if not saving.keep_best:
             return newest + every.replace(", ", ", and ", 1)
         best = "the best" if saving.keep_best == 1 else f"the best {saving.keep_best}"
         return f"{newest}{every}, and {best} by evaluation loss"
-
-    def _free(self) -> str:
-        return "" if self.free is None else f", {byte_size(self.free)} free in {self.root}"
-
-    def _full_disk(self) -> list[str]:
-        if self.free is None or not self.saves or self.needed <= self.free:
-            return []
-        fewer = {None: " or checkpoint.keep_last=2", 1: ""}
-        instead = f"run.root=FOLDER{fewer.get(self.config.keep_last, ' or checkpoint.keep_last=1')}"
-        return [
-            f"checkpoints will fill the disk: up to {self.most} are kept or being written, which needs "
-            f"{byte_size(self.needed)}, and {byte_size(self.free)} are free in {self.root}. Free some space, "
-            f"or set {instead}"
-        ]
-
-    def _restarts_from_the_beginning(self) -> list[str]:
-        if not self.restarts or self.during:
-            return []
-        return [
-            f"with launcher.max_restarts={self.restarts} the training would restart from step 1: no checkpoint "
-            "is saved before the end. Set checkpoint.every_minutes=15"
-        ]
 
 
 def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) -> SavingPlan:
@@ -234,8 +224,3 @@ def _free_bytes(root: Path) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None  # /proc and the like are not disks
-
-
-def _listed(parts: list[str]) -> str:
-    """Join names: `a`, `a and b`, `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

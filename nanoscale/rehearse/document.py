@@ -78,7 +78,6 @@ def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
 
 
 def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
-    waits = [wait._asdict() for wait in record.waits]
     return {
         "rank": record.rank,
         "stands_for": stands_for,
@@ -95,7 +94,7 @@ def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
         "host": record.host_peak,
         "operations": record.operations,
         "checkpoint": record.checkpoint,
-        "waits": waits,
+        "waits": [wait._asdict() for wait in record.waits],
         "findings": record.findings,
         "error": record.error,
         "seconds": record.seconds,

@@ -43,10 +43,8 @@ def of_shards(engine: NativeEngine) -> list[str]:
     uneven = []
     for name, parameter in engine.parameters():
         if isinstance(parameter, DTensor):
-            size = parameter.shape
-            for ranks, placement in zip(
-                parameter.device_mesh.shape, parameter.placements, strict=True
-            ):
+            size, mesh = parameter.shape, parameter.device_mesh.shape
+            for ranks, placement in zip(mesh, parameter.placements, strict=True):
                 if isinstance(placement, Shard) and size[placement.dim] % ranks:
                     uneven.append(f"{name} ({size[placement.dim]} rows over {ranks} ranks)")
     return [f"uneven shards, so some ranks hold more: {_shown(uneven)}"] if uneven else []

@@ -70,11 +70,10 @@ class Axis:
     logarithmic: bool = False
 
     def at(self, value: float) -> float:
-        low, high, value = (self._scaled(it) for it in (self.low, self.high, value))
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = map(math.log10, (low, high, value))
         return self.start + (value - low) / ((high - low) or 1.0) * (self.end - self.start)
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self.logarithmic else value
 
 
 def _horizontal_grid(x: Axis, y: Axis, marks: Iterable[float]) -> Iterator[str]:
@@ -217,18 +216,14 @@ def _curve_names(entries: Sequence[tuple[str, str]], right: float) -> Iterator[s
 
 
 def scatter(
-    title: str,
-    names: tuple[str, str],
-    points: Sequence[Point],
-    front: Sequence[Point],
-    width: int = 960,
-    height: int = 420,
+    title: str, names: tuple[str, str], points: Sequence[Point], front: Sequence[Point]
 ) -> str:
     """Return the chart of points, with those of `front` joined and emphasised.
 
     Args:
         names: of the horizontal and of the vertical axis; both begin at zero.
     """
+    width, height = 960, 420
     marks_x = ticks(0.0, max(point[0] for point in [*points, *front]))
     marks_y = ticks(0.0, max(point[1] for point in [*points, *front]))
     x = Axis(0.0, marks_x[-1], 70, width - 20)
@@ -249,10 +244,7 @@ def scatter(
 
 
 def curve_line(
-    name: str,
-    points: list[tuple[int, float | None]],
-    width: int,
-    scale: tuple[float, float] | None = None,
+    name: str, points: Curve, width: int, scale: tuple[float, float] | None = None
 ) -> str:
     """Return one line: first value, the course in blocks, last value; `!` for values that were not finite.
 

@@ -9,7 +9,7 @@ from nanoscale.common import display
 from nanoscale.common.units import counted
 from nanoscale.config.reference import declared, value_of
 from nanoscale.config.schedulers import lr_factor
-from nanoscale.config.training_phases import TrainingPhase, phase_at
+from nanoscale.config.training_phases import phase_at
 from nanoscale.config.violations import shown
 from nanoscale.view.blocks import Table, show_table
 from nanoscale.view.charts import curve_line
@@ -74,13 +74,11 @@ def options_document(options: Mapping[str, Option]) -> list[dict[str, Any]]:
 
 def option_rows(options: Mapping[str, Option], prefix: str = "") -> list[tuple[str, str]]:
     """Return the name and the meaning of each option, with its origin unless it is packaged."""
-    return [
-        (
-            prefix + name,
-            option.about + ("" if option.origin == "nanoscale" else f" ({option.origin})"),
-        )
-        for name, option in options.items()
-    ]
+    rows = []
+    for name, option in options.items():
+        origin = "" if option.origin == "nanoscale" else f" ({option.origin})"
+        rows.append((prefix + name, option.about + origin))
+    return rows
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:
@@ -117,16 +115,12 @@ def schedule_chart(config: Config, width: int = 60) -> str:
         curves["batch"] = [float(phase.global_batch) for phase in phases]
         curves["seq_len"] = [float(phase.seq_len) for phase in phases]
         for name in {name: None for phase in phases for name in phase.weights or {}}:
-            curves[name] = [_share(phase, name) for phase in phases]
+            curves[name] = [
+                None if it.weights is None else it.weights.get(name, 0.0) / sum(it.weights.values())
+                for it in phases  # without weights of its own, a phase has those of the data
+            ]
     lines = [
         curve_line(name, list(zip(steps, values, strict=True)), width)
         for name, values in curves.items()
     ]
     return "\n".join([f"# over {counted(last, 'step')}:", *(f"#   {line}" for line in lines), ""])
-
-
-def _share(phase: TrainingPhase, source: str) -> float | None:
-    """Return a source's share of a phase's samples; None if the weights are those of the data."""
-    if phase.weights is None:
-        return None
-    return phase.weights.get(source, 0.0) / sum(phase.weights.values())

@@ -57,7 +57,11 @@ class PreparationScreen:
         if self._live is None:
             self.note(sentence)
         else:
-            self._live.update(_with_bar(sentence, progress.read / total))
+            from rich.columns import Columns
+            from rich.progress_bar import ProgressBar
+
+            bar = ProgressBar(total=1.0, completed=progress.read / total, width=_BAR)
+            self._live.update(Columns([bar, sentence]))
 
     def _sentence(self, progress: PreparationProgress, total: int, elapsed: float) -> str:
         assert self._began is not None
@@ -152,13 +156,6 @@ def _print_split(name: str, split: dict[str, Any]) -> None:
     for sample in split["samples"]:
         shown = sample["ids"] if sample["text"] is None else repr(sample["text"])
         display.show(f"  document {sample['document']:,} ({sample['tokens']:,} tokens): {shown}")
-
-
-def _with_bar(sentence: str, share: float) -> Any:
-    from rich.columns import Columns
-    from rich.progress_bar import ProgressBar
-
-    return Columns([ProgressBar(total=1.0, completed=share, width=_BAR), sentence])
 
 
 def _share(split: dict[str, Any]) -> str:

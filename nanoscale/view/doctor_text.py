@@ -69,12 +69,13 @@ def _print_verdicts(
     from rich.table import Table
     from rich.text import Text
 
-    from nanoscale.launch.preflight.verdicts import grouped
+    from nanoscale.launch.preflight.verdicts import grouped, join_names
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     order = list(dict.fromkeys(verdict.check for verdict in verdicts))
     for group in sorted(grouped(verdicts), key=lambda group: order.index(group.check)):
-        text, who = Text(_without_label(group)), _who(group, names)
+        text = Text(_without_label(group))
+        who = "all" if len(group.hosts) == len(names) else join_names(group.hosts)
         if not group.good:
             text.append(f"\nremedy: {group.remedy}", style="dim")
         if verbose and " more" in who:
@@ -90,12 +91,6 @@ def _without_label(group: EqualVerdicts) -> str:
     """Return the finding without its check's name, which is printed next to it."""
     label, finding = f"{group.check} ", group.finding
     return finding[len(label) :] if finding.lower().startswith(label) else finding
-
-
-def _who(group: EqualVerdicts, names: Sequence[str]) -> str:
-    from nanoscale.launch.preflight.verdicts import join_names
-
-    return "all" if len(group.hosts) == len(names) else join_names(group.hosts)
 
 
 def _print_figures(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanoscale.common.units import counted
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
@@ -112,9 +112,12 @@ def derived_values(config: ResolvedConfig) -> dict[str, int]:
 def settings(config: ResolvedConfig) -> dict[str, str]:
     """Describe the most important settings in words, by topic."""
     layout, launcher = config.parallel, config.launcher
+    threads = "the cores of each host divided among its ranks"
+    if launcher.threads != "auto":
+        threads = f"{counted(launcher.threads, 'thread')} a rank"
     words = {
         "backend": config.backend.name,
-        "device": "cuda" if launcher.device == "cuda" else f"cpu, {_threads(launcher.threads)}",
+        "device": "cuda" if launcher.device == "cuda" else f"cpu, {threads}",
         "data": _data(config),
         "precision": describe_precision(config.precision),
         "zero": _zero(config),
@@ -127,7 +130,8 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
     if layout.pp > 1:
         stages = layout.pp * layout.virtual_stages
         blocks = stage_layers(config.model, stages, layout.layers_per_stage)
-        words["pipeline"] = f"{layout.schedule}, {stages} stages of {_several(blocks)} blocks"
+        counts = ", ".join(map(str, blocks if len(set(blocks)) > 1 else blocks[:1]))
+        words["pipeline"] = f"{layout.schedule}, {stages} stages of {counts} blocks"
     if layout.dp_replicate > 1:
         shards = layout.dp // layout.dp_replicate * layout.cp
         words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
@@ -148,12 +152,6 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
     if layout.activation_checkpointing != "none":
         words["recomputed"] = layout.activation_checkpointing
     return words
-
-
-def _threads(threads: int | Literal["auto"]) -> str:
-    if threads == "auto":
-        return "the cores of each host divided among its ranks"
-    return f"{counted(threads, 'thread')} a rank"
 
 
 def _data(config: ResolvedConfig) -> str:
@@ -204,17 +202,14 @@ def describe_precision(precision: Precision) -> str:
 
 def _zero(config: ResolvedConfig) -> str:
     """Describe the backend's meaning of the ZeRO stage."""
-    stage, pipeline = config.zero.stage, config.parallel.pp > 1
+    stage = config.zero.stage
     kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
     if config.backend.name == "deepspeed":
         return f"stage {stage}: {kept} sharded (DeepSpeed){_offloaded(config.zero)}"
-    how = "" if stage == 0 else " (FSDP2)"
-    if stage == 2 and not pipeline:
-        how = " (FSDP2, not resharded after forward)"
-    if stage == 3 and not pipeline:
-        how = " (FSDP2, resharded after forward)"
-    if stage > 1 and pipeline:
-        how = " (FSDP2; in a pipeline, gathered and reduced once a step)"
+    detail = ("", "", ", not resharded after forward", ", resharded after forward")[stage]
+    if stage > 1 and config.parallel.pp > 1:
+        detail = "; in a pipeline, gathered and reduced once a step"
+    how = f" (FSDP2{detail})" if stage else ""
     return f"stage {stage}: {kept} sharded{how}"
 
 
@@ -224,8 +219,3 @@ def _offloaded(zero: Zero) -> str:
     return "".join(
         f", {what} wait in {places[where]}" for what, where in waiting.items() if where != "none"
     )
-
-
-def _several(numbers: list[int]) -> str:
-    """Format equal numbers as one, `2`, others as a list."""
-    return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))

@@ -25,20 +25,16 @@ _KERNELS, _NAME = 8, 66
 def bench_report(told: Document) -> Report:
     """Return the figures, from the whole to its parts."""
     title, *head = job_lines(told, f"{counted(told['world_size'], 'rank')} on {told['device']}")
-    return Report(title, [Lines(head), *_blocks(told)])
-
-
-def _blocks(told: Document) -> Iterator[Block]:
-    yield Lines(list(_figures(told)))
-    yield Lines(list(_parts(told)))
-    yield Lines(list(_checkpoint(told)))
+    texts = (head, _figures(told), _parts(told), _checkpoint(told))
+    blocks: list[Block] = [Lines(list(lines)) for lines in texts]
     if "compared" in told:
         other = told["compared"]
         rows = [
             (name.replace("_", " "), f"{told[name]:,.4g}", f"{other[name]:,.4g}", f"{ratio:.3f}")
             for name, ratio in other["ratios"].items()
         ]
-        yield Table(("", "this", other["name"], "ratio"), rows)
+        blocks.append(Table(("", "this", other["name"], "ratio"), rows))
+    return Report(title, blocks)
 
 
 def _figures(told: dict[str, Any]) -> Iterator[str]:
@@ -137,15 +133,10 @@ def scaling_report(about: Document) -> Report:
         _chart(about, "efficiency", "efficiency", [1.0] * len(ideal)),
     ]
     blocks: list[Block] = [table(columns, about["points"]), Chart(pictures=charts)]
-    return Report(_scaling_title(about), blocks)
-
-
-def _scaling_title(about: Document) -> str:
-    points = about["points"]
-    batch = "grows with them" if about["weak"] else f"is {points[0]['global_batch']} samples"
-    counts = ", ".join(str(point[about["axis"]]) for point in points)
+    batch = "grows with them" if about["weak"] else f"is {first['global_batch']} samples"
+    counts = ", ".join(str(point[axis]) for point in about["points"])
     what = f"{about['model']}, {about['precision']}, {about['backend']} on {about['device']}"
-    return f"{what}: {counts} {about['axis']}; the global batch {batch}"
+    return Report(f"{what}: {counts} {axis}; the global batch {batch}", blocks)
 
 
 def _planned(point: Document, name: str, form: str) -> str:
@@ -184,8 +175,8 @@ def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
 def evaluation_document(config: ResolvedConfig, task: Document, figures: Document) -> Document:
     """Return the document of `eval --json`. Values that are not finite are null."""
     paired = is_paired(config.train)
-    parts = [_source(part, paired) for part in figures["parts"]]
-    shares = [part["share"] for part in figures["parts"]]
+    measured = figures["parts"]
+    parts, shares = [_source(part, paired) for part in measured], [it["share"] for it in measured]
     loss = sum(share * part["loss"] for share, part in zip(shares, parts, strict=True))
     alone = parts[0] if len(parts) == 1 else None
     return {
@@ -193,7 +184,11 @@ def evaluation_document(config: ResolvedConfig, task: Document, figures: Documen
         "step": task["step"],
         "loss": _finite(loss),
         "perplexity": None if paired else _perplexity(loss),
-        **_preferences(figures["parts"], shares),
+        **{
+            name: sum(share * part[name] for share, part in zip(shares, measured, strict=True))
+            for name in ("preferred", "margin")  # of the chosen answers, if samples are pairs
+            if name in measured[0]
+        },
         "bits_per_byte": alone and alone["bits_per_byte"],
         **{name: sum(part[name] for part in parts) for name in ("samples", "tokens", "seconds")},
         "bytes": alone and alone["bytes"],
@@ -243,15 +238,6 @@ def plain_numbers(value: Any) -> Any:
         return _finite(float(value))
     except (TypeError, ValueError):
         return str(value)
-
-
-def _preferences(parts: list[Document], shares: list[float]) -> Document:
-    """Return how clearly the chosen answers of pairs are preferred; nothing of other samples."""
-    return {
-        name: sum(share * part[name] for share, part in zip(shares, parts, strict=True))
-        for name in ("preferred", "margin")
-        if name in parts[0]
-    }
 
 
 def _source(figures: Document, paired: bool) -> Document:

@@ -37,7 +37,13 @@ def rehearsal_report(result: Document, changes: Sequence[dict[str, str]]) -> Rep
     Args:
         changes: overrides that would make the job fit.
     """
-    return Report(_head(result), list(_blocks(result, changes)))
+    played = len(result["ranks"])
+    degrees = " · ".join(f"{axis} {n}" for axis, n in result["degrees"].items() if n > 1)
+    ranks = f"{played} of {counted(result['world_size'], 'rank')} played"
+    seconds = duration(sum(rank["seconds"] for rank in result["ranks"]))
+    job = f"{result['model']}, {degrees or 'one process'}, on {result['device']}"
+    title = f"{job}: {ranks} in {seconds} of processor time"
+    return Report(title, list(_blocks(result, changes)))
 
 
 def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Block]:
@@ -72,16 +78,6 @@ def _agreement(result: Document) -> str:
     if compared == 0:
         return "no two members of a group were played: their collectives were not compared"
     return f"in {compared:,} of {counted(groups, 'group')} two or more members were played, and they {agree}"
-
-
-def _head(result: Document) -> str:
-    """Return what was rehearsed, in one line."""
-    played = len(result["ranks"])
-    degrees = " · ".join(f"{axis} {n}" for axis, n in result["degrees"].items() if n > 1)
-    ranks = f"{played} of {counted(result['world_size'], 'rank')} played"
-    seconds = duration(sum(rank["seconds"] for rank in result["ranks"]))
-    layout = degrees or "one process"
-    return f"{result['model']}, {layout}, on {result['device']}: {ranks} in {seconds} of processor time"
 
 
 def verdict(result: Document) -> str:

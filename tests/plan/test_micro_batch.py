@@ -10,7 +10,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Cluster, Zero
-from nanoscale.plan import pipeline
+from nanoscale.plan import predict as predictions
 from nanoscale.plan.predict import SURE, predict, with_fitting_micro_batch
 from tests.plan.machines import job
 
@@ -74,6 +74,6 @@ def test_a_very_large_batch_is_planned_without_a_loop_over_it(keys, monkeypatch)
     config = job("gpt2", seq_len=1024, global_batch=10**6, **keys)
     few = job("gpt2", seq_len=1024, global_batch=8192 * 2, **keys)
     exact = predict(few).time.tokens_per_s_per_gpu
-    monkeypatch.setattr(pipeline, "simulate_schedule", None)
+    monkeypatch.setattr(predictions, "simulate_schedule", None)
     assert with_fitting_micro_batch(config).train.micro_batch == 1
     assert predict(config).time.tokens_per_s_per_gpu == pytest.approx(exact, rel=0.02)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.layout import stages_of
-from nanoscale.plan.pipeline import KeptBoundary, boundaries
-from nanoscale.plan.pipeline.boundaries import NONE
+from nanoscale.plan.pipeline.boundaries import NONE, KeptBoundary, boundaries
 from tests.plan.schedules import SCHEDULES
 
 

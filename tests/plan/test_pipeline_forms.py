@@ -7,16 +7,12 @@ import random
 import pytest
 
 from nanoscale.config.layout import ONE_STAGE
-from nanoscale.plan.pipeline import (
-    Costs,
-    bubble,
-    in_flight,
-    order,
-    residents,
-    simulate,
-    transfers_overlap,
-)
-from tests.plan.schedules import SCHEDULES, batches
+from nanoscale.plan.pipeline.closed_forms import bubble
+from nanoscale.plan.pipeline.in_flight import in_flight
+from nanoscale.plan.pipeline.orders import order
+from nanoscale.plan.pipeline.residents import residents
+from nanoscale.plan.pipeline.simulation import simulate, transfers_overlap
+from tests.plan.schedules import SCHEDULES, batches, even_costs
 
 PIPELINES = pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
 EVERY = pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
@@ -43,7 +39,7 @@ def shortfall(
     transfer: float,
 ) -> float:
     """Return the share of the step by which the simulated step is longer than the form."""
-    every = Costs.even(pp * virtual, *costs, transfer, transfers_overlap(schedule))
+    every = even_costs(pp * virtual, *costs, transfer, transfers_overlap(schedule))
     step = simulate(order(schedule, pp, virtual, micro_batches), every).makespan
     form = bubble(schedule, pp, virtual, micro_batches, *costs, transfer)
     return (step - form - virtual * micro_batches * sum(costs)) / step
@@ -87,7 +83,7 @@ def test_bubbles_with_transfers_are_near(schedule, virtual, pp, share, most):
 
 @EVERY
 def test_the_fraction_is_the_simulated_one(schedule, virtual):
-    costs = Costs.even(4 * virtual, 1, 2, 0.5, overlap=transfers_overlap(schedule))
+    costs = even_costs(4 * virtual, 1, 2, 0.5, overlap=transfers_overlap(schedule))
     timeline = simulate(order(schedule, 4, virtual, 12), costs)
     idle = bubble(schedule, 4, virtual, 12, 1, 2, 0.5)
     assert idle / (idle + virtual * 12 * 3.5) == pytest.approx(timeline.bubble_fraction)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.layout import ONE_STAGE, V_SHAPED, stages_of
-from nanoscale.plan.pipeline import Action, order
+from nanoscale.plan.pipeline.orders import Action, order
 from tests.plan.schedules import SCHEDULES, batches
 
 MULTI = {

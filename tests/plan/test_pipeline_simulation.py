@@ -11,22 +11,21 @@ from itertools import pairwise
 import pytest
 
 from nanoscale.config.layout import rank_of
-from nanoscale.plan.pipeline import (
-    Action,
+from nanoscale.plan.pipeline.orders import Action, order
+from nanoscale.plan.pipeline.residents import residents
+from nanoscale.plan.pipeline.simulation import (
     Costs,
     Timeline,
     first_stage_undivided,
-    order,
-    residents,
     simulate,
     simulate_schedule,
     transfers_overlap,
 )
-from tests.plan.schedules import SCHEDULES, batches
+from tests.plan.schedules import SCHEDULES, batches, even_costs, idle
 
 
 def even(schedule: str, pp: int, virtual: int, micro_batches: int, **costs: float) -> Timeline:
-    return simulate(order(schedule, pp, virtual, micro_batches), Costs.even(pp * virtual, **costs))
+    return simulate(order(schedule, pp, virtual, micro_batches), even_costs(pp * virtual, **costs))
 
 
 def uneven(stages: int, overlap: bool, chance: random.Random) -> Costs:
@@ -65,11 +64,11 @@ def test_1f1b_by_hand():
 
 def test_interleaving_divides_the_bubble():
     """Narayanan et al. 2021, 2.2.2: v stages a rank of a v-th of the blocks each, a v-th of the bubble."""
-    whole = even("1f1b", 4, 1, 8).idle[0]
+    whole = idle(even("1f1b", 4, 1, 8))[0]
     for virtual in (2, 3, 4):
         part = 1 / virtual
         costs = {"forward": part, "backward_input": part, "backward_weight": part}
-        assert even("interleaved-1f1b", 4, virtual, 8, **costs).idle[0] == pytest.approx(
+        assert idle(even("interleaved-1f1b", 4, virtual, 8, **costs))[0] == pytest.approx(
             whole / virtual
         )
 
@@ -78,7 +77,7 @@ def test_interleaving_divides_the_bubble():
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_zero_bubble_waits_a_third_of_what_1f1b_does(pp, rounds):
     """Qi et al. 2023, table 1 with equal costs: (pp - 1)(f + i - w) against (pp - 1)(f + i + w)."""
-    plain, filled = (even(name, pp, 1, rounds * pp).idle[0] for name in ("1f1b", "zero-bubble"))
+    plain, filled = (idle(even(name, pp, 1, rounds * pp))[0] for name in ("1f1b", "zero-bubble"))
     assert filled == pytest.approx(plain / 3)
 
 
@@ -211,7 +210,7 @@ def test_a_step_is_no_shorter_than_its_longest_path_and_its_busiest_rank(
         for parts in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
     ]
     assert sum(timeline.busy) == pytest.approx(micro_batches * sum(each))
-    assert min(timeline.idle) >= -1e-9
+    assert min(idle(timeline)) >= -1e-9
     assert 0 <= timeline.utilization <= 1 + 1e-9
 
 
@@ -220,11 +219,11 @@ def test_an_order_that_deadlocks_is_refused():
     bad = [[Action("F", 0, 0), Action("B", 0, 1), Action("F", 0, 1), Action("B", 0, 0)],
            [Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1)]]  # fmt: skip
     with pytest.raises(AssertionError, match="deadlock: rank 0 waits"):
-        simulate(bad, Costs.even(2))
+        simulate(bad, even_costs(2))
 
 
 def test_the_first_stage_goes_backward_as_a_whole_when_its_weights_are_asked_for():
-    costs = first_stage_undivided(Costs.even(4, backward_input=2.0))
+    costs = first_stage_undivided(even_costs(4, backward_input=2.0))
     assert costs.backward_input[:2] == [0.0, 2.0] and costs.backward_weight[:2] == [3.0, 1.0]
     timeline = simulate(order("zero-bubble", 4, 1, 8), costs)
     assert timeline.busy == pytest.approx([32.0] * 4)
@@ -232,7 +231,7 @@ def test_the_first_stage_goes_backward_as_a_whole_when_its_weights_are_asked_for
 
 def test_a_schedule_is_simulated_as_torch_runs_it():
     """1f1b waits for its transfers, and zero-bubble's first stage has nothing to do for its inputs."""
-    costs = Costs.even(4, backward_input=2.0, transfer=0.25)
+    costs = even_costs(4, backward_input=2.0, transfer=0.25)
     plain = simulate_schedule("1f1b", 4, 1, 8, costs)
     assert (
         plain.makespan == simulate(order("1f1b", 4, 1, 8), replace(costs, overlap=False)).makespan
@@ -241,7 +240,7 @@ def test_a_schedule_is_simulated_as_torch_runs_it():
     ranks = simulate_schedule("zero-bubble", 4, 1, 8, costs).ranks
     inputs = [{s.end - s.start for s in spans if s.action.kind == "I"} for spans in ranks[:2]]
     assert inputs == [{0.0}, {2.0}]
-    assert simulate_schedule("zero-bubble", 1, 1, 8, Costs.even(1)).makespan == 24
+    assert simulate_schedule("zero-bubble", 1, 1, 8, even_costs(1)).makespan == 24
 
 
 def test_a_pair_sends_when_both_are_done():
@@ -268,7 +267,7 @@ def test_time_is_linear_in_the_number_of_actions():
         best = []
         for _ in range(3):
             begin = time.process_time()
-            simulate(actions, Costs.even(16))
+            simulate(actions, even_costs(16))
             best.append(time.process_time() - begin)
         return min(best)
 

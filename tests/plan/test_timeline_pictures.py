@@ -9,10 +9,11 @@ import re
 import pytest
 from rich.console import Console
 
-from nanoscale.plan.pipeline import Costs, Timeline, order, simulate, transfers_overlap
+from nanoscale.plan.pipeline.orders import order
+from nanoscale.plan.pipeline.simulation import Timeline, simulate, transfers_overlap
 from nanoscale.view.blocks import Chart, Report, page
 from nanoscale.view.plan.timeline import rows, timeline_text, windows
-from tests.plan.schedules import SCHEDULES
+from tests.plan.schedules import SCHEDULES, even_costs
 
 KINDS = {"bright_blue": "F", "green": "B", "cyan": "I", "yellow": "W"}
 
@@ -25,7 +26,7 @@ def timeline_plain(timeline: Timeline, width: int = 100) -> str:
 
 def timeline(schedule: str, pp: int, virtual: int, micro_batches: int) -> Timeline:
     overlap = transfers_overlap(schedule)
-    costs = Costs.even(pp * virtual, 0.0101, 0.0153, 0.0087, 0.0011, overlap)
+    costs = even_costs(pp * virtual, 0.0101, 0.0153, 0.0087, 0.0011, overlap)
     return simulate(order(schedule, pp, virtual, micro_batches), costs)
 
 
@@ -79,7 +80,7 @@ def test_text_names_the_micro_batches_in_their_order():
 
 
 def test_text_says_the_utilization():
-    step = simulate(order("1f1b", 4, 1, 4), Costs.even(4))
+    step = simulate(order("1f1b", 4, 1, 4), even_costs(4))
     lines = timeline_plain(step).splitlines()
     assert "step 21 s, utilization 57.1 %, idle 42.9 %" in lines[0]
     assert all(line.endswith("57.1 %") for line in lines[1:5])

@@ -19,7 +19,7 @@ from nanoscale.config.schema import Backend, Cluster, Lora, Optimizer, Precision
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH
 from nanoscale.plan.memory.shards import rank_holdings
-from nanoscale.plan.pipeline import bubble
+from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import data_parallel
 from nanoscale.plan.time.step import StepBreakdown, stage_costs, step_time, training

@@ -158,22 +158,20 @@ def _with_shape(
 
 def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) -> Composed:
     """Return the configuration of a job that begins with the shape and the weights of a run."""
-    asked, other = composed.config.model.init_from, composed.config.run.from_run
+    key, asked, other = (
+        pretrained.KEY,
+        composed.config.model.init_from,
+        composed.config.run.from_run,
+    )
     if other is not None:
         message = f"and run.from_run={shown(other)} both name what to begin from"
-        wrong = Violation(
-            pretrained.KEY,
-            asked,
-            composed.source(pretrained.KEY),
-            message,
-            ("model.init_from=null",),
-        )
-        refuse([wrong], kind="run")
+        source, remove = composed.source(key), (f"{key}=null",)
+        refuse([Violation(key, asked, source, message, remove)], kind="run")
     shape = frozen.load(folder / RUN_CONFIG).model
     found = pretrained.Pretrained(folder, shape, RUN_CONFIG)
     values = pretrained.take_shape(composed, found) | {"init_from": None}
     run = {**merged["run"], "from_run": escape("run.from_run", str(folder))}
-    record(composed.history, "run.from_run", Setting(str(folder), f"{pretrained.KEY}={asked}"))
+    record(composed.history, "run.from_run", Setting(str(folder), f"{key}={asked}"))
     return _with_shape(composed, {**merged, "run": run}, str(folder / RUN_CONFIG), values)
 
 
@@ -185,18 +183,12 @@ def _begun_from_adapters(
         base, values = peft.read_settings(folder)
     except UnsupportedError as error:
         pretrained.refuse_model(composed, pretrained.KEY, composed.config.model.init_from, error)
-    source = str(folder / peft.SETTINGS)
-    wrong = [
-        Violation(
-            f"lora.{name}",
-            getattr(composed.config.lora, name),
-            composed.source(f"lora.{name}"),
-            f"is {shown(value)} in {source}",
-            (override(f"lora.{name}", value),),
-        )
-        for name, value in values.items()
-        if composed.by_hand(f"lora.{name}") and getattr(composed.config.lora, name) != value
-    ]
+    source, wrong = str(folder / peft.SETTINGS), []
+    for name, value in values.items():
+        key, asked = f"lora.{name}", getattr(composed.config.lora, name)
+        if composed.by_hand(key) and asked != value:
+            message, advice = f"is {shown(value)} in {source}", (override(key, value),)
+            wrong.append(Violation(key, asked, composed.source(key), message, advice))
     if wrong:
         refuse(wrong, kind="model")
     lora = {**merged["lora"], **values, "init_from": escape("lora.init_from", str(folder))}

@@ -105,12 +105,8 @@ def _value(content: Any, name: str) -> Any:
 
 # --- values that are open again -------------------------------------------------------------------
 
-_HOSTS = (
-    "launcher.hostfile",
-    "launcher.include",
-    "launcher.exclude",
-    "launcher.nodes",
-)
+_HOSTS = ("launcher.hostfile", "launcher.include", "launcher.exclude", "launcher.nodes")
+_DEVICE = ("launcher.device", "launcher.name", *_HOSTS)
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
 _CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)
 _CHOSEN_BY = (
@@ -122,9 +118,7 @@ _CHOSEN_BY = (
     "backend.name",
     "cluster.device",
     "launcher.devices",
-    "launcher.device",
-    "launcher.name",
-    *_HOSTS,
+    *_DEVICE,
 )
 """The keys on which the layout depends that the plan chooses."""
 
@@ -134,17 +128,11 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "launcher.name": _HOSTS,
     "launcher.device": ("launcher.name", *_HOSTS),
     **dict.fromkeys(_CHOSEN, _CHOSEN_BY),
-    "launcher.devices": (*_LAYOUT, "launcher.device", "launcher.name", *_HOSTS),
-    "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
-    "launcher.threads": ("launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
-    "precision.compute": ("launcher.device", "launcher.name", *_HOSTS, "cluster.device"),
-    "precision.tf32": (
-        "precision.compute",
-        "launcher.device",
-        "launcher.name",
-        *_HOSTS,
-        "cluster.device",
-    ),
+    "launcher.devices": (*_LAYOUT, *_DEVICE),
+    "parallel.dp": (*_LAYOUT, "launcher.devices", *_DEVICE),
+    "launcher.threads": ("launcher.devices", *_DEVICE),
+    "precision.compute": (*_DEVICE, "cluster.device"),
+    "precision.tf32": ("precision.compute", *_DEVICE, "cluster.device"),
     "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
     "backend.compile": (
         "launcher.device",

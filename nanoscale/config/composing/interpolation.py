@@ -40,18 +40,16 @@ class _Reference:
 
 def problem(key: str, value: object) -> str:
     """Return a problem of the references in a key's value; empty if there is none."""
+    one = "may refer to one other key, as in ${train.seq_len}"
     for text in _texts(key, value):
         references = _references(text)
         for it in references:
             if it.variable is None and it.key is None:
-                return (
-                    "may refer to one other key, as in ${train.seq_len}; other resolvers are not supported. "
-                    "Write \\${ for ${ itself"
-                )
+                return one + "; other resolvers are not supported. Write \\${ for ${ itself"
             if it.variable is not None and not reference.declared()[key].path:
                 return (
-                    "may refer to one other key, as in ${train.seq_len}; environment variables "
-                    "are supported only in keys that are paths, and other resolvers are not supported"
+                    f"{one}; environment variables are supported only in keys that are paths, and "
+                    "other resolvers are not supported"
                 )
             if it.variable is not None and SECRET.search(it.variable):
                 return (
@@ -59,7 +57,7 @@ def problem(key: str, value: object) -> str:
                     "and its value would be written to the run directory"
                 )
         if sum(it.key is not None for it in references) > 1:
-            return "may refer to one other key, as in ${train.seq_len}"
+            return one
     return ""
 
 

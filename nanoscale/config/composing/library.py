@@ -79,9 +79,8 @@ class Library:
 
     def __post_init__(self) -> None:
         if self.config_dir is not None and not self.config_dir.is_dir():
-            message = "is not a folder"
-            source = "option --config-dir"
-            refuse([Violation("--config-dir", str(self.config_dir), source, message)])
+            folder, source = str(self.config_dir), "option --config-dir"
+            refuse([Violation("--config-dir", folder, source, "is not a folder")])
 
     def folders(self, group: str) -> list[Path]:
         """List the folders of a group's files, in the order of precedence."""

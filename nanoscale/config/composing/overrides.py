@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.library import RECIPE, Library, is_path, misplaced
-from nanoscale.config.values.convert import fits, unknown_key
+from nanoscale.config.values.convert import fits, unknown_key, whole_section
 from nanoscale.config.values.equivalents import equivalent
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import nearest, nearest_key, quoted, shown
@@ -65,9 +65,8 @@ def read_words(words: Sequence[str], library: Library) -> Words:
             before = f"{before} {word}"
             key, _, text = before.partition("=")
             message = "has a blank, at which the shell divides it; it needs quotes"
-            divided = Violation(
-                key, text, COMMAND_LINE, message, (to_override(key, text),), "", text
-            )
+            quoted_text = (to_override(key, text),)
+            divided = Violation(key, text, COMMAND_LINE, message, quoted_text, typed=text)
             result.violations = [it for it in result.violations if it.key != key] + [divided]
             continue
         before = word
@@ -131,9 +130,8 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
     if override.is_sweep_override():
         yield _sweep(override, text)
     elif key == "hydra" or override.is_hydra_override():
-        yield Violation(
-            key, value, COMMAND_LINE, "belongs to Hydra, whose own settings are not used"
-        )
+        message = "belongs to Hydra, whose own settings are not used"
+        yield Violation(key, value, COMMAND_LINE, message)
     elif override.package is not None:
         message = "moves a group to another section, which is not supported"
         moved = f"{key}@{override.package}"
@@ -218,9 +216,7 @@ def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Vio
         for name, inner in value.items():
             yield from _set(f"{key}.{name}", inner, library, into)
     elif key not in reference.declared():
-        first = next(iter(reference.members(reference.sections()[key])))
-        message = f"is a section: set its keys, as in {key}.{first}=…"
-        yield Violation(key, value, COMMAND_LINE, message)
+        yield whole_section(key, value, COMMAND_LINE)
     elif problem := misplaced(key, value):
         yield Violation(key, value, COMMAND_LINE, problem)
     else:
@@ -265,7 +261,6 @@ def _sweep(override: Override, text: str) -> Violation:
     key = override.key_or_group
     message = "has several values, and a single run takes one; `nanoscale sweep` trains each"
     raw = text.partition("=")[2]
-    first = raw.partition(",")[0]
     if key in reference.declared() and reference.declared()[key].takes_list:
         return Violation(key, raw, COMMAND_LINE, "takes a list in brackets", (f"'{key}=[{raw}]'",))
     if "," not in raw or "(" in raw:
@@ -273,7 +268,7 @@ def _sweep(override: Override, text: str) -> Violation:
     if key in _FILTERS:
         message = "needs quotes of its own for its comma, inside those of the shell"
         return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=\"{raw}\"'",))
-    suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'")
+    suggestions = (f"{key}={raw.partition(',')[0]}", f"'{key}=\"{raw}\"'")
     return Violation(key, raw, COMMAND_LINE, message, suggestions)
 
 
@@ -283,9 +278,8 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
     key, equals, value = word.partition("=")
     name = key.lstrip("+~")
     if not equals:
-        return Violation(
-            word, None, COMMAND_LINE, "is not KEY=VALUE", tuple(_meanings(word, library))
-        )
+        meanings = tuple(_meanings(word, library))
+        return Violation(word, None, COMMAND_LINE, "is not KEY=VALUE", meanings)
     try:
         parser.parse_override(f"{key}={quoted(value)}")
     except HydraException:

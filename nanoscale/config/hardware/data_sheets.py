@@ -159,17 +159,18 @@ def _measured(cluster: Cluster) -> Cluster:
     speed = known_speed()
     if speed is None:
         return cluster
-    peaks = {
-        field.name: value * speed
-        for field in fields(cluster.peaks)
-        if (value := getattr(cluster.peaks, field.name)) is not None
-    }
+    peaks = {name: value * speed for name, value in known_peaks(cluster).items()}
     memory = cluster.memory_gbs
     return replace(
         cluster,
         peaks=replace(cluster.peaks, **peaks),
         memory_gbs=memory * speed if memory is not None else None,
     )
+
+
+def known_peaks(cluster: Cluster) -> dict[str, float]:
+    """Return the peaks that are not null, by dtype."""
+    return {name: value for name, value in vars(cluster.peaks).items() if value is not None}
 
 
 def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
@@ -183,9 +184,8 @@ def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
     own, speed = config.cluster, min(float(threads), cores() / ranks)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     peaks = {
-        field.name: getattr(own.peaks, field.name) or (value * speed if value else None)
-        for field in fields(cluster.peaks)
-        for value in [getattr(cluster.peaks, field.name)]
+        name: getattr(own.peaks, name) or (value * speed if value else None)
+        for name, value in vars(cluster.peaks).items()
     }
     return replace(
         cluster,

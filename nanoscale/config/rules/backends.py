@@ -204,15 +204,9 @@ RULES = (
         "zero.offload_param=cpu", "lora.rank=0"),
 )  # fmt: skip
 JOB = of_kind("config",
-    *(
-        refused(
-            f"zero.{name}",
-            {**_ON, f"zero.{name}": True, "launcher.device": "cpu"},
-            "needs GPU kernels, and launcher.device is cpu",
-            f"zero.{name}=false",
-        )
-        for name in ("quantized_weights", "quantized_gradients")
-    ),
+    *(refused(f"zero.{name}", {**_ON, f"zero.{name}": True, "launcher.device": "cpu"},
+        "needs GPU kernels, and launcher.device is cpu", f"zero.{name}=false")
+        for name in ("quantized_weights", "quantized_gradients")),
 )  # fmt: skip
 
 

@@ -99,15 +99,14 @@ def resolve_data(resolution: Resolution) -> Data:
         data = _one_source(resolution, data)
     if data.source in ("megatron", "datatrove") and not resolution.violations:
         _require_samples(resolution, data)
+    is_file = data.tokenizer not in ("byte", "bpe")
     return replace(
         data,
         document_mask=_document_mask(resolution, data),
         loss_on=_loss_on(resolution, data),
         path=absolute(data.path),
         valid_path=absolute(data.valid_path),
-        tokenizer=data.tokenizer
-        if data.tokenizer in ("byte", "bpe")
-        else str(absolute(data.tokenizer)),
+        tokenizer=str(absolute(data.tokenizer)) if is_file else data.tokenizer,
         cache_dir=absolute(data.cache_dir),
     )
 
@@ -135,13 +134,8 @@ def _document_mask(resolution: Resolution, data: Data) -> bool:
     whole = data.packing == "whole"
     if whole and not data.document_mask and resolution.composed.by_hand("data.document_mask"):
         message = "lets attention cross documents, and data.packing=whole packs unrelated documents together"
-        resolution.refuse(
-            "data.document_mask",
-            message,
-            "data.document_mask=true",
-            "data.packing=stream",
-            kind="data",
-        )
+        advice = "data.document_mask=true", "data.packing=stream"
+        resolution.refuse("data.document_mask", message, *advice, kind="data")
     return data.document_mask or whole
 
 
@@ -165,18 +159,13 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
     elif data.tokenizer == "bpe":
         if data.source != "stdlib":
             message = f"is trained on text, and data.source={data.source} has tokens already"
-            example = "data.tokenizer=/path/to/tokenizer.json"
-            resolution.refuse(
-                "data.tokenizer", message, example, "data.tokenizer=byte", kind="data"
-            )
+            advice = "data.tokenizer=/path/to/tokenizer.json", "data.tokenizer=byte"
+            resolution.refuse("data.tokenizer", message, *advice, kind="data")
         if vocab < data.bpe_vocab:
-            resolution.refuse(
-                "data.bpe_vocab",
-                f"is more than the rows of the embedding (model.vocab={vocab})",
-                f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None,
-                resolution.more_rows(data.bpe_vocab),
-                "data.tokenizer=byte",
-            )
+            message = f"is more than the rows of the embedding (model.vocab={vocab})"
+            fewer = f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None
+            rows = resolution.more_rows(data.bpe_vocab)
+            resolution.refuse("data.bpe_vocab", message, fewer, rows, "data.tokenizer=byte")
     elif not Path(data.tokenizer).expanduser().is_file():
         message = "is neither byte nor bpe nor a file that exists"
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
@@ -214,10 +203,8 @@ def resolve_mixture(resolution: Resolution) -> Data:
     for name in ("path", "valid_path"):
         value = getattr(data, name)
         if value is not None:
-            message = f"and {KEY} both name token files"
-            resolution.refuse_value(
-                f"data.{name}", value, message, f"data.{name}=null", kind="data"
-            )
+            key, message = f"data.{name}", f"and {KEY} both name token files"
+            resolution.refuse_value(key, value, message, f"{key}=null", kind="data")
     before = len(resolution.violations)
     sources = list(_sources(resolution, data.mixture))
     # otherwise a mistyped weight would be reported as missing, too
@@ -249,10 +236,9 @@ def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[Mixtur
             continue
         for unknown in entry.keys() - set(MEMBERS):
             near = nearest(unknown, MEMBERS) or MEMBERS
-            proposals = [override(f"{key}.{member}", entry[unknown]) for member in near]
-            resolution.refuse_value(
-                f"{key}.{unknown}", entry[unknown], "unknown key", *proposals, kind="data"
-            )
+            wrong, value = f"{key}.{unknown}", entry[unknown]
+            proposals = [override(f"{key}.{member}", value) for member in near]
+            resolution.refuse_value(wrong, value, "unknown key", *proposals, kind="data")
         yield MixtureSource(**_typed(resolution, key, entry), name=name)
 
 
@@ -270,9 +256,8 @@ def _typed(resolution: Resolution, key: str, entry: dict[str, Any]) -> dict[str,
     if weight is None or (number and math.isfinite(weight) and weight >= 0):
         found["weight"] = weight
     else:
-        resolution.refuse_value(
-            f"{key}.weight", weight, "must be a number, at least 0", f"{key}.weight=1", kind="data"
-        )
+        key, message = f"{key}.weight", "must be a number, at least 0"
+        resolution.refuse_value(key, weight, message, f"{key}=1", kind="data")
     return found
 
 
@@ -284,10 +269,8 @@ def _weights(resolution: Resolution, sources: list[MixtureSource]) -> None:
         message = "has weights for some sources only; without weights, sources count by their sizes"
         resolution.refuse_value(KEY, given, message, " ".join(missing), kind="data")
     elif not given and not missing:
-        names = [source.name for source in sources]
-        resolution.refuse_value(
-            KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1", kind="data"
-        )
+        names, first = [source.name for source in sources], f"{sources[0].key}.weight=1"
+        resolution.refuse_value(KEY, names, "has no weight above 0", first, kind="data")
 
 
 def _require_one_tokenizer(resolution: Resolution, folders: dict[str, TokenFiles]) -> None:
@@ -418,9 +401,8 @@ def _require_kind_of_samples(
         return
     if holds_pairs:
         message = f"holds pairs of answers, half of which are rejected ones, and {objective} learns all of them"
-        resolution.refuse_value(
-            f"{source.key}.path", str(folder), message, "train.objective=dpo", kind="data"
-        )
+        key, advice = f"{source.key}.path", "train.objective=dpo"
+        resolution.refuse_value(key, str(folder), message, advice, kind="data")
     else:
         message = f"needs pairs of answers, and {folder} has none: prepare chats with --pairs"
         resolution.refuse("train.objective", message, "train.objective=next-token", kind="data")
@@ -450,10 +432,9 @@ def _require_tokens_of_model(
 def _present(resolution: Resolution, source: MixtureSource, name: str, path: str | None) -> None:
     kind, key = resolution.config.data.source, f"{source.key}.{name}"
     if path is None:
-        what = {
-            "megatron": "a prepared folder, or the common path of the files, without .bin and .idx",
-            "datatrove": "the .ds file",
-        }[kind]
+        what = "the .ds file"
+        if kind == "megatron":
+            what = "a prepared folder, or the common path of the files, without .bin and .idx"
         message = f"is needed by data.source={kind}: {what}"
         resolution.refuse_value(key, None, message, f"{key}=/path/to/corpus", kind="data")
         return
@@ -463,9 +444,8 @@ def _present(resolution: Resolution, source: MixtureSource, name: str, path: str
         files = " and ".join(f"{path}{end}" for end in missing)
         stem = path.removesuffix(".bin").removesuffix(".idx")
         plain = stem != path and Path(f"{stem}.bin").is_file()
-        resolution.refuse_value(
-            key, path, f"has no {files}", override(key, stem) if plain else None, kind="data"
-        )
+        advice = override(key, stem) if plain else None
+        resolution.refuse_value(key, path, f"has no {files}", advice, kind="data")
         return
     _glance(resolution, key, str(Path(path).expanduser()))
 

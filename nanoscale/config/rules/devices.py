@@ -20,8 +20,7 @@ _MOST_ENTRIES = 8
 
 def resolve_degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Return the data-parallel degree and the world size, resolved from the devices."""
-    degrees = _degrees_on_hosts if resolution.hosts else _degrees
-    return degrees(resolution, device)
+    return (_degrees_on_hosts if resolution.hosts else _degrees)(resolution, device)
 
 
 def ranks_of_copy(layout: Parallel) -> int:
@@ -58,12 +57,8 @@ def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
     if asked == "auto":
         return "cuda" if resolution.remote else resolution.devices.kind
     if asked == "cuda" and resolution.devices.kind != "cuda" and not resolution.remote:
-        resolution.refuse(
-            "launcher.device",
-            "is set, and this host has no GPU",
-            "launcher.device=cpu",
-            kind="layout",
-        )
+        message = "is set, and this host has no GPU"
+        resolution.refuse("launcher.device", message, "launcher.device=cpu", kind="layout")
     return asked
 
 
@@ -108,7 +103,10 @@ def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
         fewer = _first_hosts(resolution, lambda slots: copies(layout, slots) is not None)
         _too_large(resolution, copy, slots, _slots_of(resolution), fewer, exact=True)
     elif dp * copy != slots:
-        _refuse_degree(resolution, dp, copy)
+        why = f"{_slots_of(resolution)} = {slots} must be the same number"
+        fewer = _first_hosts(resolution, lambda slots: slots == dp * copy)
+        fewer = fewer or _part_of_hosts(resolution, dp * copy)
+        _refuse_degree(resolution, dp, why, f"parallel.dp={slots // copy}", fewer)
     return dp, dp * copy
 
 
@@ -143,26 +141,24 @@ def _too_large(
 
 
 def _fixed_degrees(resolution: Resolution, dp: int, copy: int, limit: int | None) -> None:
-    layout, asked = resolution.config.parallel, resolution.config.launcher.devices
-    world = dp * copy
-    product = f"dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks"
+    asked, world = resolution.config.launcher.devices, dp * copy
     if asked != "auto" and asked != world:
-        resolution.refuse(
-            "parallel.dp",
-            f"makes {product}, and launcher.devices={asked} ({resolution.composed.source('launcher.devices')})"
-            " must be the same number",
-            f"launcher.devices={world}",
-            f"parallel.dp={asked // copy}" if asked % copy == 0 else None,
-            kind="layout",
-        )
+        set_by = resolution.composed.source("launcher.devices")
+        other = f"parallel.dp={asked // copy}" if asked % copy == 0 else None
+        why = f"launcher.devices={asked} ({set_by}) must be the same number"
+        _refuse_degree(resolution, dp, why, f"launcher.devices={world}", other)
     if asked == "auto" and limit is not None and world > limit:
-        resolution.refuse(
-            "parallel.dp",
-            f"makes {product}, and this host has {counted(limit, 'GPU')}",
-            f"parallel.dp={limit // copy}" if limit >= copy else None,
-            "launcher.device=cpu",
-            kind="layout",
-        )
+        fewer = f"parallel.dp={limit // copy}" if limit >= copy else None
+        why = f"this host has {counted(limit, 'GPU')}"
+        _refuse_degree(resolution, dp, why, fewer, "launcher.device=cpu")
+
+
+def _refuse_degree(resolution: Resolution, dp: int, why: str, *instead: str | None) -> None:
+    """Refuse a fixed data-parallel degree that makes more or fewer ranks than there can be."""
+    layout = resolution.config.parallel
+    ranks = f"{dp}·{layout.tp}·{layout.pp}·{layout.cp} = {dp * ranks_of_copy(layout)} ranks"
+    message = f"makes dp·tp·pp·cp = {ranks}, and {why}"
+    resolution.refuse("parallel.dp", message, *instead, kind="layout")
 
 
 # --- hosts ----------------------------------------------------------------------------------------
@@ -179,19 +175,6 @@ def _check_slots(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None
             message = f"asks {host.name} for {counted(highest, 'slot')}, and it has {present}"
             line = f"{host.name} slots={resolution.devices.count}"
             resolution.add("layout", Violation("", host.name, host.source, message, (line,)))
-
-
-def _refuse_degree(resolution: Resolution, dp: int, copy: int) -> None:
-    """Refuse a fixed data-parallel degree that makes more or fewer ranks than there are slots."""
-    layout, world = resolution.config.parallel, dp * copy
-    resolution.refuse(
-        "parallel.dp",
-        f"makes dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks, and "
-        f"{_slots_of(resolution)} = {resolution.slots} must be the same number",
-        f"parallel.dp={resolution.slots // copy}",
-        _first_hosts(resolution, lambda slots: slots == world) or _part_of_hosts(resolution, world),
-        kind="layout",
-    )
 
 
 def _slots_of(resolution: Resolution) -> str:

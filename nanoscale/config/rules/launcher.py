@@ -118,12 +118,10 @@ def _check_concerns(resolution: Resolution) -> None:
 
 def _check_ssh_args(resolution: Resolution) -> None:
     """Check `launcher.ssh_args`: pdsh splits ssh's arguments at spaces, whatever quotes there are."""
-    key, words = "launcher.ssh_args", resolution.config.launcher.ssh_args
-    if requested_launcher(resolution.composed) == "pdsh" and any(
-        len(word.split()) != 1 for word in words
-    ):
+    has_space = any(len(word.split()) != 1 for word in resolution.config.launcher.ssh_args)
+    if has_space and requested_launcher(resolution.composed) == "pdsh":
         message = "cannot hold an argument with a space, at which pdsh would split it"
-        resolution.refuse(key, message, "launcher.name=ssh")
+        resolution.refuse("launcher.ssh_args", message, "launcher.name=ssh")
 
 
 def _check_container(resolution: Resolution) -> None:
@@ -166,12 +164,8 @@ def _check_master(resolution: Resolution) -> None:
             fits = address != given and not machines.problem(address)
             resolution.refuse(key, problem, f"{key}={address}" if fits else f"{key}=null")
         return
-    if (
-        len(resolution.hosts) > 1
-        and resolution.remote
-        and machines.is_loopback(resolution.hosts[0].name)
-    ):
-        first = resolution.hosts[0]
+    first, *others = resolution.hosts or (None,)
+    if first is not None and others and resolution.remote and machines.is_loopback(first.name):
         message = (
             f"is needed: {first.name} ({first.source}), where the ranks meet, means another "
             f"machine on every other host"
@@ -183,9 +177,7 @@ def _check_cluster(resolution: Resolution) -> None:
     cluster = resolution.config.cluster
     for name, key in reference.declared().items():
         above = name.startswith("cluster.") and key.at_least == 0 and name not in _MAY_BE_ZERO
-        if not above:
-            continue
-        if reference.value_of(resolution.config, name) == 0:
+        if above and reference.value_of(resolution.config, name) == 0:
             resolution.refuse(name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is not the path of an interpreter"

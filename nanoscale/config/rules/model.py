@@ -44,16 +44,6 @@ def _rotates_pairs(config: Config) -> bool:
     return model.position != "rope" or others or is_even
 
 
-def _even_widths(config: Config) -> list[str]:
-    width = config.model.head_width
-    return [f"model.head_dim={even}" for even in (width + 1, width - 1) if even]
-
-
-def _longer(config: Config) -> list[str]:
-    """Return the override for more positions, which a model of transformers does not have."""
-    return [f"model.max_seq_len={config.train.seq_len}"] if _is_own(config) else []
-
-
 SHAPE = of_kind("config",
     Rule("model.kv_heads", (*_SIZES, "model.kv_heads"),
         lambda config: not _is_own(config) or config.model.heads % config.model.kv_head_count == 0,
@@ -64,11 +54,14 @@ SHAPE = of_kind("config",
         ("model.heads",)),
     Rule("model.head_dim", (*_SIZES, "model.head_dim", "model.hidden", "model.position"), _turns_pairs,
         "makes heads {c.model.head_width} wide, and rotary positions turn pairs: an even width is needed",
-        _even_widths),
+        lambda config: (
+            f"model.head_dim={even}" for n in (1, -1) if (even := config.model.head_width + n)
+        )),
     Rule("train.seq_len", ("train.seq_len", "model.max_seq_len", "model.source"),
         lambda config: config.train.seq_len <= config.model.max_seq_len,
         "is longer than the model allows (model.max_seq_len={c.model.max_seq_len})",
-        ("train.seq_len={c.model.max_seq_len}", _longer)),
+        ("train.seq_len={c.model.max_seq_len}",
+            lambda config: [f"model.max_seq_len={config.train.seq_len}"] if _is_own(config) else [])),
     refused("model.position",
         {"model.rope_scaling": other_than(None), "model.position": other_than("rope")},
         "has no rotary frequencies for model.rope_scaling to stretch",
@@ -193,10 +186,6 @@ def _near_targets(config: Config) -> list[str]:
     return [override("lora.targets", kept)] if kept else []
 
 
-def _repeats(targets: list[str] | None) -> bool:
-    return targets is not None and len({*targets}) < len(targets)
-
-
 _TARGETS = ("lora.rank", "lora.targets", "model.mlp", "model.experts")
 
 ADAPTERS = of_kind("config",
@@ -214,7 +203,9 @@ ADAPTERS = of_kind("config",
         "lora.targets=null"),
     Rule("lora.targets", _TARGETS, lambda config: not (config.lora.rank and _absent(config)),
         _absent_layers, (_near_targets, "lora.targets=null")),
-    refused("lora.targets", {**_ADAPTED, "lora.targets": _repeats}, "names a layer twice", _near_targets),
+    refused("lora.targets",
+        {**_ADAPTED, "lora.targets": lambda names: len({*(names or ())}) < len(names or ())},
+        "names a layer twice", _near_targets),
 )  # fmt: skip
 
 # --- models of transformers and of your own ---------------------------------------------------------------
@@ -237,22 +228,14 @@ def _of_others(why: str) -> Callable[[Config], str]:
     return message
 
 
-def _trains_what_it_predicts(config: Config) -> bool:
-    masked = predicts_masked(config.model.hf_config)
-    return config.model.source != "hf" or is_masked(config.train) == masked
+def _is_encoder(config: Config) -> bool:
+    return predicts_masked(config.model.hf_config)
 
 
 def _what_it_predicts(config: Config) -> str:
     classes = config.model.hf_config.get("architectures")
-    predicts = "hidden tokens" if predicts_masked(config.model.hf_config) else "the next token"
+    predicts = "hidden tokens" if _is_encoder(config) else "the next token"
     return f"is not what model.name={config.model.name} was made for: {shown(classes)} predicts {predicts}"
-
-
-def _its_objective(config: Config) -> list[str]:
-    masked = predicts_masked(config.model.hf_config)
-    return [
-        "train.objective=masked train.mask_token=103" if masked else "train.objective=next-token"
-    ]
 
 
 def _axis(key: str, why: str) -> Rule:
@@ -282,8 +265,15 @@ FOREIGN = (
             "lora.rank=0")),
     *of_kind("data",
         Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
-            _trains_what_it_predicts,
-            _what_it_predicts, (_its_objective,)),
+            lambda config: (
+                config.model.source != "hf" or is_masked(config.train) == _is_encoder(config)
+            ),
+            _what_it_predicts,
+            lambda config: [
+                "train.objective=masked train.mask_token=103"
+                if _is_encoder(config)
+                else "train.objective=next-token"
+            ]),
         refused("data.packing", {**_FOREIGN, "data.packing": "whole"},
             _of_others(_WITHIN), "data.packing=stream"),
         refused("data.document_mask", {**_FOREIGN, "data.document_mask": True, "data.packing": "stream"},

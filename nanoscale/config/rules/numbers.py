@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -44,7 +43,10 @@ def resolve_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
     precision, names = resolution.config.precision, device_names(resolution)
     compute = precision.compute
     if compute == "auto":
-        compute = "fp32" if device == "cpu" else "bf16" if _has_bf16(resolution, names) else "fp16"
+        cluster, has_bf16 = resolution.config.cluster, not any(map(lacks_bf16, names))
+        if cluster.device is not None and (cluster.peaks.bf16 or cluster.peaks.fp16):
+            has_bf16 = bool(cluster.peaks.bf16)
+        compute = "fp32" if device == "cpu" else "bf16" if has_bf16 else "fp16"
     possible = device == "cuda" and compute == "fp32"
     tf32 = precision.tf32
     if tf32 is True and not possible:
@@ -59,13 +61,6 @@ def resolve_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
 def lacks_bf16(name: str) -> bool:
     """True if a GPU of this name has no products in bf16."""
     return _BEFORE_AMPERE.search(name) is not None
-
-
-def _has_bf16(resolution: Resolution, names: Iterable[str]) -> bool:
-    peaks = resolution.config.cluster.peaks
-    if resolution.config.cluster.device is not None and (peaks.bf16 or peaks.fp16):
-        return bool(peaks.bf16)
-    return not any(map(lacks_bf16, names))
 
 
 def device_names(resolution: Resolution) -> tuple[str, ...]:
@@ -122,11 +117,6 @@ def _sums_in_fp64(config: Config) -> bool:
     return wide or not _fit_together(config)
 
 
-def _has_masters(config: Config) -> bool:
-    """True unless weights are kept in bf16 and computed with in another type."""
-    return config.precision.params != "bf16" or config.precision.compute == "bf16"
-
-
 def _keeps_width(config: Config) -> bool:
     precision = config.precision
     wide = "fp64" in (precision.params, precision.compute)
@@ -146,7 +136,8 @@ PRECISION = of_kind("config",
     Rule("precision.compute", _TYPES[:2], _fit_together,
         "and precision.params={c.precision.params} do not fit together: use fp64 for both",
         _one_width),
-    Rule("precision.params", _TYPES[:2], _has_masters,
+    Rule("precision.params", _TYPES[:2],  # weights in bf16 are the operands of the products
+        lambda config: config.precision.params != "bf16" or config.precision.compute == "bf16",
         "keeps no more than the products read, and precision.compute={c.precision.compute}",
         ("precision.compute=bf16", _BF16)),
     Rule("precision.reduce", _TYPES, _sums_in_fp64,

@@ -55,10 +55,9 @@ def check_hooks(resolution: Resolution) -> None:
     for name, count in names.items():
         wanted = hooks.PARAMETERS.get(name)
         if wanted is None and name.startswith("on_"):
-            near = (
-                " or ".join(f"{it}()" for it in nearest(name, hooks.PARAMETERS)) or "another name"
-            )
-            resolution.refuse("hooks.path", f"defines {name}(), which is never called: {near}?")
+            near = [f"{it}()" for it in nearest(name, hooks.PARAMETERS)] or ["another name"]
+            message = f"defines {name}(), which is never called: {' or '.join(near)}?"
+            resolution.refuse("hooks.path", message)
         elif wanted is not None and count not in (None, len(wanted)):
             message = f"defines {name}() with another number of parameters than {_call(name)}"
             resolution.refuse("hooks.path", message)

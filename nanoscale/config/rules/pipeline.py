@@ -74,11 +74,6 @@ def _wrong_list(config: Config) -> str:
     return "leaves a stage between the first and the last without a block"
 
 
-def _near_lists(config: Config) -> list[str]:
-    divided = stage_layers(config.model, _stages(config), None)
-    return [override("parallel.layers_per_stage", divided), "parallel.layers_per_stage=null"]
-
-
 # --- micro batches --------------------------------------------------------------------------------
 
 
@@ -170,7 +165,11 @@ RULES = (
         _too_many_stages, ("parallel.virtual_stages<", "parallel.schedule=1f1b", "parallel.pp<")),
     Rule("parallel.layers_per_stage",
         ("parallel.layers_per_stage", "parallel.virtual_stages", *_AXIS, "model.layers"),
-        _lists_blocks, _wrong_list, _near_lists),
+        _lists_blocks, _wrong_list,
+        lambda config: (
+            override("parallel.layers_per_stage", stage_layers(config.model, _stages(config), None)),
+            "parallel.layers_per_stage=null",
+        )),
     refused("model.tie_embeddings", {"model.tie_embeddings": True, "parallel.pp": several},
         "cannot hold with parallel.pp={c.parallel.pp}: the embedding belongs to the first stage "
         "and the head to the last",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from nanoscale.config.rules.resolution import Resolution
 
@@ -90,24 +89,18 @@ def _check_time(resolution: Resolution) -> None:
         return
     limit, before = time_limit_s(text), resolution.config.launcher.slurm.signal_before_s
     if limit is None:
-        message = "must be minutes, H:MM:SS or D-HH:MM:SS"
-        resolution.refuse(key, message, *(f"{key}={time}" for time in _meant(text)))
+        message, meant = "must be minutes, H:MM:SS or D-HH:MM:SS", ["1:30:00", "2-00:00:00"]
+        if short := _SHORT_TIME.fullmatch(text):
+            # SLURM reads `1:30` as minutes and seconds, people as hours and minutes.
+            first, second = int(short[1]), int(short[2])
+            meant = [f"{first}:{second:02}:00", f"0:{first:02}:{second:02}"]
+        resolution.refuse(key, message, *(f"{key}={time}" for time in meant))
     elif limit == 0:
         resolution.refuse(key, "must be above 0", f"{key}=null")
     elif before >= limit:
         message = f"is not shorter than the time limit, {limit} s ({key}={text})"
         shorter = f"launcher.slurm.signal_before_s={limit // 2}"
         resolution.refuse("launcher.slurm.signal_before_s", message, shorter)
-
-
-def _meant(text: str) -> Iterator[str]:
-    """Yield likely meanings: SLURM reads `1:30` as minutes and seconds, people as hours and minutes."""
-    short = _SHORT_TIME.fullmatch(text)
-    if short:
-        yield f"{int(short[1])}:{int(short[2]):02}:00"
-        yield f"0:{int(short[1]):02}:{int(short[2]):02}"
-    else:
-        yield from ("1:30:00", "2-00:00:00")
 
 
 def is_line(text: str) -> bool:

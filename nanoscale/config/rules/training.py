@@ -61,13 +61,11 @@ RULES = (
 
 def _batch(config: Config) -> Train:
     """Return the micro batch as a number; 1 if no size is legal."""
-    train, dp = config.train, data_parallel(config)
-    micro: int | None
-    if train.micro_batch != "auto":
-        micro = train.micro_batch
-    else:
-        micro = largest_micro_batch(config, train.global_batch // dp)
-    return replace(train, micro_batch=micro or rows_of_sample(train))
+    train, micro = config.train, config.train.micro_batch
+    if micro == "auto":
+        samples = train.global_batch // data_parallel(config)
+        micro = largest_micro_batch(config, samples) or rows_of_sample(train)
+    return replace(train, micro_batch=micro)
 
 
 # --- length ---------------------------------------------------------------------------------------
@@ -92,12 +90,9 @@ def resolve_train(resolution: Resolution) -> Train:
     lengths = _lengths(resolution, train)
     if not lengths:
         if train.epochs is None:  # otherwise its own error says enough
-            resolution.refuse(
-                "train.steps",
-                "is not set, nor are train.tokens and train.epochs: set one of them",
-                "train.steps=100",
-                "recipe=tiny" if resolution.composed.recipe is None else None,
-            )
+            message = "is not set, nor are train.tokens and train.epochs: set one of them"
+            recipe = "recipe=tiny" if resolution.composed.recipe is None else None
+            resolution.refuse("train.steps", message, "train.steps=100", recipe)
         return replace(train, steps=1)
     if len({*lengths.values()}) == 1:
         return replace(train, steps=next(iter(lengths.values())))
@@ -108,13 +103,11 @@ def resolve_train(resolution: Resolution) -> Train:
         others: dict[str, Any] = dict.fromkeys({"tokens", "epochs"} - {key})
         return replace(train, **others, steps=lengths[key])
     first, *_, last = by_hand or lengths
-    resolution.refuse(
-        f"train.{last}",
+    message = (
         f"and train.{first}={shown(getattr(train, first))} are both set, and train.{last} means "
-        f"{counted(lengths[last], 'step')} of {train.global_batch * train.seq_len} tokens",
-        f"train.{last}=null",
-        f"train.{first}=null",
+        f"{counted(lengths[last], 'step')} of {train.global_batch * train.seq_len} tokens"
     )
+    resolution.refuse(f"train.{last}", message, f"train.{last}=null", f"train.{first}=null")
     return replace(train, steps=lengths[first])
 
 
@@ -315,16 +308,6 @@ JOB = of_kind("config",
         ), ("scheduler.decay_steps<",)),
 )  # fmt: skip
 _CREDENTIALS = re.compile("(?<=//)[^/@]*:[^/@]*@")
-
-
-def _password(config: Config) -> bool:
-    return _CREDENTIALS.search(config.logger.mlflow_uri or "") is not None
-
-
-def _without_password(config: Config) -> str:
-    return _CREDENTIALS.sub("", config.logger.mlflow_uri or "")
-
-
 SAVING = of_kind("config",
     refused("guard.every",
         {"guard.every": other_than(None, 0), "backend.name": "deepspeed", "zero.stage": 3},
@@ -334,10 +317,13 @@ SAVING = of_kind("config",
         {"train.statistics_every": other_than(0), "backend.name": "deepspeed"},
         "reads gradients before the update, which DeepSpeed keeps in buffers of its own",
         "train.statistics_every=0", "backend=native"),
-    Rule("logger.mlflow_uri", ("logger.mlflow_uri",), lambda config: not _password(config),
+    Rule("logger.mlflow_uri", ("logger.mlflow_uri",),
+        lambda config: not _CREDENTIALS.search(config.logger.mlflow_uri or ""),
         "holds a password, which everybody could read in the run: set MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD instead",
-        (lambda config: [override("logger.mlflow_uri", _without_password(config))],)),
+        lambda config: [
+            override("logger.mlflow_uri", _CREDENTIALS.sub("", config.logger.mlflow_uri or ""))
+        ]),
     _needs_evaluations("checkpoint.keep_best"),
     _needs_evaluations("train.stop_when.patience"),
     _needs_evaluations("train.stop_when.eval_loss"),
@@ -400,8 +386,7 @@ def _wandb_key_exists() -> bool:
 
 def resolve_run(resolution: Resolution) -> Run:
     """Return the run with its folder."""
-    run = resolution.config.run
-    name = run.name
+    run, name = resolution.config.run, resolution.config.run.name
     legal = legal_name(name or "")
     if name is not None and (legal != name or not name):
         resolution.refuse(
@@ -435,19 +420,12 @@ def check_profile(resolution: Resolution, ranks: int) -> None:
     last, steps = series[-1][1], train.steps or 1
     if last > steps:
         longer = f"train.steps={last}" if train.tokens is None else None
-        resolution.refuse(
-            "profile.steps",
-            f"is beyond the {counted(steps, 'step')} of the training",
-            _example(train),
-            longer,
-        )
+        message = f"is beyond the {counted(steps, 'step')} of the training"
+        resolution.refuse("profile.steps", message, _example(train), longer)
     present = [rank for rank in profile.ranks if rank < ranks]
     if len(present) < len(profile.ranks) or not present:
-        resolution.refuse(
-            "profile.ranks",
-            f"must be some of the {counted(ranks, 'rank')}, which are numbered from 0",
-            override("profile.ranks", present or [0]),
-        )
+        message = f"must be some of the {counted(ranks, 'rank')}, which are numbered from 0"
+        resolution.refuse("profile.ranks", message, override("profile.ranks", present or [0]))
 
 
 def _example(train: Train) -> str:

@@ -60,15 +60,13 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
     if isinstance(value, Mapping):
         near = nearest(leaf, [part for part in sections if part])
         return Violation(name, value, source, message, tuple(f"{part}: …" for part in near))
-    keys = [inner for key in near for inner in (_keys_in(key) or [key])]
+    keys = []
+    for key in near:
+        keys += [it for it in reference.declared() if it.startswith(f"{key}.")] or [key]
     settings = tuple(_settings(keys, value)) or tuple(
         f"nanoscale config explain {key}" for key in near
     )
     return Violation(name, value, source, message, settings[:3])
-
-
-def _keys_in(section: str) -> list[str]:
-    return [key for key in reference.declared() if key.startswith(f"{section}.")]
 
 
 def _settings(keys: Iterable[str], value: object) -> Iterator[str]:
@@ -118,8 +116,7 @@ def _section(
         if inner is not None and isinstance(raw[name], Mapping):
             values[name] = _section(inner, f"{dotted}.", raw[name], source, violations)
         elif inner is not None and not (raw[name] is None and reference.optional(annotation)):
-            message = f"is a section: set its keys, as in {_example(dotted)}"
-            violations.append(Violation(dotted, raw[name], source(dotted), message))
+            violations.append(whole_section(dotted, raw[name], source(dotted)))
         else:
             if is_left_to_plan(dotted, raw[name]):
                 continue  # the default, until the plan has chosen
@@ -132,9 +129,11 @@ def _section(
     return kind(**values)
 
 
-def _example(section: str) -> str:
-    first = next(iter(reference.members(reference.sections()[section])))
-    return f"{section}.{first}=…"
+def whole_section(name: str, value: object, source: str) -> Violation:
+    """Return the violation for a section that is given one value."""
+    first = next(iter(reference.members(reference.sections()[name])))
+    message = f"is a section: set its keys, as in {name}.{first}=…"
+    return Violation(name, value, source, message)
 
 
 class _WrongError(Exception):
@@ -152,7 +151,7 @@ def value_of(name: str, raw: object) -> object:
             _within_bounds(key, value)
             _require_home(key, value)
             return value
-    raise _WrongError(f"must be {key.type}{_scale(key)}", _repairs(key, raw))
+    raise _WrongError(f"must be {key.type}{_SCALES[key.scaled]}", _repairs(key, raw))
 
 
 def is_left_to_plan(name: str, raw: object) -> bool:
@@ -183,12 +182,11 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
         return (True, float(raw)) if number and math.isfinite(raw) else (False, None)  # type: ignore[arg-type]
     if choice is bool:
         return isinstance(raw, bool), raw
-    if choice == list[int]:
-        return _integers(raw, key)
-    if choice == list[float]:
+    if choice in (list[int], list[float]):
         entries = raw if isinstance(raw, list) else [None]
-        matches = [_match(float, entry, key) for entry in entries]
-        return all(fits for fits, _ in matches), [value for _, value in matches]
+        matches = [_match(get_args(choice)[0], entry, key) for entry in entries]
+        is_filled = bool(matches) or choice == list[float]
+        return is_filled and all(fits for fits, _ in matches), [value for _, value in matches]
     if choice == list[str]:
         return isinstance(raw, list) and all(isinstance(entry, str) for entry in raw), raw
     if choice == dict[str, Any]:
@@ -205,17 +203,7 @@ def _integer(raw: object, key: reference.Key) -> tuple[bool, object]:
         return False, None
     if isinstance(raw, float) and raw.is_integer():
         return True, int(raw)
-    return _scaled(raw, key) if isinstance(raw, str) else (False, None)
-
-
-def _integers(raw: object, key: reference.Key) -> tuple[bool, object]:
-    matches = [_integer(entry, key) for entry in raw] if isinstance(raw, list) else []
-    return bool(matches) and all(fits for fits, _ in matches), [value for _, value in matches]
-
-
-def _scaled(text: str, key: reference.Key) -> tuple[bool, object]:
-    """Parse `32k` and the like."""
-    parts = _SCALED.fullmatch(text)
+    parts = _SCALED.fullmatch(raw) if isinstance(raw, str) else None
     if parts is None:
         return False, None
     base = 1024 if key.scaled == "binary" else 1000
@@ -223,13 +211,12 @@ def _scaled(text: str, key: reference.Key) -> tuple[bool, object]:
     return (True, int(value)) if value.is_integer() else (False, None)
 
 
-def _scale(key: reference.Key) -> str:
-    match key.scaled:
-        case "decimal":
-            return " (1e3, 5k, 2M, 1G and 1T can be written; k is 1000)"
-        case "binary":
-            return " (32k can be written; k is 1024)"
-    return ""
+_SCALES = {
+    "no": "",
+    "decimal": " (1e3, 5k, 2M, 1G and 1T can be written; k is 1000)",
+    "binary": " (32k can be written; k is 1024)",
+}
+"""The text on the spelling of numbers, by `Key.scaled`."""
 
 
 def _require_home(key: reference.Key, value: object) -> None:
@@ -246,7 +233,10 @@ def _require_home(key: reference.Key, value: object) -> None:
 
 def _within_bounds(key: reference.Key, value: object) -> None:
     if isinstance(value, list):
-        _entries_within_bounds(key, [entry for entry in value if isinstance(entry, int)])
+        low = -math.inf if key.at_least is None else key.at_least
+        high = math.inf if key.at_most is None else key.at_most
+        if any(isinstance(entry, int) and not low <= entry <= high for entry in value):
+            raise _WrongError(f"must be {key.type}, {key.bounds}")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if key.at_least is not None and value < key.at_least:
@@ -255,29 +245,16 @@ def _within_bounds(key: reference.Key, value: object) -> None:
         raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_most}",))
 
 
-def _entries_within_bounds(key: reference.Key, values: list[Any]) -> None:
-    low = -math.inf if key.at_least is None else key.at_least
-    high = math.inf if key.at_most is None else key.at_most
-    if any(not low <= value <= high for value in values):
-        raise _WrongError(f"must be {key.type}, {key.bounds}")
-
-
 def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
     """Return overrides in place of a value of the wrong type."""
     if raw is None and fits(key.name, key.default):
         return (override(key.name, key.default),)
-    choices = [
-        value
-        for choice in reference.alternatives(key.annotation)
-        if get_origin(choice) is Literal
-        for value in get_args(choice)
-    ]
-    if choices:
-        near = nearest(str(raw), map(str, choices)) or tuple(map(str, choices))
-        if isinstance(raw, bool):
-            near = tuple(map(str, choices))
-        return tuple(f"{key.name}={value}" for value in near)
     kinds = reference.alternatives(key.annotation)
+    literals = (get_args(choice) for choice in kinds if get_origin(choice) is Literal)
+    choices = [str(value) for values in literals for value in values]
+    if choices:
+        near = () if isinstance(raw, bool) else nearest(str(raw), choices)
+        return tuple(f"{key.name}={value}" for value in near or choices)
     if list[str] in kinds:
         entries = raw if isinstance(raw, list) else [raw]
         texts = [it if isinstance(it, str) else shown(it) for it in entries]
@@ -294,7 +271,9 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
             whole = float(decimal[1]) * 1000 ** _SUFFIXES[decimal[2]]
             return (f"{key.name}={int(whole)}",)
     if float in kinds and isinstance(raw, str):
-        return _number_in(key.name, raw)
+        with suppress(ValueError):
+            return (f"{key.name}={float(raw):g}",)
+        return ()
     if bool in kinds:
         return (f"{key.name}=true", f"{key.name}=false")
     return ()
@@ -307,10 +286,3 @@ def _as_list(name: str, raw: object) -> Iterator[str]:
         numbers = [float(entry) for entry in entries]
         if numbers and all(number.is_integer() for number in numbers):
             yield override(name, [int(number) for number in numbers])
-
-
-def _number_in(name: str, raw: str) -> tuple[str, ...]:
-    try:
-        return (f"{name}={float(raw):g}",)
-    except ValueError:
-        return ()

@@ -64,9 +64,7 @@ def equivalents() -> dict[str, Equivalent]:
 
 @cache
 def _by_spelling() -> dict[str, Equivalent]:
-    return {
-        _spelling(name): meaning for line, meaning in equivalents().items() for name in line.split()
-    }
+    return {_spelling(it): row for line, row in equivalents().items() for it in line.split()}
 
 
 def _spelling(name: str) -> str:

@@ -83,7 +83,11 @@ def series_of(steps: int | str | list[int] | None) -> list[Steps]:
     if isinstance(steps, int):
         return [(steps, steps)]
     if isinstance(steps, str):
-        return [_series(steps)]
+        match = _SERIES.fullmatch(steps)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise ValueError(steps)
+        return [(first, last)]
     found: list[Steps] = []
     for step in sorted(set(steps)):
         if found and found[-1][1] == step - 1:
@@ -91,17 +95,6 @@ def series_of(steps: int | str | list[int] | None) -> list[Steps]:
         else:
             found.append((step, step))
     return found
-
-
-def _series(text: str) -> Steps:
-    match = _SERIES.fullmatch(text)
-    if match is None:
-        raise ValueError(text)
-    first = int(match[1])
-    last = int(match[2] or first)
-    if not 1 <= first <= last:
-        raise ValueError(text)
-    return first, last
 
 
 # --- run.name -------------------------------------------------------------------------------------

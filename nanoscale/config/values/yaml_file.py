@@ -141,17 +141,14 @@ def _measure(node: yaml.Node, name: str, sizes: dict[int, int]) -> int:
     if known is not None:
         return known
     sizes[id(node)] = 0
-    size = 1 + sum(_measure(child, name, sizes) for child in _children(node))
+    children = [] if isinstance(node, yaml.ScalarNode) else node.value
+    if isinstance(node, yaml.MappingNode):
+        children = [part for pair in children for part in pair]
+    size = 1 + sum(_measure(child, name, sizes) for child in children)
     if size > LARGEST_DOCUMENT:
         _refuse(name, f"expands to more than {LARGEST_DOCUMENT} values through its aliases", line)
     sizes[id(node)] = size
     return size
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def _plain(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
@@ -160,7 +157,8 @@ def _plain(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
     if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
         _refuse_tag(node, name)
     if isinstance(node, yaml.SequenceNode):
-        return [_item(child, name, f"{path}{i}", lines) for i, child in enumerate(node.value)]
+        lines |= {f"{path}{i}": _line(child) for i, child in enumerate(node.value)}
+        return [_plain(it, name, f"{path}{i}.", lines) for i, it in enumerate(node.value)]
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = _line(key_node)
@@ -173,11 +171,6 @@ def _plain(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
         lines[path + key] = line
         result[key] = _plain(value_node, name, f"{path}{key}.", lines)
     return result
-
-
-def _item(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
-    lines[path] = _line(node)
-    return _plain(node, name, f"{path}.", lines)
 
 
 def _scalar(node: yaml.ScalarNode, name: str) -> object:

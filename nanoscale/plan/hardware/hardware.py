@@ -16,6 +16,7 @@ from nanoscale.config.hardware.data_sheets import (
     described,
     kind,
     known_overrides,
+    known_peaks,
     wide_kind,
 )
 from nanoscale.config.schema import Cluster, Config, Precision
@@ -115,23 +116,17 @@ def hardware_of(config: Config) -> Hardware:
             f"{name} is in no file of the group cluster, and these keys of it are null: "
             f"{', '.join(missing)}. Set them, or choose a known device: {known_overrides()}",
         )
+    unpredicted = ""
     if config.model.source != "own":
-        raise UnknownHardwareError(
-            "config",
-            f"model={config.model.source}: memory and time of such a model are not predicted; "
-            f"`nanoscale train` launches it without a plan",
+        unpredicted = f"model={config.model.source}: memory and time of such a model"
+    elif config.lora.rank and config.backend.name == "deepspeed":
+        unpredicted = (
+            f"lora.rank={config.lora.rank}: memory and time of training adapters with DeepSpeed"
         )
-    if config.lora.rank and config.backend.name == "deepspeed":
-        raise UnknownHardwareError(
-            "config",
-            f"lora.rank={config.lora.rank}: memory and time of training adapters with DeepSpeed "
-            f"are not predicted; `nanoscale train` launches it without a plan",
-        )
-    peaks = {
-        field.name: value * 1e12
-        for field in fields(cluster.peaks)
-        if (value := getattr(cluster.peaks, field.name)) is not None
-    }
+    if unpredicted:
+        without = "are not predicted; `nanoscale train` launches it without a plan"
+        raise UnknownHardwareError("config", f"{unpredicted} {without}")
+    peaks = {name: value * 1e12 for name, value in known_peaks(cluster).items()}
     trained = kind(config.precision)
     if trained == "tf32" and "fp32" in peaks:
         peaks.setdefault("tf32", peaks["fp32"])
@@ -206,29 +201,23 @@ def _measured(path: str, device: str | None) -> dict[str, float]:
 
     It holds `{"efficiency": {"matmul": 0.71}, "device": "h100-sxm"}`; other keys are for people.
     """
+
+    def error(why: str) -> UserError:
+        remedy = "Type cluster.efficiency=null to use the assumed ones"
+        return UserError("config", f"cluster.efficiency={path} {why}. {remedy}")
+
     try:
         content = parse(Path(path).read_text(encoding="utf-8"))
         values = {name: float(value) for name, value in content["efficiency"].items()}
         of = content.get("device", device)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            "config",
-            f"cluster.efficiency={path} is not a file of efficiencies ({error}); it holds "
-            '{"efficiency": {"matmul": 0.7}}. Type cluster.efficiency=null to use the assumed ones',
-        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        example = '{"efficiency": {"matmul": 0.7}}'
+        raise error(f"is not a file of efficiencies ({cause}); it holds {example}") from None
     if of != device:
-        raise UserError(
-            "config",
-            f"cluster.efficiency={path} was learned on {of}, and the device is {device}. Type "
-            f"cluster.efficiency=null to use the assumed ones",
-        )
+        raise error(f"was learned on {of}, and the device is {device}")
     known = {field.name for field in fields(Efficiency)}
     wrong = sorted(name for name in values if name not in known or not 0 < values[name] < 10)
     if wrong:
-        raise UserError(
-            "config",
-            f"cluster.efficiency={path} holds {', '.join(wrong)}, which is not an efficiency or "
-            f"not above 0; known are {', '.join(sorted(known))}. Type cluster.efficiency=null to "
-            f"use the assumed ones",
-        )
+        why = f"holds {', '.join(wrong)}, which is not an efficiency or not above 0"
+        raise error(f"{why}; known are {', '.join(sorted(known))}")
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DTENSOR_S = 150e-6
@@ -45,10 +45,7 @@ class Software:
     """True if all logits of a micro batch exist at once, with their gradients."""
 
 
-NANOSCALE = Software(
-    "nanoscale",
-    "this engine: its own operations, kernels and overlaps",
-)
+NANOSCALE = Software("nanoscale", "this engine: its own operations, kernels and overlaps")
 TORCH = Software(
     "torch",
     "PyTorch-native software with FSDP2 and DTensor, such as torchtitan",
@@ -56,12 +53,10 @@ TORCH = Software(
     dtensor=True,
     narrow_gathers=True,
 )
-TORCH_WHOLELOSS = Software(
-    "torch-wholeloss",
-    "the same, with all logits of a micro batch in memory at once",
-    composed_norm=True,
-    dtensor=True,
-    narrow_gathers=True,
+TORCH_WHOLELOSS = replace(
+    TORCH,
+    name="torch-wholeloss",
+    about="the same, with all logits of a micro batch in memory at once",
     whole_logits=True,
 )
 MEGATRON = Software(

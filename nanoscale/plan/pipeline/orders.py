@@ -256,13 +256,7 @@ def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
         sequence.backward(up)
         sequence.forward(up, joined=True)
         sequence.backward(down)
-    _drain_dualpipev(sequence, down, up, hops)
-    return sequence.actions
-
-
-def _drain_dualpipev(sequence: _Sequence, down: int, up: int, hops: int) -> None:
-    """Append the last backward passes. About half of them postpone the gradients of weights to fill waiting
-    time."""
+    # About half of the last backward passes postpone the gradients of weights to fill waiting time.
     last = down + 1
     for count in range(2 * last):
         if count >= last // 2 * 2 + (1 - down % 2):
@@ -274,3 +268,4 @@ def _drain_dualpipev(sequence: _Sequence, down: int, up: int, hops: int) -> None
         sequence.inputs(down)
     for _ in range(last):
         sequence.weights()
+    return sequence.actions

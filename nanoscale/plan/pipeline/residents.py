@@ -78,20 +78,11 @@ def moments(
     """Return the moments at which a rank's memory may peak.
 
     A moment is left out if another moment, in a pass of the same kind and stage, holds at least as much. The
-    middle of a step repeats itself after 2·pp micro batches, so only 2·pp are counted.
+    middle of a step repeats itself after 2·pp micro batches, so only 2·pp are counted. Moments are compared by
+    sums over the rank's stages, which have about equal sizes.
     """
     few = min(micro_batches, 2 * pp)
-    return _peaks(order(schedule, pp, virtual_stages, few)[rank], few, micro_batches - few)
-
-
-def _peaks(actions: Sequence[Action], few: int, repeated: int) -> tuple[Moment, ...]:
-    """Return the moments at which memory may peak, by sums over the rank's stages, which have about equal
-    sizes.
-
-    Args:
-        few: the number of micro batches in `actions`.
-        repeated: the number of micro batches that are left out in the middle of the step.
-    """
+    actions = order(schedule, pp, virtual_stages, few)[rank]
     stages = sorted({action.stage for action in actions})
     indices = {stage: index for index, stage in enumerate(stages)}
     held = awaiting_weights = 0
@@ -107,7 +98,7 @@ def _peaks(actions: Sequence[Action], few: int, repeated: int) -> tuple[Moment, 
         awaiting_weights += action.kind == "I"
         held -= action.kind in ("B", "W")
     chosen = [number for front in fronts.values() for _, _, number in front]
-    by_number = dict(_moments(actions, indices, set(chosen), few, repeated))
+    by_number = dict(_moments(actions, indices, set(chosen), few, micro_batches - few))
     return tuple(by_number[number] for number in chosen)
 
 
@@ -118,7 +109,12 @@ def _moments(
     few: int,
     repeated: int,
 ) -> Iterator[tuple[int, Moment]]:
-    """Yield the numbers of the wanted actions, each with its moment."""
+    """Yield the numbers of the wanted actions, each with its moment.
+
+    Args:
+        few: the number of micro batches in `actions`.
+        repeated: the number of micro batches that are left out in the middle of the step.
+    """
     held, awaiting_weights, forward, backward = ([0] * len(indices) for _ in range(4))
 
     def counts(done: list[int]) -> tuple[int, ...]:

@@ -31,25 +31,6 @@ class Costs:
     overlap: bool = True
     """True if transfers overlap with computation. Otherwise a rank requests its input when it is free."""
 
-    @classmethod
-    def even(
-        cls,
-        stages: int,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        transfer: float = 0.0,
-        overlap: bool = True,
-    ) -> Costs:
-        """Return equal costs of all stages."""
-        return cls(
-            [forward] * stages,
-            [backward_input] * stages,
-            [backward_weight] * stages,
-            [transfer] * (stages - 1),
-            overlap,
-        )
-
 
 def transfers_overlap(schedule: str) -> bool:
     """True if torch runs this schedule's transfers in parallel with the computation.
@@ -101,11 +82,6 @@ class Timeline:
     def busy(self) -> list[float]:
         """Seconds that each rank computes."""
         return [sum(span.end - span.start for span in spans) for spans in self.ranks]
-
-    @cached_property
-    def idle(self) -> list[float]:
-        """Seconds that each rank waits, including the start and the end of the step."""
-        return [self.makespan - busy for busy in self.busy]
 
     @property
     def utilization(self) -> float:

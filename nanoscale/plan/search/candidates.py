@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from nanoscale.config import rules
 from nanoscale.config.layout import ONE_STAGE, V_SHAPED, usual_virtual_stages
 from nanoscale.config.reference import with_values
-from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.devices import copies
 from nanoscale.config.rules.layout import expert_ranks
 from nanoscale.config.rules.resolution import divisors
@@ -134,13 +134,11 @@ def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolv
     if "selective" not in _choices(space, "activation_checkpointing", RECOMPUTATION):
         return
     if "parallel.selective_keep" not in space.held:
-        layout = config.parallel
         kept = (
-            replace(layout, activation_checkpointing="selective", selective_keep=keep)
+            _laid_out(config, activation_checkpointing="selective", selective_keep=keep)
             for keep in KEPT
         )
-        kept_configs = (replace(config, parallel=changed) for changed in kept)
-        yield from _legal(kept_configs, _RECOMPUTED, {_MICRO_BATCH})
+        yield from _legal(kept, _RECOMPUTED, {_MICRO_BATCH})
 
 
 def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -164,13 +162,12 @@ def _recomputing(
     layout, plain = config.parallel, Parallel()
     every = keep_options and mode == "full"
     keep = keep_options and mode == "selective"
-    changed = replace(
-        layout,
+    return _laid_out(
+        config,
         activation_checkpointing=mode,
         checkpoint_every=layout.checkpoint_every if every else plain.checkpoint_every,
         selective_keep=layout.selective_keep if keep else plain.selective_keep,
     )
-    return config if changed == layout else replace(config, parallel=changed)
 
 
 def expert_degrees(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -182,10 +179,7 @@ def expert_degrees(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resol
     layout, experts = config.parallel, max(1, config.model.experts)
     most = max(space.island // layout.tp, 1)
     within = [n for n in divisors(math.gcd(experts, expert_ranks(config))) if n <= most]
-    shared = (
-        config if ep == layout.ep else replace(config, parallel=replace(layout, ep=ep))
-        for ep in _choices(space, "ep", reversed(within))
-    )
+    shared = (_laid_out(config, ep=ep) for ep in _choices(space, "ep", reversed(within)))
     return _legal(shared, {"parallel.ep"}, _AFTER_EXPERTS)
 
 
@@ -194,49 +188,41 @@ def schedules(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCo
     layout = config.parallel
     if layout.pp == 1:
         return
-    for schedule in _choices(space, "schedule", _SCHEDULES):
-        for virtual in _virtual(space, schedule):
-            changed = replace(layout, schedule=schedule, virtual_stages=virtual)
-            if changed == layout:
-                continue
-            scheduled = [replace(config, parallel=changed)]
-            for legal in _legal(scheduled, _SCHEDULED, _AFTER_EXPERTS):
-                yield from _compiled(space, legal)
-
-
-_SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+    for schedule in _choices(space, "schedule", get_args(Schedule)):
+        is_fixed = schedule in ONE_STAGE or schedule in V_SHAPED
+        every = (usual_virtual_stages(schedule),) if is_fixed else (2, 3, 4, 5, 6, 8)
+        for virtual in _choices(space, "virtual_stages", every):
+            scheduled = _laid_out(config, schedule=schedule, virtual_stages=virtual)
+            if scheduled is not config:
+                for legal in _legal([scheduled], _SCHEDULED, _AFTER_EXPERTS):
+                    yield from _compiled(space, legal)
 
 
 def _degrees(space: SearchSpace) -> Iterator[ResolvedConfig]:
     """Yield the degrees of tp, pp, cp and the dp that uses all devices."""
     offloads = ("zero.offload_optimizer", "zero.offload_param")
     zero = with_values(space.base, {key: "none" for key in offloads if key not in space.held}).zero
-    base = replace(space.base, parallel=_plain(space), zero=zero)
+    # Degrees grow from a layout with one stage a rank.
+    stages = space.base.parallel.layers_per_stage
+    stages = stages if "parallel.layers_per_stage" in space.held else None
+    base = _laid_out(space.base, virtual_stages=1, layers_per_stage=stages)
+    base = replace(base, zero=zero)
     for tensor in _tensor(space, base):
         for piped in _legal(_pipeline(space, tensor), _PIPED, _AFTER_PIPELINE):
             for context in _legal(_context(space, piped), _CONTEXT, _AFTER_CONTEXT):
                 dp = copies(context.parallel, space.world)
                 is_held = "parallel.dp" in space.held
                 if dp is not None and not (is_held and dp != space.base.parallel.dp):
-                    resolved = replace(context, parallel=replace(context.parallel, dp=dp))
-                    yield from _legal([resolved], {"parallel.dp"}, _AFTER_DP)
-
-
-def _plain(space: SearchSpace) -> ResolvedParallel:
-    """Return the layout from which the degrees grow: one stage a rank."""
-    layout = space.base.parallel
-    stages = layout.layers_per_stage if "parallel.layers_per_stage" in space.held else None
-    return replace(layout, virtual_stages=1, layers_per_stage=stages)
+                    yield from _legal([_laid_out(context, dp=dp)], {"parallel.dp"}, _AFTER_DP)
 
 
 def _tensor(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     for tp in _choices(space, "tp", divisors(space.world)):
         if tp <= space.island:
-            layouts = (
-                replace(config.parallel, tp=tp, sequence_parallel=shared)
+            tensor = (
+                _laid_out(config, tp=tp, sequence_parallel=shared)
                 for shared in _choices(space, "sequence_parallel", (True, False))
             )
-            tensor = (replace(config, parallel=layout) for layout in layouts)
             yield from islice(_legal(tensor, _TENSOR, _AFTER_TENSOR), 1)
 
 
@@ -247,13 +233,10 @@ def _pipeline(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCo
         if is_held and pp == 1 and base.schedule != USUAL:
             continue  # the schedule that the user set would have no meaning
         if pp <= LONGEST_PIPELINE:
-            held = pp > 1 and is_held
-            schedule = base.schedule if held else USUAL
-            usual = usual_virtual_stages(schedule)
+            schedule = base.schedule if pp > 1 and is_held else USUAL
             keeps = schedule not in ONE_STAGE and "parallel.virtual_stages" in space.held
-            virtual = base.virtual_stages if keeps else usual
-            layout = replace(config.parallel, pp=pp, schedule=schedule, virtual_stages=virtual)
-            yield replace(config, parallel=layout)
+            virtual = base.virtual_stages if keeps else usual_virtual_stages(schedule)
+            yield _laid_out(config, pp=pp, schedule=schedule, virtual_stages=virtual)
 
 
 def _context(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -263,7 +246,7 @@ def _context(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCon
         every: tuple[Method, ...] = ("ring", "ulysses") if cp > 1 else ("ring",)
         for method in _choices(space, "cp_method", every):
             if cp <= most or "parallel.cp" in space.held:
-                yield replace(config, parallel=replace(layout, cp=cp, cp_method=method))
+                yield _laid_out(config, cp=cp, cp_method=method)
 
 
 def _stages(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -283,13 +266,7 @@ def _replicas(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCo
     within = space.island // (layout.tp * layout.cp)
     islands = [dp // within] if 1 < within < dp and dp % within == 0 else []
     for replicas in _choices(space, "dp_replicate", (1, *islands)):
-        yield replace(config, parallel=replace(layout, dp_replicate=replicas))
-
-
-def _virtual(space: SearchSpace, schedule: Schedule) -> Iterable[int]:
-    several = schedule not in ONE_STAGE and schedule not in V_SHAPED
-    every = (2, 3, 4, 5, 6, 8) if several else (usual_virtual_stages(schedule),)
-    return _choices(space, "virtual_stages", every)
+        yield _laid_out(config, dp_replicate=replicas)
 
 
 # Keys in the order in which they are set: a rule is tested as soon as all the keys that it reads are set.
@@ -318,6 +295,12 @@ _AFTER_DP = {*_AFTER_STAGE, "zero.stage"}
 _AFTER_CONTEXT = {*_AFTER_DP, "parallel.dp"}
 _AFTER_PIPELINE = {*_AFTER_CONTEXT, *_CONTEXT}
 _AFTER_TENSOR = {*_AFTER_PIPELINE, *_PIPED}
+
+
+def _laid_out(config: ResolvedConfig, **changes: Any) -> ResolvedConfig:
+    """Return the configuration with other values in its layout, or itself if they are the same."""
+    changed = replace(config.parallel, **changes)
+    return config if changed == config.parallel else replace(config, parallel=changed)
 
 
 def _choices(space: SearchSpace, name: str, every: Iterable[T]) -> Iterable[T]:

@@ -81,7 +81,11 @@ def with_chosen_layout(
     if space.world == 1 and space.base.launcher.device == "cpu":
         return composed, None
     if hardware is None:
-        return _with_values(composed, _safest(composed, space.world), UNPLANNED), None
+        # the values that need least memory without tp and pp
+        safest: dict[str, object] = {_STAGE: 3} if _STAGE in left and space.world > 1 else {}
+        if composed.config.train.micro_batch == AUTO:
+            safest["train.micro_batch"] = rows_of_sample(composed.config.train)
+        return _with_values(composed, safest, UNPLANNED), None
     result = search(space, hardware)
     plan = _choice(result)
     if plan is None:
@@ -95,16 +99,6 @@ def _without_choice(composed: Composed) -> Composed:
     chosen = (key for key in opened if key not in left and composed.source(key) == SOURCE)
     values = {key: declared()[key].default for key in left} | {key: opened[key] for key in chosen}
     return replace(composed, config=with_values(composed.config, values))
-
-
-def _safest(composed: Composed, world: int) -> dict[str, object]:
-    """Return the values that need least memory without tp and pp."""
-    safest: dict[str, object] = {}
-    if _STAGE in composed.left_to_plan and world > 1:
-        safest[_STAGE] = 3
-    if composed.config.train.micro_batch == AUTO:
-        safest["train.micro_batch"] = rows_of_sample(composed.config.train)
-    return safest
 
 
 def _space(

@@ -87,10 +87,37 @@ class SearchResult:
         return front
 
 
+@contextmanager
+def _keeping_all() -> Iterator[None]:
+    """Disable garbage collection, which takes a quarter of a search's time and frees almost nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.freeze()  # nor does a later collection have to scan it
+            gc.enable()
+
+
+@_keeping_all()
 def search(space: SearchSpace, hardware: Hardware, software: Software = NANOSCALE) -> SearchResult:
     """Search the whole space in closed form, and simulate the pipelines of the best layouts."""
-    with _keeping_all():
-        return _search(space, hardware, software)
+    tried = _Tried(hardware, software)
+    for shape in shapes(space):
+        tried.add_all(space, shape)
+    if space.base.model.experts:
+        for plan in _best_of_shapes(tried.fitting, 1):
+            for shared in islice(expert_degrees(space, plan.config), 1, None):
+                tried.add_all(space, shared)
+    for plan in _best_of_shapes(tried.fitting, 1):
+        for kept in kept_products(space, plan.config):
+            tried.add(space, kept)
+    for plan in _best_of_shapes(tried.fitting, 2):
+        for scheduled in schedules(space, plan.config):
+            tried.add_all(space, scheduled)
+    ranked = _simulate_first(sorted(tried.fitting, key=_rank))
+    return SearchResult(tuple(ranked), tried.nearest, tried.considered)
 
 
 def search_other_backend(
@@ -112,39 +139,6 @@ def search_other_backend(
     result = search(replace(space, base=other), hardware, software)
     some = result.best or result.nearest
     return result if some is not None and honored(some.config) else None
-
-
-@contextmanager
-def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection, which takes a quarter of a search's time and frees almost nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.freeze()  # nor does a later collection have to scan it
-            gc.enable()
-
-
-def _search(space: SearchSpace, hardware: Hardware, software: Software) -> SearchResult:
-    tried = _Tried(hardware, software)
-    for shape in shapes(space):
-        tried.add_all(space, shape)
-    if space.base.model.experts:
-        for plan in list(_best_of_shapes(sorted(tried.fitting, key=_rank), 1)):
-            for shared in islice(expert_degrees(space, plan.config), 1, None):
-                tried.add_all(space, shared)
-    first = sorted(tried.fitting, key=_rank)
-    for plan in _best_of_shapes(first, 1):
-        for kept in kept_products(space, plan.config):
-            tried.add(space, kept)
-    first = sorted(tried.fitting, key=_rank)
-    for plan in _best_of_shapes(first, 2):
-        for scheduled in schedules(space, plan.config):
-            tried.add_all(space, scheduled)
-    ranked = _simulate_first(sorted(tried.fitting, key=_rank))
-    return SearchResult(tuple(ranked), tried.nearest, tried.considered)
 
 
 def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
@@ -189,7 +183,8 @@ class _Tried:
             room = capacity(self._hardware)
             is_enough = fits_host(config, self._hardware, memory)
             if not is_enough or fits_probability(needed, room, spread(config)) < ENOUGH:
-                self._note_nearest(config, memory, needed)
+                if needed < self._least:
+                    self._least, self._nearest = needed, (config, memory)
                 break
             plan = with_time(config, self._hardware, memory, self._software)
             self.fitting.append(plan)
@@ -197,10 +192,6 @@ class _Tried:
                 break
             fastest = plan.time.seconds
         return fastest < math.inf
-
-    def _note_nearest(self, config: ResolvedConfig, memory: Memory, needed: int) -> None:
-        if needed < self._least:
-            self._least, self._nearest = needed, (config, memory)
 
     @property
     def nearest(self) -> Prediction | None:
@@ -210,10 +201,13 @@ class _Tried:
         return with_time(config, self._hardware, memory, self._software)
 
 
-def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Prediction]:
-    """Yield the fastest layout of each of the first `REFINED` shapes that have at least this pp."""
+def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Prediction]:
+    """Yield the fastest layout of each of the first `REFINED` shapes that have at least this pp.
+
+    Plans that are added meanwhile are not considered.
+    """
     seen: set[tuple[int, ...]] = set()
-    for plan in ranked:
+    for plan in sorted(plans, key=_rank):
         layout = plan.config.parallel
         shape = (
             *(layout.tp, layout.pp, layout.cp, layout.ep),

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.layout import usual_virtual_stages
-from nanoscale.config.reference import value_of
+from nanoscale.config.reference import value_of, with_values
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
@@ -58,11 +58,10 @@ def search_space(
         and value_of(composed.config, key) != "auto"
     )
     open_keys = frozenset({"parallel.dp", *SEARCHED}) - held - {"backend.compile"}
-    neutral, plain = composed.config, Config()
-    for key in open_keys:
-        neutral = _with(neutral, key, value_of(plain, key))
+    plain = Config()
+    neutral = with_values(composed.config, {key: value_of(plain, key) for key in open_keys})
     if world:  # of several hosts, for each of which launcher.devices counts
-        neutral = _with(neutral, "launcher.devices", "auto")
+        neutral = with_values(neutral, {"launcher.devices": "auto"})
     base = check(replace(composed, config=neutral), devices, searched=open_keys)
     world = world or devices.count
     threads = composed.config.launcher.threads
@@ -92,9 +91,8 @@ def recipe_of(composed: Composed, chosen: Config) -> str:
     from nanoscale.config.values.yaml_file import to_yaml
 
     usual, asked = asdict(compose([]).config), composed.config
-    for typed in _changes(asked, chosen):
-        key = typed.strip("'").partition("=")[0]
-        asked = _with(asked, key, value_of(chosen, key))
+    changed = [typed.strip("'").partition("=")[0] for typed in _changes(asked, chosen)]
+    asked = with_values(asked, {key: value_of(chosen, key) for key in changed})
     overrides = " ".join(to_type(composed, chosen))
     values = _without(asdict(asked), usual)
     values.get("run", {}).pop("name", None)
@@ -130,8 +128,3 @@ def _changes(asked: Config, chosen: Config, always: Set[str] = frozenset()) -> I
         follows = before == "auto" and usual.get(key) == after
         if (before != after and not follows) or key in always:
             yield override(key, after)
-
-
-def _with(config: Config, key: str, new: object) -> Config:
-    section, name = key.split(".")
-    return replace(config, **{section: replace(getattr(config, section), **{name: new})})

@@ -217,49 +217,37 @@ def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     tp_gather, tp_scatter = _tp_pair(hardware, shape)
     cp_forward, cp_backward = _cp(hardware, shape, attention)
     ep_forward, ep_backward = moe.exchange(hardware, shape)
-    forward = _with_launches(
-        hardware,
-        shape,
-        0,
-        Work(
-            matmul=sum(forward_products) + lora_forward,
-            attention=attention,
-            elementwise=operations.elementwise(hardware, bytes_forward + casts_forward),
-            tp=_tp_forward(hardware, shape, sum(forward_products)),
-            cp=cp_forward,
-            ep=ep_forward,
-        ),
+    forward = Work(
+        matmul=sum(forward_products) + lora_forward,
+        attention=attention,
+        elementwise=operations.elementwise(hardware, bytes_forward + casts_forward),
+        tp=_tp_forward(hardware, shape, sum(forward_products)),
+        cp=cp_forward,
+        ep=ep_forward,
     )
-    backward = _with_launches(
-        hardware,
-        shape,
-        1,
-        Work(
-            matmul=backward_products,
-            attention=attention * operations.BACKWARD_ATTENTION,
-            elementwise=operations.elementwise(hardware, bytes_backward + casts_backward),
-            tp=_tp_backward(hardware, shape, backward_products),
-            cp=cp_backward,
-            ep=ep_backward,
-        ),
+    backward = Work(
+        matmul=backward_products,
+        attention=attention * operations.BACKWARD_ATTENTION,
+        elementwise=operations.elementwise(hardware, bytes_backward + casts_backward),
+        tp=_tp_backward(hardware, shape, backward_products),
+        cp=cp_backward,
+        ep=ep_backward,
     )
+    forward = _with_launches(hardware, shape, 0, forward)
+    backward = _with_launches(hardware, shape, 1, backward)
     recomputed_products = _recomputed_products(shape, len(products))
     recomputed, flops = NOTHING, 0.0
     full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
-        recomputed = _with_launches(
-            hardware,
-            shape,
-            0,
-            Work(
-                matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
-                attention=attention if full else 0.0,
-                elementwise=forward.elementwise,
-                tp=2 * tp_gather + (tp_scatter if full else 0.0),
-                cp=cp_forward if full else 0.0,
-                ep=ep_forward if full else 0.0,
-            ),
+        recomputed = Work(
+            matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
+            attention=attention if full else 0.0,
+            elementwise=forward.elementwise,
+            tp=2 * tp_gather + (tp_scatter if full else 0.0),
+            cp=cp_forward if full else 0.0,
+            ep=ep_forward if full else 0.0,
         )
+        recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
         flops += 2.0 * shape.tokens * p.experts_per_token * p.inputs * p.outputs
     return passes(forward, backward, recomputed, flops + attention_flops(shape) * full)

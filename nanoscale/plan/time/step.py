@@ -18,7 +18,7 @@ from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.shards import RankParameters, all_stages, kinds_of_ranks
-from nanoscale.plan.pipeline import bubble
+from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import collectives, data_parallel, offload, operations
 from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Passes, Work

@@ -18,12 +18,16 @@ def how(
 ) -> dict[str, str]:
     """Explain each part of the step that takes any time, in one or more lines each."""
     shape, count = block.micro_batch_shape(config, software), config.accumulation
+    efficiency = hardware.efficiency
+    each = efficiency.compiled_s if shape.compiled else efficiency.eager_s
     texts = {
         "matmul": _matmul(hardware, shape, count),
         "attention": _attention(hardware, shape),
-        "elementwise": _elementwise(hardware),
+        "elementwise": "norms, rotations, activations, sums, the loss: their bytes over "
+        f"{efficiency.memory:.0%} of {hardware.memory_bandwidth / 1e9:g} GB/s",
         "recomputed": _recomputed(config),
-        "launch": _launch(hardware, shape),
+        "launch": "kernels finish faster than the CPU launches them; a launch takes "
+        f"{duration(each)} or more",
         "tp": _tp(hardware, shape),
         "cp": _cp(shape),
         "ep": _ep(hardware, shape),
@@ -35,7 +39,7 @@ def how(
         "offload": f"copies from and to host memory at {hardware.host_bandwidth / 1e9:g} GB/s; the part that "
         "is longer than the computation",
         "data": "token ids, 8 bytes each, over the link to the host",
-        "jitter": f"the slowest host: {hardware.efficiency.jitter:.1%} · √(2 ln hosts) of all parts, the "
+        "jitter": f"the slowest host: {efficiency.jitter:.1%} · √(2 ln hosts) of all parts, the "
         "expected maximum of normal numbers",
     }
     return {name: text for name, text in texts.items() if getattr(step.parts, name) > 0}
@@ -62,14 +66,6 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
     return "\n".join(lines)
 
 
-def _launch(hardware: Hardware, shape: MicroBatchShape) -> str:
-    efficiency = hardware.efficiency
-    each = efficiency.compiled_s if shape.compiled else efficiency.eager_s
-    return (
-        f"kernels finish faster than the CPU launches them; a launch takes {duration(each)} or more"
-    )
-
-
 def _attention(hardware: Hardware, shape: MicroBatchShape) -> str:
     if shape.cp > 1 and shape.cp_method == "ring":
         shared = f"each rank computes {shape.cp} blocks of a ring, one of them causal"
@@ -83,11 +79,6 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> str:
         f"{operations.BACKWARD_ATTENTION:.2f} times as long ({kernel}, arXiv:2307.08691); s = {shape.seq}, "
         f"{shared}, tp divides the heads by {shape.tp}"
     )
-
-
-def _elementwise(hardware: Hardware) -> str:
-    share, bandwidth = hardware.efficiency.memory, hardware.memory_bandwidth / 1e9
-    return f"norms, rotations, activations, sums, the loss: their bytes over {share:.0%} of {bandwidth:g} GB/s"
 
 
 def _recomputed(config: ResolvedConfig) -> str:

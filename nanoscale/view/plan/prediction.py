@@ -9,7 +9,6 @@ from typing import Any
 from nanoscale.common.units import GIB, byte_size, counted, duration, share, three_digits
 from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
-from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Parallel
 from nanoscale.config.training_phases import samples_after
 from nanoscale.plan.hardware.software import NANOSCALE
@@ -46,7 +45,7 @@ MEANINGS = {
 
 def document(plan: Prediction) -> dict[str, Any]:
     """Return the document; sizes are in GiB, times in s."""
-    time, layout = plan.time, plan.config.parallel
+    time = plan.time
     return {
         "fits": plan.fits,
         "fits_probability": round(plan.fits_probability, 4),
@@ -67,9 +66,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "paddings": [asdict(one) for one in paddings(plan.config, plan.hardware, plan.software)],
         "parameters": parameters(plan.config.model),
         "active_parameters": active_parameters(plan.config.model),
-        "layout": {
-            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
-        },
+        "layout": shape(plan.config)["layout"],
         "software": {"name": plan.software.name, "about": plan.software.about},
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
@@ -252,14 +249,6 @@ _IDLE_RECOMPUTATION = (
 )
 
 
-def _recomputes_idly(config: ResolvedConfig) -> bool:
-    layout = config.parallel
-    keeps_all = (
-        layout.activation_checkpointing == "selective" and layout.selective_keep == "matmuls"
-    )
-    return keeps_all and config.backend.compile == "on"
-
-
 def _padding(one: Padding) -> str:
     longer = one.gain / (1 - one.gain)
     padded = f"{one.key}={one.padded}, with which rows are aligned and tiles are full"
@@ -280,6 +269,9 @@ def outcome(plan: Prediction) -> list[str]:
     saving = plan_saving(plan.config, time.seconds)
     on_cpu = plan.hardware.device == CPU
     rough = on_cpu and known_speed() is None
+    layout, compiled = plan.config.parallel, plan.config.backend.compile == "on"
+    mode = layout.activation_checkpointing, layout.selective_keep
+    recomputes_idly = compiled and mode == ("selective", "matmuls")
     usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config))
     return [
         speed,
@@ -287,7 +279,7 @@ def outcome(plan: Prediction) -> list[str]:
         shares,
         *([usual] if usual else []),
         *([advice] if advice else []),
-        *([_IDLE_RECOMPUTATION] if _recomputes_idly(plan.config) else []),
+        *([_IDLE_RECOMPUTATION] if recomputes_idly else []),
         *map(_padding, paddings(plan.config, plan.hardware, plan.software)),
         length,
         *(f"checkpoints: {sentence}" for sentence in saving.sentences()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.model_math import parameters
@@ -34,21 +34,16 @@ def reasons(result: SearchResult) -> list[str]:
     best = result.best
     if best is None:
         return []
-    return [*_against_others(best, result.ranked), *advice(best)]
-
-
-def _against_others(best: Prediction, ranked: tuple[Prediction, ...]) -> Iterator[str]:
+    sentences = []
     for name, axis in _AXES.items():
-        others = (plan for plan in ranked if axis(plan) != axis(best) and _alike(name, plan, best))
-        other = next(others, None)
-        if other is not None:
-            yield _sentence(name, axis(other), axis(best), other, best)
-
-
-def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
-    """True if they differ in one axis only, except dp, which follows from the others."""
-    free = {name, "schedule"} if name == "pp" else {name}
-    return all(axis(plan) == axis(best) for other, axis in _AXES.items() if other not in free)
+        # dp follows from the other axes, and the schedule from pp.
+        free = {name, "schedule"} if name == "pp" else {name}
+        fixed = [other for key, other in _AXES.items() if key not in free]
+        for plan in result.ranked:
+            if axis(plan) != axis(best) and all(it(plan) == it(best) for it in fixed):
+                sentences.append(_sentence(name, axis(plan), axis(best), plan, best))
+                break
+    return [*sentences, *advice(best)]
 
 
 def _sentence(name: str, before: object, after: object, other: Prediction, best: Prediction) -> str:

@@ -68,7 +68,13 @@ def print_found(
         f"{space.base.model.name} on {on}: {_counts(result)}\n", markup=False, soft_wrap=True
     )
     if result.best is None:
-        _print_nearest(console, composed, result)
+        if result.nearest is None:
+            console.print("no layout is legal with the fixed keys", style="bold red")
+        else:
+            needed = share(result.nearest.worst.total, result.nearest.capacity)
+            overrides = " ".join(to_type(composed, result.nearest.config))
+            text = f"no layout fits; the smallest needs {needed}, with\n  {overrides}"
+            console.print(text, markup=False, soft_wrap=True)
         if other is not None:
             console.print(_other_backend(composed, None, other), markup=False, soft_wrap=True)
         return
@@ -128,19 +134,6 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
     found = (plan for alike in chosen.values() for plan in alike.values())
     place = {id(plan): number for number, plan in enumerate(ranked)}
     return sorted(found, key=lambda plan: place[id(plan)])[:SHOWN]
-
-
-def _print_nearest(console: Console, composed: Composed, result: SearchResult) -> None:
-    if result.nearest is None:
-        console.print("no layout is legal with the fixed keys", style="bold red")
-        return
-    worst = result.nearest.worst
-    console.print(
-        f"no layout fits; the smallest needs {share(worst.total, result.nearest.capacity)}, with\n"
-        f"  {' '.join(to_type(composed, result.nearest.config))}",
-        markup=False,
-        soft_wrap=True,
-    )
 
 
 def _fitting_table(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanoscale.common.units import duration
-from nanoscale.plan.pipeline import Kind, Span, Timeline
+from nanoscale.plan.pipeline.orders import Kind
+from nanoscale.plan.pipeline.simulation import Span, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -47,10 +47,13 @@ def proposals(
     Args:
         margin: fit also with so many times the planned memory.
     """
-    return [
-        Violation("", None, "plan", _gain(near), (" ".join(to_type(composed, near.config)),))
-        for near in nearest(composed, plan, devices, margin)
-    ]
+    violations = []
+    for near in nearest(composed, plan, devices, margin):
+        sizes = share(near.worst.total, near.capacity)
+        gain = f"would take {sizes} at {near.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
+        overrides = " ".join(to_type(composed, near.config))
+        violations.append(Violation("", None, "plan", gain, (overrides,)))
+    return violations
 
 
 def nearest(
@@ -142,8 +145,3 @@ def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Predict
         if words and not any(known <= keys for known in seen):
             seen.add(keys)
             yield plan
-
-
-def _gain(plan: Prediction) -> str:
-    sizes = share(plan.worst.total, plan.capacity)
-    return f"would take {sizes} at {plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"

@@ -127,15 +127,13 @@ def _blocks(about: Document, names: Sequence[str]) -> Iterator[Block]:
     figures = [
         (name, *(_figure(run[name], unit) for run in about["runs"])) for name, unit in _ROWS.items()
     ]
-    keys = [(row["key"], *map(shown, row["values"])) for row in about["keys"]]
-    losses = [
-        (f"loss at {_point(row)}", *(_figure(loss, "loss") for loss in row["losses"]))
-        for row in about["losses"]
-    ]
     tables = {
         "": [row for row in figures if any(row[1:])],
-        "keys that differ": keys,
-        "losses": losses,
+        "keys that differ": [(it["key"], *map(shown, it["values"])) for it in about["keys"]],
+        "losses": [
+            (f"loss at {_point(row)}", *(_figure(loss, "loss") for loss in row["losses"]))
+            for row in about["losses"]
+        ],
     }
     for title, rows in tables.items():
         if rows:

@@ -83,7 +83,7 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
 
 def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Report:
     """Return what `train --dry-run` shows."""
-    saving = request.saving
+    warnings = [f"warning: {warning}" for warning in request.saving.warnings()]
     environment = [f"  {name}={shlex.quote(value)}" for name, value in plan.environment.items()]
     commands = [f"  {entry.host}: {shlex.join(entry.command)}" for entry in plan.hosts]
     blocks: list[Block] = [
@@ -92,12 +92,7 @@ def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Repo
         Lines(["environment, in addition to the inherited one", *environment]),
         Lines([f"rendezvous at {plan.master_addr}:{plan.master_port}"]),
         Lines(["commands", *commands]),
-        Lines(
-            [
-                *(f"warning: {warning}" for warning in saving.warnings()),
-                *trial_data_warning(request.config),
-            ]
-        ),
+        Lines([*warnings, *trial_data_warning(request.config)]),
         Lines(["nothing was written or started", *rehearsal_lines(request)]),
     ]
     return Report(f"run directory {run.path}", blocks)

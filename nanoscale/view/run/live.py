@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
@@ -172,7 +172,9 @@ class LiveView:
             self._longest_gap = max(self._longest_gap, now - self._last_step)
         self._record, self._last_step, self._told_after = record, now, 0.0
         self._step_times = [*self._step_times, float(record["step_time_s"])][-_SMOOTHED_STEPS:]
-        line = _one_line(record, self._steps, self._eta())
+        values = (f"{label} {value}" for label, value in figures(record).items())
+        eta = f"ETA {duration(self._eta())}"
+        line = "  ".join([f"step {record['step']}/{self._steps}", *values, eta])
         last = int(record["step"]) >= self._steps
         self._screen.step(line, last=last, evaluated=record.get("eval_loss") is not None)
 
@@ -198,39 +200,32 @@ class LiveView:
 
 def figures(record: Object) -> dict[str, str]:
     """Format a logged step's metrics, by their labels."""
-    shown = {
+
+    def known(name: str, shown: Callable[[Any], str]) -> str:
+        return "" if record.get(name) is None else shown(record[name])
+
+    texts = {
         "loss": number(record.get("loss"), ".4f"),
         "lr": number(record.get("lr"), ".2e"),
         "grad norm": number(record.get("grad_norm"), ".3f"),
         "tokens/s": number(record.get("tokens_per_s"), ",.0f"),
+        "samples/s": known("samples_per_s", "{:,.4g}".format),
+        "MFU": known("mfu", "{:.1%}".format),
+        "HFU": "" if record.get("hfu") == record.get("mfu") else known("hfu", "{:.1%}".format),
+        "memory": known("memory_gib", lambda size: byte_size(GIB * size)),
+        "step time": known("step_time_s", duration),
+        "GPU": known("gpu_utilization", lambda _: gpu_state(record)),
+        "loss scale": known("loss_scale", "{:g}".format),
+        "skipped": known("loss_scale", lambda _: counted(record.get("skipped_steps") or 0, "step")),
+        "expert imbalance": known("moe_imbalance", "{:.2f}".format),
+        "preferred": known("preferred", "{:.1%}".format),
+        "eval loss": known("eval_loss", "{:.4f}".format),
+        "eval preferred": known("eval_preferred", "{:.1%}".format),
     }
-    if record.get("samples_per_s") is not None:
-        shown["samples/s"] = f"{record['samples_per_s']:,.4g}"
-    if record.get("mfu") is not None:
-        shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
-    if record.get("hfu") not in (None, record.get("mfu")):
-        shown["HFU"] = f"{record['hfu'] * 100:.1f}%"
-    if record.get("memory_gib") is not None:
-        shown["memory"] = byte_size(GIB * record["memory_gib"])
-    if record.get("step_time_s") is not None:
-        shown["step time"] = duration(record["step_time_s"])
-    if record.get("gpu_utilization") is not None:
-        shown["GPU"] = gpu_state(record)
-    if record.get("loss_scale") is not None:
-        shown["loss scale"] = f"{record['loss_scale']:g}"
-        shown["skipped"] = counted(record.get("skipped_steps") or 0, "step")
-    if record.get("moe_imbalance") is not None:
-        shown["expert imbalance"] = f"{record['moe_imbalance']:.2f}"
-    if record.get("preferred") is not None:
-        shown["preferred"] = f"{record['preferred']:.1%}"
-    if record.get("eval_loss") is not None:
-        shown["eval loss"] = f"{record['eval_loss']:.4f}"
-    if record.get("eval_preferred") is not None:
-        shown["eval preferred"] = f"{record['eval_preferred']:.1%}"
     for name, loss in record.items():
         if name.startswith("eval_loss/"):
-            shown[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
-    return shown
+            texts[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
+    return {label: text for label, text in texts.items() if text}
 
 
 def gpu_state(record: Object) -> str:
@@ -251,12 +246,6 @@ def gpu_state(record: Object) -> str:
 def number(value: float | None, form: str) -> str:
     """Format a metric; null in metrics.jsonl means that it is not finite."""
     return "not finite" if value is None else format(value, form)
-
-
-def _one_line(record: Object, steps: int, eta: float) -> str:
-    words = [f"step {record['step']}/{steps}"]
-    words += [f"{label} {value}" for label, value in figures(record).items()]
-    return "  ".join([*words, f"ETA {duration(eta)}"])
 
 
 def _progress(record: Object, steps: int, eta: float) -> RenderableType:

@@ -48,7 +48,11 @@ def document(replay: Replay, replayed: RunDirectory, tolerance: float) -> dict[s
         "differing_steps": [
             row["step"]
             for row in steps
-            if any(_differs(row[name]["difference"], tolerance) for name in _FIGURES if name in row)
+            if any(
+                (of := row[name]["difference"]) is None or of > tolerance
+                for name in _FIGURES
+                if name in row
+            )
         ],
         "checkpoints": _checkpoints(replay, replayed, tolerance),
     }
@@ -61,10 +65,6 @@ def _relative(recorded: float | None, replayed: float | None) -> float | None:
     if recorded is None or replayed is None or recorded == 0:
         return None
     return abs(recorded - replayed) / abs(recorded)
-
-
-def _differs(relative: float | None, tolerance: float) -> bool:
-    return relative is None or relative > tolerance
 
 
 def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> list[dict[str, Any]]:
@@ -86,13 +86,8 @@ def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
     """Return what a person wants to know of a comparison."""
     begin, steps = about["begins_after"], about["steps"]
     first, last = begin + 1, about["trained"]
-    trained = (
-        f"steps {first} to {last}"
-        if last > first
-        else f"step {first}"
-        if last == first
-        else "no step"
-    )
+    trained = f"steps {first} to {last}" if last > first else f"step {first}"
+    trained = trained if last >= first else "no step"
     origin = f"step-{begin:08d}" if begin else "the initial weights"
     lines = [f"replayed {trained} from {origin}, as {replayed.reference}"]
     more = f" by more than {about['tolerance']:g}" if about["tolerance"] else ""

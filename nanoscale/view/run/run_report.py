@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -156,12 +157,9 @@ def thinned(points: Curve) -> Curve:
     kept: set[int] = {0, len(points) - 1}
     for start in range(0, len(points), stretch):
         places = range(start, min(start + stretch, len(points)))
-        kept |= {least(places, key=lambda i: _size(points[i])) for least in (min, max)}
+        sizes = {i: math.inf if (it := points[i][1]) is None else it for i in places}
+        kept |= {least(sizes, key=sizes.__getitem__) for least in (min, max)}
     return [points[i] for i in sorted(kept)]
-
-
-def _size(point: tuple[int, float | None]) -> float:
-    return float("inf") if point[1] is None else point[1]
 
 
 # --- people ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from nanoscale.common.units import counted, duration
 from nanoscale.runs import failure
 from nanoscale.runs.tail import read_end
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
-from nanoscale.view.blocks import Column, Table, rich_table, show_table, table
+from nanoscale.view.blocks import Column, rich_table, show_table, table
 
 Row = dict[str, Any]
 _FIGURES = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
@@ -50,7 +50,7 @@ class SweepTable:
     def show(self, rows: Sequence[Row], *, stopping: bool = False) -> None:
         """Show the rows as they are now, and whether their trials are being stopped."""
         if self._live is not None:
-            shown = rich_table(_table(most_important(rows)), self._console.width)
+            shown = rich_table(table(_COLUMNS, most_important(rows)), self._console.width)
             shown.caption, shown.caption_justify = _STOPPING if stopping else None, "left"
             self._live.update(shown, refresh=True)
             return
@@ -80,12 +80,7 @@ def most_important(rows: Sequence[Row]) -> Sequence[Row]:
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print all trials."""
-    show_table(display.console(stream), _table(rows))
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table; the names of the trials have the values of all keys that differ."""
-    return table(_COLUMNS, rows)
+    show_table(display.console(stream), table(_COLUMNS, rows))
 
 
 def _figure(name: str, header: str = "") -> Column:
@@ -98,17 +93,13 @@ def _figure(name: str, header: str = "") -> Column:
     return Column(header or name, text, is_text=True)
 
 
-def _whole(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
 _COLUMNS = (
-    Column("trial", lambda row: row["trial"]),
+    Column("trial", lambda row: row["trial"]),  # its name has the values of all keys that differ
     Column("state", lambda row: row["state"], is_text=True),
     Column("step", lambda row: str(row["step"])),
     _figure("loss"),
     _figure("eval_loss", "eval loss"),
-    Column("tokens/s", lambda row: _whole(row["tokens_per_s"])),
+    Column("tokens/s", lambda it: "" if (n := it["tokens_per_s"]) is None else f"{n:,.0f}"),
 )
 
 
