@@ -137,9 +137,8 @@ def _print_split(name: str, split: dict[str, Any]) -> None:
     display.show(f"\n{name}: {counted(split['documents'], 'document')}, {split['tokens']:,} tokens")
     display.show(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
     if split["ended_by_eos"] is not None:
-        display.show(
-            f"  end with the end-of-text token: {counted(split['ended_by_eos'], 'document')}"
-        )
+        ended = counted(split["ended_by_eos"], "document")
+        display.show(f"  end with the end-of-text token: {ended}")
     if split["answers"] is not None:
         display.show(f"  {_share(split)} of the tokens belong to answers, shown in ⟦ ⟧ below")
     lengths = split["lengths"]

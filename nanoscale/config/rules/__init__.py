@@ -90,7 +90,11 @@ def check(
     every = (*model.SHAPE, *RULES, *only_with.OF_TEXT, *JOB)
     resolution, config = Resolution(composed, devices, hosts, every), composed.config
     launcher = resolve_launcher(resolution)
-    _check_source(resolution)
+    # what a model with transformers' code supports, and its keys without one
+    resolution.apply(only_with.OF_MODEL)
+    if config.model.source == "hf":
+        resolution.require("model.source", "transformers", "transformers")
+    resolution.apply(model.FOREIGN)
     if resolution.violations:  # the other rules depend on degrees that must change
         _refuse(resolution)
     resolution.decide(model=model.resolve_model(resolution))
@@ -126,14 +130,6 @@ def check(
         scheduler=training.resolve_scheduler(resolution.config),
     )
     return resolved(final)
-
-
-def _check_source(resolution: Resolution) -> None:
-    """Check what a model with transformers' code supports, and its keys without one."""
-    resolution.apply(only_with.OF_MODEL)
-    if resolution.config.model.source == "hf":
-        resolution.require("model.source", "transformers", "transformers")
-    resolution.apply(model.FOREIGN)
 
 
 def _compile(config: Config, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:

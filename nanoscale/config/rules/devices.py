@@ -68,9 +68,8 @@ def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
 def _degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Return the data-parallel degree and the ranks, on this machine."""
     layout, asked = resolution.config.parallel, resolution.config.launcher.devices
-    limit = (
-        resolution.devices.count if device == "cuda" and resolution.devices.kind == "cuda" else None
-    )
+    has_gpus = device == "cuda" and resolution.devices.kind == "cuda"
+    limit = resolution.devices.count if has_gpus else None
     if limit is not None and asked != "auto" and asked > limit:
         message = f"is more than the {counted(limit, 'GPU')} of this host"
         fewer, cpu = f"launcher.devices={limit}", "launcher.device=cpu"

@@ -55,12 +55,9 @@ def refused(
     supported: str = "",
 ) -> Rule:
     """Return the rule that values do not hold together."""
-    combined = matches(where)
-
-    def holds(config: Config) -> bool:
-        return not combined(config)
-
-    return Rule(key, tuple(where), holds, message, advice, supported=supported)
+    match = matches(where)
+    reads, holds = tuple(where), lambda config: not match(config)
+    return Rule(key, reads, holds, message, advice, supported=supported)
 
 
 def of_kind(kind: str, *rules: Rule) -> tuple[Rule, ...]:

@@ -132,9 +132,8 @@ def _check_phases(resolution: Resolution) -> bool:
         _check_weights(resolution, f"{key}.weights", entry.get("weights"))
         lr = entry.get("lr", 1.0)
         if type(lr) not in (int, float) or not 0 <= lr < math.inf:
-            resolution.refuse_value(
-                f"{key}.lr", lr, "must be a number, at least 0", f"{key}.lr=1.0"
-            )
+            message = "must be a number, at least 0"
+            resolution.refuse_value(f"{key}.lr", lr, message, f"{key}.lr=1.0")
         elif ("lr" in entry) != (resolution.config.scheduler.name == PIECEWISE):
             message = "and scheduler.name=piecewise belong together, in every phase"
             other = "scheduler.name=piecewise" if "lr" in entry else f"{key}.lr=1.0"
@@ -389,9 +388,8 @@ def resolve_run(resolution: Resolution) -> Run:
     run, name = resolution.config.run, resolution.config.run.name
     legal = legal_name(name or "")
     if name is not None and (legal != name or not name):
-        resolution.refuse(
-            "run.name", RULE, override("run.name", legal) if legal else None, kind="run"
-        )
+        instead = override("run.name", legal) if legal else None
+        resolution.refuse("run.name", RULE, instead, kind="run")
     if not run.root:
         resolution.refuse("run.root", "is empty", "run.root=runs", kind="run")
     # `~` is expanded as the shell would: a folder of that name is a trap.

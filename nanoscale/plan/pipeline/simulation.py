@@ -100,7 +100,7 @@ def simulate(ranks: Order, costs: Costs) -> Timeline:
     awake = deque(range(len(ranks)))
     while awake:
         awake += run.advance(awake.popleft())
-    assert run.done(), f"deadlock: {run.stuck()}"
+    assert not (stuck := run.stuck()), f"deadlock: {stuck}"
     held = [residents(actions) for actions in ranks]
     return Timeline(
         run.spans, [peak.held for peak in held], [peak.awaiting_weights for peak in held]
@@ -149,10 +149,8 @@ class _Run:
         """The inputs from which each rank needs the next."""
         self.spans: list[list[Span]] = [[] for _ in ranks]
 
-    def done(self) -> bool:
-        return all(at == len(own) for at, own in zip(self._at, self._ranks, strict=True))
-
     def stuck(self) -> str:
+        """Return the ranks that have actions left; empty if none has."""
         waiting = zip(self._at, self._ranks, strict=True)
         return ", ".join(
             f"rank {rank} waits for the input of {own[at]}"

@@ -103,11 +103,9 @@ class Allocator:
         return address
 
     def _reserve(self, pool: tuple[int, bool], size: int) -> _Block:
-        segment = _SMALL_SEGMENT
-        if size > _SMALL:
-            segment = (
-                _MIDDLE_SEGMENT if size < _MIDDLE else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
-            )
+        segment = _SMALL_SEGMENT if size <= _SMALL else _MIDDLE_SEGMENT
+        if size >= _MIDDLE:
+            segment = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
         block = _Block(pool, self._next, segment, segment=segment)
         self.segments.append(block)
         self._at[block.address] = block

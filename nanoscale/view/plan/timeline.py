@@ -45,7 +45,8 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     if len(shown) > 1:
         columns -= len(_BREAK)
     each = columns // len(shown)
-    first = first_stages(timeline)
+    # The first stage of each rank: the others are drawn in another shade.
+    first = [min(span.action.stage for span in spans) for spans in timeline.ranks]
     text = Text(
         f"step {duration(timeline.makespan)}, utilization {percent(timeline.utilization)}, "
         f"idle {percent(timeline.bubble_fraction)}\n",
@@ -96,7 +97,12 @@ def _cell(span: Span, width: int, first: int) -> str:
 def _legend(timeline: Timeline, width: int) -> Text:
     from rich.text import Text
 
-    entries = [(f"{kind}0{_FILL[kind]}", _STYLE[kind], MEANINGS[kind]) for kind in kinds(timeline)]
+    kinds = {span.action.kind for spans in timeline.ranks for span in spans}
+    entries = [
+        (f"{kind}0{_FILL[kind]}", _STYLE[kind], text)
+        for kind, text in MEANINGS.items()
+        if kind in kinds
+    ]
     entries.append((_IDLE * 3, "dim", "idle"))
     if len({span.action.stage for span in timeline.ranks[0]}) > 1:
         entries.append(("f, b", "bold", "in later stages of the rank"))
@@ -162,17 +168,6 @@ def within(spans: list[Span], window: Window) -> Iterator[Span]:
     for span in spans:
         if span.end > window.start and span.start < window.end and span.end > span.start:
             yield Span(span.action, max(span.start, window.start), min(span.end, window.end))
-
-
-def kinds(timeline: Timeline) -> list[Kind]:
-    """Return the kinds of actions in the timeline, in the order of the legend."""
-    seen = {span.action.kind for spans in timeline.ranks for span in spans}
-    return [kind for kind in MEANINGS if kind in seen]
-
-
-def first_stages(timeline: Timeline) -> list[int]:
-    """Return the first stage of each rank: the others are drawn in another shade."""
-    return [min(span.action.stage for span in spans) for spans in timeline.ranks]
 
 
 def percent(share: float) -> str:

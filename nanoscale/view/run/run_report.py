@@ -20,7 +20,7 @@ from nanoscale.runs.metrics import Steady, steady
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, page, table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
-from nanoscale.view.run.live import gpu_state
+from nanoscale.view.run.live import gpu_state, number
 
 CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
 MOST_POINTS = 600
@@ -233,8 +233,7 @@ def _outcome(about: Document) -> str:
         words.append(f"the last attempt took {duration(about['ended'] - about['started'])}")
     last = about["last"]
     if last is not None:
-        loss = "not finite" if last.get("loss") is None else f"{last['loss']:.4f}"
-        words.append(f"loss {loss}")
+        words.append(f"loss {number(last.get('loss'), '.4f')}")
         if last.get("eval_loss") is not None:
             words.append(f"eval loss {last['eval_loss']:.4f}")
         words.append(f"{last.get('tokens', 0):,} tokens")
