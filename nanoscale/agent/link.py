@@ -54,8 +54,9 @@ class Link:
         self.is_starting = False
         """True if an attempt has begun and is not watched yet: its start cannot be interrupted."""
         self.wants_stacks = False
-        self.questions = 0
         """True if killed ranks should write their stacks."""
+        self.questions = 0
+        """The number of questions for the ranks' positions so far."""
         self.scratch = scratch.make()
         """The folder for files that only this agent and its ranks read."""
         self._reader = reader

@@ -266,7 +266,11 @@ class MLflow:
         subject = self._subject
         self._uri = mlflow_uri(subject.config, subject.run)
         self._client = MlflowClient(tracking_uri=self._uri)
-        state.id = state.id or self._begun()
+        if state.id is None:
+            origin = self._origin().replace("'", "''")
+            wanted = f"tags.`{_ORIGIN}` = '{origin}'"
+            begun = self._client.search_runs([self._experiment()], wanted, max_results=1)
+            state.id = str(begun[0].info.run_id) if begun else None
         if state.id is None:
             state.id = self._client.create_run(
                 self._experiment(), run_name=subject.run.name, tags={_ORIGIN: self._origin()}
@@ -282,12 +286,6 @@ class MLflow:
         """Return the value of the tag by which a run is found whose number a kill kept from being written."""
         run = self._subject.run
         return f"{run.path} {status.read(run).created}"
-
-    def _begun(self) -> str | None:
-        value = self._origin().replace("'", "''")
-        wanted = f"tags.`{_ORIGIN}` = '{value}'"
-        found = self._client.search_runs([self._experiment()], wanted, max_results=1)
-        return str(found[0].info.run_id) if found else None
 
     def _experiment(self) -> str:
         name = self._subject.config.logger.project

@@ -394,12 +394,8 @@ def _is_run(run: RunDirectory) -> bool:
 
 
 def _created(run: RunDirectory) -> float:
-    try:
-        created = read_json(run.status)["created"]
-        return float(created)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(read_json(run.status)["created"])
+    with suppress(OSError):
         return run.config.stat().st_mtime
-    except OSError:
-        return run.path.lstat().st_mtime
+    return run.path.lstat().st_mtime

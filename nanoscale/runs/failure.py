@@ -205,8 +205,7 @@ def absent_ranks(
     assert first.rank is not None
     ranks = listed([str(failure.rank) for failure in silent])
     position = known.get(first.rank)
-    late = late_for(first.rank, known)
-    missed = f"{late}" if late else "a collective operation"
+    missed = late_for(first.rank, known) or "a collective operation"
     return replace(
         first,
         traceback=position.stack if position else "",

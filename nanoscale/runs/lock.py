@@ -298,7 +298,13 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
         UserError: it is on another host, or another user's.
     """
     if not holder.is_here:
-        raise _held_elsewhere(run, holder)
+        command = shlex.join([sys.executable, "-m", "nanoscale", "runs", "stop", str(run.path)])
+        is_host_name = _HOST.fullmatch(holder.host) is not None
+        suggestions = (shlex.join(["ssh", holder.host, command]),) if is_host_name else ()
+        rule = f"must be stopped on {holder.host}"
+        violation = Violation("RUN", run.name, "command line", rule, suggestions)
+        message = f"the run {run.name!r} is held from another host: by {holder}"
+        raise UserError("run", message, [violation])
     with suppress(ProcessLookupError):
         process = os.pidfd_open(holder.pid)  # from here on the id cannot belong to another process
         try:
@@ -309,16 +315,6 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
             raise UserError("run", message) from error
         finally:
             os.close(process)
-
-
-def _held_elsewhere(run: RunDirectory, holder: Owner) -> UserError:
-    command = shlex.join([sys.executable, "-m", "nanoscale", "runs", "stop", str(run.path)])
-    is_host_name = _HOST.fullmatch(holder.host) is not None
-    suggestions = (shlex.join(["ssh", holder.host, command]),) if is_host_name else ()
-    rule = f"must be stopped on {holder.host}"
-    violation = Violation("RUN", run.name, "command line", rule, suggestions)
-    message = f"the run {run.name!r} is held from another host: by {holder}"
-    return UserError("run", message, [violation])
 
 
 def _read_token(folder: int) -> _Token:

@@ -145,7 +145,12 @@ def _dimension(override: Override, key: str, text: str, library: Library) -> Dim
     if isinstance(value, IntervalSweep):
         return _interval(key, raw, value)
     if isinstance(value, Glob):
-        values = _matching(key, value, library)
+        values = [
+            name
+            for name in (library.options(key) if key in library.groups() else ())
+            if any(fnmatchcase(name, pattern) for pattern in value.include)
+            and not any(fnmatchcase(name, pattern) for pattern in value.exclude)
+        ]
         if not values:
             return Violation(key, raw, COMMAND_LINE, "matches no option of a group")
     elif isinstance(value, (ChoiceSweep, RangeSweep)):
@@ -169,18 +174,6 @@ def _interval(key: str, raw: str, value: IntervalSweep) -> Dimension | Violation
     return Dimension(
         key, interval=Interval(float(value.start), float(value.end), logarithmic, integer)
     )
-
-
-def _matching(group: str, value: Glob, library: Library) -> list[str]:
-    """List the options of a group that match."""
-    if group not in library.groups():
-        return []
-    return [
-        name
-        for name in library.options(group)
-        if any(fnmatchcase(name, pattern) for pattern in value.include)
-        and not any(fnmatchcase(name, pattern) for pattern in value.exclude)
-    ]
 
 
 def _texts(override: Override, raw: str) -> list[str]:

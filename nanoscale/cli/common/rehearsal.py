@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common.output import saying
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 def with_memory(plan: Prediction, result: dict[str, Any] | None) -> Prediction:
     """Return the prediction with the memory that a rehearsal counted; None: without."""
-    from dataclasses import replace
-
     from nanoscale.plan.predict import RehearsedMemory
 
     if result is None:

@@ -91,17 +91,12 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
 def _command(request: PreparationRequest) -> str:
     """Return the command that prepares the same texts by hand."""
     (file,) = request.sources
-    name = request.tokenizer
-    how = (
-        ["--tokenizer", name]
-        if name
-        else ["--train-tokenizer", "--vocab-size", str(request.vocab_size)]
-    )
-    kind = ["--pairs"] if request.pairs else ["--chat"] if request.chat else []
-    words = [*how, *kind]
-    return shlex.join(
-        ["nanoscale", "data", "prepare", file, *words, "--out", f"{Path(file).stem}-tokens"]
-    )
+    words = ["--train-tokenizer", "--vocab-size", str(request.vocab_size)]
+    if request.tokenizer:
+        words = ["--tokenizer", request.tokenizer]
+    words += ["--pairs"] if request.pairs else ["--chat"] if request.chat else []
+    words += ["--out", f"{Path(file).stem}-tokens"]
+    return shlex.join(["nanoscale", "data", "prepare", file, *words])
 
 
 @lru_cache  # a command composes its configuration more than once

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 
 
 def can_ask() -> bool:
@@ -22,7 +23,6 @@ def is_confirmed(question: str) -> bool:
 
 
 if TYPE_CHECKING:
-    from nanoscale.common.errors import Violation
     from nanoscale.config.schema import Config
     from nanoscale.config.values.provenance import Composed
 
@@ -39,7 +39,6 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     Raises:
         UserError: nobody can be asked, or the answer is no.
     """
-    from nanoscale.common.errors import UserError
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.violations import subject
     from nanoscale.runs.trust import executed, is_signed
@@ -66,7 +65,6 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
 
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:
     """Yield each value that the file sets and the command line does not replace."""
-    from nanoscale.common.errors import Violation
     from nanoscale.config.reference import meaning
 
     for key, value in values.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,8 +128,6 @@ def export_checkpoint(
     Any layout and backend may have saved it. One tensor at a time is in memory, and the folder is complete or
     absent. Adapters (lora) are merged into the weights of their model; `--format peft` writes them alone.
     """
-    from dataclasses import asdict, replace
-
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.hf.export import export, require_whole
     from nanoscale.checkpoint.hf.peft_adapters import export_adapters

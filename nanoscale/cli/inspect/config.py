@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import answer, print_json, print_yaml, refuse_name
 from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
     from nanoscale.config.schema import Config
@@ -30,8 +32,6 @@ def show(
     as_json: opt.AsJson = False,
 ) -> None:
     """Show the whole configuration as YAML."""
-    from dataclasses import asdict
-
     from nanoscale.config.values.yaml_file import to_yaml
 
     composed = line.compose()
@@ -80,7 +80,6 @@ def from_deepspeed(
     as_json: opt.AsJson = False,
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
-    from nanoscale.common.errors import UserError
     from nanoscale.config.from_deepspeed import read_deepspeed, translate
     from nanoscale.config.values.convert import convert
     from nanoscale.config.values.yaml_file import to_yaml
@@ -169,7 +168,6 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
     Raises:
         UserError: the configuration breaks a rule, or is for another backend.
     """
-    from nanoscale.common.errors import Violation
     from nanoscale.config.deepspeed import deepspeed_settings
     from nanoscale.config.violations import refuse
     from nanoscale.launch.request import check_request
@@ -208,9 +206,6 @@ def _chosen(composed: Composed) -> tuple[Composed, Config | None]:
 
     Keys that are not chosen are `auto`. There is no configuration if the request cannot run.
     """
-    from dataclasses import replace
-
-    from nanoscale.common.errors import UserError
     from nanoscale.config.reference import AUTO, with_values
     from nanoscale.launch.request import check_request
     from nanoscale.plan.hardware.planned_devices import planned_devices

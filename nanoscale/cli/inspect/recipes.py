@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,8 +63,6 @@ def copy(
     config_dir: opt.ConfigDir = None,
 ) -> None:
     """Copy a recipe, as the start of your own."""
-    import shutil
-
     option = _find(name, config_dir)
     target = destination or Path("recipes")
     if target.suffix != ".yaml":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, answer, print_json
 from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
     from nanoscale.launch.lifecycle.attempt import Outcome
@@ -115,7 +116,6 @@ def explain_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
 
     The exit code is 1 if the job's launcher does not answer.
     """
-    from nanoscale.common.errors import UserError, Violation
     from nanoscale.launch.lifecycle.command import read_plan
     from nanoscale.runs import lock
     from nanoscale.runs.directory import RunDirectory, read_json
@@ -184,7 +184,6 @@ def _print_lines(path: Path, tail: LineTail, last: bool) -> None:
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:
-    from nanoscale.common.errors import UserError, Violation
     from nanoscale.launch.slurm.jobs import batch_logs
 
     have = [path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*"))]

@@ -20,6 +20,7 @@ from nanoscale.cli.common.output import (
 from nanoscale.cli.inspect.run_changes import remove_runs, stop_run, tag_run
 from nanoscale.cli.inspect.run_output import explain_run, show_logs, watch_run
 from nanoscale.common import display
+from nanoscale.common.errors import UserError
 
 app = typer.Typer(
     no_args_is_help=True, help="List, show, follow, tag, report, stop and delete runs."
@@ -105,7 +106,6 @@ def compare_runs(
     as_json: opt.AsJson = False,
 ) -> None:
     """Compare runs: keys that differ, losses at equal steps, tokens and time, speed, memory."""
-    from nanoscale.common.errors import UserError
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.comparison import comparison_report, document
 

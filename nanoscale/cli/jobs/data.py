@@ -10,6 +10,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.common.devices import cores
+from nanoscale.common.errors import UserError, Violation
 
 app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 
@@ -151,8 +152,6 @@ def inspect_data(
 
 
 def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bool) -> str | None:
-    from nanoscale.common.errors import UserError, Violation
-
     if chat and train:
         what = "chats need the tokenizer of the model that is trained on them, not a new one"
         found = Violation("--train-tokenizer", True, "command line", what, ("--tokenizer DIR",))
@@ -175,7 +174,5 @@ def _unescaped(separator: str | None) -> str | None:
         return None
     plain = separator.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
     if not plain:
-        from nanoscale.common.errors import UserError
-
         raise UserError("usage", "--separator is empty; leave it out where each file is a document")
     return plain

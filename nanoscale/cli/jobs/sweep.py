@@ -23,10 +23,9 @@ from nanoscale.cli.common.request import (
     requesting,
 )
 from nanoscale.common import display
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
-    from nanoscale.common.errors import Violation
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.request import Request
     from nanoscale.sweep.slots import Slot
@@ -97,7 +96,11 @@ def sweep(
         folder = Sweep(_folder(root, name or _default_name(overrides), "--name"))
         if folder.file.exists():
             earlier, known = folder.read()
-            _require_same(folder, earlier, settings)
+            if earlier != replace(settings, metric=settings.metric or earlier.metric):
+                message = f"the sweep {folder.name} exists already, with other values or options"
+                advice = (folder.resume_command,)
+                violation = Violation("--name", folder.name, "command line", message, advice)
+                raise UserError("usage", message, [violation])
     space = read_space(settings.overrides, _config_dir(settings))
     present = first_trials(settings, space) if known is None else known
     options = at_once, dry_run, force, as_json, retry
@@ -283,7 +286,6 @@ def _removed_on_refusal(new: Sweep | None) -> Iterator[None]:
 
 
 def _folder(root: Path, name: str, option: str) -> Path:
-    from nanoscale.common.errors import Violation
     from nanoscale.config.violations import refuse
 
     path = Path(name)
@@ -304,16 +306,6 @@ def _default_name(overrides: Sequence[str]) -> str:
 
 def _config_dir(settings: Settings) -> Path | None:
     return Path(settings.config_dir) if settings.config_dir else None
-
-
-def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
-    from nanoscale.common.errors import Violation
-
-    if earlier != replace(settings, metric=settings.metric or earlier.metric):
-        message = f"the sweep {sweep.name} exists already, with other values or options"
-        advice = (sweep.resume_command,)
-        violation = Violation("--name", sweep.name, "command line", message, advice)
-        raise UserError("usage", message, [violation])
 
 
 # --- the requests of the trials -------------------------------------------------------------------

@@ -23,7 +23,7 @@ from nanoscale.cli.common.request import (
     require_disk,
 )
 from nanoscale.common import display
-from nanoscale.common.errors import UserError
+from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
@@ -156,7 +156,7 @@ def submit(
     from nanoscale.launch.submission.batch_job import batch_job
 
     if ORCHESTRATORS & set(line.overrides or ()):
-        return _write_file(line, Refusals(postponed=True), dry_run, force, as_json)
+        return _write_file(line, dry_run, force, as_json)
     from nanoscale.view.run import launch_text as text
 
     variants = expand(line.overrides or [])
@@ -187,9 +187,7 @@ def submit(
 ORCHESTRATORS = {"launcher=kubernetes", "launcher=skypilot"}
 
 
-def _write_file(
-    line: CommandLine, refusals: Refusals, dry_run: bool, force: bool, as_json: bool
-) -> int:
+def _write_file(line: CommandLine, dry_run: bool, force: bool, as_json: bool) -> int:
     """Print the file of a job for Kubernetes or SkyPilot."""
     from nanoscale.config.values.yaml_file import to_yaml
     from nanoscale.launch.lifecycle.prepare import name_run
@@ -201,6 +199,7 @@ def _write_file(
         how = "pass it on with `kubectl apply -f FILE`, or `sky launch FILE`"
         raise UserError("usage", f"{what}; {how}")
     request = request_job(on_described_nodes(line), starts=False, hosts=requested_nodes)
+    refusals = Refusals(postponed=True)
     named = name_run(request.composed, request.config, repeats=False)
     request = planned(replace(request, config=named), refusals, force=force)
     document = render(request)
@@ -234,7 +233,6 @@ def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
 
 def _refuse_other_launchers(composed: Composed) -> None:
     """Refuse another launcher that was chosen explicitly, instead of ignoring it silently."""
-    from nanoscale.common.errors import Violation
     from nanoscale.config.violations import refuse
 
     before = composed.history["launcher.name"][:-1]

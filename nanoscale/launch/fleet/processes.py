@@ -40,9 +40,8 @@ class Process:
         )
         pipes = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
         self.stdin, self.stdout, self.stderr = (cast("BinaryIO", pipe) for pipe in pipes)
-        with suppress(
-            OSError, AttributeError
-        ):  # the ranks' output comes this way; some systems do not support it
+        # The ranks' output comes this way; some systems do not support it.
+        with suppress(OSError, AttributeError):
             fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property

@@ -92,9 +92,8 @@ def read_filter(text: str, hosts: Sequence[Host], file: str) -> tuple[ChosenSlot
         if not entry:
             problems.append("has an `@` with nothing beside it")
         elif match is None:
-            problems.append(
-                f"holds {entry!r}: write an IPv6 address in brackets here, as in [fe80::1]:0,2"
-            )
+            remedy = "write an IPv6 address in brackets here, as in [fe80::1]:0,2"
+            problems.append(f"holds {entry!r}: {remedy}")
         elif name in users and host is None:
             problems.append(f"names the user {name}; write hosts without users here")
         elif host is None:

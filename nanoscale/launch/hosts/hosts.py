@@ -94,14 +94,11 @@ def _line_problem(fields: Sequence[str]) -> tuple[str, str] | None:
     problem = machines.problem(name)
     if problem:
         host_only = _PORT.sub("", name)
-        return (
-            f"{name!r} {problem}",
-            f"{'HOST' if machines.problem(host_only) else host_only} {proposed}",
-        )
+        legal = "HOST" if machines.problem(host_only) else host_only
+        return f"{name!r} {problem}", f"{legal} {proposed}"
     if slots is None:
-        wrong = (
-            f"has {' '.join(options)!r} after {name}" if options else f"gives no slots for {name}"
-        )
+        present = " ".join(options)
+        wrong = f"has {present!r} after {name}" if options else f"gives no slots for {name}"
         return f"{wrong}; a line is `HOST slots=N`", f"{name} {proposed}"
     if not 1 <= count <= MOST_SLOTS:
         return f"gives {name} {count} slots; there are 1 to {MOST_SLOTS} on a host", f"# {name}"
@@ -171,9 +168,8 @@ def _limit_hosts(
     too_few = [host for host in hosts if host.slots < devices]
     if too_few:
         names = [f"{host.name} ({host.source})" for host in too_few[:_HOSTS_NAMED]]
-        others = (
-            f" and of {len(too_few) - _HOSTS_NAMED} more" if len(too_few) > _HOSTS_NAMED else ""
-        )
+        more = len(too_few) - _HOSTS_NAMED
+        others = f" and of {more} more" if more > 0 else ""
         message = f"is more than the slots of {', '.join(names)}{others}"
         option = f"--num-gpus {min(host.slots for host in too_few)}"
         violations.append(_key_violation(composed, "launcher.devices", message, option))

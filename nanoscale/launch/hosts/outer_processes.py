@@ -116,14 +116,9 @@ def names(process: OuterProcess, env: Mapping[str, str] = os.environ) -> list[st
     return [f"host{number}" for number in range(process.hosts)]
 
 
-def master_address(first: Host, env: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the first host for the others."""
-    return env.get("MASTER_ADDR") or first.address
-
-
-def session_file(config: Config, env: Mapping[str, str] = os.environ) -> Path:
+def session_file(config: Config) -> Path:
     """Return the file at which the processes of this start meet."""
-    same = "|".join([str(config.run.name), *(env.get(name, "") for name in _SESSION)])
+    same = "|".join([str(config.run.name), *(os.environ.get(name, "") for name in _SESSION)])
     digest = hashlib.sha256(same.encode()).hexdigest()[:16]
     return Path(config.run.root).absolute() / f".nanoscale-env-{digest}"
 

@@ -182,10 +182,8 @@ def _run_figures(run: RunDirectory) -> Document:
     ones."""
     steady_steps, config = steady(run), load(run.config)
     if steady_steps.seconds is None:
-        raise UserError(
-            "run",
-            f"--compare {run.reference}: it has logged no steps after the first {WARM_UP}",
-        )
+        message = f"it has logged no steps after the first {WARM_UP}"
+        raise UserError("run", f"--compare {run.reference}: {message}")
     speed = config.tokens_per_step / steady_steps.seconds
     last = metrics.last(run) or {}
     mfu, speed_then = last.get("mfu"), last.get("tokens_per_s")
@@ -202,12 +200,8 @@ def _run_figures(run: RunDirectory) -> Document:
 
 def compare_figures(document: Document, other: Document) -> Document:
     """Return the other's figures, and the ratio of this one's to them, by name."""
-    pairs = {name: (document[name], other[name]) for name in COMPARED}
-    ratios = {
-        name: value / other_value
-        for name, (value, other_value) in pairs.items()
-        if value and other_value
-    }
+    known = [name for name in COMPARED if document[name] and other[name]]
+    ratios = {name: document[name] / other[name] for name in known}
     return {**other, "ratios": ratios}
 
 

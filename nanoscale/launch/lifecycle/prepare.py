@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -139,24 +139,21 @@ def _frozen(request: Request, run: Path) -> tuple[ResolvedConfig, str]:
     return config, dump(config, request.composed.requested)
 
 
-def _copy_hooks(run: RunDirectory, request: Request) -> None:
-    """Copy the file of hooks into the run directory.
+def write_configuration(run: RunDirectory, request: Request, home: Path | None = None) -> None:
+    """Freeze the configuration of the ranks, the source of each value, and the file of hooks.
+
+    Args:
+        home: the run's later place.
 
     Raises:
-        UserError: it has changed since it was checked.
+        UserError: the file of hooks has changed since it was checked.
     """
     hooks = request.config.hooks
-    if hooks.path is None:
-        return
-    found = read(Path(hooks.path))
-    if found.sha256 != hooks.sha256:
-        raise UserError("hooks", f"{hooks.path} has changed while the launch was prepared")
-    write_atomically(run.path / file_name(found.sha256), found.text.decode())
-
-
-def write_configuration(run: RunDirectory, request: Request, home: Path | None = None) -> None:
-    """Freeze the configuration of the ranks, and the source of each value; `home` is the run's later place."""
-    _copy_hooks(run, request)
+    if hooks.path is not None:
+        found = read(Path(hooks.path))
+        if found.sha256 != hooks.sha256:
+            raise UserError("hooks", f"{hooks.path} has changed while the launch was prepared")
+        write_atomically(run.path / file_name(found.sha256), found.text.decode())
     config, text = _frozen(request, home or run.path)
     write_atomically(run.config, text)
     write_json(run.provenance, provenance(request.composed))
@@ -200,10 +197,14 @@ def environment(devices: Devices) -> dict[str, Any]:
     """Return the content of environment.json: the devices and the versions of the run's start."""
     import psutil
 
+    packages = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "nanoscale": nanoscale.__version__,
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": packages,
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cores": cores(),
@@ -213,13 +214,6 @@ def environment(devices: Devices) -> dict[str, Any]:
         "executable": sys.executable,
         "time": time.time(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _provenance_entry(key: str, setting: Any) -> dict[str, Any]:

@@ -41,16 +41,12 @@ class Replay:
     def settings(self) -> dict[str, Any]:
         """Return the keys that differ from the run's: they change outputs and the end, and no number."""
         config = load(self.config)
-        saved = [
-            step for step in self.run.checkpoint_steps() if self.start_step < step <= self.last
-        ]
-        by_step = [
-            step
-            for step in saved
-            if config.checkpoint.every and step % config.checkpoint.every == 0
-        ]
-        every = config.checkpoint.every if by_step else (saved or [0])[0]
-        return {
+        steps, every = self.run.checkpoint_steps(), config.checkpoint.every
+        saved = [step for step in steps if self.start_step < step <= self.last]
+        if not every or all(step % every for step in saved):  # none was saved by its number
+            every = (saved or [0])[0]
+        source = {"run.from_run": None, "run.from_step": None, "run.from_optimizer": False}
+        return (source if self.start else {}) | {
             "run.root": str(self.run.path.parent),
             "run.name": free_name(self.run.path.parent, f"{self.run.name}-replay"),
             "train.log_every": 1,
@@ -67,11 +63,6 @@ class Replay:
             "checkpoint.at_end": self.last in saved,
             "logger.wandb": "off",
             "logger.mlflow": "off",
-            **(
-                {"run.from_run": None, "run.from_step": None, "run.from_optimizer": False}
-                if self.start
-                else {}
-            ),
         }
 
     def link(self, replayed: RunDirectory) -> None:

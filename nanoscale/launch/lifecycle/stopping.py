@@ -92,9 +92,8 @@ def _require_own(run: RunDirectory, job: Job) -> None:
 def _note(run: RunDirectory) -> None:
     """Record that the next signal is the user's: the run is then stopped, not preempted."""
     with suppress(OSError):
-        events.append(
-            run, events.STOP, f"`nanoscale runs stop` was typed on {socket.gethostname()}"
-        )
+        message = f"`nanoscale runs stop` was typed on {socket.gethostname()}"
+        events.append(run, events.STOP, message)
 
 
 @contextmanager

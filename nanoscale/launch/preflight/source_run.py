@@ -80,16 +80,13 @@ def _misfits(
     if not config.run.from_optimizer:
         return
     ours, before = config.optimizer, theirs.optimizer
-    for name, is_other in (
-        ("optimizer.name", ours.name != before.name),
-        ("optimizer.ema_decay", keeps_average(ours) != keeps_average(before)),
-    ):
+    has_other_average = keeps_average(ours) != keeps_average(before)
+    for leaf, is_other in ("name", ours.name != before.name), ("ema_decay", has_other_average):
         if is_other:
-            mine, other = (getattr(it, name.partition(".")[2]) for it in (ours, before))
+            key, local, other = f"optimizer.{leaf}", getattr(ours, leaf), getattr(before, leaf)
             message = f"has no moments in {source.name}, which was trained with {other}"
-            yield Violation(
-                name, mine, "", message, (override(name, other), "run.from_optimizer=false")
-            )
+            advice = (override(key, other), "run.from_optimizer=false")
+            yield Violation(key, local, "", message, advice)
 
 
 def _other_shapes(

@@ -47,17 +47,14 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     key = "launcher.name"
     if node_list is None:
         message = "starts ranks within a SLURM job, and this shell is not in one"
-        remedy = (
-            "put `salloc --nodes=2` before the command; to queue a training, type `nanoscale "
-            "submit` instead of `nanoscale train`"
-        )
+        remedy = "put `salloc --nodes=2` before the command; to queue a training, type "
+        remedy += "`nanoscale submit` instead of `nanoscale train`"
         refuse([Violation(key, "slurm", composed.source(key), message, remedy=remedy)])
     try:
         names = host_names(node_list)
     except SlurmError as error:
-        raise UserError(
-            "slurm", f"SLURM cannot expand the list of nodes {node_list}: {error}"
-        ) from error
+        message = f"SLURM cannot expand the list of nodes {node_list}: {error}"
+        raise UserError("slurm", message) from error
     least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
         key = "launcher.nodes"
@@ -78,12 +75,8 @@ def require_one_launcher() -> None:
     env = os.environ
     if _in_step(env) and not (env.get("SLURM_PTY_PORT") and env.get("SLURM_PROCID") == "0"):
         # With `srun --pty bash` only the shell of the first task is interactive.
-        _refuse_copies(
-            env,
-            "srun",
-            "SLURM_STEP_NUM_TASKS",
-            " and with launcher=slurm, in a job of salloc or sbatch",
-        )
+        condition = " and with launcher=slurm, in a job of salloc or sbatch"
+        _refuse_copies(env, "srun", "SLURM_STEP_NUM_TASKS", condition)
     if "TORCHELASTIC_RUN_ID" in env:
         _refuse_copies(env, "torchrun", "WORLD_SIZE")
     if "OMPI_COMM_WORLD_RANK" in env:

@@ -56,10 +56,6 @@ class Job:
         return self.state is not None and not self.state.ended
 
     @property
-    def has_ended(self) -> bool:
-        return self.state is not None and self.state.ended
-
-    @property
     def end(self) -> str:
         """Its end, in words."""
         if self.state is None:
@@ -160,12 +156,10 @@ def _may_be_in_slurm(run: RunDirectory, one: Submission) -> bool:
 
 
 def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
-    states: dict[str, JobState] = {}
-    problem = ""
     try:
-        states = job_states(handed)
+        states, problem = job_states(handed), ""
     except SlurmError as error:
-        problem = str(error)
+        states, problem = {}, str(error)
     return {str(one): Job(one, states.get(str(one)), problem) for one in handed}
 
 
@@ -176,7 +170,7 @@ def in_words(state: str, in_progress: bool, job: Job | None) -> str:
     if in_progress:
         return state
     if state in ("starting", "running"):
-        if job is not None and job.has_ended:
+        if job is not None and job.state is not None and job.state.ended:
             return f"{state}, then {job.end} ({job})"
         return f"{state}, then lost"
     if state == "prepared" and job is not None and not job.problem:

@@ -140,21 +140,13 @@ def batch_job(requests: Sequence[Request], at_once: int | None) -> BatchJob:
 
 
 def _refuse_unlike(one: Request, other: Request) -> None:
-    unlike = differences(one.config, other.config)
-    message = "differs between the runs ({}), and one script asks SLURM for what they all need"
-    refuse(
-        [
-            Violation(
-                key,
-                None,
-                other.composed.source(key),
-                message.format(" and ".join(map(shown, values))),
-                (override(key, values[1]),),
-            )
-            for key, values in unlike.items()
-            if key.startswith(_ALIKE)
-        ]
-    )
+    violations = []
+    for key, values in differences(one.config, other.config).items():
+        if key.startswith(_ALIKE):
+            them, source = " and ".join(map(shown, values)), other.composed.source(key)
+            rule = f"differs between the runs ({them}), and one script asks SLURM for what they all need"
+            violations.append(Violation(key, None, source, rule, (override(key, values[1]),)))
+    refuse(violations)
 
 
 def refused(error: SlurmError, composed: Composed | None = None) -> UserError:

@@ -24,7 +24,6 @@ from nanoscale.config.values.forms import elastic
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.hosts.hosts import read_hostfile
 from nanoscale.launch.hosts.outer_processes import (
-    master_address,
     names,
     outer_hosts,
     session_file,
@@ -279,7 +278,7 @@ class Env(Transport):
         return [own if host.name == first else () for host in hosts]
 
     def address_of(self, host: Host) -> str:
-        return master_address(host)
+        return os.environ.get("MASTER_ADDR") or host.address
 
 
 class Elsewhere(Env):
