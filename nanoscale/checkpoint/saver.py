@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.staging import Staging, State
+from nanoscale.checkpoint.uploader import Uploader
 from nanoscale.config.schema import Checkpoint
 
 T = TypeVar("T")
@@ -49,6 +50,14 @@ class Saver:
         self._writing: Future[Saved] | None = None
         self._stall_s = 0.0
         self._undeleted: dict[int, str] = {}
+        self._uploader = (
+            Uploader(workspace, settings.upload) if settings.upload and rank == 0 else None
+        )
+
+    def close(self, outcome: str) -> None:
+        """Wait for the uploads at the end of a training that is "completed", "stopped" or "failed"."""
+        if self._uploader is not None:
+            self._uploader.close(outcome)
 
     @property
     def failed(self) -> bool:
@@ -120,6 +129,9 @@ class Saver:
     def _prune(self, kept: list[int]) -> dict[int, str]:
         """Delete old checkpoints, except those of the steps in `kept`; return new failures to delete one."""
         settings = self._settings
+        if self._uploader is not None:
+            self._uploader.wake()
+            kept = [*kept, *filter(None, [self._uploader.current])]
         pruned = store.prune(self._workspace, settings.keep_last, settings.keep_every, kept)
         failed = pruned.failed
         new = {step: reason for step, reason in failed.items() if step not in self._undeleted}

@@ -18,7 +18,7 @@ import nanoscale
 from nanoscale.common.devices import driver
 
 _PACKAGES = ("torch", "deepspeed")
-_OPTIONAL = ("mlflow", "tensorboard", "torchao", "transformers", "triton", "wandb")
+_OPTIONAL = ("gcsfs", "mlflow", "s3fs", "tensorboard", "torchao", "transformers", "triton", "wandb")
 """Packages that only some configurations need."""
 
 

@@ -685,6 +685,11 @@ class Checkpoint:
         "copy the state to host memory and write it while the training continues; after a crash "
         "during the write, the previous checkpoint remains",
     )
+    upload: str | None = key(
+        None,
+        "address below which checkpoints are uploaded during the training: s3://bucket/prefix, "
+        "gs://bucket/prefix or file:///folder; resume fetches the newest one if the disk has none",
+    )
     at_end: bool = key(True, "save when the training completes")
     at_stop: bool = key(True, "save when asked to stop (Ctrl-C, SIGTERM)")
 

@@ -285,10 +285,12 @@ class Training:
         return "stopped"
 
     def close_sinks(self, outcome: str) -> None:
-        """Close the outputs of metrics; a failure to do so hides no failure of the training."""
+        """Close the outputs of metrics, wait for uploads; an error here hides no failure of the training."""
         for sink in self.sinks:
             with suppress(Exception) if outcome == "failed" else nullcontext():
                 sink.close(outcome)
+        with suppress(Exception) if outcome == "failed" else nullcontext():
+            self.saver.close(outcome)
 
     def save(self, write: Write, by_time: bool = False) -> None:
         """Write a checkpoint of this step, unless there is one; old ones are deleted.

@@ -25,6 +25,7 @@ TYPED_BACK = {
     "checkpoint/configuration.py": "checkpoint/test_configuration.py",
     "checkpoint/hf/adapters.py": "cli/test_advice_on_adapters.py",
     "checkpoint/store.py": "cli/test_advice_on_files.py",
+    "common/object_storage.py": "cli/test_object_storage.py",
     "cli/common/rehearsal.py": "rehearse/test_command.py",
     "cli/common/texts.py": "cli/test_tokens_of_model.py",
     "view/run/run_table.py": "cli/test_ls.py",

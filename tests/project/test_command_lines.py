@@ -59,6 +59,13 @@ EXCUSED = {
         ),
         "measures with real ranks: tests/cli/test_bench.py",
     ),
+    **dict.fromkeys(
+        (
+            "nanoscale train recipe=tiny run.name=first checkpoint.every=100 checkpoint.upload=s3://my-bucket/models",
+            "nanoscale train recipe=tiny data.path=s3://my-bucket/texts.jsonl --dry-run",
+        ),
+        "needs a bucket: tests/cli/test_object_storage.py has one",
+    ),
     "nanoscale train launcher=slurm": "needs an allocation: tests/cluster/test_slurm.py",
     "nanoscale doctor --hostfile hosts": "needs hosts with sshd: tests/cluster/test_doctor.py runs it on some",
     "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "

@@ -57,20 +57,24 @@ class CommandLine:
     """True in the first of the processes that another program has started for launcher=env."""
 
     def compose(self) -> Composed:
-        """Compose the configuration; text files that data.path names are replaced by their tokens.
+        """Compose the configuration; addresses of data are replaced by the paths of the fetched files, and text
+        files that data.path names by their tokens.
 
         Raises:
             UserError: with every mistake in overrides and files.
         """
+        from nanoscale.cli.common.fetched import fetched_data
         from nanoscale.cli.common.texts import tokens_of_texts
 
         words = tuple(self.overrides or ())
         composed = self._compose(words, self.options)
-        tokens = {} if self.config_file else tokens_of_texts(composed)
-        if not tokens:
-            return composed
-        others = [word for word in words if word.partition("=")[0] not in tokens]
-        return replace(self._compose(others, {**self.options, **tokens}), words=words)
+        local: dict[str, Setting] = {}
+        for replace_paths in (fetched_data, *(() if self.config_file else (tokens_of_texts,))):
+            if replaced := replace_paths(composed):
+                local |= replaced
+                others = [word for word in words if word.partition("=")[0] not in local]
+                composed = self._compose(others, {**self.options, **local})
+        return replace(composed, words=words)
 
     def _compose(self, words: Sequence[str], options: Mapping[str, Setting]) -> Composed:
         from nanoscale.config.composing.compose import compose
@@ -230,6 +234,7 @@ def request_new_run(
         continues: True if the run may exist.
         verify: a check before those of the rules.
     """
+    from nanoscale.launch.lifecycle.continuation import check_uploaded
     from nanoscale.launch.lifecycle.prepare import check_new_run, name_run
     from nanoscale.launch.preflight.by_library import with_weights
 
@@ -249,6 +254,8 @@ def request_new_run(
     with refusals.gather():
         if not (continues and (Path(named.run.root) / str(named.run.name)).is_dir()):
             check_new_run(named)
+            if saves:
+                check_uploaded(composed, named)
     weighed = replace(checked, config=with_weights(composed, named, fetch=fetch))
     request_with_plan = planned(weighed, refusals, force=force, rehearse=rehearse)
     if saves:

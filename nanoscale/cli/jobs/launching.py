@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from nanoscale.checkpoint.configuration import newest, record_origin
 from nanoscale.cli.common.output import answer, exit_code_of_signal, print_json, show_report
 from nanoscale.cli.common.request import Refusals
 from nanoscale.common import display
@@ -15,6 +16,7 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.lifecycle.command import local_host, plan_launch
+from nanoscale.launch.lifecycle.continuation import fetch_missing
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
 from nanoscale.launch.request import Request
@@ -66,6 +68,8 @@ def attempt(
         UserError: a rank found an error in the request.
         TakenOverError: another launcher holds the run now.
     """
+    if fetch_missing(lock.run, request.config.checkpoint.upload) and (stored := newest(lock.run)):
+        record_origin(lock.run, stored)
     outcome = follow(lock, request, number, fleet, signals, sys.stderr if as_json else sys.stdout)
     if as_json:
         with display.survive_lost_stream(sys.stdout):

@@ -26,6 +26,7 @@ from nanoscale.launch.hosts.outer_processes import (
 )
 from nanoscale.launch.lifecycle.continuation import (
     completion,
+    fetch_missing,
     is_complete,
     require_same_run,
     starting_point,
@@ -105,6 +106,7 @@ def _continued(run: RunDirectory, request: Request, line: CommandLine) -> tuple[
         display.note(f"{key}: {shown(was)} → {shown(now)}")
     complete = is_complete(run, previous, request.config)
     if not complete:
+        fetch_missing(run, request.config.checkpoint.upload)
         for sentence in starting_point(run):
             display.note(sentence)
     return request, complete

@@ -73,7 +73,13 @@ def resume(
     from nanoscale.config.violations import shown
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.launch.lifecycle.continuation import completion, is_complete, starting_point
+    from nanoscale.launch.lifecycle.continuation import (
+        completion,
+        fetch_missing,
+        is_complete,
+        starting_point,
+        upload_missing,
+    )
     from nanoscale.launch.lifecycle.prepare import replace_configuration
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
@@ -90,10 +96,12 @@ def resume(
                 refuse_if_held(directory)
         else:
             lock, signals = held.enter_context(RunLock(directory)), held.enter_context(Signals())
-        request = _request(directory, line)
         previous = load(directory.config)
+        fetched = fetch_missing(directory, previous.checkpoint.upload, dry_run=dry_run)
+        request = _request(directory, line)
         complete = is_complete(directory, previous, request.config)
         if complete and not dry_run:
+            upload_missing(directory, request.config.checkpoint.upload)
             (display.note if as_json else display.show)(completion(directory, request.config))
             if as_json:
                 print_json(document(directory, Outcome("completed", DONE)))
@@ -106,7 +114,7 @@ def resume(
         request = planned(request, refusals, force=force or complete or not changes)
         if complete:
             display.note(completion(directory, request.config))
-        else:
+        elif not (fetched and dry_run):
             with refusals.gather():
                 for sentence in starting_point(directory):
                     display.note(sentence)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanoscale.common.object_storage import problem
 from nanoscale.common.units import counted
 from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.reference import declared
@@ -323,6 +324,9 @@ SAVING = of_kind("config",
         lambda config: [
             override("logger.mlflow_uri", _CREDENTIALS.sub("", config.logger.mlflow_uri or ""))
         ]),
+    Rule("checkpoint.upload", ("checkpoint.upload",),
+        lambda config: problem(config.checkpoint.upload) is None,
+        lambda config: str(problem(config.checkpoint.upload)), ("checkpoint.upload=null",)),
     _needs_evaluations("checkpoint.keep_best"),
     _needs_evaluations("train.stop_when.patience"),
     _needs_evaluations("train.stop_when.eval_loss"),

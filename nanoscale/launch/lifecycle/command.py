@@ -207,6 +207,7 @@ def _is_inherited(config: Config, name: str) -> bool:
     patterns = [*config.launcher.pass_env]
     patterns += ["WANDB_*"] if config.logger.wandb != "off" else []  # the trackers' keys included
     patterns += ["MLFLOW_*"] if config.logger.mlflow == "on" else []
+    patterns += ["AWS_*", "GOOGLE_APPLICATION_CREDENTIALS"] if config.checkpoint.upload else []
     prefixes = tuple(entry[:-1] for entry in patterns if entry.endswith("*"))
     return name in patterns or name.startswith(_INHERITED + prefixes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,9 +16,19 @@ from nanoscale.checkpoint.configuration import (
     unexplained,
     values,
 )
-from nanoscale.checkpoint.store import find_damage, list_checkpoints, list_set_aside, undo
+from nanoscale.checkpoint.remote import RemoteCheckpoints
+from nanoscale.checkpoint.store import (
+    DamagedCheckpointError,
+    StoredCheckpoint,
+    find_damage,
+    list_checkpoints,
+    list_set_aside,
+    undo,
+)
+from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import counted
+from nanoscale.common.object_storage import explained
+from nanoscale.common.units import counted, listed
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import mapping_around
 from nanoscale.config.resolved import ResolvedConfig, differences
@@ -33,6 +44,9 @@ IDENTITY = (
     "run.from_", "optimizer.ema_decay", "train.objective", "train.mask_",
 )  # fmt: skip
 """Keys that a checkpoint's tensors, or its number of consumed samples, depend on."""
+_PATHS = ("data.path", "data.valid_path", "data.mixture", "data.tokenizer", "model.init_from")
+"""Keys that may differ on another machine; ranks compare the tokens and the tensors."""
+_UPLOAD = "checkpoint.upload"
 
 
 def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[str]) -> None:
@@ -124,10 +138,7 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
         for it in list_set_aside(run.checkpoints)
     ]
     for stored in reversed(list_checkpoints(run.checkpoints)):
-        try:
-            damage = find_damage(stored.path, sums=False)
-        except OSError:  # it may be intact, and readable on the ranks' hosts
-            damage = []
+        damage = _damage(stored)
         if not damage:
             name = stored.path.name
             yield f"resuming from {name}; its checksums are verified when it is loaded"
@@ -142,6 +153,71 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
             f"again from step 1, in another run: nanoscale train --config {shlex.quote(str(run.config))}",
         )
     yield "there is no checkpoint yet: starting from the beginning"
+
+
+def _damage(stored: StoredCheckpoint) -> list[str]:
+    try:
+        return find_damage(stored.path, sums=False)
+    except OSError:  # it may be intact, and readable on the ranks' hosts
+        return []
+
+
+def check_uploaded(composed: Composed, config: ResolvedConfig) -> None:
+    """Check the storage of a new run's uploads; checkpoints that it has by this name are to be continued.
+
+    Raises:
+        UserError: the storage cannot be used, or holds checkpoints of another run.
+    """
+    address, name = config.checkpoint.upload, str(config.run.name)
+    if address is None:
+        return
+    with explained(_UPLOAD, address, "checkpoint"):
+        remote = RemoteCheckpoints(address, name)
+        steps = remote.steps()
+        recorded = remote.manifest(steps[-1]).get(IN_MANIFEST, {}) if steps else {}
+    different = [
+        key
+        for key, value in values(config).items()
+        if key.startswith(IDENTITY) and key not in _PATHS and recorded.get(key, value) != value
+    ]
+    if different:
+        message = f"is the name of another run in {address}: {listed(different)} differ"
+        advice = (override("run.name", f"{name}-2"),)
+        violation = Violation("run.name", name, composed.source("run.name"), message, advice)
+        raise UserError("run", f"run.name={name} {message}", [violation])
+    if steps:
+        display.note(f"the run continues after step {steps[-1]}, which was uploaded to {address}")
+
+
+def fetch_missing(run: RunDirectory, address: str | None, *, dry_run: bool = False) -> bool:
+    """Fetch the newest complete checkpoint of `checkpoint.upload` if the newest on disk is missing or damaged.
+
+    Return True if one was fetched, or would be in a run that is not dry.
+    """
+    local = list_checkpoints(run.checkpoints)
+    if address is None or (local and not _damage(local[-1])):
+        return False
+    last = local[-1].step if local else math.inf
+    intact = max((stored.step for stored in local if not _damage(stored)), default=-1)
+    with explained(_UPLOAD, address, "checkpoint"):
+        remote = RemoteCheckpoints(address, run.name)
+        for step in reversed([step for step in remote.steps() if intact < step <= last]):
+            display.note(f"fetching the checkpoint of step {step} from {address}")
+            try:
+                if not dry_run:
+                    remote.fetch(step, run.checkpoints)
+                return True
+            except DamagedCheckpointError as error:
+                display.note(f"the checkpoint of step {step} in {address} is damaged ({error})")
+    return False
+
+
+def upload_missing(run: RunDirectory, address: str | None) -> None:
+    """Upload the checkpoints of a run that does not run."""
+    for stored in list_checkpoints(run.checkpoints) if address else ():
+        with explained(_UPLOAD, str(address), "checkpoint"):
+            if RemoteCheckpoints(str(address), run.name).upload(stored.path):
+                display.note(f"{stored.path.name} uploaded to {address}")
 
 
 def _last_saved(run: RunDirectory) -> dict[str, Any] | None:

@@ -60,6 +60,7 @@ class Replay:
             "checkpoint.keep_last": None,
             "checkpoint.keep_every": None,
             "checkpoint.keep_best": 0,
+            "checkpoint.upload": None,
             "checkpoint.at_end": self.last in saved,
             "logger.wandb": "off",
             "logger.mlflow": "off",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.object_storage import PACKAGES
 from nanoscale.common.units import GIB, byte_size, counted, listed, share
 from nanoscale.common.versions import versions
 from nanoscale.config.optimizers import rule_of
@@ -238,6 +239,9 @@ def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
         needed.append(("wandb", "wandb", setting, "logger.wandb=off"))
     if config.logger.mlflow == "on" and member.name == hosts.first:
         needed.append(("mlflow", "MLflow", "logger.mlflow=on", "logger.mlflow=off"))
+    storage = PACKAGES.get((config.checkpoint.upload or "").partition(":")[0], "fsspec")
+    if storage != "fsspec" and member.name == hosts.first:  # torch brings fsspec
+        needed.append((storage, storage, "checkpoint.upload", "checkpoint.upload=null"))
     if package := rule_of(config.optimizer).package:
         setting = f"optimizer.name={config.optimizer.name}"
         needed.append((package, package, setting, "optimizer=adamw"))

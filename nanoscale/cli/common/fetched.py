@@ -1,0 +1,78 @@
+"""Data in object storage: files that data.path and others name are fetched once into the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common import display
+from nanoscale.common.cache_folder import cache_path
+from nanoscale.common.object_storage import explained, is_address, open_storage, retried
+from nanoscale.common.units import byte_size
+from nanoscale.config.token_files import MANIFEST, TOKENS, VALID
+from nanoscale.config.values.provenance import Setting
+
+if TYPE_CHECKING:
+    from nanoscale.config.values.provenance import Composed
+
+
+def fetched_data(composed: Composed) -> dict[str, Setting]:
+    """Fetch the data that has an address; return the keys of their local paths. Raises UserError."""
+    data = composed.config.data
+    named = {"path": data.path, "valid_path": data.valid_path}
+    for source, entry in data.mixture.items():
+        for name in ("path", "valid_path") if isinstance(entry, dict) else ():
+            named[f"mixture.{source}.{name}"] = entry.get(name)
+    settings = {}
+    for name, address in named.items():
+        if isinstance(address, str) and is_address(address):
+            with explained(f"data.{name}", address, "data"):
+                local = _fetch(address, cache_path(data.cache_dir) / "fetched")
+            settings[f"data.{name}"] = Setting(str(local), f"fetched from {address}")
+    return settings
+
+
+def _fetch(address: str, cache: Path) -> Path:
+    """Return the local path of an address: a folder, a file, or the prefix of several files."""
+    storage, path = open_storage(address)
+    parent, _, name = path.rpartition("/")
+    if name in (TOKENS, VALID) and retried(lambda: storage.exists(f"{parent}/{MANIFEST}")):
+        return _fetch(address.rstrip("/").rpartition("/")[0], cache) / name  # a prepared folder
+    objects = retried(lambda: storage.find(path, detail=True))
+    if not objects or path in objects:
+        objects = retried(lambda: storage.find(parent, detail=True, maxdepth=1))
+        objects = {key: it for key, it in objects.items() if f"{key}.".startswith(f"{path}.")}
+    if not objects:
+        raise FileNotFoundError("there is no such object")
+    versions = [(key, it["size"], _version(it)) for key, it in sorted(objects.items())]
+    digest = hashlib.sha256(repr((address, versions)).encode()).hexdigest()[:16]
+    folder, temporary = cache / digest, cache / f".{uuid.uuid4().hex}"
+    if not folder.is_dir():
+        display.note(f"fetching {byte_size(sum(size for _, size, _ in versions))} of {address}")
+        try:
+            for key, size, _ in versions:
+                _get(storage, key, size, temporary / key.removeprefix(f"{parent}/"))
+            with suppress(FileExistsError):  # another process was faster
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    display.note(f"{address} is read from {folder / name}")
+    return folder / name
+
+
+def _version(properties: dict[str, Any]) -> str:
+    known = (properties.get(name) for name in ("ETag", "etag", "mtime", "LastModified"))
+    return str(next((value for value in known if value is not None), ""))
+
+
+def _get(storage: Any, key: str, size: int, file: Path) -> None:
+    if ".." in file.parts:
+        raise ValueError(f"{key} would be written outside the cache folder")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    retried(lambda: storage.get_file(key, str(file)))
+    if file.stat().st_size != size:
+        raise OSError(f"{key} has {size} bytes, and {file.stat().st_size} were received")
