@@ -47,7 +47,8 @@ def flops_per_token(model: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward, by PaLM's convention: 6·N of the products + 12·L·h·s of
     attention.
 
-    h is the width of all heads together, which is `hidden` unless `head_dim` sets another width.
+    h is the width of all heads together, which is `hidden` unless `head_dim` sets another width; if values have
+    another width than keys, it is the mean of both.
     """
     return 6 * matmul_parameters(model) + 2 * _half_attention(model, seq_len)
 
@@ -77,7 +78,8 @@ def recomputed_factor(config: Config, plan: dict[str, Any] | None) -> float | No
 
 
 def _half_attention(model: Model, seq_len: int) -> int:
-    return 6 * model.layers * model.q_width * seq_len
+    width = model.heads * (model.head_width + model.value_width) // 2
+    return 6 * model.layers * width * seq_len
 
 
 # --- adapters -------------------------------------------------------------------------------------

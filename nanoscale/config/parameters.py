@@ -64,11 +64,14 @@ def block(model: Model) -> dict[str, Parameter]:
     table: dict[str, Parameter] = {}
     for kind in kinds[model.norm_position]:
         table |= _norm(f"attention_{kind}", model) | _norm(f"mlp_{kind}", model)
-    qkv_bias = model.bias or model.qkv_bias
-    table |= _linear("attention.wq", q, hidden, 0, qkv_bias)
-    table |= _linear("attention.wk", kv, hidden, 0, qkv_bias)
-    table |= _linear("attention.wv", kv, hidden, 0, qkv_bias)
-    table |= _linear("attention.wo", hidden, q, 1, model.bias)
+    if model.kv_rank:
+        table |= _latent_attention(model, model.kv_rank)
+    else:
+        qkv_bias = model.bias or model.qkv_bias
+        table |= _linear("attention.wq", q, hidden, 0, qkv_bias)
+        table |= _linear("attention.wk", kv, hidden, 0, qkv_bias)
+        table |= _linear("attention.wv", kv, hidden, 0, qkv_bias)
+        table |= _linear("attention.wo", hidden, q, 1, model.bias)
     if experts:
         table["mlp.router.weight"] = Parameter((experts, hidden))
         table["mlp.experts.gate"] = Parameter((experts, ffn, hidden), 1)
@@ -89,6 +92,19 @@ def block(model: Model) -> dict[str, Parameter]:
         table["attention.q_norm.weight"] = Parameter((model.head_width,))
         table["attention.k_norm.weight"] = Parameter((model.head_width,))
     return table
+
+
+def _latent_attention(model: Model, rank: int) -> dict[str, Parameter]:
+    table: dict[str, Parameter] = {}
+    if model.q_rank is not None:
+        table["attention.wq_a.weight"] = Parameter((model.q_rank, model.hidden))
+        table["attention.q_norm.weight"] = Parameter((model.q_rank,))
+    table |= _linear("attention.wq", model.q_width, model.q_rank or model.hidden, 0, False)
+    table["attention.wkv_a.weight"] = Parameter((rank + model.rope_head_dim, model.hidden))
+    table["attention.kv_norm.weight"] = Parameter((rank,))
+    expanded = model.head_width - model.rope_head_dim + model.value_width
+    table |= _linear("attention.wkv_b", model.heads * expanded, rank, 0, False)
+    return table | _linear("attention.wo", model.hidden, model.heads * model.value_width, 1, False)
 
 
 def named(model: Model) -> dict[str, Parameter]:

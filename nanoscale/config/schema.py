@@ -127,6 +127,24 @@ class Model:
     heads: int = key(8, "query heads", at_least=1)
     kv_heads: int | None = key(None, "key and value heads; null: as many as heads", at_least=1)
     head_dim: int | None = key(None, "width of a head; null: hidden / heads", at_least=1)
+    kv_rank: int | None = key(
+        None,
+        "width of the latent that keys and values are computed from (MLA, as in DeepSeek-V3); null: no latent",
+        at_least=1,
+    )
+    q_rank: int | None = key(
+        None,
+        "kv_rank: width of the latent that queries are computed from; null: no latent",
+        at_least=1,
+    )
+    rope_head_dim: int = key(
+        64,
+        "kv_rank: numbers of a head that are rotated; all heads share those of the keys",
+        at_least=2,
+    )
+    v_head_dim: int | None = key(
+        None, "kv_rank: width of a head's values; null: head_dim", at_least=1
+    )
     ffn: int = key(
         128, "inner width of the feed-forward block; with experts, of each expert", at_least=1
     )
@@ -297,7 +315,7 @@ class Model:
     @property
     def rotated_width(self) -> int:
         """Numbers of a head that are rotated."""
-        return int(self.head_width * self.rope_fraction)
+        return self.rope_head_dim if self.kv_rank else int(self.head_width * self.rope_fraction)
 
     @property
     def is_gated(self) -> bool:
@@ -308,6 +326,11 @@ class Model:
     def head_width(self) -> int:
         """Width of a head, set or computed."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values, set or computed."""
+        return self.v_head_dim or self.head_width
 
     @property
     def kv_head_count(self) -> int:

@@ -17,6 +17,7 @@ from nanoscale.models.transformer import (
     Attention,
     Block,
     CausalAttention,
+    LatentAttention,
     Mask,
     Masks,
     Rotations,
@@ -102,7 +103,7 @@ class Cache:
                 tensor[indices.to(tensor.device)] for tensor in (core.keys, core.values)
             )
 
-    def _attentions(self) -> Iterator[Attention]:
+    def _attentions(self) -> Iterator[Attention | LatentAttention]:
         return (cast("Block", block).attention for block in self._model.layers.values())
 
     def _set_positions(self, new: int, device: torch.device) -> None:

@@ -194,6 +194,10 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return ones.tril().triu(1 - window)
 
 
+_LATENT_EPS = 1e-6
+"""Added to the variance of latents, as in DeepSeek-V3's code, whatever `norm_eps` is."""
+
+
 class Block(nn.Module):
     """A transformer block: attention, then the feed-forward block, each added to the stream.
 
@@ -206,7 +210,7 @@ class Block(nn.Module):
         self.has_window, self.rotates = shape.has_window(layer), shape.has_rotation(layer)
         self.residual_scale = shape.residual_scale
         self.attention_norm = make_norm(shape) if before else nn.Identity()
-        self.attention = Attention(shape)
+        self.attention = LatentAttention(shape) if shape.kv_rank else Attention(shape)
         self.attention_post_norm = make_norm(shape) if after else nn.Identity()
         self.mlp_norm = make_norm(shape) if before else nn.Identity()
         self.mlp = make_mlp(shape)
@@ -265,6 +269,53 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = (rotate(x, rotation, self.rope_pairs) for x in (q, k))
         out = self.core(scaled(q, self.query_scale), k, v, mask)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose queries, keys and values are computed from narrow latents, with one rotated part
+    of the keys for all heads (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
+
+    Values are padded to the width of keys, so that every kernel of attention accepts them.
+    """
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        assert shape.kv_rank is not None
+        self.head_dim, self.v_dim = shape.head_width, shape.value_width
+        self.widths = (shape.kv_rank, shape.rope_head_dim)
+        self.plain_dim = self.head_dim - shape.rope_head_dim
+        self.rope_pairs = shape.rope_pairs
+        self.query_scale = (shape.attention_scale or self.head_dim**-0.5) * self.head_dim**0.5
+        if shape.q_rank is not None:
+            self.wq_a = nn.Linear(shape.hidden, shape.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(shape.q_rank, eps=_LATENT_EPS)
+        self.wq = nn.Linear(shape.q_rank or shape.hidden, shape.q_width, bias=False)
+        self.wkv_a = nn.Linear(shape.hidden, sum(self.widths), bias=False)
+        self.kv_norm = nn.RMSNorm(shape.kv_rank, eps=_LATENT_EPS)
+        expanded = shape.heads * (self.plain_dim + self.v_dim)
+        self.wkv_b = nn.Linear(shape.kv_rank, expanded, bias=False)
+        self.core: nn.Module = CausalAttention(shape.attention_softcap)
+        self.wo = nn.Linear(shape.heads * self.v_dim, shape.hidden, bias=False)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
+        batch, seq, _ = hidden.shape
+        q = self.wq(self.q_norm(self.wq_a(hidden)) if hasattr(self, "wq_a") else hidden)
+        latent, k_turned = self.wkv_a(hidden).split(self.widths, dim=-1)
+        kv = self.wkv_b(self.kv_norm(latent))
+        q = q.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        kv = kv.view(batch, seq, -1, self.plain_dim + self.v_dim).transpose(1, 2)
+        q, q_turned = q.split((self.plain_dim, self.head_dim - self.plain_dim), dim=-1)
+        k, v = kv.split((self.plain_dim, self.v_dim), dim=-1)
+        k_turned = k_turned.unsqueeze(1)
+        if rotation is not None:
+            q_turned, k_turned = (
+                rotate(x, rotation, self.rope_pairs) for x in (q_turned, k_turned)
+            )
+        q = torch.cat((q, q_turned), dim=-1)
+        k = torch.cat((k, k_turned.expand(-1, k.shape[1], -1, -1)), dim=-1)
+        v = F.pad(v, (0, self.head_dim - self.v_dim))
+        out = self.core(scaled(q, self.query_scale), k, v, mask)[..., : self.v_dim]
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
 

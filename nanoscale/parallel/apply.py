@@ -11,7 +11,7 @@ from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import lora
 from nanoscale.models.moe import Router
-from nanoscale.models.transformer import Attention, Transformer
+from nanoscale.models.transformer import Attention, LatentAttention, Transformer
 from nanoscale.parallel import activation, compile, context, expert, fsdp, tensor
 from nanoscale.parallel.mesh import Layout
 
@@ -55,7 +55,7 @@ def _divide_sequence(
     model.sequence_length = lambda seq: seq * degree
     model.token_positions = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.core = context.make_core(method, group, config.model.attention_softcap)
         if isinstance(module, Router):
             module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)

@@ -33,10 +33,11 @@ from nanoscale.parallel.sequence_parallel import ResidualStream, mean_over_ranks
 
 _MLPS = ("mlp", "mlp.shared")
 _BY_COLUMN = (
-    *(f"attention.{name}" for name in ("wq", "wk", "wv")),
+    *(f"attention.{name}" for name in ("wq", "wk", "wv", "wkv_b")),
     *(f"{mlp}.{name}" for mlp in _MLPS for name in ("gate", "up")),
 )
 _BY_ROW = ("attention.wo", *(f"{mlp}.down" for mlp in _MLPS))
+_LATENTS = ("attention.wq_a", "attention.wkv_a")
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 
 
@@ -66,12 +67,14 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> 
             divide(module, block, mesh, {"weight": Shard(0), "bias": Shard(0)}, replicated_grad)
         if name in _BY_ROW:
             divide(module, block, mesh, {"weight": Shard(1), "bias": Replicate()}, rank0_only)
+        if name in _LATENTS:  # every rank has whole latents, and the gradient of its heads' share
+            divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
         if name in _NORMS:
             _replicate(module, block, mesh, stream)
         if isinstance(module, WholeNorm):
             module.mean_over_ranks = partial(mean_over_ranks, stream)
             divide(module, block, mesh, {"weight": Shard(0)}, replicated_grad)
-        elif isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # of a rank's heads
+        elif isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # for a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
         if name in ("attention", "mlp") and not isinstance(module, MixtureOfExperts):
             stream.wrap(module)

@@ -91,6 +91,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"dp": 2, "tp": 2, "stage": 2}),
     ("glm4_moe", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("glm4_moe", {"deepspeed": True, "dp": 2, "stage": 1}),
+    ("deepseek_v3", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("qwen3_moe", {"deepspeed": True, "dp": 2, "stage": 3}),
 ]
 

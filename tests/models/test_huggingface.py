@@ -315,8 +315,8 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
         (
-            QWEN3_MOE | {"model_type": "deepseek_v3", "n_shared_experts": 1},
-            "deepseek_v3 is not one of the families",
+            QWEN3_MOE | {"model_type": "gpt_oss"},
+            "gpt_oss is not one of the families",
         ),
     ],
 )

@@ -263,6 +263,8 @@ def test_the_counted_parameters_are_those_of_odd_shapes(
         replace(QWEN3, experts=4),
         replace(QWEN2, experts=4, shared_ffn=24, shared_gate=True),
         replace(QWEN2, experts=4, router="sigmoid", shared_ffn=24, dense_layers=1, dense_ffn=40),
+        replace(LLAMA, kv_rank=20, q_rank=12, head_dim=10, rope_head_dim=4, v_head_dim=8),
+        replace(LLAMA, kv_rank=20, head_dim=10, rope_head_dim=4),
     ],
     ids=[
         "llama",
@@ -274,6 +276,8 @@ def test_the_counted_parameters_are_those_of_odd_shapes(
         "qwen3-moe",
         "qwen2-moe",
         "glm4-moe",
+        "mla",
+        "mla without a latent of queries",
     ],
 )
 def test_the_table_of_parameters_is_the_models_own(shape: Model) -> None:

@@ -65,6 +65,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}
         | {"use_qk_norm": True, "attention_bias": True, "pad_token_id": 0},
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        COMMON
+        | {"num_key_value_heads": 8, "kv_lora_rank": 20, "q_lora_rank": 12, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 6, "v_head_dim": 8, "first_k_dense_replace": 1}
+        | {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4}
+        | {"topk_group": 2, "pad_token_id": 0}
+        | {"rope_scaling": FOURFOLD | {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}
+           | {"original_max_position_embeddings": 8}},
+    ),
+    "deepseek_v3, plain": (
+        "DeepseekV3",
+        COMMON
+        | {"num_key_value_heads": 8, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 6, "v_head_dim": 10, "first_k_dense_replace": 0, "rope_interleave": False}
+        | {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1}
+        | {"topk_group": 1, "pad_token_id": 0, "norm_topk_prob": False},
+    ),
     "llama, linear": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "linear"}}),
     "llama, dynamic": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "dynamic"}}),
     "qwen3, yarn": (

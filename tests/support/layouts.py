@@ -60,6 +60,10 @@ OLMO2 = replace(SHALLOW, norm_position="after", qk_norm=True, qk_norm_whole=True
 GLM4 = replace(
     SHALLOW, norm_position="both", qkv_bias=True, rope_fraction=0.5, rope_pairs="neighbors"
 )
+MLA = replace(
+    SHALLOW, kv_heads=8, kv_rank=20, q_rank=12, head_dim=10, rope_head_dim=4, v_head_dim=8,
+    rope_pairs="neighbors", attention_scale=0.4,
+)  # fmt: skip
 SMOLLM3 = replace(SHALLOW, rope_skip=2, residual_scale=0.6, logit_scale=1.7)
 """SmolLM3 with the factors of Granite."""
 
@@ -203,6 +207,11 @@ ROWS = [
     Row("OLMo-2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, OLMO2),
     Row("OLMo-2, tp 2 · cp 2 without sequence parallel",
         {"tp": 2, "cp": 2, "sequence_parallel": False, "activation_checkpointing": "selective"}, 0, 4, OLMO2),
+    Row("MLA, dp 2 · tp 2, stage 3, full",
+        {"dp": 2, "tp": 2, "activation_checkpointing": "full"}, 3, 2, MLA),
+    Row("MLA, tp 2 · cp 2 without sequence parallel",
+        {"tp": 2, "cp": 2, "sequence_parallel": False}, 0, 4, replace(MLA, q_rank=None)),
+    Row("MLA, pp 2 · ulysses cp 2", {"pp": 2, "cp": 2, "cp_method": "ulysses"}, 0, 4, MLA),
     Row("GLM-4, dp 2 · tp 2 · cp 2, stage 2", {"dp": 2, "tp": 2, "cp": 2}, 2, 2, GLM4),
     Row("SmolLM3, pp 2 · dp 2, stage 1", {"pp": 2, "dp": 2}, 1, 2, SMOLLM3),
     packed("Gemma, tp 2", 0, 4, GEMMA, tp=2),

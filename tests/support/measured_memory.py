@@ -54,6 +54,7 @@ GROUPED = replace(
     MIXTURE, experts=8, router="sigmoid", expert_groups=4, expert_groups_per_token=2, shared_ffn=176,
     dense_layers=1, dense_ffn=528,
 )  # fmt: skip
+MLA = replace(SHAPE, kv_heads=8, head_dim=24, kv_rank=64, q_rank=96, rope_head_dim=8, v_head_dim=16)
 SHARED = replace(MIXTURE, shared_ffn=352, shared_gate=True, normalize_experts=False)
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
 
@@ -196,6 +197,19 @@ ROWS = [
             (", full, bf16", recomputed("full"), "bf16"),
         )
     ),
+    *(
+        Row(f"MLA{name}", degrees, precision=precision, shape=MLA)
+        for name, degrees, precision in (
+            ("", {}, "fp32"),
+            (", bf16", {}, "bf16"),
+            (", tp 2", {"tp": 2}, "fp32"),
+            (", selective", recomputed("selective"), "fp32"),
+            (", full, bf16", recomputed("full"), "bf16"),
+            (", ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}, "fp32"),
+            (", cp 2", {"cp": 2}, "fp32"),
+        )
+    ),
+    Row("MLA, pp 2, zero-bubble", scheduled("zero-bubble"), micro_batch=2, shape=MLA),
     Row("grouped experts", shape=GROUPED),
     Row("grouped experts, dense", shape=replace(GROUPED, dense_layers=3)),
     Row("grouped experts, dp 2, stage 3", {"dp": 2}, 3, shape=GROUPED),

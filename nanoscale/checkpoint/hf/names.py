@@ -95,6 +95,8 @@ def hf_positions(
         return _block_positions(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
     block = _LLAMA | _OWN_NAMES.get(family, {}) | (_MERGED if merged else {})
+    if model.q_rank is not None:
+        block |= {"attention.wq": TensorPosition("self_attn.q_b_proj")}
     return _block_positions(model, "model.", "layers", root, block)
 
 
@@ -159,6 +161,13 @@ _GROUPED_EXPERTS = {
         for name in ("gate", "up", "down")
     },
 }
+_LATENTS = {
+    "attention.wq_a": TensorPosition("self_attn.q_a_proj"),
+    "attention.q_norm": TensorPosition("self_attn.q_a_layernorm"),
+    "attention.wkv_a": TensorPosition("self_attn.kv_a_proj_with_mqa"),
+    "attention.kv_norm": TensorPosition("self_attn.kv_a_layernorm"),
+    "attention.wkv_b": TensorPosition("self_attn.kv_b_proj"),
+}
 _QWEN2_MOE = {
     **_QWEN3_MOE,
     "mlp.shared_gate": TensorPosition("mlp.shared_expert_gate"),
@@ -188,6 +197,7 @@ _OWN_NAMES = {
     "qwen3_moe": _QWEN3_MOE,
     "qwen2_moe": _QWEN2_MOE,
     "glm4_moe": _GROUPED_EXPERTS,
+    "deepseek_v3": _GROUPED_EXPERTS | _LATENTS,
     "phi3": _GATE_UP | dict.fromkeys(_QKV, TensorPosition("self_attn.qkv_proj", joined=_QKV)),
     "glm": _GATE_UP,
     "glm4": _GATE_UP

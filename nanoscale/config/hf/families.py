@@ -53,7 +53,8 @@ class HFRule:
 
     read: Callable[[Json, Json], Json]
     """A function from config.json and the keys read so far to further keys. It may raise UnsupportedError."""
-    write: Callable[[Model], Json] = lambda _: {}
+    write: Callable[[Model, Json], Json] = lambda *_: {}
+    """A function from a model and the settings written so far to further settings."""
 
 
 Settings = Mapping[str, HFKey | HFOnly]
@@ -162,7 +163,7 @@ def _expert_number(document: Json, values: Json) -> Json:
     }
 
 
-def _write_shared_experts(model: Model) -> Json:
+def _write_shared_experts(model: Model, _: Json) -> Json:
     if model.shared_ffn % model.ffn:
         text = f"model.shared_ffn={model.shared_ffn} must be a multiple of model.ffn={model.ffn}"
         raise UnsupportedError(text)
@@ -191,7 +192,7 @@ def _layer_types(every: int) -> HFRule:
             )
         return {"full_attention_every": found}
 
-    def write(model: Model) -> Json:
+    def write(model: Model, _: Json) -> Json:
         kinds = [model.has_window(layer) for layer in range(model.layers)]
         names = ["sliding_attention" if each else "full_attention" for each in kinds]
         return {"layer_types": names} | ({} if any(kinds) else {"sliding_window": 4096})
@@ -214,8 +215,28 @@ def _read_rotated_layers(document: Json, values: Json) -> Json:
     return {"rope_skip": found}
 
 
-def _write_rotated_layers(model: Model) -> Json:
+def _write_rotated_layers(model: Model, _: Json) -> Json:
     return {"no_rope_layers": [int(model.has_rotation(layer)) for layer in range(model.layers)]}
+
+
+def _read_latent_heads(document: Json, values: Json) -> Json:
+    """Their `head_dim` is the rotated part; YaRN's `mscale_all_dim` scales attention's scores twice."""
+    width = document.get("qk_nope_head_dim", 128) + values["rope_head_dim"]
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    return {"head_dim": width, "attention_scale": width**-0.5 * _length_scale(rope) ** 2}
+
+
+def _length_scale(rope: Json) -> float:
+    factor, scale = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
+    return float(0.1 * scale * math.log(factor) + 1) if factor > 1 else 1.0
+
+
+def _write_latent_heads(model: Model, document: Json) -> Json:
+    rope, scale = document["rope_scaling"], model.attention_scale
+    if scale is not None and rope is not None and rope["factor"] > 1:
+        length_scale = math.sqrt(scale * math.sqrt(model.head_width))
+        rope = rope | {"mscale_all_dim": (length_scale - 1) / (0.1 * math.log(rope["factor"]))}
+    return {"qk_nope_head_dim": model.head_width - model.rope_head_dim, "rope_scaling": rope}
 
 
 def _inverse_square(scale: float | None) -> Any:
@@ -376,6 +397,38 @@ FAMILIES: dict[str, Family] = {
             "expert_groups_per_token": 1,
         },
         _SHARED_EXPERTS,
+        router="sigmoid",
+    ),
+    "deepseek_v3": _like_llama(
+        "DeepseekV3ForCausalLM",
+        {
+            **_GROUPED_EXPERTS,
+            **_NO_BIAS,
+            "kv_lora_rank": HFKey("kv_rank", 512),
+            "q_lora_rank": HFKey("q_rank", 1536),
+            "qk_rope_head_dim": HFKey("rope_head_dim", 64),
+            "v_head_dim": HFKey("v_head_dim", 128),
+            "rope_interleave": HFKey(
+                "rope_pairs",
+                True,
+                lambda is_interleaved: "neighbors" if is_interleaved else "halves",
+                lambda pairs: pairs == "neighbors",
+            ),
+        },
+        {
+            "max_seq_len": 4096,
+            "experts": 256,
+            "experts_per_token": 8,
+            "ffn": 2048,
+            "dense_ffn": 18432,
+            "dense_layers": 3,
+            "expert_scale": 2.5,
+            "expert_groups": 8,
+            "expert_groups_per_token": 4,
+        },
+        _SHARED_EXPERTS,
+        HFRule(_read_latent_heads, _write_latent_heads),
+        without=("head_dim",),
         router="sigmoid",
     ),
     "olmo2": _like_llama(

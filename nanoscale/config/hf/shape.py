@@ -255,8 +255,6 @@ def _write(name: str, model: Model) -> Json:
             document[hf] = setting.write(values[setting.name])
         elif setting.is_written:
             document[hf] = setting.value
-    for rule in family.rules:
-        document |= rule.write(model)
     if "rope_theta" in document:
         document["rope_scaling"] = _write_scaling(values["rope_scaling"])
         # larger values are refused, and it initializes nothing here
@@ -265,6 +263,8 @@ def _write(name: str, model: Model) -> Json:
         document[_ORIGINAL] = model.rope_scaling.original_seq_len
     if "rope_local_base_freq" in document:
         document["rope_local_base_freq"] = model.rope_theta_local or model.rope_theta
+    for rule in family.rules:
+        document |= rule.write(model, document)
     return document
 
 
@@ -318,6 +318,10 @@ def _shape_keys(values: Json) -> Json:
     window = values["sliding_window"]
     if window is None or window >= values["max_seq_len"]:
         values |= {"sliding_window": None, "full_attention_every": 0, "rope_theta_local": None}
+    if values["kv_rank"]:
+        values["v_head_dim"] = values["v_head_dim"] or width
+    else:
+        values |= dict.fromkeys(("q_rank", "rope_head_dim", "v_head_dim"))
     if values["position"] != "rope":
         values["rope_theta"] = None
     if not values["experts"]:

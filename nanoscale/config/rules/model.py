@@ -44,7 +44,40 @@ def _rotates_pairs(config: Config) -> bool:
     return model.position != "rope" or others or is_even
 
 
+_LATENT = {"model.kv_rank": other_than(None)}
+
+
+def _latent_widths(config: Config) -> bool:
+    model = config.model
+    plain = model.head_width - model.rope_head_dim
+    return not model.kv_rank or (plain > 0 and 1 <= model.value_width <= model.head_width)
+
+
+def _narrower(config: Config) -> list[str]:
+    width = config.model.head_width
+    if config.model.value_width > width:
+        return ["model.v_head_dim=null"]
+    return [f"model.rope_head_dim={width // 4 * 2}"] if width >= 4 else []
+
+
 SHAPE = of_kind("config",
+    Rule("model.head_dim",
+        (*_SIZES, "model.kv_rank",
+            *(f"model.{name}" for name in ("head_dim", "hidden", "rope_head_dim", "v_head_dim"))),
+        _latent_widths,
+        "makes heads {c.model.head_width} wide, which must be more than model.rope_head_dim="
+        "{c.model.rope_head_dim} and no less than the width of the values",
+        _narrower),
+    refused("lora.rank", {**_LATENT, "lora.rank": bool},
+        "adapts the layers of queries, keys and values, and model.kv_rank has others", "lora.rank=0"),
+    *(refused(f"model.{name}", {**_LATENT, f"model.{name}": value}, "does not go with model.kv_rank", advice)
+        for name, value, advice in (
+            ("bias", True, "model.bias=false"), ("qkv_bias", True, "model.qkv_bias=false"),
+            ("qk_norm", True, "model.qk_norm=false"), ("rope_fraction", other_than(1), "model.rope_fraction=1"),
+            ("position", other_than("rope"), "model.position=rope"))),
+    Rule("model.kv_heads", (*_SIZES, "model.kv_heads", "model.kv_rank"),
+        lambda config: not config.model.kv_rank or config.model.kv_head_count == config.model.heads,
+        "must be null with model.kv_rank, which gives every head keys of its own", ("model.kv_heads=null",)),
     Rule("model.kv_heads", (*_SIZES, "model.kv_heads"),
         lambda config: not _is_own(config) or config.model.heads % config.model.kv_head_count == 0,
         "must divide model.heads={c.model.heads}",

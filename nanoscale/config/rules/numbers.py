@@ -88,6 +88,13 @@ def _odd_sizes(config: Config) -> list[str]:
         "the key heads together": model.kv_width,
         "the tokens of a rank": train.seq_len // config.parallel.cp,
     }
+    if model.kv_rank:
+        sizes |= {
+            "model.q_rank": model.q_rank or 0,
+            "model.kv_rank": model.kv_rank,
+            "model.rope_head_dim": model.rope_head_dim,
+            "the values of all heads": model.heads * model.value_width,
+        }
     return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
 
 
@@ -98,7 +105,8 @@ RULES = of_kind("config",
     Rule("precision.fp8",
         (
             *("precision.fp8", "parallel.cp", "train.seq_len", "model.hidden", "model.ffn"),
-            *("model.heads", "model.kv_heads", "model.head_dim"),
+            *(f"model.{name}" for name in ("heads", "kv_heads", "head_dim", "v_head_dim")),
+            *("model.q_rank", "model.kv_rank", "model.rope_head_dim"),
         ), lambda config: not (config.precision.fp8 and _odd_sizes(config)),
         lambda config: (
             f"multiplies in tiles of 16, and {listed(_odd_sizes(config))} are not multiples of 16"

@@ -43,6 +43,8 @@ OF_JOB = of_kind("config",
     only_with("model.shared_gate", {"model.shared_ffn": bool}),
     only_with("model.balance_rate", {**_ROUTED, "model.balance": other_than("none")}),
     only_with("model.qkv_bias", {"model.bias": False}),
+    *(only_with(f"model.{name}", {"model.kv_rank": other_than(None)})
+        for name in ("q_rank", "rope_head_dim", "v_head_dim")),
     only_with("model.qk_norm_whole", {"model.qk_norm": True}),
     *(only_with(f"model.{name}", {"model.sliding_window": other_than(None)})
         for name in ("full_attention_every", "rope_theta_local")),

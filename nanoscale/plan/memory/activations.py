@@ -106,6 +106,8 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
         sizes["normed"] = normed * (3 if run.autocast else 1)
         sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
     sizes |= _attention(shape, run)
+    if shape.model.kv_rank:
+        sizes |= _latents(shape, run)
     if shape.model.qk_norm:
         sizes |= _head_norms(shape, run)
     if shape.experts:
@@ -174,6 +176,30 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
     return sizes
 
 
+def _latents(shape: Shape, run: Execution) -> Sizes:
+    """Return what MLA saves: the latents, their norms' results, and attention's result without its padding."""
+    model = shape.model
+    assert model.kv_rank is not None
+    number, ranks = run.compute, (model.kv_rank, model.q_rank or 0)
+    sizes = {
+        "wkv_a": shape.tokens * (model.kv_rank + model.rope_head_dim) * number,
+        "wq_a": shape.tokens * ranks[1] * number,
+        "normed latents": shape.tokens * sum(ranks) * number,
+        "turned": shape.tokens * shape.heads * model.value_width * number,
+        "statistics of latents": shape.tokens * sum(rank > 0 for rank in ranks) * STATISTIC,
+    }
+    if run.composed_norm:
+        in_fp32 = shape.tokens * sum(ranks) * max(4, number)
+        sizes |= {"normalized latents": in_fp32} | ({"fp32 latents": in_fp32} if number < 4 else {})
+    return sizes
+
+
+def _expanded(shape: Shape) -> int:
+    """Return the elements of MLA's keys and values before the rotated part is added."""
+    model = shape.model
+    return shape.tokens * shape.heads * (model.head_width - model.rope_head_dim + model.value_width)
+
+
 def _head_norms(shape: Shape, run: Execution) -> Sizes:
     """Return the tensors that the norms of queries and keys save: their inputs, the results of wq and wk, and
     statistics."""
@@ -210,6 +236,9 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     sizes_of["wq"], sizes_of["wk"] = shape.tokens * shape.q * run.compute, sizes_of["v"]
     sizes_of["raw scores"] = shape.tokens * shape.heads * shape.span * run.compute
     sizes_of["attended"] = sizes["attended"]
+    if shape.model.kv_rank:
+        sizes_of |= {name: sizes[name] for name in ("wq_a", "wkv_a")}
+        sizes_of["wkv_b"] = _expanded(shape) * run.compute
     rows = shape.tokens * shape.experts_per_token
     sizes_of["gate"] = sizes_of["up"] = rows * shape.ffn * run.compute
     if shape.experts:
@@ -254,17 +283,21 @@ def _results(shape: Shape, run: Execution) -> tuple[str, ...]:
     """Return the results of a block's products, in the order of their computation."""
     names = products(shape.model)
     if run.attention == "capped":  # attention is two products more
-        names = (*names[:3], "raw scores", "attended", *names[3:])
+        first = names.index("wo")
+        names = (*names[:first], "raw scores", "attended", *names[first:])
     return names
 
 
 def products(model: Model) -> tuple[str, ...]:
     """Return the names of a block's matrix products, in the order of their computation."""
     kinds = (*(("gate",) if model.is_gated else ()), "up", "down")
+    attention: tuple[str, ...] = ("wq", "wk", "v", "wo")
+    if model.kv_rank:
+        attention = (*(("wq_a",) if model.q_rank else ()), "wq", "wkv_a", "wkv_b", "wo")
     router = ("router",) if model.experts else ()
     gate = ("shared gating",) if model.shared_gate else ()
     shared = tuple(f"shared {kind}" for kind in kinds) if model.shared_ffn else ()
-    return ("wq", "wk", "v", "wo", *router, *kinds, *gate, *shared)
+    return (*attention, *router, *kinds, *gate, *shared)
 
 
 def entry(shape: Shape, run: Execution) -> int:
@@ -290,7 +323,9 @@ def block_memory(
     policy = kept_by_selective(shape, run, keep)
     # Recomputation reads kept tensors and frees those that autograd does not save. The last product is not
     # recomputed, and its kept result stays.
-    freed = sum(policy.get(name, 0) for name in ("wq", "wk", "wo", "received", "raw scores"))
+    freed = sum(
+        policy.get(name, 0) for name in ("wq", "wk", "wkv_b", "wo", "received", "raw scores")
+    )
     freed += policy.get("reduced", 0) // 2
     freed += sum(size for name, size in policy.items() if name[1:] in _ADAPTED)
     if shape.experts:  # recomputation stops after the last product
@@ -359,6 +394,9 @@ def between_passes(shape: Shape, run: Execution) -> int:
     """
     inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
     products = shape.q + 2 * shape.kv + shape.hidden + shape.experts_per_token * inner
+    if (model := shape.model).kv_rank:
+        latents = model.kv_rank + model.rope_head_dim + (model.q_rank or 0)
+        products += latents + _expanded(shape) // shape.tokens - 2 * shape.kv
     number = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
     norms = 2 * shape.norm_pairs * (shape.tokens // shape.shares) * shape.hidden * number
     norms = 0 if shape.adapter_rank else norms

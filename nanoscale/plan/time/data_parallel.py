@@ -8,6 +8,7 @@ The time in which the device both computes and copies costs the share `Efficienc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,7 +83,8 @@ def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
 @lru_cache(maxsize=1024)
 def expert_parameters(model: Model, tp: int, ep: int) -> int:
     """Return the parameters of one block's experts on a rank."""
-    return sum(p.parameters for p in linears(model, tp, ep)[5:8]) if model.experts else 0
+    table = parameters.block(model).values()
+    return sum(math.prod(each.local(tp, ep)) for each in table if each.is_expert)
 
 
 def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1) -> int:
