@@ -50,12 +50,12 @@ class Muon(LocalAdamW):
         super().step()
         if self._exchanges is None:
             self._exchanges = _exchanges(self.matrices())
-        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
         for exchange in self._exchanges:
             directions = [self._direction(parameter) for parameter in exchange.parameters]
             updates = exchange.orthogonalized(directions)
             for parameter, update in zip(exchange.parameters, updates, strict=True):
-                group = group_of[id(parameter)]
+                group = groups[id(parameter)]
                 scale = _SCALE * math.sqrt(max(parameter.shape[-2:]))
                 weights = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
                 weights.add_(update, alpha=-group["lr"] * scale)
@@ -108,7 +108,7 @@ class _Exchange:
 
     def __init__(self, parameters: list[Tensor], members: Sequence[int]) -> None:
         self.parameters = parameters
-        self._group = _group_of(members)
+        self._group = group_of(members)
         self._me = members.index(dist.get_rank()) if self._group is not None else 0
         self._members = range(len(members))
         self._shards = [[_shard(p, rank) for rank in members] for p in parameters]
@@ -197,18 +197,19 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def _exchanges(parameters: list[Tensor]) -> list[_Exchange]:
     by_ranks: dict[tuple[int, ...], list[Tensor]] = {}
     for parameter in parameters:
-        by_ranks.setdefault(_ranks_of(parameter), []).append(parameter)
+        by_ranks.setdefault(ranks_of(parameter), []).append(parameter)
     return [_Exchange(several, ranks) for ranks, several in by_ranks.items()]
 
 
-def _ranks_of(parameter: Tensor) -> tuple[int, ...]:
+def ranks_of(parameter: Tensor) -> tuple[int, ...]:
     """Return the ranks that share a parameter, in order; a plain one is on all ranks."""
     if isinstance(parameter, DTensor):
         return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
     return tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
-def _group_of(members: Sequence[int]) -> ProcessGroup | None:
+def group_of(members: Sequence[int]) -> ProcessGroup | None:
+    """Return the group of ranks that share parameters; None for one rank. All of its members call this."""
     if len(members) == 1:
         return None
     if len(members) == dist.get_world_size():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from nanoscale.backends.adafactor import Adafactor
 from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW
 from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.muon import Muon
@@ -184,6 +185,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer
 BUILDERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": _make_adamw,
     "adamw8bit": _make_adamw8bit,
+    "adafactor": Adafactor,
     "lion": Lion,
     "muon": Muon,
     "schedule-free": ScheduleFreeAdamW,
@@ -227,7 +229,7 @@ def fill_state(optimizer: Optimizer, *, averages: bool = False) -> None:
 
 def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     """Return the state of a parameter before its first update."""
-    if isinstance(optimizer, RoundedAdamW | ScheduleFreeAdamW):
+    if isinstance(optimizer, Adafactor | RoundedAdamW | ScheduleFreeAdamW):
         return optimizer.initial_state(parameter)
     if isinstance(optimizer, Lion):
         return {"exp_avg": torch.zeros_like(parameter)}

@@ -568,10 +568,13 @@ class Backend:
 class Optimizer:
     """The update rule. Biases and normalization weights are never decayed."""
 
-    name: Literal["adamw", "sgd", "adamw8bit", "lion", "muon", "schedule-free", "hooks"] = key(
+    name: Literal[
+        "adamw", "sgd", "adamw8bit", "lion", "muon", "schedule-free", "adafactor", "hooks"
+    ] = key(
         "adamw",
         "adamw · sgd with momentum · adamw with 8-bit moments (torchao) · lion · muon for the matrices of "
-        "blocks, with adamw for the rest · schedule-free adamw · optimizer() of hooks.path",
+        "blocks, with adamw for the rest · schedule-free adamw · adafactor without momentum, with almost no "
+        "state · optimizer() of hooks.path",
     )
     lr: float = key(3e-4, "peak learning rate", at_least=0)
     weight_decay: float = key(0.1, "decoupled, except L2 for sgd", at_least=0)

@@ -15,6 +15,9 @@ from nanoscale.config.optimizers import KEYS, OPTIMIZERS, by_other_name, keeps_a
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Optimizer
 
+FACTORS = {"exp_avg_sq_row": (64,), "exp_avg_sq_col": (64,)}
+"""Adafactor's state of a matrix of 64 rows and columns."""
+
 
 def test_every_choice_has_a_row_and_is_built() -> None:
     names = set(get_args(get_type_hints(Optimizer)["name"]))
@@ -34,6 +37,9 @@ def test_the_moments_are_those_of_the_built_optimizer(name: str, momentum: float
     optimizer = make_optimizer([("weight", parameter)], config)
     fill_state(optimizer)
     moments = {key: value for key, value in optimizer.state[parameter].items() if value.ndim}
+    if rule.factored:
+        assert {key: tuple(value.shape) for key, value in moments.items()} == FACTORS
+        return
     assert tuple(moments) == (*moments_of(config), *(["average"] if keeps_average(config) else []))
     assert all(value.shape == parameter.shape for value in moments.values())
     assert all(is_quantized(value) == rule.quantized for value in moments.values())

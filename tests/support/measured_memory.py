@@ -163,6 +163,15 @@ ROWS = [
     Row("one process, adamw8bit", optimizer="adamw8bit"),
     Row("one process, schedule-free", optimizer="schedule-free"),
     Row("dp 2, stage 3, schedule-free", {"dp": 2}, 3, optimizer="schedule-free"),
+    Row("one process, adafactor", optimizer="adafactor"),
+    Row("dp 2, stage 3, adafactor", {"dp": 2}, 3, optimizer="adafactor"),
+    Row(
+        "vocab 16k, adafactor",
+        optimizer="adafactor",
+        shape=vocabulary(16 * 2**10),
+        micro_batch=1,
+        seq=32,
+    ),
     Row("one process, bf16 without masters", precision="bf16-pure"),
     *(
         Row(f"dp 2, stage {stage}, bf16 without masters", {"dp": 2}, stage, precision="bf16-pure")

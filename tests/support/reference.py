@@ -110,6 +110,8 @@ def _train(
         update = PaperLion(groups, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
     elif optimizer == "schedule-free":
         update = PaperScheduleFree(groups, lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    elif optimizer == "adafactor":
+        update = PaperAdafactor(groups, lr=1e-2, weight_decay=0.1)
     elif optimizer == "muon":
         muon = [p for p in matrices if id(p) in in_blocks]
         groups[0]["params"] = [p for p in matrices if id(p) not in in_blocks]
@@ -151,6 +153,34 @@ class PaperLion(torch.optim.Optimizer):
                 update = torch.sign(beta1 * m + (1 - beta1) * theta.grad)
                 theta.copy_(theta - lr * (update + group["weight_decay"] * theta))
                 self.state[theta]["m"] = beta2 * m + (1 - beta2) * theta.grad
+
+
+class PaperAdafactor(torch.optim.Optimizer):
+    """The formulas of arXiv:1804.04235, algorithms 4 and 5, with whole outer products."""
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: float) -> None:
+        super().__init__(groups, defaults)
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.t += 1
+        beta = 1 - self.t**-0.8
+        for group in self.param_groups:
+            for theta in group["params"]:
+                squares = theta.grad**2 + 1e-30
+                if theta.ndim == 1:
+                    v = self.state[theta].get("v", 0) * beta + (1 - beta) * squares
+                    self.state[theta]["v"] = v
+                else:
+                    r, c = self.state[theta].get("rc", (0, 0))
+                    r = beta * r + (1 - beta) * squares.sum(-1)
+                    c = beta * c + (1 - beta) * squares.sum(-2)
+                    self.state[theta]["rc"] = r, c
+                    v = torch.einsum("...i,...j->...ij", r, c) / r.sum(-1)[..., None, None]
+                update = theta.grad / v.sqrt()
+                update = update / max(1.0, (update**2).mean().sqrt().item())
+                theta.copy_(theta - group["lr"] * (update + group["weight_decay"] * theta))
 
 
 class PaperScheduleFree(torch.optim.Optimizer):

@@ -35,6 +35,7 @@ SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
 LION = {"optimizer": Optimizer(name="lion", lr=1e-3, clip_norm=0.5)}
 MUON = {"optimizer": Optimizer(name="muon", lr=1e-2, clip_norm=0.5)}
 MOMENTS = {"optimizer": replace(ADAMW, moments_dtype="bf16")}
+ADAFACTOR = Optimizer(name="adafactor", lr=1e-2, clip_norm=0.5)
 SCHEDULE_FREE = {"optimizer": Optimizer(name="schedule-free", lr=1e-2, clip_norm=0.5)}
 AVERAGED = {"optimizer": replace(ADAMW, ema_decay=0.8)}
 HSDP = {"dp_replicate": 2}
@@ -141,8 +142,8 @@ def test_resumed_in_other_layouts(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
-    [ADAMW, MUON["optimizer"], SCHEDULE_FREE["optimizer"], AVERAGED["optimizer"]],
-    ids=["adamw", "muon", "schedule-free", "average"],
+    [ADAMW, MUON["optimizer"], SCHEDULE_FREE["optimizer"], AVERAGED["optimizer"], ADAFACTOR],
+    ids=["adamw", "muon", "schedule-free", "average", "adafactor"],
 )
 def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
     """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
