@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoscale.backends.balance import Balance
+from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
@@ -52,6 +53,7 @@ class Engine(ABC):
     scaling: LossScale | None
     """The loss scale with fp16; None otherwise."""
     balance: Balance | None = None
+    qk_clip: QKClip | None = None
     """The balancing of experts; None without experts."""
     _tokens: Tensor | int = 1
     """The result of `_count_tokens` for the current step."""
@@ -135,9 +137,10 @@ class Engine(ABC):
 
     def figures(self) -> dict[str, float]:
         """Return metrics that are logged with the loss: with fp16 the loss scale, with experts their loads,
-        with pairs how clearly the model prefers the chosen answers. Every rank calls it."""
-        sources = [source for source in (self.scaling, self.balance) if source is not None]
-        figures = [source.figures() for source in sources]
+        with qk_clip the largest score, with pairs how clearly the model prefers the chosen answers. Every rank
+        calls it."""
+        sources = (self.scaling, self.balance, self.qk_clip)
+        figures = [source.figures() for source in sources if source is not None]
         return {
             name: value for each in [*figures, self.preferences()] for name, value in each.items()
         }

@@ -26,6 +26,7 @@ from nanoscale.backends.optimizer import (
     plain_tensors,
     set_lr,
 )
+from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.schedule_free import update_averages
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
@@ -50,6 +51,9 @@ class NativeEngine(Engine):
         self.stages = build_stages(config, self.layout, device)
         self.masters = self._make_masters()
         self.balance = self._make_balance()
+        if config.optimizer.qk_clip is not None:
+            stages = list(self.stages.values())
+            self.qk_clip = QKClip(config, self.coordinates.tp, stages, device)
         self.pipeline = self._make_pipeline()
         self.reducer = self._make_reducer()
         rounded = rounds(config.optimizer, config.precision)
@@ -85,6 +89,8 @@ class NativeEngine(Engine):
         if not skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
+            if self.qk_clip is not None:
+                self.qk_clip.end_step(self.parameters())
             if self.config.optimizer.ema_decay is not None:
                 update_averages(self.optimizer, self.config.optimizer.ema_decay)
             if self.masters is not None:

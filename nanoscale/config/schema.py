@@ -602,6 +602,12 @@ class Optimizer:
         "parameters with values of their own, each NAME: {match, lr_factor, weight_decay}; match is a pattern "
         "of names such as *norm*, and the first group that matches counts",
     )
+    qk_clip: float | None = key(
+        None,
+        "largest attention score: after a step, heads with a larger one get smaller weights of queries and "
+        "keys, as in Kimi K2 (100); null: no limit",
+        at_least=1e-3,
+    )
     clip_norm: float | None = key(
         1.0, "largest global gradient norm; null: no clipping", at_least=0
     )

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.native import NativeEngine
+from nanoscale.backends.qk_clip import largest_scores
 from nanoscale.models.moe import is_recomputed
 
 WEIGHT, GRADIENT, ACTIVATION, COUNT = range(4)
 """The columns of sums over all ranks: squares, and the number of activations."""
 LARGEST, SCORE = range(2)
 """The columns of maxima over all ranks."""
-_QUERIES = 1024
-"""The queries whose scores are in memory at a time."""
 
 
 class LayerStatistics:
@@ -119,14 +118,5 @@ class LayerStatistics:
         if is_recomputed():
             return
         q, k, _v, mask = inputs
-        grouped = q.unflatten(
-            1, (k.shape[1], -1)
-        )  # [batch, kv_heads, heads / kv_heads, seq, head_dim]
-        seq = q.shape[2]
-        for first in range(0, seq, _QUERIES):
-            scores = grouped[..., first : first + _QUERIES, :] @ k.unsqueeze(2).mT
-            sees = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril(first)
-            if mask is not None:
-                sees = mask[..., first : first + _QUERIES, :].unsqueeze(2)
-            largest = scores.masked_fill(~sees, -math.inf).max().double() * q.shape[-1] ** -0.5
-            self._maxima[row, SCORE] = torch.maximum(self._maxima[row, SCORE], largest)
+        largest = largest_scores(q, k, mask).max()
+        self._maxima[row, SCORE] = torch.maximum(self._maxima[row, SCORE], largest)

@@ -212,6 +212,8 @@ LAWS = [
     (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),
     (["optimizer=lion", "precision=bf16-pure"], CPU, "optimizer.name"),
     (["optimizer=schedule-free", "optimizer.ema_decay=0.9"], CPU, "optimizer.ema_decay"),
+    (["optimizer.qk_clip=100", "model.qk_norm=true"], CPU, "optimizer.qk_clip"),
+    (["optimizer.qk_clip=100", "parallel.cp=2"], CPU, "optimizer.qk_clip"),
     (["optimizer.ema_decay=1"], CPU, "optimizer.ema_decay"),
     (["optimizer=sgd", "optimizer.moments_dtype=bf16"], CPU, "optimizer.moments_dtype"),
     (["precision=fp64", "optimizer.moments_dtype=bf16"], CPU, "optimizer.moments_dtype"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ def plain_loop(
     steps: int = STEPS,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    qk_clip: float | None = None,
 ) -> CURVE:
     """Return the log of each step. `lora`: with targets that can be hashed; `z_loss` is not in the losses.
 
@@ -50,7 +51,7 @@ def plain_loop(
         loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
         return loss + z - z.detach()
 
-    return _train(loss_of, precision, optimizer, shape, lora, steps)
+    return _train(loss_of, precision, optimizer, shape, lora, steps, qk_clip)
 
 
 def documents_alone(
@@ -87,6 +88,7 @@ def _train(
     shape: Model,
     lora: Lora,
     steps: int,
+    qk_clip: float | None = None,
 ) -> CURVE:
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     model = Transformer(shape).to(dtype)
@@ -96,6 +98,9 @@ def _train(
     with_experts = list(model.layers.values())[shape.dense_layers :]
     for layer, mixture in zip(with_experts, mixtures, strict=False):
         layer.mlp = mixture
+    scores: dict[nn.Module, torch.Tensor] = {}
+    for layer in model.layers.values() if qk_clip is not None else ():
+        layer.attention.core.register_forward_pre_hook(partial(_note_scores, scores, layer))
     trained: nn.Module = Merged(model, lora) if lora.rank else model
     parameters = [p for p in trained.parameters() if p.requires_grad]
     in_blocks = {id(p) for layer in model.layers.values() for p in layer.parameters() if p.ndim > 1}
@@ -131,11 +136,40 @@ def _train(
         for parameter in parameters:
             parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))  # as torch does
         update.step()
+        for layer in model.layers.values() if qk_clip is not None else ():
+            _clip_heads(layer.attention, scores[layer], qk_clip)
         for mixture in mixtures:
             mixture.rebalance()
         lr = update.param_groups[0]["lr"]
         curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
     return curve
+
+
+@torch.no_grad()
+def _note_scores(
+    scores: dict[nn.Module, torch.Tensor], layer: nn.Module, _: nn.Module, inputs: tuple[Any, ...]
+) -> None:
+    """Note the scores of all queries with all keys, `[batch, heads, seq, seq]`."""
+    q, k = inputs[0], inputs[1].repeat_interleave(inputs[0].shape[1] // inputs[1].shape[1], dim=1)
+    scores[layer] = (q @ k.mT / math.sqrt(q.shape[-1])).tril()
+
+
+@torch.no_grad()
+def _clip_heads(attention: Any, scores: torch.Tensor, limit: float) -> None:
+    """Scale the rows of one head after another, if the largest score with its keys is too large."""
+    width, latent = attention.head_dim, hasattr(attention, "wkv_b")
+    kv_heads = scores.shape[1] if latent else len(attention.wk.weight) // width
+    each = scores.shape[1] // kv_heads
+    for head in range(kv_heads):
+        factor = limit / max(limit, scores[:, head * each : (head + 1) * each].max().item())
+        rows = slice(head * each * width, (head + 1) * each * width)
+        attention.wq.weight[rows] *= math.sqrt(factor)
+        if not latent:
+            attention.wk.weight[head * width : (head + 1) * width] *= math.sqrt(factor)
+            continue
+        plain, both = attention.plain_dim, attention.plain_dim + attention.v_dim
+        attention.wq.weight[head * width + plain : (head + 1) * width] *= math.sqrt(factor)
+        attention.wkv_b.weight[head * both : head * both + plain] *= math.sqrt(factor)
 
 
 class PaperLion(torch.optim.Optimizer):

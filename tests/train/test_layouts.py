@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Lora, Optimizer
+from nanoscale.config.schema import Lora, Model, Optimizer
 from tests.support.jobs import (
     SHAPE,
     SHORT_STEPS,
@@ -19,6 +19,7 @@ from tests.support.jobs import (
     train,
     write_tokens,
 )
+from tests.support.layouts import MLA
 from tests.support.reference import CURVE, assert_equal_curves, plain_loop, worst
 from tests.support.rows import exhaustive
 
@@ -105,6 +106,35 @@ def test_other_optimizers_equal_plain_loop(
         optimizer=Optimizer(name=name, lr=1e-2, clip_norm=0.5),  # type: ignore[arg-type]
     )
     assert_equal_curves(our_curve(config), plain_loop("fp64", name), "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "degrees", "stage"),
+    [
+        (SHAPE, {}, 0),
+        (SHAPE, {"dp": 2, "tp": 2}, 3),
+        (SHAPE, {"tp": 2, "pp": 2, "activation_checkpointing": "full"}, 1),
+        (MLA, {"dp": 2, "tp": 2}, 2),
+    ],
+    ids=str,
+)
+def test_large_attention_scores_are_clipped(
+    tmp_path: Path, shape: Model, degrees: dict[str, Any], stage: int
+) -> None:
+    """A limit that is exceeded in every step; the logged score is the largest one of all heads."""
+    write_tokens(tmp_path)
+    config = make_config(
+        tmp_path,
+        dp=degrees.get("dp", 1),
+        stage=stage,
+        parallel=degrees,
+        model=shape,
+        optimizer=Optimizer(lr=1e-2, clip_norm=0.5, qk_clip=0.05),
+    )
+    ours = our_curve(config)
+    assert_equal_curves(ours, plain_loop("fp64", shape=shape, qk_clip=0.05), "fp64")
+    assert worst(ours, plain_loop("fp64", shape=shape))[0] > 1e-6, "the limit has an effect"
 
 
 @pytest.mark.slow

@@ -21,7 +21,15 @@ from nanoscale.config.reference import declared
 from nanoscale.config.rules.layout import sequence_step
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.rule import Rule, data_parallel, of_kind, other_than, refused, reset
+from nanoscale.config.rules.rule import (
+    Rule,
+    data_parallel,
+    of_kind,
+    other_than,
+    refused,
+    reset,
+    several,
+)
 from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
 from nanoscale.config.schema import Config, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
@@ -317,6 +325,15 @@ SAVING = of_kind("config",
         {"train.statistics_every": other_than(0), "backend.name": "deepspeed"},
         "reads gradients before the update, which DeepSpeed keeps in buffers of its own",
         "train.statistics_every=0", "backend=native"),
+    *(refused("optimizer.qk_clip", {"optimizer.qk_clip": other_than(None), key: value}, text,
+        "optimizer.qk_clip=null")
+        for key, value, text in (
+            ("backend.name", "deepspeed", "changes weights, which DeepSpeed keeps in buffers of its own"),
+            ("model.source", other_than("own"), "reads the attention of nanoscale's own transformer"),
+            ("model.qk_norm", True, "scales weights whose results model.qk_norm normalizes again"),
+            ("lora.rank", bool, "scales the weights of queries and keys, which are frozen with lora.rank"),
+            ("parallel.cp", several, "needs whole sequences of keys on a rank, which parallel.cp divides"),
+            ("backend.compile", "on", "watches attention, which backend.compile=on fuses"))),
     Rule("logger.mlflow_uri", ("logger.mlflow_uri",),
         lambda config: not _CREDENTIALS.search(config.logger.mlflow_uri or ""),
         "holds a password, which everybody could read in the run: set MLFLOW_TRACKING_USERNAME and "
