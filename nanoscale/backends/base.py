@@ -17,10 +17,11 @@ from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import is_distilled, is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
+from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel
 from nanoscale.models.own_model import OwnModel
 from nanoscale.models.preferences import Objective
@@ -231,6 +232,21 @@ class Engine(ABC):
         return torch.cat(found).double()
 
     @torch.no_grad()
+    def top_tokens(self, batch: Batch, k: int) -> Tensor:
+        """Return log-probabilities and ids of the k most likely next tokens of this rank's rows: fp64
+        `[rows, seq, k, 2]`, without tp, cp and pp."""
+        inputs, _, documents, _ = self._local_batch(batch)
+        logits = self._forward(inputs, documents)
+        self._after_forward()
+        assert logits is not None
+        found = []
+        for chunk in logits.flatten(0, 1).split(1024):  # in fp32 at once
+            wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+            values, ids = wide.topk(k)
+            found.append(torch.stack([values - wide.logsumexp(-1, keepdim=True), ids], -1).double())
+        return torch.cat(found).unflatten(0, inputs.shape)
+
+    @torch.no_grad()
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Return the logits `[vocab]` of the token after these. Every rank calls it with the same tokens."""
         inputs = torch.tensor([tokens + [0] * self._padding(len(tokens))], device=self.device)
@@ -280,16 +296,21 @@ class Engine(ABC):
     def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        Documents `[batch, seq]`, or None, and references `[batch]`, or None, are those of the whole sequence.
+        Documents `[batch, seq]`, or None, are those of the whole sequence. References, or None, are int64.
         """
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         documents, references = (
-            None if it is None else self._to_device(torch.from_numpy(it))
+            None if it is None else torch.from_numpy(it)
             for it in (batch.documents, batch.references)
         )
         if self.config.parallel.cp > 1:
             positions = self._positions(inputs.shape[1], inputs.device)
             inputs, targets = inputs[:, positions], targets[:, positions]
+            if references is not None and references.ndim > 1:
+                references = references[:, positions]
+        documents = None if documents is None else self._to_device(documents)
+        if references is not None:
+            references = self._to_device(references.view(torch.int64))
         return self._to_device(inputs), self._to_device(targets), documents, references
 
     def _positions(self, seq: int, device: torch.device) -> Tensor:
@@ -315,6 +336,9 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     objective = None
     if is_paired(config.train):
         objective = Objective(config.train.objective, config.train.preference_beta)
+    train, distillation = config.train, None
+    if is_distilled(train):
+        distillation = Distillation(train.distill_weight, train.distill_temperature)
     token_losses = function(config, "loss") if config.train.objective == "hooks" else None
     if config.model.source == "hf":
         hf_model = HFModel(config.model, real=real)
@@ -326,6 +350,7 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
         hf_model = None
     if hf_model is not None:
         hf_model.objective, hf_model.token_losses = objective, token_losses
+        hf_model.distillation = distillation
         return hf_model
     parallel = config.parallel
     stages = parallel.pp * parallel.virtual_stages
@@ -336,7 +361,7 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     if model.last:
         model.head.z_loss = config.train.z_loss
         model.objective = model.head.objective = objective
-        model.head.token_losses = token_losses
+        model.head.token_losses, model.head.distillation = token_losses, distillation
     return model
 
 

@@ -23,6 +23,11 @@ def is_masked(train: Train) -> bool:
     return train.objective == "masked"
 
 
+def is_distilled(train: Train) -> bool:
+    """True if tokens have the most likely tokens of a teacher in addition to their targets."""
+    return train.objective == "distill"
+
+
 def needs_reference(train: Train) -> bool:
     """True if the loss compares with the likelihoods by the initial weights."""
     return train.objective == "dpo"

@@ -1127,12 +1127,32 @@ class Train:
         "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
         "checkpoint before it and skip the batches since then",
     )
-    objective: Literal["next-token", "masked", "dpo", "orpo", "hooks"] = key(
+    objective: Literal["next-token", "masked", "dpo", "orpo", "distill", "hooks"] = key(
         "next-token",
         "what the loss is of; next-token: of every token · masked: of hidden tokens, by an encoder (model=hf) "
         "· dpo: of pairs of a chosen and a rejected answer, "
-        "compared with the initial weights · orpo: of such pairs, without a reference · hooks: of every token, "
-        "by loss() of hooks.path",
+        "compared with the initial weights · orpo: of such pairs, without a reference · distill: of all tokens "
+        "and the likely ones of train.teacher · hooks: of every token, by loss() of hooks.path",
+    )
+    teacher: str | None = key(
+        None,
+        "distill: folder or hub name of a Hugging Face model whose likely tokens are stored before step 1",
+        path=True,
+    )
+    distill_top_k: int = key(
+        64,
+        "distill: tokens of the teacher that are stored at each position",
+        unit="tokens",
+        at_least=1,
+    )
+    distill_weight: float = key(
+        0.5,
+        "distill: weight of the teacher; 0: only cross-entropy, 1: only the teacher",
+        at_least=0,
+        at_most=1,
+    )
+    distill_temperature: float = key(
+        1.0, "distill: divisor of the logits of teacher and student", at_least=0.01, at_most=1000
     )
     preference_beta: float = key(
         0.1,

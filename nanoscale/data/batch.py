@@ -25,7 +25,8 @@ class Batch:
     attention covers the whole row."""
     references: np.ndarray | None = None
     """fp64 [rows]: if rows are pairs of a chosen and a rejected answer, the log-likelihood of each by the
-    reference model. None: rows are not pairs."""
+    reference model. Or fp64 [rows, seq, k, 2]: the log-probabilities and the ids of the k most likely tokens of
+    a teacher. None: neither."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -61,12 +62,18 @@ class Batch:
         if length >= self.inputs.shape[1]:
             return self
         documents = None if self.documents is None else self.documents.reshape(-1, length)
+        references = self.references
+        if references is not None:
+            references = references.reshape(-1, length, *references.shape[2:])
         return type(self)(
-            self.inputs.reshape(-1, length), self.targets.reshape(-1, length), documents
+            self.inputs.reshape(-1, length),
+            self.targets.reshape(-1, length),
+            documents,
+            references,
         )
 
     def counted(self) -> int:
         """Return the number of tokens that have a loss, or of pairs."""
-        if self.references is not None:
+        if self.references is not None and self.references.ndim == 1:
             return len(self) // 2
         return int(np.count_nonzero(self.targets != IGNORED))

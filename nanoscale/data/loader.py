@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -48,6 +48,8 @@ class Loader:
         self._seed = seed
         self.rows = 2 if isinstance(samples, Pairs) else 1
         """The rows of a batch that a sample takes."""
+        self.references: Callable[[list[int]], np.ndarray] | None = None
+        """A function from the numbers of samples to a teacher's tokens, as in `Batch`; None: no teacher."""
         self._ahead = PrecomputedSamples(self.order)
 
     @classmethod
@@ -100,7 +102,10 @@ class Loader:
         for number in numbers:
             if not 0 <= number < len(self):
                 raise IndexError(number)
-        return self._samples.batch(numbers)
+        batch = self._samples.batch(numbers)
+        if self.references is None:
+            return batch
+        return replace(batch, references=self.references(numbers))
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
@@ -169,7 +174,7 @@ class Mixture:
             last = self._phases[-1]
             before = last.before + taken(last.shares, first - last.first)
             self._phases.append(_MixturePhase(first, _shares(new_weights), before))
-        self._ahead = PrecomputedSamples(self._find)
+        self._ahead = PrecomputedSamples(self.find)
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
@@ -198,7 +203,7 @@ class Mixture:
         inverse = (each * inverse[:, None] + np.arange(each)).flatten()
         return Batch.concatenate(batches).take(inverse)
 
-    def _find(self, positions: np.ndarray) -> np.ndarray:
+    def find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
         result = np.empty((2, *positions.shape), dtype=np.int64)
         ends = [phase.first for phase in self._phases[1:]] + [None]

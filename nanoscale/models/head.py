@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoscale.common.errors import UserError
 from nanoscale.data.batch import IGNORED
+from nanoscale.models.distillation import Distillation
 from nanoscale.models.preferences import Objective
 
 LOGITS_AT_ONCE = 2**28
@@ -68,6 +69,8 @@ class Head(nn.Linear):
     """The loss of pairs; None: each token has a loss of its own."""
     token_losses: TokenLosses | None = None
     """The user's own loss; None: cross-entropy."""
+    distillation: Distillation | None = None
+    """The loss of tokens with `references`; None: there are none."""
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, references: Tensor | None = None
@@ -83,6 +86,7 @@ class TiedHead(nn.Module):
     softcap: float | None = None
     objective: Objective | None = None
     token_losses: TokenLosses | None = None
+    distillation: Distillation | None = None
 
     def forward(
         self,
@@ -104,8 +108,9 @@ def logits_or_loss(
 ) -> Tensor:
     """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar.
 
-    With an objective, rows are pairs, and `references` `[batch]` are the reference's log-likelihoods.
+    `references` are those of a `Batch`, bit for bit as int64: FSDP2 would round floats to the compute dtype.
     """
+    references = None if references is None else references.view(torch.float64)
     if targets is None:
         return _logits(hidden, weight, head.softcap)
     if head.token_losses is not None:
@@ -118,6 +123,8 @@ def logits_or_loss(
         z_loss=head.z_loss,
         softcap=head.softcap,
     )
+    if head.distillation is not None and references is not None:
+        return head.distillation.loss(compute, hidden, targets, references)
     if head.objective is None:
         return compute(hidden, targets=targets)
     assert references is not None, "pairs have them"
@@ -197,26 +204,27 @@ def linear_cross_entropy(
         hidden: `[..., hidden]`.
         weight: `[vocab, hidden]`, or with a `vocabulary` this rank's rows of it; then the gradient of `hidden`
             is this rank's partial sum.
-        targets: `[...]`.
+        targets: `[...]`, or `[..., n]` of which each has a weight.
         fused: compile the operations between the products, which then read and write logits a third as often.
         z_loss: the weight of the square of the logarithm of the sum of exponentials (Chowdhery et al. 2022,
             PaLM, section 5), which only the gradients have.
         softcap: the bound of the logits; None: none.
-        token_weights: `[...]`, the weights of the tokens' losses, which only the gradients have; None: 1.
+        token_weights: `[...]`, the weights of the tokens' losses, which only the gradients have; None: 1. Of
+            targets `[..., n]` the weights of all, which the loss has too.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-    chunk_loss = _fused_chunk_loss if fused else _chunk_loss
+    chunk_loss = _fused_chunk_loss if fused and targets.ndim < hidden.ndim else _chunk_loss
     loss: Tensor = _LinearCrossEntropy.apply(
         hidden.flatten(0, -2),
         weight,
-        targets.flatten(),
+        targets.flatten(0, hidden.ndim - 2),
         vocabulary,
         chunk_loss,
         z_loss,
         softcap,
-        None if token_weights is None else token_weights.flatten(),
+        None if token_weights is None else token_weights.flatten(0, hidden.ndim - 2),
         torch.is_grad_enabled(),
     )
     return loss
@@ -302,7 +310,7 @@ def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Te
 
 
 class _ChunkTargets:
-    """The targets `[tokens]` of a chunk, as this rank's rows of the vocabulary."""
+    """The targets `[tokens]`, or `[tokens, n]`, of a chunk, as this rank's rows of the vocabulary."""
 
     def __init__(
         self,
@@ -313,17 +321,20 @@ class _ChunkTargets:
         token_weights: Tensor | None,
     ) -> None:
         self.vocabulary, self.z_loss = vocabulary, z_loss
+        self.several = targets.ndim > 1
         has_loss = is_local = targets != IGNORED
         row = targets
         if vocabulary is not None:
             row = targets - vocabulary.first
             is_local = has_loss & (row >= 0) & (row < size)
-        self.is_local = is_local.unsqueeze(1)
-        self.row = row.unsqueeze(1).where(self.is_local, 0)
+        self.is_local = is_local.view(len(targets), -1)
+        self.row = row.view(len(targets), -1).where(self.is_local, 0)
         """Arbitrary where `is_local` is False."""
         weight = has_loss * (1.0 if token_weights is None else token_weights)
-        self.weight = (weight * _HEADROOM).unsqueeze(1)
-        """The weight of a token's gradient; all three are `[tokens, 1]`."""
+        weight = weight.view(len(targets), -1)
+        self.share = weight * self.is_local if self.several else self.is_local
+        self.weight = weight.sum(1, keepdim=True) * _HEADROOM
+        """The weight of a token's gradient, `[tokens, 1]`."""
 
 
 def _chunk_loss(
@@ -340,9 +351,14 @@ def _chunk_loss(
     if targets.vocabulary is not None:
         scale = scale * (local_log_sum - log_sum).exp()
     log_probability = logits.gather(1, targets.row).to(loss.dtype) - log_sum
-    loss -= (log_probability * targets.is_local).sum()
+    loss -= (log_probability * targets.share).sum()
     if not backward_follows:
         return None
+    if targets.several:
+        softmax.mul_(scale).scatter_add_(
+            1, targets.row, (-_HEADROOM * targets.share).to(softmax.dtype)
+        )
+        return logits.copy_(softmax)
     grad_logits = torch.mul(softmax, scale, out=logits)
     at_target = (log_probability.exp() * penalized - targets.is_local.to(loss.dtype)) * weight
     return grad_logits.scatter_(1, targets.row, at_target.to(logits.dtype))

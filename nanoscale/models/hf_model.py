@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.hf.shape import predicts_masked
 from nanoscale.config.schema import Model
+from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
 from nanoscale.models.transformer import Transformer, whole_sequence
@@ -36,6 +37,8 @@ _CODE_FOLDER = "HF_MODULES_CACHE"
 
 class HFModel(Transformer):
     """A model of transformers from token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
+
+    distillation: Distillation | None = None
 
     def __init__(self, shape: Model, *, real: bool = False) -> None:
         """Build the model; with `real`, parameters are allocated, and the caller makes sure that they fit into
@@ -69,6 +72,9 @@ class HFModel(Transformer):
         if self.token_losses is not None:
             return sum_of_losses(self.token_losses, logits.flatten(0, 1), targets.flatten())
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        references = None if references is None else references.view(torch.float64)
+        if self.distillation is not None and references is not None:
+            return self.distillation.loss(_cross_entropy, logits, targets, references)
         if self.objective is None:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         assert references is not None, "pairs have them"
@@ -104,6 +110,12 @@ class HFModel(Transformer):
 
     def initializer(self, seed: int, device: torch.device) -> Draw:
         return RandomWeights(self.shape, seed, device)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, token_weights: Tensor) -> Tensor:
+    """Return the weighted sum of the losses of targets `[..., n]`."""
+    picked = logits.log_softmax(-1).gather(-1, targets.clamp(min=0))
+    return -(picked * token_weights * (targets >= 0)).sum()
 
 
 def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:

@@ -70,6 +70,8 @@ class RunDirectory:
     status = _Entry("status.json")
     references = _Entry("references.npz")
     """The log-likelihoods of pairs of answers by the initial weights; see train/references.py."""
+    teacher = _Entry("teacher")
+    """The most likely tokens of `train.teacher`; see train/teacher.py."""
     metrics = _Entry("metrics.jsonl")
     statistics = _Entry("statistics.jsonl")
     """The statistics of each layer at some steps; see train/layer_statistics.py."""

@@ -41,6 +41,7 @@ from nanoscale.train.profile import Recorder
 from nanoscale.train.references import set_references
 from nanoscale.train.sample import sample
 from nanoscale.train.stability import LossSpikeError, NonFiniteError, Spikes
+from nanoscale.train.teacher import set_teacher
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
@@ -69,6 +70,10 @@ def run(context: RankContext) -> str:
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     if device.type == "cpu" and context.world_size > 1:
         waits.measure()
+    if context.attempt == 0 and context.rank == 0:  # started by torchrun, which knows no runs
+        lock.refuse_if_held(context.run)
+        fence.begin(context.run, 0)
+    set_teacher(context.run.teacher, config, device, data, make_note(context))
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
@@ -209,9 +214,6 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
             the run.
     """
     note = make_note(context)
-    if context.attempt == 0 and context.rank == 0:  # started by torchrun, which knows no runs
-        lock.refuse_if_held(context.run)
-        fence.begin(context.run, 0)
     if not process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints)):
         config = context.config
         if config.run.from_run is None or config.lora.rank:  # else all would be overwritten

@@ -63,6 +63,7 @@ def violations(*words: str, on: Devices = CPU, kind: str | None = None) -> list[
     return caught.value.violations
 
 
+DISTILL = ["train.objective=distill", "train.teacher=/models/teacher"]
 BASE, DS = "model.init_from=/models/base", "backend=deepspeed"
 LAWS = [
     # words, where, the key that is named
@@ -84,6 +85,14 @@ LAWS = [
     (["scheduler.name=piecewise"], CPU, "scheduler.name"),
     (["train.objective=dpo"], CPU, "train.objective"),
     (["train.preference_beta=0.2"], CPU, "train.preference_beta"),
+    (["train.objective=distill"], CPU, "train.teacher"),
+    (["train.teacher=/models/teacher"], CPU, "train.teacher"),
+    (["train.distill_top_k=3"], CPU, "train.distill_top_k"),
+    (["train.distill_weight=0.1"], CPU, "train.distill_weight"),
+    ([*DISTILL, "train.distill_top_k=999"], CPU, "train.distill_top_k"),
+    ([*DISTILL, "train.z_loss=0.1"], CPU, "train.z_loss"),
+    ([*DISTILL, "train.on_spike=rollback"], CPU, "train.on_spike"),
+    ([*DISTILL, "data=random", "train.sample_tokens=0"], CPU, "train.objective"),
     (["train.objective=masked"], CPU, "train.objective"),
     (["train.mask_share=0.2"], CPU, "train.mask_share"),
     (["train.mask_token=3"], CPU, "train.mask_token"),

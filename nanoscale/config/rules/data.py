@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nanoscale.common.units import counted, listed
 from nanoscale.config import reference, token_files
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-from nanoscale.config.objectives import PAIRED, is_paired
+from nanoscale.config.objectives import PAIRED, is_distilled, is_paired
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused
@@ -57,6 +57,23 @@ MASKED = of_kind("data",
         {**_ENCODER, "train.sample_tokens": bool, "data.source": other_than("random", "hooks")},
         "continues a text, and an encoder sees both sides of a token", "train.sample_tokens=0"),
 )  # fmt: skip
+_DISTILLED = {"train.objective": "distill"}
+DISTILLED = of_kind("config",
+    refused("train.teacher", {**_DISTILLED, "train.teacher": None},
+        "is needed by train.objective=distill: a Hugging Face model",
+        "train.objective=next-token", "train.teacher=FOLDER"),
+    refused("train.objective", {**_DISTILLED, "data.source": ("random", "hooks")},
+        "stores the teacher's tokens by the sample's number in a file, and data.source={c.data.source} has no "
+        "file", "train.objective=next-token"),
+    refused("train.on_spike", {**_DISTILLED, "train.on_spike": "rollback"},
+        "takes further samples, and the teacher's tokens are stored for those of train.steps",
+        "train.on_spike=stop"),
+    refused("train.z_loss", {**_DISTILLED, "train.z_loss": other_than(0.0)},
+        "is not a part of the loss with train.objective=distill", "train.z_loss=0"),
+    Rule("train.distill_top_k", ("train.distill_top_k", "train.objective", "model.vocab"),
+        lambda config: not is_distilled(config.train) or config.train.distill_top_k <= config.model.vocab,
+        "is more than the vocabulary has: {c.model.vocab}", ("train.distill_top_k={c.model.vocab}",)),
+)  # fmt: skip
 _PAIRED = {"train.objective": PAIRED}
 PAIRS = of_kind("data",
     refused("train.objective", {**_PAIRED, "data.source": ("stdlib", "random")},
@@ -79,6 +96,7 @@ def resolve_data(resolution: Resolution) -> Data:
     data = resolution.config.data
     resolution.apply(PAIRS)
     resolution.apply(MASKED)
+    resolution.apply(DISTILLED)
     if data.source in ("stdlib", "random", "hooks"):
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):

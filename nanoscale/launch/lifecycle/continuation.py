@@ -42,6 +42,7 @@ IDENTITY = (
     "model.", "lora.", "optimizer.name", "data.source", "data.path", "data.valid_path", "data.mixture",
     "data.tokenizer", "data.bpe_vocab", "data.valid_fraction", "data.packing", "train.seq_len", "train.seed",
     "run.from_", "optimizer.ema_decay", "train.objective", "train.mask_",
+    "train.teacher", "train.distill_top_k",
 )  # fmt: skip
 """Keys that a checkpoint's tensors, or its number of consumed samples, depend on."""
 _PATHS = ("data.path", "data.valid_path", "data.mixture", "data.tokenizer", "model.init_from")

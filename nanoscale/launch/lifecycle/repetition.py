@@ -76,6 +76,8 @@ class Replay:
                 shutil.copyfile(self.run.metrics, replayed.metrics)
         if self.run.references.is_file():
             _link(str(self.run.references), str(replayed.references))
+        if self.run.teacher.is_dir():
+            shutil.copytree(self.run.teacher, replayed.teacher, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:

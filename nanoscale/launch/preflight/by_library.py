@@ -17,9 +17,10 @@ from nanoscale.common.errors import Violation
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
 from nanoscale.config.hf import any_model
+from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.hf.safetensors_headers import BadFileError
-from nanoscale.config.hf.shape import HEAD, has_own_head
+from nanoscale.config.hf.shape import HEAD, has_own_head, read_shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.convert import fits
 from nanoscale.config.values.provenance import Composed
@@ -29,7 +30,7 @@ from nanoscale.launch.preflight.source_run import with_source_run
 
 def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
     """Return the configuration with the folder of `model.init_from`, whose files hold what the model needs, and
-    with the checkpoint of `run.from_run`.
+    with the checkpoint of `run.from_run` and the folder of `train.teacher`.
 
     Headers are read, not the weights. With `fetch`, a name's files are downloaded from the hub; else they are
     not checked.
@@ -37,7 +38,7 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
     Raises:
         UserError: a file or tensor is missing, damaged or of another shape.
     """
-    config = with_source_run(composed, config)
+    config = _with_teacher(composed, with_source_run(composed, config), fetch=fetch)
     if config.model.source == "hf":
         return _with_hf_model(composed, config, fetch=fetch)
     if config.model.source == "hooks":
@@ -62,6 +63,29 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
     except (NoSuchModelError, BadFileError) as error:
         refuse_model(composed, KEY, init_from, error)
     return found
+
+
+def _with_teacher(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
+    """Return the configuration with the folder of the teacher, which must have the model's vocabulary."""
+    asked, key = config.train.teacher, "train.teacher"
+    if asked is None:
+        return config
+    try:
+        folder = locate(asked, weights=fetch or is_folder(asked))
+        shape = read_shape(folder)
+        if fetch or is_folder(asked):
+            find(folder, shape)
+    except (NoSuchModelError, UnsupportedError, BadFileError) as error:
+        refuse_model(composed, key, asked, error)
+    sizes = {"model.vocab": (config.model.vocab, shape.vocab)}
+    longest = min(config.train.seq_len, shape.max_seq_len)
+    sizes["train.seq_len"] = (config.train.seq_len, longest)
+    for name, (value, fitting) in sizes.items():
+        if value != fitting:
+            message = f"does not fit the teacher in {folder}, whose limit is {fitting:,}"
+            advice = (override(name, fitting),)
+            refuse([Violation(name, value, composed.source(name), message, advice)], kind="model")
+    return replace(config, train=replace(config.train, teacher=str(folder)))
 
 
 def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
