@@ -21,6 +21,7 @@ from nanoscale.config.objectives import is_distilled, is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
+from nanoscale.models import lora
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel
 from nanoscale.models.own_model import OwnModel
@@ -120,6 +121,7 @@ class Engine(ABC):
             load_any_model.load(folder, stage.hf, state)
         else:
             load.load(folder, self.config.model, state)
+            lora.fill_magnitudes(state)
         self.load_state(state)
 
     def load_adapters(self, folder: Path) -> None:

@@ -32,6 +32,7 @@ from nanoscale.config.layout import is_replicated
 from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
+from nanoscale.models import lora
 from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import fsdp as data_parallel
@@ -178,6 +179,7 @@ class NativeEngine(Engine):
                 draw = stage.initializer(self.config.train.seed, self.device)
                 for name, master in self.masters.parameters:
                     master.copy_(draw(name, master.shape))
+                lora.fill_magnitudes(dict(self.masters.parameters))
                 self.masters.update_compute_copy()
 
     def _accumulate(self, micro_batches: list[Batch]) -> None:
@@ -306,3 +308,4 @@ def _fill_initial(stage: Transformer, config: ResolvedConfig, device: torch.devi
     is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
     if not is_pretrained or config.lora.rank:
         fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)
+        lora.fill_magnitudes(dict(stage.named_parameters()))

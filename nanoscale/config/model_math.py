@@ -104,10 +104,9 @@ def adapter_parameters(config: Config) -> int:
     """Count all parameters of the adapters."""
     model, lora = config.model, config.lora
     table = block(model)
-    each = sum(
-        sum(table[f"{module}.weight"].shape) for module in adapted_layers(model, lora).values()
-    )
-    return model.layers * lora.rank * each
+    shapes = [table[f"{module}.weight"].shape for module in adapted_layers(model, lora).values()]
+    magnitudes = sum(outputs for outputs, _ in shapes) if lora.dora else 0
+    return model.layers * (lora.rank * sum(map(sum, shapes)) + magnitudes)
 
 
 def describe_adapters(config: Config) -> str:

@@ -359,6 +359,10 @@ class Lora:
     )
     alpha: float = key(16.0, "scale of the adapters: alpha/rank", at_least=0)
     rslora: bool = key(False, "scale adapters by alpha/√rank, so that larger ranks learn as fast")
+    dora: bool = key(
+        False,
+        "also train the length of each row of W + scale · B·A, starting with that of W (arXiv:2402.09353)",
+    )
     targets: list[str] | None = key(
         None,
         "layers with an adapter: wq wk wv wo gate up down; null: all, with experts attention's",
@@ -367,7 +371,7 @@ class Lora:
     init_from: str | None = key(
         None,
         "PEFT folder whose adapters are the initial ones; model.init_from=FOLDER sets it, and rank, alpha, "
-        "rslora and targets; null: random A, and B = 0",
+        "rslora, dora and targets; null: random A, and B = 0",
         path=True,
     )
 

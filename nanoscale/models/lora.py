@@ -1,8 +1,10 @@
-"""Adapters of linear layers (LoRA): W becomes W + scale · B·A, and W is frozen. Code for one device.
+"""Adapters of linear layers (LoRA): W becomes V = W + scale · B·A, and W is frozen. Code for one device.
 
-B begins at 0, so that the first step is the base model's. Hu et al. 2021, arXiv:2106.09685, section 4.1.
+B begins at 0, so that the first step is the base model's. Hu et al. 2021, arXiv:2106.09685, section 4.1. With
+`lora.dora` row i becomes m[i] · V[i] / ‖V[i]‖. The magnitudes m are trained and begin as the norms of W; the
+norms of V are constants in the backward pass. Liu et al. 2024, arXiv:2402.09353, sections 4.1 and 4.3.
 
-Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`.
+Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`, m `[out]`.
 """
 
 from __future__ import annotations
@@ -11,12 +13,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from nanoscale.config import model_math
 from nanoscale.config.schema import Lora
+from nanoscale.models.initialization import ADAPTER
 from nanoscale.models.transformer import Transformer
+
+MAGNITUDE = f"{ADAPTER}magnitude"
 
 
 class Adapter(nn.Module):
@@ -27,10 +34,25 @@ class Adapter(nn.Module):
         dtype, device, rank = layer.weight.dtype, layer.weight.device, settings.rank
         self.a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=dtype, device=device))
         self.b = nn.Parameter(torch.empty(layer.out_features, rank, dtype=dtype, device=device))
+        magnitude = torch.empty(layer.out_features, dtype=dtype, device=device)
+        self.magnitude: Tensor | None
+        self.register_parameter("magnitude", nn.Parameter(magnitude) if settings.dora else None)
+        self.norm: Tensor | None = None
+        """The norms of the rows of V on this rank, with DoRA, as of the block's last call."""
+        self.bias: Tensor | None = None
+        """The bias in the layer's result on this rank, with DoRA, which does not scale it."""
+        self.adds_bias = True
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
+        """A sum over the ranks that have the other columns of W."""
         self.scale = settings.scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.a) * self.scale, self.b)
+    def forward(self, x: Tensor, frozen: Callable[[Tensor], Tensor]) -> Tensor:
+        delta = F.linear(F.linear(x, self.a) * self.scale, self.b)
+        result = frozen(x) + delta
+        if self.magnitude is None or self.norm is None:
+            return result
+        gain = self.magnitude / self.norm
+        return result * gain if self.bias is None else result * gain + self.bias * (1 - gain)
 
 
 def attach(model: Transformer, settings: Lora) -> None:
@@ -40,6 +62,10 @@ def attach(model: Transformer, settings: Lora) -> None:
     for layer in adapted_layers(model, settings):
         layer.adapter = Adapter(layer, settings)
         layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
+    for block in model.layers.values() if settings.dora else ():
+        # After FSDP2 has gathered the weights, and outside of the regions that activation checkpointing repeats
+        # and torch.compile traces.
+        block.register_forward_pre_hook(_update_norms)
 
 
 def adapted_layers(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
@@ -52,7 +78,45 @@ def adapted_layers(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
 
 
 def _forward(layer: nn.Linear, frozen: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    adapter = layer.adapter
-    assert isinstance(adapter, Adapter)
-    delta: Tensor = adapter(x)
-    return frozen(x) + delta
+    assert isinstance(layer.adapter, Adapter)
+    result: Tensor = layer.adapter(x, frozen)
+    return result
+
+
+@torch.no_grad()
+def _update_norms(block: nn.Module, _inputs: object) -> None:
+    for layer in block.modules():
+        adapter = getattr(layer, "adapter", None)
+        if isinstance(layer, nn.Linear) and isinstance(adapter, Adapter):
+            weight, a, b = map(_local, (layer.weight, adapter.a, adapter.b))
+            squares = adapter.sum_over_ranks(_squares(weight, a, b, adapter.scale))
+            adapter.norm = squares.sqrt().to(weight.dtype)
+            if layer.bias is not None and adapter.adds_bias:
+                adapter.bias = _local(layer.bias).detach()
+
+
+def _squares(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ‖V[i]‖² by row in fp32 or better, without V: ‖w‖² + 2·scale·b·(A·w) + scale²·b·(A·Aᵀ)·b."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    products = (a @ weight.T).to(dtype)
+    a, b = a.to(dtype), scale * b.to(dtype)
+    change = 2 * products.T + b @ (a @ a.T)
+    return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square() + (b * change).sum(1)
+
+
+@torch.no_grad()
+def fill_magnitudes(state: dict[str, Tensor]) -> None:
+    """Set the magnitudes among named parameters to the norms of the rows of their layers' weights, in place."""
+    for name, magnitude in state.items():
+        if name.endswith(MAGNITUDE):
+            weight = state[name.removesuffix(MAGNITUDE) + ".weight"]
+            squares = _local(weight).double().square().sum(1)
+            if isinstance(weight, DTensor):
+                for axis, placement in enumerate(weight.placements):
+                    if placement.is_shard(1):
+                        dist.all_reduce(squares, group=weight.device_mesh.get_group(axis))
+            _local(magnitude).copy_(squares.sqrt())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -85,7 +85,7 @@ def divide_adapters(model: Transformer, mesh: DeviceMesh) -> None:
 
     For a layer divided by column every rank has all of A and its rows of B; for one divided by row its columns
     of A and all of B. So an adapter's output is divided like the layer's own result, and no further
-    communication is needed.
+    communication is needed, except with DoRA the sum of the squares of a row that is divided.
     """
     for block in model.layers.values():
         for layer in block.modules():
@@ -100,8 +100,17 @@ def _divide_adapter(layer: nn.Module, block: nn.Module, mesh: DeviceMesh) -> Non
     placements = {
         "a": Replicate() if columns else Shard(1),
         "b": Shard(0) if columns else Replicate(),
+        "magnitude": Shard(0) if columns else Replicate(),
     }
     divide(adapter, block, mesh, placements, partial_grad)
+    if not columns:
+        adapter.sum_over_ranks = partial(_sum, mesh.get_group())
+        adapter.adds_bias = mesh.get_local_rank() == 0
+
+
+def _sum(group: ProcessGroup, local: Tensor) -> Tensor:
+    dist.all_reduce(local, group=group)
+    return local
 
 
 def _replicate(norm: nn.Module, unit: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:

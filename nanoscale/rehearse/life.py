@@ -135,10 +135,10 @@ def _train(config: ResolvedConfig, world: World) -> None:
 
 def resume(engine: Engine) -> Description:
     """Resume in a new engine from a checkpoint without numbers; return the tensors that it needs."""
-    state = engine.empty_state()
-    engine.load_state(state)
     if engine.config.lora.rank:  # the checkpoint has only the adapters
         load_initial_weights(engine, engine.config, ignore)
+    state = engine.empty_state()
+    engine.load_state(state)
     return describe(state)
 
 

@@ -225,6 +225,8 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         if config.run.from_run is not None:
             begin_from(Path(config.run.from_run), engine, config, base, note)
         return Progress(base=base)
+    if context.config.lora.rank:  # the checkpoint has only the adapters
+        load_initial_weights(engine, context.config, note)
     state = engine.empty_state()
     manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
     assert manifest is not None, "an unreadable one raises"
@@ -236,8 +238,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
             f"{data.description}; a resumed run must continue with the same sources and weights",
         )
     base = None
-    if context.config.lora.rank:  # the checkpoint has only the adapters
-        load_initial_weights(engine, context.config, note)
+    if context.config.lora.rank:
         base = base_fingerprint(context.config)
         require_same_base(context.config, base, manifest)
     step, consumed = manifest["step"], manifest["consumed_samples"]

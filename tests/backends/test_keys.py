@@ -53,6 +53,7 @@ ONLY_DEEPSPEED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ONLY_NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "stage": 2, "dp_replicate": 2}, {}),
     ({}, {"precision": Precision("fp32", "bf16", "fp32", fp8=True)}),
+    ({"parallel": {"cp": 2}, "lora": Lora(rank=2, targets=["wq"], dora=True)}, {}),
 ]
 
 

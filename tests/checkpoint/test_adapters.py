@@ -68,16 +68,22 @@ def newest(run: RunDirectory) -> store.StoredCheckpoint:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [("qwen3", {"dp": 2, "tp": 2, "stage": 3}), ("gpt2", {})],
-    ids=["qwen3, dp 2 · tp 2", "gpt2, one process"],
+    ("family", "layout", "dora"),
+    [
+        ("qwen3", {"dp": 2, "tp": 2, "stage": 3}, False),
+        ("gpt2", {}, False),
+        ("qwen2", {"dp": 2, "tp": 2, "stage": 3}, True),
+        ("gpt2", {}, True),
+    ],
+    ids=["qwen3, dp 2 · tp 2", "gpt2, one process", "DoRA, dp 2 · tp 2", "DoRA, one process"],
 )
 def test_from_the_base_to_a_merged_model(
-    family: str, layout: dict[str, Any], tmp_path: Path
+    family: str, layout: dict[str, Any], dora: bool, tmp_path: Path
 ) -> None:
     tokens = write_tokens(tmp_path)
     theirs = save(family, tmp_path / "base", shard="20KB")
     config = config_for(tmp_path, tmp_path / "base", **layout)
+    config = replace(config, lora=replace(config.lora, dora=dora))
     whole, run = make_run(config, "whole"), make_run(config)
     train(whole, config)
     losses = [record["loss"] for record in curve(whole)]
@@ -87,7 +93,7 @@ def test_from_the_base_to_a_merged_model(
     stopped = newest(run)
     assert {name.split(".adapter.")[-1] for name in stopped.manifest["tensors"]} == {
         f"{matrix}{moment}"
-        for matrix in "ab"
+        for matrix in ("a", "b", *(["magnitude"] if dora else []))
         for moment in ("", ".step", ".exp_avg", ".exp_avg_sq")
     }
     export(stopped, config, tmp_path / "out", "fp32", 20_000, quiet)
@@ -102,7 +108,7 @@ def test_from_the_base_to_a_merged_model(
     shutil.copytree(run.path, twin.path, symlinks=True)
     train(run, config)
     assert resumed_at(run) == [stopped.step] and curve(run) == curve(whole)
-    if layout:
+    if layout and not dora:
         elsewhere = config_for(tmp_path, tmp_path / "base", dp=2, stage=3)
         train(twin, replace(elsewhere, backend=Backend(name="deepspeed")))
         for ours, reference in zip(curve(twin), curve(whole), strict=True):

@@ -32,26 +32,31 @@ from tests.support.jobs import (
     write_tokens,
 )
 
+PHI3 = ["wq", "wv", "gate", "up"]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "targets", "ranks"),
+    ("family", "dora", "targets", "ranks"),
     [
-        ("llama", None, {}),
-        ("mixtral", None, {}),
-        ("gpt2", None, {"attn.c_attn": 9}),
-        ("phi3", ["wq", "wv", "gate", "up"], {"self_attn.qkv_proj": 6, "mlp.gate_up_proj": 6}),
+        ("llama", False, None, {}),
+        ("mixtral", False, None, {}),
+        ("gpt2", False, None, {"attn.c_attn": 9}),
+        ("phi3", False, PHI3, {"self_attn.qkv_proj": 6, "mlp.gate_up_proj": 6}),
+        ("qwen2", True, None, {}),
+        ("gpt2", True, None, {"attn.c_attn": 9}),
+        ("phi3", True, PHI3, {"self_attn.qkv_proj": 6, "mlp.gate_up_proj": 6}),
     ],
 )
 def test_peft_computes_what_the_merged_model_computes(
-    tmp_path: Path, family: str, targets: list[str] | None, ranks: dict[str, int]
+    tmp_path: Path, family: str, dora: bool, targets: list[str] | None, ranks: dict[str, int]
 ) -> None:
     from peft import PeftModel
 
     write_tokens(tmp_path)
     base = save(family, tmp_path / "base")
     model = replace(read_shape(tmp_path / "base"), init_from=str(tmp_path / "base"))
-    lora = Lora(rank=3, alpha=5.0, targets=targets, rslora=family in ("gpt2", "mixtral"))
+    lora = Lora(rank=3, alpha=5.0, targets=targets, rslora=family in ("gpt2", "mixtral"), dora=dora)
     config = make_config(tmp_path, model=model, precision="fp32", lora=lora)
     config = replace(
         config,
@@ -94,9 +99,13 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dora"),
+    [*((layout, False) for layout in LAYOUTS), *((layout, True) for layout in LAYOUTS[:3])],
+    ids=str,
+)
 def test_a_job_begins_with_adapters_of_peft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], dora: bool
 ) -> None:
     """Its first loss is that of PEFT's model, and a resume reads the checkpoint's adapters and not these."""
     from peft import LoraConfig, get_peft_model
@@ -104,19 +113,20 @@ def test_a_job_begins_with_adapters_of_peft(
     monkeypatch.chdir(tmp_path)
     tokens = write_tokens(tmp_path)
     save("qwen3", tmp_path / "base")
-    settings = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], use_rslora=True)
+    targets = ["q_proj", "up_proj", "down_proj"]
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=True, use_dora=dora)
     theirs = get_peft_model(from_pretrained(tmp_path / "base"), settings)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "lora_" in name:
-                parameter.normal_(std=0.2)
+                parameter += 0.2 * torch.randn(parameter.shape)
     theirs.save_pretrained(tmp_path / "adapters")
 
     composed = compose(["recipe=lora", "model.init_from=adapters"]).config
     assert composed.model.init_from == str(tmp_path / "base")
     assert (composed.lora.rank, composed.lora.alpha, composed.lora.rslora) == (4, 6.0, True)
-    assert composed.lora.targets == ["wq", "up"]
+    assert composed.lora.targets == ["wq", "up", "down"] and composed.lora.dora == dora
     model = replace(composed.model, init_from=composed.model.init_from)
     config = make_config(tmp_path, model=model, lora=composed.lora, precision="fp32", **layout)
     config = replace(
@@ -148,7 +158,7 @@ def adapters(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"use_dora": True}, "use_dora=true is not supported"),
+        ({"bias": "all"}, "bias=all is not supported"),
         ({"target_modules": ["q_proj", "embed"]}, "not all of them are known"),
         ({"target_modules": "all-linear"}, "not all of them are known"),
         ({"r": None, "base_model_name_or_path": None}, "names no base_model_name_or_path"),

@@ -120,6 +120,11 @@ def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: An
     return Row(f"LoRA, {words}, stage {stage}", degrees, stage, micro_batch, shape, lora=settings)
 
 
+def dora(row: Row) -> Row:
+    settings = replace(row.lora, dora=True)
+    return replace(row, name=row.name.replace("LoRA", "DoRA"), lora=settings)
+
+
 def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
     changed = ", ".join(f"{key}={value}" for key, value in degrees.items())
     return Row(
@@ -248,6 +253,12 @@ ROWS = [
     lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP),
     lora(0, pp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP),
     lora(3, dp=2, ep=2, shape=MOE),
+    dora(lora(0, 4)),
+    dora(lora(3, dp=2, tp=2, shape=GPT2, activation_checkpointing="full")),
+    dora(lora(0, dp=2, cp=2)),
+    dora(lora(2, dp=2, tp=2, activation_checkpointing="selective")),
+    dora(lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP)),
+    dora(lora(0, tp=2, pp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP)),
 ]  # fmt: skip
 
 

@@ -102,6 +102,7 @@ def deepspeed(name: str, degrees: dict[str, Any], stage: int, **more: Any) -> Ro
 
 
 ADAPTERS = Lora(rank=8)
+DORA = Lora(rank=8, dora=True)
 STATES = {"offload_optimizer": "cpu"}
 ALL = STATES | {"offload_param": "cpu"}
 
@@ -331,6 +332,13 @@ ROWS = [
     ),
     Row("LoRA, tp 2", {"tp": 2}, lora=ADAPTERS),
     Row("LoRA, pp 2", {"pp": 2}, micro_batch=2, lora=ADAPTERS),
+    Row("DoRA", lora=DORA),
+    Row("DoRA, bf16, full", recomputed("full"), precision="bf16", lora=DORA),
+    Row("DoRA, selective, bf16", recomputed("selective"), precision="bf16", lora=DORA),
+    Row("DoRA, dp 2, stage 3, bf16", {"dp": 2}, 3, precision="bf16", lora=DORA),
+    Row("DoRA, wq and wv, dp 2, stage 0", {"dp": 2}, lora=replace(DORA, targets=["wq", "wv"])),
+    Row("DoRA, tp 2", {"tp": 2}, lora=DORA),
+    Row("DoRA, zero-bubble", scheduled("zero-bubble"), micro_batch=2, lora=DORA),
     Row("vocab 16k, tp 2", {"tp": 2}, shape=vocabulary(16 * K)),
     Row("vocab 16k, tp 2, tied", {"tp": 2}, shape=vocabulary(16 * K, tie_embeddings=True)),
     Row("vocab 16k, cp 2, stage 3", {"cp": 2}, 3, shape=vocabulary(16 * K)),

@@ -298,11 +298,16 @@ class Merged(nn.Module):
             drawn = draw(name.removesuffix("weight") + "adapter.a", size, model.shape, seed, cpu)
             self.a.append(nn.Parameter(drawn.to(weight.dtype)))
             self.b.append(nn.Parameter(weight.new_zeros(weight.shape[0], lora.rank)))
+        weights = [model.get_parameter(name) for name in self.names if lora.dora]
+        self.magnitudes = nn.ParameterList(weight.norm(dim=1) for weight in weights)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         (model,) = self.frozen
         changes = zip(self.names, self.a, self.b, strict=True)
         merged = {n: model.get_parameter(n) + self.scale * (b @ a) for n, a, b in changes}
+        for name, m in zip(self.names, self.magnitudes, strict=False):  # none without DoRA
+            directions = merged[name] / merged[name].detach().norm(dim=1, keepdim=True)
+            merged[name] = m[:, None] * directions
         return torch.func.functional_call(model, merged, (tokens,))
 
 

@@ -83,8 +83,11 @@ def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Store
     names = set()
     for name, position in base_matrices(config).items():
         outputs, inputs = shapes(config.model)[f"{name}.weight"]
-        for kind, letter, shape in (("a", "A", (rank, inputs)), ("b", "B", (outputs, rank))):
-            theirs = peft_name(position, letter)
+        kinds: dict[str, Shape] = {"a": (rank, inputs), "b": (outputs, rank)}
+        if config.lora.dora:
+            kinds["magnitude"] = (outputs,)
+        for kind, shape in kinds.items():
+            theirs = peft_name(position, kind)
             names.add(theirs)
             if theirs not in stored:
                 raise BadFileError(f"{peft.WEIGHTS} has no {theirs}")
@@ -103,9 +106,10 @@ def base_matrices(config: ResolvedConfig) -> dict[str, TensorPosition]:
     return {name: positions[f"{name}.weight"][0] for name in names}
 
 
-def peft_name(position: TensorPosition, letter: str) -> str:
-    """Return PEFT's name of A or B of the matrix at a position."""
-    return f"base_model.model.{position.name.removesuffix('.weight')}.lora_{letter}.weight"
+def peft_name(position: TensorPosition, kind: str) -> str:
+    """Return PEFT's name of `a`, `b` or `magnitude` of the matrix at a position."""
+    suffix = {"a": "A.weight", "b": "B.weight", "magnitude": "magnitude_vector"}[kind]
+    return f"base_model.model.{position.name.removesuffix('.weight')}.lora_{suffix}"
 
 
 def base_family(config: ResolvedConfig) -> str:
@@ -125,7 +129,7 @@ def load_adapters(folder: Path, config: ResolvedConfig, state: dict[str, Tensor]
 
 
 class Merged:
-    """The weights W + scale · B·A, computed in fp32 or better, one at a time."""
+    """The weights W + scale · B·A, with DoRA's magnitudes, computed in fp32 or better, one at a time."""
 
     def __init__(self, config: ResolvedConfig, read: Read) -> None:
         self._config, self._read = config, read
@@ -148,7 +152,11 @@ class Merged:
         b = self._read(f"model.{module}.adapter.b", (outputs, rank))
         dtype = torch.promote_types(dtype, a.dtype)
         scale = self._config.lora.scale
-        return torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
+        merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
+        if self._config.lora.dora:
+            magnitude = self._read(f"model.{module}.adapter.magnitude", (outputs,)).to(dtype)
+            merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+        return merged
 
     def _frozen(self, name: str) -> Tensor:
         import torch

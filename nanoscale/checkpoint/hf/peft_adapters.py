@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from nanoscale.checkpoint.hf.adapters import base_family, base_matrices, peft_name, require_base_of
 from nanoscale.checkpoint.hf.export import Exported, new_folder, write_json
+from nanoscale.checkpoint.hf.load import find
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.hf import peft
+from nanoscale.config.hf.safetensors_headers import Stored
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data import vocabulary
 
@@ -59,6 +62,7 @@ def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": base_family(config) == "gpt2",
@@ -74,22 +78,37 @@ def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
 def _tensors(
     stored: StoredCheckpoint, config: ResolvedConfig
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return A and B of each matrix of the base model by PEFT's names, and the rank of each kind of matrix."""
+    """Return the adapters of the base model's matrices by PEFT's names, and the rank of each kind of matrix."""
     rank, reader, sizes = config.lora.rank, Reader(stored.path), shapes(config.model)
+    base = find(Path(str(config.model.init_from)), config.model)
     joined = defaultdict(list)
     for name, position in base_matrices(config).items():
         joined[position.name].append((name, position))
     tensors, ranks = {}, {}
     for matrix, parts in joined.items():
         matrices_a, matrices_b = [], []
+        position, in_base = base[f"{parts[0][0]}.weight"][0]
+        magnitudes = _row_norms(in_base, position.transposed) if config.lora.dora else None
         for name, position in parts:
             outputs, inputs = sizes[f"{name}.weight"]
             matrices_a.append(reader.read(f"model.{name}.adapter.a", (rank, inputs)))
             b = torch.zeros(position.before + outputs + position.after, rank)
             b[position.before :][:outputs] = reader.read(f"model.{name}.adapter.b", (outputs, rank))
             matrices_b.append(b)
-        tensors[peft_name(parts[0][1], "A")] = torch.cat(matrices_a)
-        tensors[peft_name(parts[0][1], "B")] = torch.cat(matrices_b, dim=1)
+            if magnitudes is not None:
+                magnitude = reader.read(f"model.{name}.adapter.magnitude", (outputs,))
+                magnitudes[position.before :][:outputs] = magnitude
+        tensors[peft_name(parts[0][1], "a")] = torch.cat(matrices_a)
+        tensors[peft_name(parts[0][1], "b")] = torch.cat(matrices_b, dim=1)
+        if magnitudes is not None:
+            tensors[peft_name(parts[0][1], "magnitude")] = magnitudes
         number = parts[0][0].split(".")[1]
         ranks[matrix.partition(f".{number}.")[2].removesuffix(".weight")] = rank * len(parts)
     return tensors, ranks
+
+
+def _row_norms(stored: Stored, transposed: bool) -> Tensor:
+    """Return the norms of the rows of a matrix of the base model, of which adapters may change a part."""
+    with safe_open(stored.file, "pt") as opened:
+        matrix = opened.get_tensor(stored.name).float()
+    return torch.linalg.vector_norm(matrix, dim=0 if transposed else 1)

@@ -16,8 +16,8 @@ LAYERS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
 }  # fmt: skip
 """Our names of the layers with adapters, by the names of most families."""
-_USUAL = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_save": None, "fan_in_fan_out": False,
+_USUAL: dict[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "modules_to_save": None, "fan_in_fan_out": False,
     "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "trainable_token_indices": None,
 }  # fmt: skip
 """Settings with one supported value."""
@@ -55,4 +55,5 @@ def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
         raise UnsupportedError(f"{SETTINGS} names no base_model_name_or_path")
     order = list(LAYERS.values())
     chosen = sorted({LAYERS[name] for name in names}, key=order.index)
-    return base, values | {"rslora": bool(settings.get("use_rslora")), "targets": chosen}
+    flags = {name: bool(settings.get(f"use_{name}")) for name in ("rslora", "dora")}
+    return base, values | flags | {"targets": chosen}

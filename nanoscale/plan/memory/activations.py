@@ -71,7 +71,8 @@ def _saved_with_adapters(sizes: Sizes, shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of saved tensors if the block is frozen and only adapters are trained.
 
     Frozen products do not save their inputs. Frozen composed norms do not save the tensor that they multiply
-    with their weights. An adapter saves its input and the result of A.
+    with their weights. An adapter saves its input and the result of A, and with DoRA the result of the layer
+    before it is scaled.
     """
     adapted = shape.adapted
     inputs = {
@@ -93,7 +94,15 @@ def _saved_with_adapters(sizes: Sizes, shape: Shape, run: Execution) -> Sizes:
         elif adapters:
             kept[name] = size
     kept["results of A"] = len(adapted) * shape.tokens * shape.adapter_rank * run.compute
+    if shape.dora:
+        kept["unscaled results"] = shape.tokens * sum(_adapted_widths(shape)) * run.compute
     return kept
+
+
+def _adapted_widths(shape: Shape) -> list[int]:
+    """Return the widths of the results of adapted layers."""
+    widths = {"wq": shape.q, "wk": shape.kv, "wv": shape.kv, "gate": shape.ffn, "up": shape.ffn}
+    return [widths.get(name, shape.hidden) for name in shape.adapted]
 
 
 def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
@@ -337,8 +346,9 @@ def working_memory(shape: Shape, run: Execution) -> int:
     """Return the bytes of gradients at the peak of the feed-forward's backward pass, minus tensors freed
     before.
 
-    The gradient of the residual stream counts at each of three moments:
+    The gradient of the residual stream counts at each of these moments:
 
+    * magnitudes of the last product: two more gradients of its result;
     * last product: the gradients of its input and, with sequence parallelism, of its gathered result;
     * activation: the gradients of its result and inputs. The last product's saved input is freed;
     * first products: the gradients of their results, and for each product one of their common input. The saved
@@ -356,8 +366,13 @@ def working_memory(shape: Shape, run: Execution) -> int:
     activation = (first + 1 - saved_product) * inner
     first_products = first * hidden + (1 - first - saved_product - saved_activation) * inner
     first_products += _copies(shape.ffn, shape.hidden, shape, run)
+    magnitudes = 0
+    if shape.dora and "down" in shape.adapted:
+        magnitudes = (3 if shape.shares > 1 else 2) * hidden
+        activation, first_products = activation - hidden, first_products - hidden
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
-    highest = max(last_product, activation, first_products, _capped_scores(shape, run)) + stream
+    moments = (magnitudes, last_product, activation, first_products, _capped_scores(shape, run))
+    highest = max(moments) + stream
     return highest + 2 * run.gathered_keys * shape.q * run.compute
 
 
@@ -400,6 +415,7 @@ def between_passes(shape: Shape, run: Execution) -> int:
     number = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
     norms = 2 * shape.norm_pairs * (shape.tokens // shape.shares) * shape.hidden * number
     norms = 0 if shape.adapter_rank else norms
+    products += sum(_adapted_widths(shape)) if shape.dora else 0
     return shape.tokens * products * run.compute + norms
 
 

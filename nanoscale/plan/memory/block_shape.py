@@ -41,6 +41,8 @@ class Shape:
     """The rank of LoRA's adapters; 0: all weights are trained."""
     adapted: tuple[str, ...] = ()
     """The products that have adapters."""
+    dora: bool = False
+    """True if their results are scaled by trained magnitudes."""
 
     @property
     def gated(self) -> bool:

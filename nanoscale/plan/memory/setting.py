@@ -94,6 +94,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
             masks=_masks(config)[1],
             adapter_rank=config.lora.rank,
             adapted=tuple(model_math.adapted_layers(config.model, config.lora)),
+            dora=config.lora.dora,
         ),
         run=run,
         compute=compute,

@@ -172,8 +172,8 @@ def rank_stages(
     return _rank_stages(*_key(config, whole_ends))
 
 
-_Adapters = tuple[int, tuple[str, ...]]
-"""The rank of LoRA's adapters, and the names of a block's layers that have adapters."""
+_Adapters = tuple[int, tuple[str, ...], bool]
+"""The rank of LoRA's adapters, the names of a block's layers that have adapters, and True with DoRA."""
 _Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool, _Adapters]
 
 
@@ -188,7 +188,11 @@ def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
         layout.schedule,
         tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
         config.backend.name == "deepspeed" if whole_ends is None else whole_ends,
-        (config.lora.rank, tuple(model_math.adapted_layers(config.model, config.lora).values())),
+        (
+            config.lora.rank,
+            tuple(model_math.adapted_layers(config.model, config.lora).values()),
+            config.lora.dora,
+        ),
     )
 
 
@@ -330,11 +334,12 @@ def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> U
 
 
 def _adapter_matrices(model: Model, tp: int, adapters: _Adapters) -> tuple[parameters.Shape, ...]:
-    """Return the matrices A and B of a block's adapters on a rank of tp (`parallel.tensor.divide_adapters`)."""
-    rank, modules = adapters
+    """Return the matrices A and B of a block's adapters on a rank of tp (`parallel.tensor.divide_adapters`) and
+    DoRA's magnitudes as matrices with one column."""
+    rank, modules, dora = adapters
     table = parameters.block(model)
     matrices: list[parameters.Shape] = []
     for name in modules:
         outputs, inputs = table[f"{name}.weight"].local(tp)
-        matrices += [(rank, inputs), (outputs, rank)]
+        matrices += [*([(outputs, 1)] if dora else []), (rank, inputs), (outputs, rank)]
     return tuple(matrices)

@@ -19,9 +19,9 @@ from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Pass
 # Kernels of a block, counted in the model's code. The CPU takes some microseconds to start each kernel.
 _KERNELS = {False: (32, 58), True: (14, 24)}
 """Compiled or not → kernels of a forward and of a backward pass."""
-_ADAPTER_KERNELS = (4, 7)
-"""Kernels of an adapter, forward and backward: two products, the scale, and the sums with the result and the
-gradient of its layer."""
+_ADAPTER_KERNELS = {False: (4, 7), True: (20, 12)}
+"""DoRA or not → kernels of an adapter, forward and backward: two products, the scale, and the sums with the
+result and the gradient of its layer. DoRA adds 14 for the norms, and those that scale the result."""
 _TP_START = 3
 """The factor on the time to start a kernel with tp, which communicates and reads shards of DTensors."""
 _DEEPSPEED_HOOKS = {0: 1.0, 1: 1.0, 2: 1.25, 3: 3.6}
@@ -94,6 +94,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         fp8_recipe=config.precision.fp8_recipe,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
         adapter_rank=config.lora.rank,
+        dora=config.lora.dora,
         paired=is_paired(config.train),
         adapted=tuple(model_math.adapted_layers(config.model, config.lora).values()),
     )
@@ -320,6 +321,11 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
     lora = adapters(shape)
     forward += 3 * shape.tokens * sum(p.outputs for p in lora[1::2])
     backward += 3 * shape.tokens * sum(p.inputs for p in lora[::2])
+    if shape.dora:  # the norms read W twice; the result is scaled, and its gradient is used twice
+        outputs = sum(p.outputs for p in lora[1::2])
+        weights = sum(a.inputs * b.outputs for a, b in zip(lora[::2], lora[1::2], strict=True))
+        forward += 2 * (shape.tokens * outputs + weights)
+        backward += 5 * shape.tokens * outputs
     backward += activation[1] * inner + rope[1] * queries_keys
     backward += _SUMS * shape.tokens * model.hidden
     width_bytes = operations.WIDTH[shape.dtype]
@@ -440,8 +446,8 @@ def _kernels(shape: MicroBatchShape) -> tuple[int, int]:
     """Return the kernels of a forward and of a backward pass. Without bf16 every expert has kernels of its
     own."""
     forward, backward = _KERNELS[shape.compiled]
-    forward += _ADAPTER_KERNELS[0] * len(shape.adapted)
-    backward += _ADAPTER_KERNELS[1] * len(shape.adapted)
+    forward += _ADAPTER_KERNELS[shape.dora][0] * len(shape.adapted)
+    backward += _ADAPTER_KERNELS[shape.dora][1] * len(shape.adapted)
     if shape.model.experts:
         routing = moe.KERNELS[shape.ep > 1]
         others = 0 if shape.kind == "bf16" else shape.model.experts // shape.ep - 1

@@ -45,6 +45,8 @@ class MicroBatchShape:
     """True if the loss is of pairs, whose logits are computed twice."""
     adapted: tuple[str, ...] = ()
     """The layers of a block that have adapters."""
+    dora: bool = False
+    """True if the results of these layers are scaled by trained magnitudes."""
 
     @property
     def tokens(self) -> int:
