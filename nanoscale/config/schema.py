@@ -497,10 +497,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Zero:
-    """The sharding over data-parallel ranks, and its offload; all keys but the stage are DeepSpeed's."""
+    """The sharding over data-parallel ranks, and its offload."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters", planned=True
+    )
+    prefetch: int = key(
+        1,
+        "native, stage 3: blocks whose parameters are gathered before they are needed",
+        at_least=1,
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = key(
         "none", "deepspeed: device that stores and updates optimizer states; nvme with stage 3"

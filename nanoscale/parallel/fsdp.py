@@ -60,8 +60,17 @@ def shard(
         # The backward begins with these two: freeing them and gathering them again at once would be wasteful.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
+    if config.zero.prefetch > 1:  # FSDP2 itself gathers one block ahead
+        _prefetch(list(model.layers.values()), config.zero.prefetch)
     if config.parallel.pp == 1 and config.model.source == "own":
         _free_buffers_before_loss(model)
+
+
+def _prefetch(layers: list[Any], depth: int) -> None:
+    """Let each block gather the blocks that follow it, in the forward and in the backward pass."""
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + depth])
+        layer.set_modules_to_backward_prefetch(layers[max(0, number - depth) : number][::-1])
 
 
 def _free_buffers_before_loss(model: Transformer) -> None:

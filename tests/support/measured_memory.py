@@ -79,7 +79,7 @@ class Row:
     backend: str = "native"
     optimizer: str = "adamw"
     global_batch: int = 16
-    offload: dict[str, str] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
     seq: int = SEQ
     lora: Lora = field(default=Lora())
     documents: bool = False
@@ -164,6 +164,18 @@ ROWS = [
     Row("one process, adamw8bit", optimizer="adamw8bit"),
     Row("one process, schedule-free", optimizer="schedule-free"),
     Row("dp 2, stage 3, schedule-free", {"dp": 2}, 3, optimizer="schedule-free"),
+    *(
+        Row(
+            f"dp 2, stage 3, prefetch 3{name}",
+            {"dp": 2} | degrees,
+            3,
+            zero={"prefetch": 3},
+            shape=replace(SHAPE, layers=6, ffn=1408),
+            micro_batch=1,
+            seq=32,
+        )
+        for name, degrees in (("", {}), (", full", recomputed("full")))
+    ),
     Row("one process, adafactor", optimizer="adafactor"),
     Row("dp 2, stage 3, adafactor", {"dp": 2}, 3, optimizer="adafactor"),
     Row(
@@ -254,11 +266,11 @@ ROWS = [
             {"dp": 2},
             s,
             precision="bf16",
-            offload=STATES,
+            zero=STATES,
         )
         for s in (1, 2, 3)
     ),
-    deepspeed("dp 2, stage 3, bf16, all offloaded", {"dp": 2}, 3, precision="bf16", offload=ALL),
+    deepspeed("dp 2, stage 3, bf16, all offloaded", {"dp": 2}, 3, precision="bf16", zero=ALL),
     deepspeed("tp 2, stage 1", {"tp": 2, "sequence_parallel": False}, 1),
     deepspeed("pp 2, stage 1", {"pp": 2}, 1, micro_batch=2),
     deepspeed(
@@ -466,7 +478,7 @@ def config_of(row: Row) -> ResolvedConfig:
         backend=Backend(name=row.backend, **SMALL_BUCKETS),  # type: ignore[arg-type]
     )
     train = replace(config.train, seq_len=row.seq, global_batch=row.global_batch)
-    zero = Zero(stage=row.stage, **row.offload)  # type: ignore[arg-type]
+    zero = Zero(stage=row.stage, **row.zero)  # type: ignore[arg-type]
     data = replace(config.data, document_mask=row.documents)
     return replace(config, train=train, zero=zero, lora=row.lora, data=data)
 

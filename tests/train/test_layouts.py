@@ -109,6 +109,16 @@ def test_other_optimizers_equal_plain_loop(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_blocks_that_are_gathered_ahead(tmp_path: Path, mode: str) -> None:
+    write_tokens(tmp_path)
+    parallel = {"activation_checkpointing": mode}
+    config = make_config(tmp_path, dp=2, stage=3, parallel=parallel)
+    config = replace(config, zero=replace(config.zero, prefetch=2))
+    assert_equal_curves(our_curve(config), plain_loop("fp64"), "fp64")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "degrees", "stage"),
     [

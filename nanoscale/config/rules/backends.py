@@ -66,7 +66,7 @@ def honored(config: Config) -> bool:
 # --- native ---------------------------------------------------------------------------------------
 
 _DEEPSPEEDS = [
-    *(f"zero.{name}" for name in reference.members(Zero) if name != "stage"),
+    *(f"zero.{name}" for name in reference.members(Zero) if name not in ("stage", "prefetch")),
     *(
         f"backend.{name}"
         for name in reference.members(Backend)

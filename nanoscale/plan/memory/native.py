@@ -135,7 +135,8 @@ def _sharded(
         before = sharded if stage2 else reduce * trained.numel
     head_sharded = int(states.gradients * trained.head_shard)
     head = (0 if before else head_sharded) + (compute * trained.head if tied else 0)
-    prefetched = compute * params.block if gathers else 0
+    depth = min(setting.config.zero.prefetch, max(1, params.blocks - 1))
+    prefetched = compute * depth * params.block if gathers else 0
     last_units = compute * (params.block + max(params.embedding, params.rest))
     gathered_last = last_units if gathers else 0
     # A step's last backward pass frees the compute copy of each unit after the unit's gradients.
@@ -175,7 +176,7 @@ def _sharded(
         phase(
             "backward of the last block",
             gradients=before + head + compute * _product(setting, trained),
-            gathered=compute * (2 * params.block + params.rest) if gathers else 0,
+            gathered=compute * ((1 + depth) * params.block + params.rest) if gathers else 0,
             activations=acts.activations - acts.ends + acts.extra,
             communication=0 if tied else reduce * trained.head,
             pooled=pooled_last_block,
