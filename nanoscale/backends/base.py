@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +265,36 @@ class Engine(ABC):
             dist.all_reduce(next_logits)
         return next_logits
 
+    @torch.no_grad()
+    def score_tokens(self, rows: Sequence[tuple[list[int], int]]) -> Tensor | None:
+        """Return this rank's figures of the last tokens of each row, fp64 `[4, scored]` on the host; None: it
+        has none. Every rank calls it; ranks of tp, cp and pp with the same rows.
+
+        Rows are `(tokens, scored)`. The figures are the logarithm of the sum of exponentials of this rank's
+        logits, the largest logit, 1 if that is the token's own, and the token's own logit; -inf where another
+        rank has the position or the token.
+        """
+        parallel, vocab = self.config.parallel, self.config.model.vocab
+        length = max(len(tokens) for tokens, _ in rows) - 1
+        length += -length % (2 * parallel.cp * parallel.tp if parallel.cp * parallel.tp > 1 else 1)
+        tokens, scored = torch.zeros(2, len(rows), length + 1, dtype=torch.long)
+        for number, (row, count) in enumerate(rows):
+            tokens[number, : len(row)] = torch.tensor(row)
+            scored[number, len(row) - count : len(row)] = 1
+        positions, chosen = self._positions(length, torch.device("cpu")), scored[:, 1:].bool()
+        logits = self._forward(self._to_device(tokens[:, positions]))
+        self._after_forward()
+        if logits is None or (self.coordinates.tp and logits.shape[-1] == vocab):
+            return None
+        local = chosen[:, positions]
+        logits = logits[local.to(logits.device)]
+        targets = tokens[:, positions + 1][local] - self.coordinates.tp * logits.shape[-1]
+        figures = torch.full((4, *chosen.shape), -torch.inf, dtype=torch.float64)
+        at = torch.zeros_like(chosen)
+        at[:, positions] = local
+        figures[:, at] = _token_figures(logits, self._to_device(targets)).cpu()
+        return figures[:, chosen]
+
     def _make_balance(self) -> Balance | None:
         """Create the balancing; call it once all stages exist."""
         shape = self.config.model
@@ -365,6 +395,16 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
         model.objective = model.head.objective = objective
         model.head.token_losses, model.head.distillation = token_losses, distillation
     return model
+
+
+def _token_figures(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the figures of `Engine.score_tokens` `[4, tokens]` of logits `[tokens, vocab]`; a target outside
+    of the vocabulary is another rank's."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    is_local = (targets >= 0) & (targets < wide.shape[-1])
+    own = wide.gather(1, targets.where(is_local, 0)[:, None])[:, 0].where(is_local, -torch.inf)
+    largest, index = wide.max(dim=-1)
+    return torch.stack([wide.logsumexp(dim=-1), largest, index == targets, own]).double()
 
 
 def _write_vocabulary_shard(out: Tensor, logits: Tensor, rank: int) -> None:

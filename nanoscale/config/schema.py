@@ -721,6 +721,10 @@ class Checkpoint:
         "them saves one. 0: none",
         at_least=0,
     )
+    best_metric: str = key(
+        "eval_loss",
+        "metric that checkpoint.keep_best compares: eval_loss, or eval_tasks/TASK/METRIC of train.eval_tasks",
+    )
     asynchronous: bool = key(
         False,
         "copy the state to host memory and write it while the training continues; after a crash "
@@ -1115,6 +1119,14 @@ class Train:
     )
     eval_samples: int = key(
         64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
+    )
+    eval_tasks: list[str] = key(
+        [],
+        "lm-eval tasks that every evaluation runs as well; tasks that score given answers, or whole texts",
+    )
+    eval_tasks_dir: str | None = key(None, "folder with more tasks for train.eval_tasks")
+    eval_tasks_limit: int | None = key(
+        None, "documents of each task per evaluation; null: all", at_least=1
     )
     gc_every: int = key(
         0,

@@ -53,19 +53,22 @@ class ScoringBatch:
 
     def run(self, opened: Opened) -> list[Scored]:
         """Return the scores; shorter sequences are padded at the end, which no earlier position sees."""
-        rows = [(context + wanted)[-opened.context - 1 :] for context, wanted in self.pairs]
-        length = max(map(len, rows)) - 1
+        rows = self.rows(opened.context)
+        length = max(len(row) for row, _ in rows) - 1
         inputs = torch.zeros(len(rows), length, dtype=torch.long)
-        for line, row in zip(inputs, rows, strict=True):
+        for line, (row, _) in zip(inputs, rows, strict=True):
             line[: len(row) - 1] = torch.tensor(row[:-1])
         logits = Cache(opened.model, len(rows), length).logits(inputs.to(opened.device))
-        scores = []
-        for line, row, (_, wanted) in zip(logits, rows, self.pairs, strict=True):
-            count = min(len(wanted), len(row) - 1)
-            scores.append(
-                _scored(line[len(row) - 1 - count : len(row) - 1], row[len(row) - count :])
-            )
-        return scores
+        return [
+            _scored(line[len(row) - 1 - count : len(row) - 1], row[len(row) - count :])
+            for line, (row, count) in zip(logits, rows, strict=True)
+        ]
+
+    def rows(self, context: int) -> list[tuple[list[int], int]]:
+        """Return the tokens of each pair, as many as the model's context, and the number of scored ones."""
+        rows = [(before + wanted)[-context - 1 :] for before, wanted in self.pairs]
+        counts = (len(wanted) for _, wanted in self.pairs)
+        return [(row, min(count, len(row) - 1)) for row, count in zip(rows, counts, strict=True)]
 
 
 class Answers:
@@ -221,6 +224,8 @@ def evaluate_tasks(
     limit: int | None,
     few_shot: int | None,
     folder: Path | None,
+    *,
+    errors: bool = True,
 ) -> dict[str, Any]:
     """Return the result of `lm_eval.simple_evaluate` for these tasks.
 
@@ -229,6 +234,7 @@ def evaluate_tasks(
         limit: documents of each task.
         few_shot: examples before each question; None: the task's default.
         folder: the folder of more tasks, by name.
+        errors: estimate standard errors by resampling too, which starts processes.
 
     Raises:
         UserError: the library is not installed, or lacks such a task or its data.
@@ -257,6 +263,7 @@ def evaluate_tasks(
             limit=limit,
             task_manager=manager,
             log_samples=False,
+            bootstrap_iters=100_000 if errors else 0,
         )
     except OSError as error:  # errors of the hub, the network and the file system
         raise UserError("data", f"--tasks {','.join(tasks)}: lm_eval: {error}") from error

@@ -10,7 +10,7 @@ from nanoscale.common.devices import detect
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.values.provenance import Composed
-from nanoscale.launch.preflight.by_library import check_extra
+from nanoscale.launch.preflight.by_library import check_extra, check_tasks
 from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.plan.predict import with_fitting_micro_batch
 from nanoscale.plan.saving import SavingPlan, plan_saving
@@ -74,4 +74,5 @@ def check_request(
     if composed.config.train.micro_batch == "auto":
         config = with_fitting_micro_batch(config)
     check_extra(composed, config)
+    check_tasks(composed, config)
     return Request(composed, config, devices, repeats=repeats, hosts=hosts, choice=choice)

@@ -97,7 +97,8 @@ _ONLY_NUMBERS = (
     "optimizer.eps", "train.steps", "train.tokens", "train.epochs", "train.seed", "train.log_every",
     "train.eval_samples", "train.stop_when.", "train.sample_", "train.on_", "data.path", "data.valid_",
     "data.mixture", "data.tokenizer", "data.bpe_vocab", "data.cache_dir", "guard.", "checkpoint.keep_last",
-    "checkpoint.keep_every", "checkpoint.at_stop", "checkpoint.upload",
+    "checkpoint.keep_every", "checkpoint.at_stop", "checkpoint.upload", "checkpoint.best_metric",
+    "train.eval_tasks",
 )  # fmt: skip
 """The beginnings of the keys that are not in a rehearsal's name. A new key is, until it is listed here."""
 _SWITCHES = (

@@ -82,7 +82,10 @@ def shortened(config: ResolvedConfig, steps: int) -> ResolvedConfig:
     every = steps if train.eval_every else 0
     one_batch = config.parallel.dp * train.micro_batch
     train = replace(train, steps=steps, log_every=steps, eval_every=every, eval_samples=one_batch)
-    checkpoint = replace(checkpoint, every=steps if saves else 0, every_minutes=None)
+    train = replace(train, eval_tasks=[], eval_tasks_dir=None, eval_tasks_limit=None)
+    checkpoint = replace(
+        checkpoint, best_metric="eval_loss", every=steps if saves else 0, every_minutes=None
+    )
     return replace(config, train=train, checkpoint=checkpoint, guard=Guard(every=0))
 
 

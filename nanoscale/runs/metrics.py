@@ -19,7 +19,8 @@ NAMES = (
     "gpu_memory_gib", "gpus_slowed", "eval_loss", "loss_scale", "skipped_steps", "moe_imbalance",
     "attention_score", "preferred", "margin", "eval_preferred", "eval_margin",
 )  # fmt: skip
-"""The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`."""
+"""The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`, and those of
+tasks `eval_tasks/TASK/METRIC`."""
 WARM_UP = 3
 """Steps after each start that do not count: memory is allocated, code compiled, files are read first."""
 

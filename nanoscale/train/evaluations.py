@@ -15,7 +15,8 @@ class Evaluations:
     """A record of the evaluation losses of a run, which every rank has and every checkpoint holds."""
 
     best: list[tuple[float, int]] = field(default_factory=list)
-    """The lowest losses with their steps, the lowest first; of equal ones the earliest."""
+    """The lowest ranks with their steps, the lowest first; of equal ones the earliest. A rank is the loss, or
+    `checkpoint.best_metric`, negative if it is better if higher."""
     last: tuple[float, int] | None = None
     """The loss and the step of the last evaluation with a finite loss."""
     lowest: float | None = None
@@ -23,8 +24,9 @@ class Evaluations:
     without_improvement: int = 0
     """Evaluations in a row without a lower loss."""
 
-    def add(self, step: int, loss: float, keep: int, min_delta: float) -> bool:
-        """Add the loss of a step; True if it is one of the `keep` lowest. One that is not finite is none."""
+    def add(self, step: int, loss: float, keep: int, min_delta: float, rank: float) -> bool:
+        """Add the loss of a step; True if its rank is one of the `keep` lowest. One that is not finite is
+        none."""
         if not math.isfinite(loss):
             self.without_improvement += 1
             return False
@@ -34,8 +36,8 @@ class Evaluations:
         else:
             self.without_improvement += 1
         others = [entry for entry in self.best if entry[1] != step]
-        self.best = sorted([*others, (loss, step)])[:keep]
-        return (loss, step) in self.best
+        self.best = sorted([*others, (rank, step)])[:keep]
+        return (rank, step) in self.best
 
     def reason_to_stop(self, limits: StopWhen) -> str | None:
         """Return why the training ends after the last evaluation; None: it continues."""

@@ -17,6 +17,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import configuration, store
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
+from nanoscale.common.errors import UserError
 from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schedulers import lr_factor
@@ -40,6 +41,7 @@ from nanoscale.train.layer_statistics import LayerStatistics
 from nanoscale.train.profile import Recorder
 from nanoscale.train.stability import LossSpikeError, Spikes, require_finite
 from nanoscale.train.stragglers import Stragglers
+from nanoscale.train.task_scores import TaskScores
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
 """A function that writes a state, or begins to; it returns a checkpoint that is complete by then."""
@@ -92,6 +94,9 @@ class Training:
         self.engine.before_update(self.saver.hold)
         peers = len(self.hosts) // self.config.parallel.pp
         stages = [range(first, first + peers) for first in range(0, len(self.hosts), max(1, peers))]
+        self.tasks: TaskScores | None = None
+        if self.config.train.eval_tasks:
+            self.tasks = TaskScores(self.engine, self.config)
         self.stragglers = Stragglers(stages, self.hosts)
         self.health = Health(self.engine.device.index if on_gpu else None)
 
@@ -212,8 +217,10 @@ class Training:
             "time": time.time(),
         }
         self.samples_since_log = 0
+        rising: list[str] = []
         if evaluates:
-            record |= self.evaluate()
+            figures, rising = self.evaluate()
+            record |= figures
         self.logged = record
         for sink in self.sinks:
             sink.write(record)
@@ -229,11 +236,17 @@ class Training:
             self.report_jump(f"{jump} (step {record['step']})")
         if not evaluates:
             return False
+        metric = self.config.checkpoint.best_metric
+        if metric not in record:
+            raise UserError(
+                "config", f"checkpoint.best_metric={metric}: lm_eval has not computed it"
+            )
         return self.progress.evaluations.add(
             self.progress.step,
             record["eval_loss"],
             self.config.checkpoint.keep_best,
             self.config.train.stop_when.min_delta,
+            rank=-record[metric] if metric in rising else record[metric],
         )
 
     def report_jump(self, jump: str) -> None:
@@ -255,14 +268,16 @@ class Training:
         if not result.skipped or self.engine.scale_is_exhausted:
             require_finite(self.progress.step, grad_norm=result.grad_norm.item())
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the mean loss of the validation samples, and of each source if there are several."""
+    def evaluate(self) -> tuple[dict[str, float], list[str]]:
+        """Return the mean loss of the validation samples, of each source if there are several, and the metrics
+        of tasks; and the names of the metrics that are better if higher."""
         with self.engine.averaged():
+            tasks, rising = self.tasks.compute() if self.tasks is not None else ({}, [])
             losses = {split.name: self.evaluate_on(split) for split in self.data.valid}
         figures = {f"eval_{name}": value for name, value in self.engine.preferences().items()}
         mean = sum(split.share * losses[split.name] for split in self.data.valid)
         by_source = {f"eval_loss/{name}": loss for name, loss in losses.items() if name}
-        return {"eval_loss": mean, **by_source, **figures}
+        return {"eval_loss": mean, **by_source, **figures, **tasks}, rising
 
     def evaluate_on(self, split: Validation) -> float:
         batches = split.loader.valid_batches(

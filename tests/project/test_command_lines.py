@@ -70,6 +70,8 @@ EXCUSED = {
     "nanoscale doctor --hostfile hosts": "needs hosts with sshd: tests/cluster/test_doctor.py runs it on some",
     "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "
     "tests/generate/test_harness.py runs tasks of a folder",
+    "nanoscale train recipe=llama-1b train.eval_every=500 'train.eval_tasks=[arc_easy,hellaswag]' "
+    "train.eval_tasks_limit=200": "fetches lm-eval's data sets: tests/train/test_task_scores.py",
     "nanoscale eval RUN --tasks mine --tasks-dir ./tasks --json": "tests/generate/test_harness.py runs it",
     **dict.fromkeys(
         (

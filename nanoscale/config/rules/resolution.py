@@ -114,7 +114,7 @@ class Resolution:
     def require(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""
         if find_spec(package) is None:
-            message = f"needs {name}, which is not installed: {install_command(package)}"
+            message = f"needs {name}, which is not installed: {install_command(package.replace('_', '-'))}"
             self.refuse(key, message, *instead)
 
 

@@ -18,6 +18,7 @@ from nanoscale.common.object_storage import problem
 from nanoscale.common.units import counted
 from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.reference import declared
+from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.layout import sequence_step
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch
 from nanoscale.config.rules.resolution import Resolution
@@ -25,6 +26,7 @@ from nanoscale.config.rules.rule import (
     Rule,
     data_parallel,
     of_kind,
+    only_with,
     other_than,
     refused,
     reset,
@@ -90,7 +92,8 @@ def resolve_train(resolution: Resolution) -> Train:
 
     The data is resolved before.
     """
-    train = _batch(resolution.config)
+    train, config = _batch(resolution.config), resolution.config
+    train = replace(train, eval_tasks_dir=absolute(config.train.eval_tasks_dir))
     if not _check_phases(resolution):
         train = replace(train, phases={})
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
@@ -345,6 +348,16 @@ SAVING = of_kind("config",
         lambda config: problem(config.checkpoint.upload) is None,
         lambda config: str(problem(config.checkpoint.upload)), ("checkpoint.upload=null",)),
     _needs_evaluations("checkpoint.keep_best"),
+    _needs_evaluations("train.eval_tasks"),
+    refused("train.eval_tasks", {"train.eval_tasks": other_than([]), "data.source": ("random", "hooks")},
+        "needs a tokenizer, and data.source={c.data.source} has none", "train.eval_tasks=[]"),
+    refused("train.eval_tasks", {"train.eval_tasks": other_than([]), "train.objective": "masked"},
+        "predicts the next token, and an encoder sees both sides of a token", "train.eval_tasks=[]"),
+    Rule("checkpoint.best_metric", ("checkpoint.best_metric", "train.eval_tasks"),
+        lambda config: config.checkpoint.best_metric == "eval_loss" or bool(config.train.eval_tasks),
+        "needs train.eval_tasks", ("checkpoint.best_metric=eval_loss", "train.eval_tasks=[arc_easy]")),
+    *(only_with(f"train.eval_tasks_{name}", {"train.eval_tasks": other_than([])}, "train.eval_tasks=[arc_easy]")
+        for name in ("dir", "limit")),
     _needs_evaluations("train.stop_when.patience"),
     _needs_evaluations("train.stop_when.eval_loss"),
     refused(_KEEP, {_KEEP: other_than(None), "checkpoint.every": 0},
@@ -381,8 +394,12 @@ _LOGGERS = (
 
 
 def check_loggers(resolution: Resolution) -> None:
-    """Check that the programs that receive metrics are installed, and that wandb can log in."""
+    """Check that the programs that compute or receive metrics are installed, and that wandb can log in."""
     logger = resolution.config.logger
+    if resolution.config.train.eval_tasks:
+        resolution.require_for_ranks(
+            "train.eval_tasks", "lm_eval", "lm-eval", "train.eval_tasks=[]"
+        )
     for package, values, name, instead in _LOGGERS:
         if getattr(logger, package) in values:
             resolution.require_for_ranks(f"logger.{package}", package, name, instead)

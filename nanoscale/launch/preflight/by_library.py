@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,29 @@ def check_extra(composed: Composed, config: ResolvedConfig) -> None:
     ]
     if violations:
         refuse(violations)
+
+
+def check_tasks(composed: Composed, config: ResolvedConfig) -> None:
+    """Check `train.eval_tasks` with lm-eval, which loads them and their data; only if the key is set.
+
+    Raises:
+        UserError: a task is unknown, has no data or generates text; or no task has `checkpoint.best_metric`.
+    """
+    tasks, metric = config.train.eval_tasks, config.checkpoint.best_metric
+    if not tasks or find_spec("lm_eval") is None:  # then the hosts' own Python has it
+        return
+    question = {"tasks": tasks, "folder": config.train.eval_tasks_dir}
+    found = _ask("nanoscale.generate.check_tasks", question, "lm-eval")
+    found = {"problem": found} if isinstance(found, str) else found
+    if found["problem"] is not None:
+        key, instead = "train.eval_tasks", override("train.eval_tasks", found.get("instead", []))
+        source, problem = composed.source(key), found["problem"]
+        refuse([Violation(key, list(tasks), source, problem, (instead,))])
+    if metric not in ("eval_loss", *found["metrics"]):
+        key, names = "checkpoint.best_metric", nearest(metric, found["metrics"])
+        advice = tuple(override(key, name) for name in names or found["metrics"][:3])
+        message = "is not a metric of train.eval_tasks"
+        refuse([Violation(key, metric, composed.source(key), message, advice)])
 
 
 def _suggestions(names: Sequence[str], value: object) -> Iterator[str]:

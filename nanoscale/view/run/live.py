@@ -223,6 +223,8 @@ def figures(record: Object) -> dict[str, str]:
         "eval preferred": known("eval_preferred", "{:.1%}".format),
     }
     for name, loss in record.items():
+        if name.startswith("eval_tasks/"):
+            texts[name.removeprefix("eval_tasks/")] = number(loss, ".4f")
         if name.startswith("eval_loss/"):
             texts[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
     return {label: text for label, text in texts.items() if text}
