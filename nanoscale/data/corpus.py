@@ -196,13 +196,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _no_sources(folder: Path) -> UserError:
     what = f"this Python ({sys.executable}) has no sources of its standard library in {folder}"
-    violation = Violation(
-        "data.source",
-        "stdlib",
-        "",
-        f"{what}; use a Python that has them, or your own tokens",
-        ("data.source=megatron data.path=PREFIX",),
-    )
+    message = f"{what}; use a Python that has them, or your own tokens"
+    suggestions = ("data.source=megatron data.path=PREFIX",)
+    violation = Violation("data.source", "stdlib", "", message, suggestions)
     return UserError("data", f"data.source=stdlib: {what}", [violation])
 
 

@@ -67,9 +67,8 @@ class Dataset:
     def pairs(self) -> list[Pairs]:
         """List the pairs of all sources, to train on and to validate on; without an objective of pairs none."""
         train = self.train.loaders if isinstance(self.train, Mixture) else [self.train]
-        return [
-            it.pairs for it in (*train, *(split.loader for split in self.valid)) if it.rows == 2
-        ]
+        loaders = [*train, *(split.loader for split in self.valid)]
+        return [loader.pairs for loader in loaders if loader.rows == 2]
 
     def require_counted(self, samples: int | None, option: str) -> None:
         """Raise a UserError if a source has no token with a loss in an evaluation of `samples`; None: all.
@@ -237,9 +236,8 @@ class _Opener:
         description += f"; {len(loader):,} training samples"
         description += f", {len(valid):,} for validation" if valid else ", none for validation"
         if form.packing == "pairs" and (left_out := loader.pairs.left_out):
-            description += (
-                f"; {counted(left_out, 'pair')} left out: too long for train.seq_len, or no answer"
-            )
+            why = "too long for train.seq_len, or no answer"
+            description += f"; {counted(left_out, 'pair')} left out: {why}"
         if training.within_document:
             description += " (cut within a document)"
         weight = source.weight or float(len(loader))
@@ -266,9 +264,8 @@ class _Opener:
     @property
     def _least_tokens(self) -> int:
         """A split needs more tokens than this for a sample."""
-        return (
-            self.train.seq_len if self.data.packing == "stream" and not is_paired(self.train) else 1
-        )
+        is_stream = self.data.packing == "stream" and not is_paired(self.train)
+        return self.train.seq_len if is_stream else 1
 
     def _valid_loader(
         self, source: MixtureSource, tokens: TokenFile, split: Split, form: Form
@@ -299,9 +296,13 @@ class _Opener:
     def _dataset(
         self, sources: list[_OpenSource], tokenizer: Tokenizer | None, *fingerprints: str
     ) -> Dataset:
-        differences = _sample_differences(self.data)
+        data = self.data
+        # from a stream of tokens in which every token has a loss
+        differences = ["whole documents packed"] if data.packing == "whole" else []
+        differences += ["attention within documents"] if data.document_mask else []
+        differences += ["loss on answers"] if data.loss_on == "answers" else []
         differences += ["pairs"] if is_paired(self.train) else []
-        if not self.data.mixture:
+        if not data.mixture:
             (only,) = sources
             valid = (Validation("", 1.0, only.valid),) if only.valid else ()
             fingerprint = _combine([*fingerprints, *differences])
@@ -309,12 +310,10 @@ class _Opener:
             return Dataset(tokenizer, only.train, valid, fingerprint, description)
         weights = {it.name: it.weight for it in sources}
         phases, rows = phases_of(self.train), rows_of_sample(self.train)
+        by_name = [phase.weights or weights for phase in phases]
         changes = [
-            (
-                phase.first_sample // rows,
-                [(phase.weights or weights).get(name, 0.0) for name in weights],
-            )
-            for phase in phases
+            (phase.first_sample // rows, [set_weights.get(name, 0.0) for name in weights])
+            for phase, set_weights in zip(phases, by_name, strict=True)
         ]
         mixture = Mixture([it.train for it in sources], changes[0][1], changes[1:])
         shares = mixture.shares.tolist()
@@ -323,26 +322,15 @@ class _Opener:
         later = map(repr, changes[1:] if any(phase.weights for phase in phases) else ())
         fingerprint = _combine([*fingerprints, *map(repr, shares), *later, *differences])
         description = "; ".join([*texts, *differences])
-        valids = _validations(sources, shares)
+        # The shares of the sources with held-out samples are scaled to a sum of 1.
+        held_out = [
+            (source.name, share, source.valid)
+            for source, share in zip(sources, shares, strict=True)
+            if source.valid is not None
+        ]
+        total = sum(share for _, share, _ in held_out)
+        valids = tuple(Validation(name, share / total, loader) for name, share, loader in held_out)
         return Dataset(tokenizer, mixture, valids, fingerprint, description)
-
-
-def _validations(sources: list[_OpenSource], shares: list[float]) -> tuple[Validation, ...]:
-    """List the sources with held-out samples; their shares are scaled to a sum of 1."""
-    pairs = list(zip(sources, shares, strict=True))
-    total = sum(share for source, share in pairs if source.valid is not None)
-    return tuple(
-        Validation(source.name, share / total, source.valid)
-        for source, share in pairs
-        if source.valid is not None
-    )
-
-
-def _sample_differences(data: Data) -> list[str]:
-    """Describe how samples differ from a stream of tokens in which every token has a loss."""
-    differences = ["whole documents packed"] if data.packing == "whole" else []
-    differences += ["attention within documents"] if data.document_mask else []
-    return differences + (["loss on answers"] if data.loss_on == "answers" else [])
 
 
 def _combine(fingerprints: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -36,17 +37,19 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     """
     folder = token_files.folder_of(path)
     manifest = token_files.manifest(folder) if folder else None
-    split_paths = (
-        {"train": folder / token_files.TOKENS} if folder else {"train": Path(path).expanduser()}
-    )
+    split_paths = {"train": folder / token_files.TOKENS if folder else _prefix(path)}
     if folder and bin_path(folder / token_files.VALID).exists():
         split_paths["valid"] = folder / token_files.VALID
-    files = {name: _open(path_of_split) for name, path_of_split in split_paths.items()}
-    decoder = _decoder(folder, tokenizer)
-    splits = {
-        name: _split(file, decoder, samples, _answers(split_paths[name], file))
-        for name, file in files.items()
+    files = {
+        name: DatatroveTokens(file) if file.suffix == ".ds" else IndexedTokens(file)
+        for name, file in split_paths.items()
     }
+    decoder = _decoder(folder, tokenizer)
+    answers = {
+        name: open_answers(prefix, files[name]) if answers_of(prefix).is_file() else None
+        for name, prefix in split_paths.items()
+    }
+    splits = {name: _split(file, decoder, samples, answers[name]) for name, file in files.items()}
     largest = max(split["largest_token"] for split in splits.values())
     return {
         "path": str(folder or files["train"].path),
@@ -64,10 +67,10 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     }
 
 
-def _open(path: Path) -> TokenFile:
-    if path.suffix == ".ds":
-        return DatatroveTokens(path)
-    return IndexedTokens(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
+def _prefix(path: str) -> Path:
+    """Return the path of token files without .bin or .idx."""
+    file = Path(path).expanduser()
+    return file.with_suffix("") if file.suffix in (".bin", ".idx") else file
 
 
 def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
@@ -79,11 +82,6 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
         return None
     file = folder / token_files.TOKENIZER
     return load(file) if file.exists() else ByteTokenizer()
-
-
-def _answers(path: Path, file: TokenFile) -> np.ndarray | None:
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return open_answers(prefix, file) if answers_of(prefix).is_file() else None
 
 
 def _split(
@@ -99,8 +97,8 @@ def _split(
     return {
         "documents": documents,
         "tokens": len(file.tokens),
-        "smallest_token": int(min(block.min() for block in _blocks(file))),
-        "largest_token": int(max(block.max() for block in _blocks(file))),
+        "smallest_token": int(file.tokens.min()),
+        "largest_token": int(file.tokens.max()),
         "answers": None if answers is None else int(np.count_nonzero(answers)),
         "ended_by_eos": None if eos is None else _ended(file, eos),
         "lengths": {
@@ -114,16 +112,16 @@ def _split(
     }
 
 
-def _blocks(file: TokenFile) -> list[np.ndarray]:
-    tokens = file.tokens
-    return [tokens[start : start + _BLOCK] for start in range(0, len(tokens), _BLOCK)]
+def _document_starts(file: TokenFile) -> Iterator[np.ndarray]:
+    """Yield the starts of a block of documents, and the end of the last of them."""
+    for start in range(0, len(file), _BLOCK):
+        yield file.document_starts(start, min(start + _BLOCK, len(file)))
 
 
 def _lengths(file: TokenFile) -> Counter[int]:
     """Count the documents of each length, in tokens."""
     counts: Counter[int] = Counter()
-    for start in range(0, len(file), _BLOCK):
-        starts = file.document_starts(start, min(start + _BLOCK, len(file)))
+    for starts in _document_starts(file):
         lengths, times = np.unique(np.diff(starts), return_counts=True)
         counts.update(dict(zip(lengths.tolist(), times.tolist(), strict=True)))
     return counts
@@ -132,8 +130,7 @@ def _lengths(file: TokenFile) -> Counter[int]:
 def _ended(file: TokenFile, eos: int) -> int:
     """Count the documents whose last token is the end token."""
     count = 0
-    for start in range(0, len(file), _BLOCK):
-        starts = file.document_starts(start, min(start + _BLOCK, len(file)))
+    for starts in _document_starts(file):
         last_tokens = starts[1:][np.diff(starts) > 0] - 1
         count += int((file.tokens[last_tokens] == eos).sum())
     return count

@@ -13,8 +13,16 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Train
 from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
-from nanoscale.data.sampler import PrecomputedSamples, due, rows_of_rank, sample_indices, taken
-from nanoscale.data.samples import Masked, Packed, Pairs, Samples, Split, TokenStream
+from nanoscale.data.sampler import PrecomputedSamples, due, sample_indices, taken
+from nanoscale.data.samples import (
+    Masked,
+    Packed,
+    Pairs,
+    Samples,
+    Split,
+    SplitTokens,
+    TokenStream,
+)
 from nanoscale.data.tokens.files import TokenFile
 
 
@@ -50,7 +58,7 @@ class Loader:
         """The rows of a batch that a sample takes."""
         self.references: Callable[[list[int]], np.ndarray] | None = None
         """A function from the numbers of samples to a teacher's tokens, as in `Batch`; None: no teacher."""
-        self._ahead = PrecomputedSamples(self.order)
+        self._ahead = PrecomputedSamples(self.order, self.rows)
 
     @classmethod
     def from_file(
@@ -73,15 +81,15 @@ class Loader:
                 raise outside_vocabulary(tokens, tokens_read, vocab)
 
         samples: Samples
+        source = SplitTokens(tokens, split, seq_len, form.answers, check)
         if form.packing == "whole":
-            samples = Packed(tokens, split, seq_len, form.answers, check)
+            samples = Packed(source)
         elif form.packing == "pairs":
-            samples = Pairs(tokens, split, seq_len, form.answers, check)
+            samples = Pairs(source)
             if len(samples) < 1:
                 raise no_pair(tokens, seq_len)
         else:
-            mask, answers = form.document_mask, form.answers
-            samples = TokenStream(tokens, split, seq_len, mask, answers, check)
+            samples = TokenStream(source, form.document_mask)
         if len(samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
         return cls(Masked(samples, form.masked, vocab) if form.masked else samples, seed)
@@ -116,14 +124,8 @@ class Loader:
         those at positions [consumed, consumed + global_batch) of the order, for any `dp` and `micro_batch`;
         each rank has a contiguous share of them.
         """
-        rows = self.rows
-        consumed, global_batch, micro_batch = (
-            number // rows for number in (consumed, global_batch, micro_batch)
-        )
-        share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
-        indices = self._ahead.step(consumed, global_batch, dp_rank, share)
-        for start in range(0, share, micro_batch):
-            yield self.batch(indices[start : start + micro_batch])
+        numbers = self._ahead.micro_batches(consumed, global_batch, dp_rank, dp, micro_batch)
+        yield from map(self.batch, numbers)
 
     def order(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the split's endless order."""
@@ -174,22 +176,15 @@ class Mixture:
             last = self._phases[-1]
             before = last.before + taken(last.shares, first - last.first)
             self._phases.append(_MixturePhase(first, _shares(new_weights), before))
-        self._ahead = PrecomputedSamples(self.find)
+        self._ahead = PrecomputedSamples(self.find, self.loaders[0].rows)
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
     ) -> Iterator[Batch]:
         """Yield batches like `Loader.micro_batches`."""
-        rows = self.loaders[0].rows
-        consumed, global_batch, micro_batch = (
-            number // rows for number in (consumed, global_batch, micro_batch)
-        )
-        share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
-        sources, samples = self._ahead.step(consumed, global_batch, dp_rank, share)
-        for start in range(0, share, micro_batch):
-            yield self._batch(
-                *(values[start : start + micro_batch] for values in (sources, samples))
-            )
+        numbers = self._ahead.micro_batches(consumed, global_batch, dp_rank, dp, micro_batch)
+        for sources, samples in numbers:
+            yield self._batch(sources, samples)
 
     def _batch(self, sources: np.ndarray, samples: np.ndarray) -> Batch:
         rows = [(sources == number).nonzero()[0] for number in range(len(self.loaders))]
@@ -206,10 +201,9 @@ class Mixture:
     def find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
         result = np.empty((2, *positions.shape), dtype=np.int64)
-        ends = [phase.first for phase in self._phases[1:]] + [None]
+        ends = [*(phase.first for phase in self._phases[1:]), np.inf]
         for phase, end in zip(self._phases, ends, strict=True):
-            inside = positions >= phase.first
-            inside &= True if end is None else positions < end
+            inside = (positions >= phase.first) & (positions < end)
             if not inside.any():
                 continue
             offsets = positions[inside] - phase.first

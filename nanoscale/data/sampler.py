@@ -11,7 +11,7 @@ Steele, D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", O
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -113,14 +113,30 @@ def _in_order(
 class PrecomputedSamples:
     """A rank's samples of one step, computed for many steps at once, since the overhead of a call dominates."""
 
-    def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
-        """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`."""
+    def __init__(self, find: Callable[[np.ndarray], np.ndarray], rows: int) -> None:
+        """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`; each takes
+        `rows` rows of a batch."""
         self._find = find
+        self._rows = rows
         self._layout = (0, 0, 0)
         self._consumed = 0
         self._samples_ahead = np.empty((0, 0), dtype=np.int64)
 
-    def step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterator[np.ndarray]:
+        """Yield the samples of each micro batch of this rank in a step, `[*, micro_batch / rows]`."""
+        consumed, global_batch, micro_batch = (
+            number // self._rows for number in (consumed, global_batch, micro_batch)
+        )
+        share, remainder = divmod(global_batch, dp)
+        if remainder or share % micro_batch or not 0 <= dp_rank < dp:
+            raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
+        samples = self._step(consumed, global_batch, dp_rank, share)
+        for start in range(0, share, micro_batch):
+            yield samples[..., start : start + micro_batch]
+
+    def _step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
         """Return the samples at the `share` positions of this rank, `[*, share]`."""
         layout = (global_batch, dp_rank, share)
         step, remainder = divmod(consumed - self._consumed, global_batch)
@@ -128,19 +144,8 @@ class PrecomputedSamples:
             step_count = max(1, min(_AHEAD // share, _WINDOW // global_batch))
             steps = consumed + global_batch * np.arange(step_count)
             positions = steps[:, None] + dp_rank * share + np.arange(share)
-            self._layout, self._consumed, self._samples_ahead = (
-                layout,
-                consumed,
-                self._find(positions),
-            )
+            self._layout, self._consumed = layout, consumed
+            self._samples_ahead = self._find(positions)
             step = 0
         samples: np.ndarray = self._samples_ahead[..., step, :]
         return samples
-
-
-def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> int:
-    """Return a data-parallel rank's samples of an optimizer step, in whole micro batches."""
-    share, remainder = divmod(global_batch, dp)
-    if remainder or share % micro_batch or not 0 <= dp_rank < dp:
-        raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
-    return share

@@ -45,6 +45,29 @@ class Samples(Protocol):
     def batch(self, numbers: list[int]) -> Batch: ...
 
 
+@dataclass(frozen=True)
+class SplitTokens:
+    """The tokens from which the samples of a split are made."""
+
+    file: TokenFile
+    split: Split
+    seq_len: int
+    answers: np.ndarray | None
+    """uint8 [tokens] of the file: nonzero for tokens that have a loss. None: all of them."""
+    check: Check
+
+    def targets(self, start: int, stop: int) -> np.ndarray:
+        """Return the file's tokens [start, stop), with IGNORED in place of those without a loss."""
+        tokens = self.file.tokens[start:stop].astype(np.int64)
+        if self.answers is None:
+            return tokens
+        return np.where(self.answers[start:stop] != 0, tokens, IGNORED)
+
+    def check_both(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        self.check(inputs)
+        self.check(np.where(targets == IGNORED, 0, targets))
+
+
 class TokenStream:
     """The tokens of a split in windows: sample i is [i·seq_len, (i + 1)·seq_len + 1).
 
@@ -53,29 +76,19 @@ class TokenStream:
     document predicts nothing.
     """
 
-    def __init__(
-        self,
-        file: TokenFile,
-        split: Split,
-        seq_len: int,
-        document_mask: bool,
-        answers: np.ndarray | None,
-        check: Check,
-    ) -> None:
-        self._check = check
-        self._file = file
-        self._start = split.start
-        self._tokens = file.tokens[split.start : split.stop]
-        self._answers = None if answers is None else answers[split.start : split.stop]
-        self._seq_len = seq_len
+    def __init__(self, source: SplitTokens, document_mask: bool) -> None:
+        self._source = source
         self._document_mask = document_mask
+        self._seq_len, split = source.seq_len, source.split
+        self._tokens = source.file.tokens[split.start : split.stop]
+        self._answers = None if source.answers is None else source.answers[split.start : split.stop]
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._seq_len
 
     def batch(self, numbers: list[int]) -> Batch:
         windows = self._windows(self._tokens, numbers, np.int64)
-        self._check(windows)
+        self._source.check(windows)
         batch = Batch.of_rows(windows)
         if self._answers is None and not self._document_mask:
             return batch
@@ -99,11 +112,11 @@ class TokenStream:
 
     def _documents(self, number: int) -> np.ndarray:
         """Return the document numbers of a sample's tokens, from 0: int64 [seq_len + 1]."""
-        start = self._start + number * self._seq_len
+        file, start = self._source.file, self._source.split.start + number * self._seq_len
         is_first: np.ndarray = np.zeros(self._seq_len + 1, dtype=np.int64)
-        first, last = (self._file.document_at(start + offset) for offset in (0, self._seq_len))
+        first, last = (file.document_at(start + offset) for offset in (0, self._seq_len))
         if last > first:
-            starts = self._file.document_starts(first + 1, last) - start
+            starts = file.document_starts(first + 1, last) - start
             np.add.at(is_first, starts, 1)
         return is_first.cumsum()
 
@@ -116,18 +129,9 @@ class Packed:
     into chunks of a full row and a remainder. Padding is a document of its own.
     """
 
-    def __init__(
-        self,
-        file: TokenFile,
-        split: Split,
-        seq_len: int,
-        answers: np.ndarray | None,
-        check: Check,
-    ) -> None:
-        self._check = check
-        self._tokens = file.tokens
-        self._answers = answers
-        self._seq_len = seq_len
+    def __init__(self, source: SplitTokens) -> None:
+        self._source = source
+        file, split, seq_len = source.file, source.split, source.seq_len
         starts, lengths, chunk_counts = [], [], []
         for window in range(0, len(file), _WINDOW):
             boundaries = file.document_starts(window, min(window + _WINDOW, len(file)))
@@ -145,7 +149,7 @@ class Packed:
         return len(self._rows) - 1
 
     def batch(self, numbers: list[int]) -> Batch:
-        shape = len(numbers), self._seq_len
+        shape = len(numbers), self._source.seq_len
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
         documents = np.empty(shape, dtype=np.int64)
         for row, number in enumerate(numbers):
@@ -155,20 +159,13 @@ class Packed:
                 start = int(self._starts[chunk])
                 stop = start + int(self._lengths[chunk])
                 positions = slice(position, position + stop - start)
-                inputs[row, positions] = self._tokens[start:stop]
-                targets[row, positions] = self._targets(start + 1, stop + 1)
+                inputs[row, positions] = self._source.file.tokens[start:stop]
+                targets[row, positions] = self._source.targets(start + 1, stop + 1)
                 documents[row, positions] = document
                 position = positions.stop
             documents[row, position:] = end - first
-        self._check(inputs)
-        self._check(np.where(targets == IGNORED, 0, targets))
+        self._source.check_both(inputs, targets)
         return Batch(inputs, targets, documents)
-
-    def _targets(self, start: int, stop: int) -> np.ndarray:
-        if self._answers is None:
-            return self._tokens[start:stop]
-        counted = self._answers[start:stop] != 0
-        return np.where(counted, self._tokens[start:stop].astype(np.int64), IGNORED)
 
 
 class Pairs:
@@ -177,25 +174,16 @@ class Pairs:
     Pairs with a document that is longer than a row, or that has no token with a loss, are left out.
     """
 
-    def __init__(
-        self,
-        file: TokenFile,
-        split: Split,
-        seq_len: int,
-        answers: np.ndarray | None,
-        check: Check,
-    ) -> None:
-        self._check = check
-        self._tokens = file.tokens
-        self._answers = answers
-        self._seq_len = seq_len
-        starts = file.document_starts(0, len(file))
+    def __init__(self, source: SplitTokens) -> None:
+        self._source = source
+        split, starts = source.split, source.file.document_starts(0, len(source.file))
         ends = np.stack([starts[0:-1:2], starts[1::2], starts[2::2]], axis=1)
         inside = (ends[:, 0] >= split.start) & (ends[:, 2] <= split.stop)
-        fits = (np.diff(ends, axis=1) <= seq_len + 1).all(1)
+        fits = (np.diff(ends, axis=1) <= source.seq_len + 1).all(1)
         counted = inside & fits
         for pair in counted.nonzero()[0]:
-            counted[pair] = all(self._has_target(*it) for it in pairwise(ends[pair]))
+            targets = [source.targets(start + 1, stop) for start, stop in pairwise(ends[pair])]
+            counted[pair] = all((each != IGNORED).any() for each in targets)
         self._ends = ends[counted]
         """The starts of both documents of each pair, and its end: int64 [pairs, 3]."""
         self.left_out = int((inside & ~counted).sum())
@@ -207,26 +195,14 @@ class Pairs:
         return len(self._ends)
 
     def batch(self, numbers: list[int]) -> Batch:
-        shape = 2 * len(numbers), self._seq_len
+        shape = 2 * len(numbers), self._source.seq_len
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
         documents = [it for number in numbers for it in pairwise(self._ends[number])]
         for row, (start, stop) in enumerate(documents):
-            inputs[row, : stop - start - 1] = self._tokens[start : stop - 1]
-            targets[row, : stop - start - 1] = self._targets(start, stop)
-        self._check(inputs)
-        self._check(np.where(targets == IGNORED, 0, targets))
+            inputs[row, : stop - start - 1] = self._source.file.tokens[start : stop - 1]
+            targets[row, : stop - start - 1] = self._source.targets(start + 1, stop)
+        self._source.check_both(inputs, targets)
         return Batch(inputs, targets, references=self.references[numbers].flatten())
-
-    def _has_target(self, start: int, stop: int) -> bool:
-        if self._answers is None:
-            return stop > start + 1
-        return bool(self._answers[start + 1 : stop].any())
-
-    def _targets(self, start: int, stop: int) -> np.ndarray:
-        tokens = self._tokens[start + 1 : stop].astype(np.int64)
-        if self._answers is None:
-            return tokens
-        return np.where(self._answers[start + 1 : stop] != 0, tokens, IGNORED)
 
 
 def _document_chunks(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

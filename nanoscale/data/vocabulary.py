@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanoscale.common.json_text import parse
 from nanoscale.config.schema import Config
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.data import corpus
@@ -19,6 +18,7 @@ from nanoscale.data.tokens.tokenizer import (
     bytes_native,
     in_folder,
     load,
+    read_object,
 )
 
 _GENERATION = "generation_config.json"
@@ -50,7 +50,7 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
         _copy(tokenizer.path.parent, folder)
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
         _describe(folder, tokenizer.name_of(tokenizer.eos))
-        if generation := initial and _read(initial / _GENERATION):
+        if generation := initial and read_object(initial / _GENERATION):
             ends = _with_end(generation, tokenizer.eos)
             (folder / _GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
         special = _special_entries(initial) | _special_entries(Path(data.tokenizer).parent)
@@ -117,17 +117,8 @@ def _copy(source: Path, folder: Path) -> None:
 
 def _special_entries(source: Path | None) -> dict[str, Any]:
     """Return the special tokens of a model's config.json; none without a folder."""
-    document = _read(source / "config.json") if source is not None else {}
+    document = read_object(source / "config.json") if source is not None else {}
     return {name: document[name] for name in _SPECIAL if name in document}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return a JSON object; {} if it is missing or unreadable."""
-    try:
-        document = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _with_end(settings: dict[str, Any], eos: int) -> dict[str, Any]:

@@ -94,9 +94,8 @@ class ChatTokenizer:
         for start in range(0, len(chats), _BATCH):
             batch = chats[start : start + _BATCH]
             texts = [chat.text for chat in batch]
-            for chat, encoding in zip(
-                batch, self._native.encode_batch(texts, add_special_tokens=False), strict=True
-            ):
+            encodings = self._native.encode_batch(texts, add_special_tokens=False)
+            for chat, encoding in zip(batch, encodings, strict=True):
                 starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
                 answers = np.zeros(len(starts), dtype=np.uint8)
                 for begin, end in chat.answers:
@@ -162,8 +161,23 @@ class Renderer:
 
     def check(self) -> None:
         """Raise a TemplateProblem if the template cannot be compiled."""
-        if self._process is None:
-            self._start()
+        if self._process is not None:
+            return
+        # The file and not the module, whose package would import much more. The parent handles Ctrl-C.
+        command = [sys.executable, "-P", render.__file__]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, **pipes, start_new_session=True)
+        assert self._process.stdin and self._process.stdout
+        first = json.dumps(self._first).encode() + b"\n"
+        try:
+            self._process.stdin.write(first)
+            self._process.stdin.flush()
+            problem = json.loads(_line(self._process.stdout))["problem"]
+        except (OSError, EOFError) as error:
+            raise TemplateProblem(_describe_end(self._end(), [first])) from error
+        if problem is not None:
+            self.close()
+            raise TemplateProblem(f"is not a Jinja template: {problem}")
 
     def render(self, records: Sequence[bytes]) -> Iterator[Outcome]:
         """Yield each record, a JSON document, as a text, or its error."""
@@ -189,39 +203,19 @@ class Renderer:
         try:
             return self._request([record])[0]
         except _EndedError as ended:
-            return RecordError(
-                f"cannot be rendered by the chat template: it {_describe_end(ended.code, [record])}"
-            )
+            what = _describe_end(ended.code, [record])
+            return RecordError(f"cannot be rendered by the chat template: it {what}")
 
     def _request(self, batch: Sequence[bytes]) -> list[Outcome]:
         self.check()
         assert self._process is not None and self._process.stdin and self._process.stdout
         try:
-            self._process.stdin.write(
-                json.dumps([len(record) for record in batch]).encode() + b"\n"
-            )
+            self._process.stdin.write(json.dumps(list(map(len, batch))).encode() + b"\n")
             self._process.stdin.writelines(batch)
             self._process.stdin.flush()
             return [_outcome(self._process.stdout) for _ in batch]
         except (OSError, EOFError) as error:
             raise _EndedError(self._end()) from error
-
-    def _start(self) -> None:
-        # The file and not the module, whose package would import much more. The parent handles Ctrl-C.
-        command = [sys.executable, "-P", render.__file__]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, **pipes, start_new_session=True)
-        assert self._process.stdin and self._process.stdout
-        first = json.dumps(self._first).encode() + b"\n"
-        try:
-            self._process.stdin.write(first)
-            self._process.stdin.flush()
-            problem = json.loads(_line(self._process.stdout))["problem"]
-        except (OSError, EOFError) as error:
-            raise TemplateProblem(_describe_end(self._end(), [first])) from error
-        if problem is not None:
-            self.close()
-            raise TemplateProblem(f"is not a Jinja template: {problem}")
 
     def _end(self) -> int:
         """Wait for the end of the process and return its exit code."""
@@ -259,9 +253,7 @@ def _outcome(answers: IO[bytes]) -> Outcome:
     text = answers.read(header["bytes"])
     if len(text) < header["bytes"]:
         raise EOFError
-    return Chat(
-        text.decode(errors="surrogatepass"), tuple((begin, end) for begin, end in header["answers"])
-    )
+    return Chat(text.decode(errors="surrogatepass"), tuple(map(tuple, header["answers"])))
 
 
 def _line(answers: IO[bytes]) -> bytes:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nanoscale.data.prepare.chat import ChatTokenizer, Outcome, Renderer
+from nanoscale.data.prepare.chat import ChatTokenizer, Renderer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, too_long
 from nanoscale.data.prepare.pairs import conversations
 from nanoscale.data.prepare.records import Bad
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
-from nanoscale.data.prepare.sources import Reading, TextSource
+from nanoscale.data.prepare.sources import Reading
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 JSON = ("jsonl", "json", "csv")
@@ -93,15 +93,21 @@ class Documents:
         separator = self._reading.separator_of(self._source)
         for raw in content.split(separator) if separator is not None else [content]:
             if raw.strip():
-                yield record + _leading_lines(raw, self._source), raw
+                # The position of a document is that of its text, after empty lines.
+                leading = (
+                    raw[: len(raw) - len(raw.lstrip())] if self._source.kind == "text" else b""
+                )
+                yield record + leading.count(b"\n"), raw
             record += raw.count(b"\n") + (separator.count(b"\n") if separator else 0)
 
     def _read(self) -> Iterator[tuple[int, list[Chat] | RecordError]]:
         """Yield each record's text or both of a pair, for chats with the positions of answers, or its error."""
         if self._renderer is None:
             for record, raw in self._records():
-                text = self._plain(raw)
-                yield record, text if isinstance(text, RecordError) else [text]
+                try:
+                    yield record, [self._plain(raw)]
+                except RecordError as error:
+                    yield record, error
             return
         records = [(record, self._chats(raw)) for record, raw in self._records()]
         chats = [
@@ -125,38 +131,30 @@ class Documents:
 
     def _chats(self, raw: bytes | None) -> tuple[list[bytes], int] | RecordError:
         """Return a record's chats and the number of their first answers that are not learned, or its error."""
-        problem = self._problem(raw)
-        if problem is not None or raw is None:
-            return problem or RecordError("is null, not text")
         try:
-            return conversations(raw) if self._reading.pairs else ([raw], 0)
+            chat = self._decoded(raw).encode()
+            return conversations(chat) if self._reading.pairs else ([chat], 0)
         except RecordError as error:
             return error
 
-    def _plain(self, raw: bytes | None) -> Outcome:
-        problem = self._problem(raw)
-        if problem is not None or raw is None:
-            return problem or RecordError("is null, not text")
-        try:
-            text = raw.decode()
-            return Chat(self._from_json(text) if self._source.kind in JSON else text, ())
-        except RecordError as error:
-            return error
+    def _plain(self, raw: bytes | None) -> Chat:
+        text = self._decoded(raw)
+        return Chat(self._from_json(text) if self._source.kind in JSON else text, ())
 
-    def _problem(self, raw: bytes | None) -> RecordError | None:
-        """Return why these bytes are not text; None if they are."""
+    def _decoded(self, raw: bytes | None) -> str:
+        """Return the bytes of a record as text. Raises RecordError."""
         if raw is None:
-            return RecordError("is null, not text")
+            raise RecordError("is null, not text")
         if len(raw) > LONGEST:
             separated = self._source.kind != "text" or self._reading.separator is not None
-            return RecordError(too_long(separated))
+            raise RecordError(too_long(separated))
         try:
-            raw.decode()
+            return raw.decode()
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start)
             where = f" in line {line + 1} of it" if line else ""
-            return RecordError(f"is not UTF-8: byte 0x{raw[error.start]:02x}{where}")
-        return None
+            what = f"is not UTF-8: byte 0x{raw[error.start]:02x}{where}"
+            raise RecordError(what) from error
 
     def _from_json(self, line: str) -> str:
         record = parsed(line)
@@ -255,11 +253,6 @@ def _tokens(
     lengths = np.array([len(ids) for ids in documents], dtype="<i4")
     tokens = b"".join(ids.tobytes() for ids in documents)
     return Tokens(tokens, lengths.tobytes(), b"".join(marks))
-
-
-def _leading_lines(raw: bytes, source: TextSource) -> int:
-    """Count the empty lines before a document, whose position is that of its text."""
-    return raw[: len(raw) - len(raw.lstrip())].count(b"\n") if source.kind == "text" else 0
 
 
 def _type_name(value: Any) -> str:

@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -166,11 +166,7 @@ class _Split:
 
     def write_index(self, dtype: np.dtype[Any]) -> None:
         lengths = np.memmap(self._lengths_path, dtype="<i4", mode="r")
-        with idx_path(self._prefix).open("wb") as stream:
-            for chunk in index_parts(dtype, lengths):
-                stream.write(chunk)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_whole(idx_path(self._prefix), index_parts(dtype, lengths))
 
 
 def _reopened(path: Path, size: int) -> Any:
@@ -239,14 +235,14 @@ def committed(unfinished: Path) -> PreparationProgress | None:
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
     """Write a JSON document durably, as `write_whole` does."""
-    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False).encode())
+    write_whole(path, [json.dumps(document, indent=1, ensure_ascii=False).encode()])
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
     """Write a file durably and atomically."""
     temporary = path.with_name(f"{path.name}.new")
     with temporary.open("wb") as stream:
-        stream.write(content)
+        stream.writelines(chunks)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.rename(path)

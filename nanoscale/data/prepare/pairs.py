@@ -39,9 +39,10 @@ def conversations(raw: bytes) -> tuple[list[bytes], int]:
         )
     both = zip(chosen, rejected, strict=False)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
-    answers = [it for it in question + shared if _is_answer(it)]
+    messages = [it for it in question + shared if isinstance(it, dict)]
+    roles = [message.get("role", message.get("from")) for message in messages]
     whole = [json.dumps(question + answer).encode() for answer in (chosen, rejected)]
-    return whole, len(answers)
+    return whole, roles.count("assistant") + roles.count("gpt")
 
 
 def _messages(value: Any, role: str, name: str) -> list[Any]:
@@ -50,10 +51,3 @@ def _messages(value: Any, role: str, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise RecordError(f"its field {name!r} is neither a text nor a list of messages")
     return value
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role", message.get("from")) in (
-        "assistant",
-        "gpt",
-    )

@@ -140,13 +140,14 @@ def write_folder(
         if tokenizer is None:
             tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
         elif isinstance(tokenizer, FileTokenizer):
-            _copy_tokenizer(tokenizer, whole)
+            end = {"eos_token": tokenizer.name_of(tokenizer.eos)}
+            folder.write_document(whole / CONFIG, config_of(tokenizer.path) | end)
+            folder.write_whole(whole / TOKENIZER, [tokenizer.path.read_bytes()])
         if reading.template is not None:
-            folder.write_whole(whole / TEMPLATE, reading.template.source.encode())
+            folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
         sizes = [source.bytes for source in reading.sources]
-        unfinished = UnfinishedFolder(
-            path, smallest_type(tokenizer.vocab_size), sizes, request.chat
-        )
+        dtype = smallest_type(tokenizer.vocab_size)
+        unfinished = UnfinishedFolder(path, dtype, sizes, request.chat)
         _fill(unfinished, path, request, reading, watcher, stop)
         _refuse_empty(unfinished.progress, request)
         unfinished.publish(request.out, _manifest(identity, tokenizer, whole, unfinished.progress))
@@ -241,13 +242,6 @@ def _existing_tokenizer(request: PreparationRequest) -> Tokenizer | None:
     return load(path, key="--tokenizer", eos=request.eos)
 
 
-def _copy_tokenizer(tokenizer: FileTokenizer, whole: Path) -> None:
-    """Copy the tokenizer's files to this folder, with the name of the end token."""
-    settings = config_of(tokenizer.path) | {"eos_token": tokenizer.name_of(tokenizer.eos)}
-    folder.write_document(whole / CONFIG, settings)
-    folder.write_whole(whole / TOKENIZER, tokenizer.path.read_bytes())
-
-
 def _train_tokenizer(
     request: PreparationRequest,
     reading: Reading,
@@ -261,7 +255,7 @@ def _train_tokenizer(
         watcher.note(f"training a tokenizer of {request.vocab_size:,} tokens")
         temporary = target.with_name(f"{TOKENIZER}.trained")
         train_bpe(_sample(request, reading, stop), request.vocab_size, temporary)
-        folder.write_whole(target, temporary.read_bytes())
+        folder.write_whole(target, [temporary.read_bytes()])
         temporary.unlink()
     return load(target)
 
@@ -295,8 +289,7 @@ def identity_of(
         identity["tokenizer"] = digest(file) if file else "byte"
         identity["eos"] = tokenizer.eos
     if reading.template:
-        template = hashlib.sha256(repr(reading.template).encode()).hexdigest()
-        identity["chat-template"] = template
+        identity["chat-template"] = hashlib.sha256(repr(reading.template).encode()).hexdigest()
     if reading.pairs:
         identity["pairs"] = True
     return {

@@ -153,16 +153,13 @@ def dataset(name: str) -> Any:
     split = rest[-1] if rest else None
     config = rest[0] if len(rest) == 2 else None
     folder = Path(path).expanduser()
-    if _is_saved_to_disk(folder):
+    if any((folder / name).is_file() for name in (_SPLITS, _ONE_SPLIT)):
         return load_from_disk(str(_saved_split(folder, config, split)))
     if folder.exists():
         return load_dataset(str(folder), config, split=split or "train")
     if missing_path(path) is not None:
-        similar = [
-            ":".join([f"{DATASET}{similar_path}", *rest]) for similar_path in similar_paths(path)
-        ]
-        suggestions = map(shlex.quote, similar)
-        raise _UnusableError("there is no such folder", *suggestions)
+        similar = (":".join([DATASET + other, *rest]) for other in similar_paths(path))
+        raise _UnusableError("there is no such folder", *map(shlex.quote, similar))
     with asking(path) as cache_only, _looking_in_cache(cache_only):
         return load_dataset(path, config, split=split or "train")
 
@@ -182,11 +179,6 @@ def _looking_in_cache(alone: bool) -> Iterator[None]:
         config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = previous
 
 
-def _is_saved_to_disk(folder: Path) -> bool:
-    """True if `save_to_disk` of the datasets library has written the folder."""
-    return any((folder / name).is_file() for name in (_SPLITS, _ONE_SPLIT))
-
-
 def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
     """Return the folder of a split, which a folder of `save_to_disk` contains or is itself."""
     named = f"{DATASET}{folder}"
@@ -196,12 +188,12 @@ def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
     if not (folder / _SPLITS).is_file():
         saved_split = parse((folder / _ONE_SPLIT).read_bytes()).get("_split")
         if split not in (None, saved_split):
-            explanation = (
+            only = (
                 f"its only split is {saved_split}"
                 if saved_split
                 else "it is one split, without a name"
             )
-            raise _UnusableError(f"has no split {split}: {explanation}", shlex.quote(named))
+            raise _UnusableError(f"has no split {split}: {only}", shlex.quote(named))
         return folder
     splits = parse((folder / _SPLITS).read_bytes())["splits"]
     requested = split or "train"
@@ -374,16 +366,11 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
     if len(columns) > 1:
         return None  # questions and answers are checked record by record
     kind = _type_of(schema, field)
-    if chat and any(
-        is_kind(kind)
-        for is_kind in (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view)
-    ):
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view)
+    if _is_text(kind) or (chat and any(is_kind(kind) for is_kind in lists)):
         return None
-    if not _is_text(kind):
-        return Bad(
-            source.name, f"its column {field!r} holds {kind}, not {'messages' if chat else 'text'}"
-        )
-    return None
+    expected = "messages" if chat else "text"
+    return Bad(source.name, f"its column {field!r} holds {kind}, not {expected}")
 
 
 def columns_of(schema: Any, reading: Reading) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,7 @@ class IndexedTokens(TokenFile):
         self.prefix = Path(prefix)
         self.path = bin_path(prefix)
         idx, tokens = idx_path(prefix), bin_path(prefix)
-        for path in (idx, tokens):
-            if not path.is_file():
-                raise _missing(path, self.prefix)
+        _require_files((idx, tokens), self.prefix, " (the path is given without .bin or .idx)")
         with readable():
             header = read_index(idx)
         self._dtype, sequences = TYPES[header.code], header.sequences
@@ -191,10 +189,7 @@ class DatatroveTokens(TokenFile):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         index = Path(f"{path}.index")
-        for file in (self.path, index):
-            if not file.is_file():
-                violation = Violation("data.path", str(path), "", "there is no such file")
-                raise UserError("data", f"missing token file: {file}", [violation])
+        _require_files((self.path, index), self.path)
         with readable():
             read_ends(index)
         self._ends = np.asarray(np.memmap(index, dtype="<u8", mode="r"))
@@ -268,7 +263,8 @@ def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserErro
     return UserError("data", f"{kind}: {path}: {what}", [violation])
 
 
-def _missing(path: Path, prefix: Path) -> UserError:
-    what = "there is no such file (the path is given without .bin or .idx)"
-    violation = Violation("data.path", str(prefix), "", what)
-    return UserError("data", f"missing token file: {path}", [violation])
+def _require_files(files: Iterable[Path], path: Path, hint: str = "") -> None:
+    for file in files:
+        if not file.is_file():
+            violation = Violation("data.path", str(path), "", f"there is no such file{hint}")
+            raise UserError("data", f"missing token file: {file}", [violation])

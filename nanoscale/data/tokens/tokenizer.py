@@ -85,9 +85,8 @@ def bytes_native() -> Any:
     """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    native = Tokenizer(
-        models.BPE(vocab=dict(zip(_byte_letters(), range(256), strict=True)), merges=[])
-    )
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    native = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     native.decoder = decoders.ByteLevel()
     native.add_special_tokens([AddedToken(END, special=True)])
@@ -213,16 +212,14 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
 
     path = Path(path).expanduser()
     if not path.is_file():
-        raise _tokenizer_error(
-            path, "there is no such file; give byte, bpe or the path of a tokenizer.json", key
-        )
+        what = "there is no such file; give byte, bpe or the path of a tokenizer.json"
+        raise _tokenizer_error(path, what, key)
     path = _converted(path, key)
     try:
         native = Native.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise _tokenizer_error(
-            path, f"it cannot be read as a tokenizer.json: {error}", key
-        ) from error
+        what = f"it cannot be read as a tokenizer.json: {error}"
+        raise _tokenizer_error(path, what, key) from error
     native.no_truncation()
     native.no_padding()
     native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
@@ -234,9 +231,8 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
         if number is not None:
             bos_id = native.token_to_id(bos) if bos is not None else None
             return FileTokenizer(native, path, number, bos_id)
-    raise _tokenizer_error(
-        path, f"it has none of the known end-of-document tokens: {', '.join(names)}", key
-    )
+    what = f"it has none of the known end-of-document tokens: {', '.join(names)}"
+    raise _tokenizer_error(path, what, key)
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
@@ -269,11 +265,16 @@ def digest(path: Path) -> str:
 
 def config_of(path: Path) -> dict[str, Any]:
     """Return the tokenizer_config.json next to a tokenizer.json; {} if it is missing or unreadable."""
+    return read_object(path.with_name(CONFIG))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a file with a JSON object; {} if it is missing or unreadable, or holds another value."""
     try:
-        config = parse(path.with_name(CONFIG).read_text(encoding="utf-8"))
+        document = parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def special_token(config: dict[str, Any], kind: str) -> str | None:
