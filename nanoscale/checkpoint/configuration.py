@@ -137,15 +137,13 @@ def _differences(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Dif
         if key not in now:
             continue  # this version has no such key
         if isinstance(before, dict) and isinstance(now[key], dict):
-            differences |= _within(key, before, now[key])
+            shared = [name for name in before if name in now[key]]
+            names = before | now[key] if is_mapping(key) else shared
+            differences |= {
+                f"{key}.{name}": (before.get(name), now[key].get(name))
+                for name in names
+                if before.get(name) != now[key].get(name)
+            }
         elif before != now[key]:
             differences[key] = before, now[key]
     return differences
-
-
-def _within(key: str, recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
-    shared_names = (
-        {**recorded, **now} if is_mapping(key) else [name for name in recorded if name in now]
-    )
-    pairs = ((name, recorded.get(name), now.get(name)) for name in shared_names)
-    return {f"{key}.{name}": (before, after) for name, before, after in pairs if before != after}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 from typing import Any
 
 import torch
@@ -58,9 +59,8 @@ class FlatShard(Tensor):
         """Create a shard of `local`, `[elements]`, which loading fills in place."""
         window = window or Box.whole(tuple(shape))
         local = local.detach()
-        return cls._make(
-            (local,), _unchanged, local, torch.Size(shape), start, local.numel(), window
-        )
+        size = torch.Size(shape)
+        return cls._make((local,), _unchanged, local, size, start, local.numel(), window)
 
     @classmethod
     def computed(
@@ -131,10 +131,7 @@ class FlatShard(Tensor):
         boxes = []
         count = 0
         for box in range_boxes(self.window.sizes, self.start, self.start + self.count):
-            offsets = tuple(
-                offset + window_offset
-                for offset, window_offset in zip(box.offsets, self.window.offsets, strict=True)
-            )
+            offsets = tuple(map(add, box.offsets, self.window.offsets))
             boxes.append((Box(offsets, box.sizes), count))
             count += prod(box.sizes)
         return boxes
@@ -156,9 +153,8 @@ class FlatShard(Tensor):
         return [_chunk(box) for box, _ in self._boxes_with_starts()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(
-            memory for box, memory in self.boxes() if box.offsets == tuple(index.offset or ())
-        )
+        offsets = tuple(index.offset or ())
+        return next(memory for box, memory in self.boxes() if box.offsets == offsets)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -101,55 +101,30 @@ class _Record:
         self.state = state
 
 
-class _Metadata(_Record): ...
-
-
-class _Tensor(_Record): ...
-
-
-class _Properties(_Record): ...
-
-
-class _Chunk(_Record): ...
-
-
-class _Index(_Record): ...
-
-
-class _Location(_Record): ...
-
-
-class _Size(_Record): ...
-
-
-class _Unused(_Record):
-    """An object that is ignored: the path it was saved to, memory formats and the like."""
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
 _DTYPES = (
     *("float64", "float32", "bfloat16", "float16", "bool", "complex64", "complex128"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "builtins": ("getattr",),  # of a member of an enum, before Python 3.11.4
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # Python 3.13
+}
+"""All names except dtypes that torch 2.11 to 2.13 write for tensors, by their modules; BytesStorageMetadata is
+not admitted: torch unpickles such an entry."""
 _SUBSTITUTES: dict[tuple[str, str], Any] = {
-    (_METADATA, "Metadata"): _Metadata,
-    (_METADATA, "TensorStorageMetadata"): _Tensor,
-    (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "ChunkStorageMetadata"): _Chunk,
-    (_METADATA, "MetadataIndex"): _Index,
-    (_METADATA, "StorageMeta"): _Unused,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Unused,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
-    ("builtins", "getattr"): _Unused,  # of a member of an enum, before Python 3.11.4
-    ("torch", "Size"): _Size,
-    ("torch.serialization", "_get_layout"): _Unused,
-    ("pathlib", "PosixPath"): _Unused,
-    ("pathlib._local", "PosixPath"): _Unused,  # Python 3.13
+    **{(at, name): type(name, (_Record,), {}) for at, names in _RECORDS.items() for name in names},
     **{("torch", name): name for name in _DTYPES},
 }
-"""All names that torch 2.11 to 2.13 write for tensors; BytesStorageMetadata is not admitted: torch unpickles
-such an entry."""
+"""The inert record, of the same name, or the dtype that stands for each name."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -163,14 +138,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensors(metadata: Any) -> dict[str, StoredTensor]:
-    document = _state(metadata, _Metadata)
+    document = _state(metadata, "Metadata")
     locations = {
-        (position["fqn"], _numbers(position["offset"])): _state(value, _Location)
+        (position["fqn"], _numbers(position["offset"])): _state(value, "_StorageInfo")
         for index, value in document["storage_data"].items()
-        for position in [_state(index, _Index)]
+        for position in [_state(index, "MetadataIndex")]
     }
     return {
-        _text(name): _tensor(name, _state(value, _Tensor), locations)
+        _text(name): _tensor(name, _state(value, "TensorStorageMetadata"), locations)
         for name, value in document["state_dict_metadata"].items()
     }
 
@@ -181,7 +156,7 @@ def _tensor(
     (dtype, *_) = record["properties"].state
     shards = []
     for chunk_record in record["chunks"]:
-        chunk = _state(chunk_record, _Chunk)
+        chunk = _state(chunk_record, "ChunkStorageMetadata")
         offsets = _numbers(chunk["offsets"])
         location = locations[name, offsets]
         if location.get("transform_descriptors"):
@@ -192,17 +167,22 @@ def _tensor(
     return StoredTensor(_text(dtype), _numbers(record["size"]), shards)
 
 
-def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
-    if type(record) is not kind or type(record.state) is not dict:
+def _record(value: Any, kind: str) -> _Record:
+    if not isinstance(value, _Record) or type(value).__name__ != kind:
         _refuse("is not the index of a checkpoint")
-    return record.state
+    return value
+
+
+def _state(value: Any, kind: str) -> dict[str, Any]:
+    state = _record(value, kind).state
+    if type(state) is not dict:
+        _refuse("is not the index of a checkpoint")
+    return state
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
-    if type(size) is not _Size:
-        _refuse("is not the index of a checkpoint")
-    (numbers,) = size.arguments
+    (numbers,) = _record(size, "Size").arguments
     return tuple(map(_number, numbers))
 
 

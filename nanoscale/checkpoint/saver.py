@@ -50,9 +50,8 @@ class Saver:
         self._writing: Future[Saved] | None = None
         self._stall_s = 0.0
         self._undeleted: dict[int, str] = {}
-        self._uploader = (
-            Uploader(workspace, settings.upload) if settings.upload and rank == 0 else None
-        )
+        target = settings.upload if rank == 0 else None
+        self._uploader = Uploader(workspace, target) if target else None
 
     def close(self, outcome: str) -> None:
         """Wait for the uploads at the end of a training that is "completed", "stopped" or "failed"."""
@@ -116,9 +115,8 @@ class Saver:
     ) -> Saved:
         if in_background:
             self._staging.fill()
-        path = sharded.save(
-            self._workspace, state, manifest, self._group if in_background else None
-        )
+        group = self._group if in_background else None
+        path = sharded.save(self._workspace, state, manifest, group)
         best = [step for _, step in manifest.get(store.BEST, [])[: self._settings.keep_best]]
         before_spike = manifest.get(store.BEFORE_SPIKE, {}).get("steps", [])
         undeleted = self._prune([*best, *before_spike]) if self._rank == 0 else {}

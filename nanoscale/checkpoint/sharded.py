@@ -42,9 +42,6 @@ _BYTES_A_SHARD = 2048
 """Bytes per tensor and rank of torch's archive, its metadata and our manifest, in addition to the data."""
 
 
-def _ignore(_: str) -> None: ...
-
-
 def save(
     workspace: Path, state: State, about: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> Path:
@@ -73,7 +70,7 @@ def save(
             dcp.save(state, storage_writer=writer, process_group=group, no_dist=alone)
         sums = _on_all_ranks(lambda: store.sum_files(_written_by(rank, staging)), True, group)
         all_sums = {
-            name: entry for rank_sums in sums if rank_sums for name, entry in rank_sums.items()
+            name: entry for by_name in filter(None, sums) for name, entry in by_name.items()
         }
         manifest = about | {"tensors": tensors}
         _on_all_ranks(lambda: store.publish(staging, manifest, all_sums), rank == 0, group)
@@ -127,7 +124,9 @@ class _Files(FileSystem):
                 os.fsync(stream.fileno())
 
 
-def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict[str, Any] | None:
+def load_newest(
+    workspace: Path, state: State, report: Report = lambda _: None
+) -> dict[str, Any] | None:
     """Fill `state` in place from the newest complete checkpoint; return its manifest, or None if there are
     none.
 
@@ -138,9 +137,8 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
         FencedError: the run has continued without this attempt.
     """
     damaged: list[tuple[StoredCheckpoint, list[str]]] = []
-    for candidate in reversed(
-        process_group.broadcast(lambda: store.list_checkpoints(workspace.parent))
-    ):
+    stored = process_group.broadcast(lambda: store.list_checkpoints(workspace.parent))
+    for candidate in reversed(stored):
         damage = _find_damage(candidate)
         if damage:
             damaged.append((candidate, damage))
@@ -174,7 +172,10 @@ def require_whole(stored: StoredCheckpoint) -> None:
 def _fitting(stored: StoredCheckpoint, state: State) -> State:
     """Return the tensors to load, which the checkpoint has and of the same shapes."""
     tensors = stored.manifest["tensors"]
-    available = _drop_absent(state, tensors)
+    # Tensors that the checkpoint may lack keep their initial values.
+    available = {
+        name: value for name, value in state.items() if name in tensors or not _is_optional(name)
+    }
     _require_same_tensors(stored, tensors, describe_all(available))
     return available
 
@@ -218,11 +219,8 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
     manifest = stored.manifest
     prefixes = {name.partition(".")[0] for name in state}
-    needed = {
-        k: description
-        for k, description in manifest["tensors"].items()
-        if k.partition(".")[0] in prefixes
-    }
+    stored_tensors = manifest["tensors"].items()
+    needed = {name: about for name, about in stored_tensors if name.partition(".")[0] in prefixes}
     _require_same_tensors(stored, needed, describe_all(state))
     _read(stored, {result_of(name, manifest["tensors"]): value for name, value in state.items()})
     return manifest
@@ -230,12 +228,8 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
 
 def describe_all(state: State, group: dist.ProcessGroup | None = None) -> Description:
     """Return shape and dtype of every tensor of the model, on all pipeline stages."""
-    descriptions = process_group.gather(describe(state), group)
-    return dict(
-        sorted(
-            (name, description) for by_rank in descriptions for name, description in by_rank.items()
-        )
-    )
+    by_rank = process_group.gather(describe(state), group)
+    return dict(sorted(item for descriptions in by_rank for item in descriptions.items()))
 
 
 def describe(state: State) -> Description:
@@ -286,24 +280,16 @@ def _torch_errors_explained(path: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as failed:
-            local_failure = failed.failures.get(process_group.rank())
-            rank, (error, _) = (
-                (process_group.rank(), local_failure)
-                if local_failure
-                else min(failed.failures.items())
-            )
-            number, reason = _reason(error)
+            local_rank = process_group.rank()
+            rank = local_rank if local_rank in failed.failures else min(failed.failures)
+            error, _ = failed.failures[rank]
+            number, reason = errno.EIO, f"{os.strerror(errno.EIO)}: {error}"
+            if isinstance(error, OSError) and error.errno:
+                number, reason = error.errno, error.strerror or str(error)
             text = f"{reason} (rank {rank}, in {path})"
-            if local_failure:
+            if rank == local_rank:
                 raise OSError(number, text) from error
             raise LostPeerError(number, f"a peer was lost: {text}") from error
-
-
-def _reason(error: BaseException) -> tuple[int, str]:
-    """Return number and text of the error."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno, error.strerror or str(error)
-    return errno.EIO, f"{os.strerror(errno.EIO)}: {error}"
 
 
 def _is_optional(name: str) -> bool:
@@ -311,31 +297,25 @@ def _is_optional(name: str) -> bool:
     return name.startswith("loss_scale.")
 
 
-def _drop_absent(state: State, stored: Description) -> State:
-    """Return the state without tensors that the checkpoint may lack; they keep their initial values."""
-    return {
-        name: value for name, value in state.items() if name in stored or not _is_optional(name)
-    }
-
-
 def _require_same_tensors(
     candidate: StoredCheckpoint, stored: Description, needed: Description
 ) -> None:
     """Raise a readable error if a checkpoint belongs to another model, before torch does in its own terms."""
-    stored = {
-        name: description
+    stored_shapes = {
+        name: description["shape"]
         for name, description in stored.items()
         if name in needed or not _is_optional(name)
     }
+    shapes = {name: description["shape"] for name, description in needed.items()}
     violations = [
         Violation(
             name,
-            needed.get(name, {}).get("shape", "absent"),
+            shapes.get(name, "absent"),
             candidate.path.name,
-            f"the checkpoint has {stored.get(name, {}).get('shape', 'no such tensor')}",
+            f"the checkpoint has {stored_shapes.get(name, 'no such tensor')}",
         )
-        for name in sorted(stored.keys() | needed.keys())
-        if stored.get(name, {}).get("shape") != needed.get(name, {}).get("shape")
+        for name in sorted(stored_shapes.keys() | shapes.keys())
+        if stored_shapes.get(name) != shapes.get(name)
     ]
     if violations:
         message = f"{candidate.path} was saved with another model or optimizer than that of the configuration"

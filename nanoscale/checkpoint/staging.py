@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -43,17 +43,14 @@ class Staging:
     def copy(self, state: State) -> State:
         """Return a copy of the present state; it is complete once `fill` has returned."""
         tensors_of = {name: _local_tensors(value) for name, value in state.items()}
-        on_gpu = any(tensor.is_cuda for tensors in tensors_of.values() for tensor in tensors)
-        copies = self._buffer_views(
-            [tensor for tensors in tensors_of.values() for tensor in tensors], pin=on_gpu
-        )
+        all_tensors = list(chain.from_iterable(tensors_of.values()))
+        on_gpu = any(tensor.is_cuda for tensor in all_tensors)
+        copies = self._buffer_views(all_tensors, pin=on_gpu)
         staged = {}
         with self._on_copy_stream(on_gpu):
-            for name, value in state.items():
-                copied = tuple(
-                    self._copy(name, tensor, next(copies)) for tensor in tensors_of[name]
-                )
-                staged[name] = _staged(value, copied)
+            for name, tensors in tensors_of.items():
+                copied = tuple(self._copy(name, tensor, next(copies)) for tensor in tensors)
+                staged[name] = _staged(state[name], copied)
         if self._pending:
             self._filled.clear()
         return staged
@@ -75,9 +72,8 @@ class Staging:
         start = time.perf_counter()
         self._filled.wait()
         if self._copied is not None:
-            torch.cuda.current_stream().wait_event(
-                self._copied
-            )  # the device waits, the host does not
+            # the device waits, the host does not
+            torch.cuda.current_stream().wait_event(self._copied)
         return time.perf_counter() - start
 
     @contextmanager

@@ -9,6 +9,7 @@ run has continued without the attempt; nanoscale/runs/fence.py explains why that
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -108,11 +109,9 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
             return candidate
     message = "there is no checkpoint" + ("" if step is None else f" of step {step}")
     steps = tuple(f"--step {candidate.step}" for candidate in stored)
-    damaged_paths = [
-        damaged.path for damaged in list_set_aside(folder) if step in (None, damaged.step)
-    ]
-    if damaged_paths:
-        newest = damaged_paths[-1]
+    damaged = [it.path for it in list_set_aside(folder) if step in (None, it.step)]
+    if damaged:
+        newest = damaged[-1]
         message += f" ({newest.name} was set aside as damaged; to undo that: {undo(newest)})"
     violation = Violation(str(folder), step, "command line", message, steps)
     raise UserError("checkpoint", f"{message} in {folder}", [violation])
@@ -122,11 +121,8 @@ def require_space(folder: Path, size: int) -> None:
     """Raise an OSError before anything is written if `size` bytes would not fit."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise OSError(
-            28,
-            f"no space left for a checkpoint of {byte_size(size)}: "
-            f"{byte_size(free)} are free in {folder}; nothing was written",
-        )
+        what = f"{byte_size(free)} are free in {folder}; nothing was written"
+        raise OSError(errno.ENOSPC, f"no space left for a checkpoint of {byte_size(size)}: {what}")
 
 
 def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, Any]]) -> Path:
@@ -212,10 +208,9 @@ def obsolete(
 
 def lowest_losses(stored: Iterable[StoredCheckpoint], count: int) -> list[int]:
     """Return the steps of the checkpoints with the lowest evaluation losses, the lowest first."""
-    losses = [(checkpoint.manifest.get(EVAL_LOSS), checkpoint.step) for checkpoint in stored]
-    return [step for _, step in sorted((loss, step) for loss, step in losses if loss is not None)][
-        :count
-    ]
+    losses = ((checkpoint.manifest.get(EVAL_LOSS), checkpoint.step) for checkpoint in stored)
+    known = sorted((loss, step) for loss, step in losses if loss is not None)
+    return [step for _, step in known[:count]]
 
 
 def delete(workspace: Path, checkpoints: Iterable[StoredCheckpoint]) -> Pruned:
@@ -299,21 +294,16 @@ def sum_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 def file_sum(path: Path) -> str:
     import xxhash
 
-    state = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def render_manifest(manifest: dict[str, Any]) -> str:
     """Return a manifest as text, with the sum of its own content."""
     import xxhash
 
-    content = json.dumps(manifest, indent=1)
-    return (
-        json.dumps(manifest | {"sum": xxhash.xxh3_128_hexdigest(content.encode())}, indent=1) + "\n"
-    )
+    content_sum = xxhash.xxh3_128_hexdigest(json.dumps(manifest, indent=1).encode())
+    return json.dumps(manifest | {"sum": content_sum}, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -327,10 +317,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = _retried(lambda: file.read_text(encoding="utf-8"))
         manifest = parse(text)
         manifest.pop("sum")
-        is_complete = render_manifest(manifest) == text
-        is_complete = (
-            is_complete and type(manifest["step"]) is int and type(manifest["files"]) is dict
-        )
+        has_types = type(manifest["step"]) is int and type(manifest["files"]) is dict
+        is_complete = has_types and render_manifest(manifest) == text
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST}: missing") from None
     except PermissionError:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,13 +104,24 @@ def export(
     )
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
-        _refuse_bias(bias, config.model)
+        raise UserError(
+            "model",
+            f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
+            f"router's scores is {1 / config.model.experts:.3g}; transformers cannot store them, and its "
+            f"model would choose other experts. --drop-bias exports the model without them; runs with "
+            f"model.balance=aux or none have no such bias",
+        )
     with new_folder(out, size) as temporary:
-        hf_config = _with_special(hf_config, vocabulary.write(temporary, config), config.model)
+        special = vocabulary.write(temporary, config)
+        if config.model.source == "hf":  # what the data leave open stays as in its config.json
+            special = {name: number for name, number in special.items() if number is not None}
+        hf_config |= special
         _require_accepted(hf_config, config.model)
         source = _Source(stored.path, config, tensors, kind, note)
         _write_weights(source, files, names, temporary, size)
-        _copy_code(config.model, temporary)
+        if config.model.trust_remote_code and Path(config.model.name).is_dir():
+            for file in sorted(Path(config.model.name).glob("*.py")):
+                shutil.copyfile(file, temporary / file.name)
         if config.model.source == "hooks":
             hooks = stored.path.parents[1] / file_name(str(config.hooks.sha256))
             shutil.copyfile(hooks, temporary / "hooks.py")
@@ -135,7 +146,10 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        _sync_files(temporary)
+        for file in temporary.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(temporary)
         temporary.rename(out)
         sync_folder(out.parent)
     except BaseException:
@@ -158,30 +172,12 @@ def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
         biases = bias_positions(model)
         return tensors | {name: ((model.experts,), (it,)) for name, it in biases.items()}
     prefix = f"model.{PREFIX}"
+    own = stored.manifest["tensors"].items()
+    named = {name.removeprefix(prefix): it for name, it in own if name.startswith(prefix)}
     return {
-        name.removeprefix("model."): (
-            tuple(description["shape"]),
-            (TensorPosition(name.removeprefix(prefix)),),
-        )
-        for name, description in stored.manifest["tensors"].items()
-        if name.startswith(prefix)
+        f"{PREFIX}{name}": (tuple(description["shape"]), (TensorPosition(name),))
+        for name, description in named.items()
     }
-
-
-def _with_special(
-    hf_config: dict[str, Any], special: dict[str, Any], model: Model
-) -> dict[str, Any]:
-    """Add the numbers of special tokens; those that the data leave open stay as in `model=hf`."""
-    if model.source == "hf":
-        special = {name: number for name, number in special.items() if number is not None}
-    return hf_config | special
-
-
-def _copy_code(model: Model, folder: Path) -> None:
-    """Copy the Python files that came with a model."""
-    if model.trust_remote_code and Path(model.name).is_dir():
-        for file in sorted(Path(model.name).glob("*.py")):
-            shutil.copyfile(file, folder / file.name)
 
 
 def _config(model: Model, kind: Dtype) -> dict[str, Any]:
@@ -225,35 +221,15 @@ def _largest_bias(path: Path, model: Model) -> float:
     return largest * BIAS_UNIT
 
 
-def _refuse_bias(bias: float, model: Model) -> NoReturn:
-    message = (
-        f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
-        f"router's scores is {1 / model.experts:.3g}; transformers cannot store them, and its "
-        f"model would choose other experts. --drop-bias exports the model without them; runs with "
-        f"model.balance=aux or none "
-        "have no such bias"
-    )
-    raise UserError("model", message)
-
-
 def _write_weights(
     source: _Source, files: list[Shapes], names: list[str], folder: Path, size: int
 ) -> None:
     for name, tensors in zip(names, files, strict=True):
         write_file(folder / name, tensors, source.kind.safetensors_name, source.bytes_of(tensors))
     if len(names) > 1:
-        file_of = {
-            tensor: name for name, contents in zip(names, files, strict=True) for tensor in contents
-        }
+        named = zip(names, files, strict=True)
+        file_of = {tensor: name for name, contents in named for tensor in contents}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
-
-
-def _sync_files(folder: Path) -> None:
-    """Return when all files of a folder are on disk."""
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    sync_folder(folder)
 
 
 def write_json(file: Path, document: dict[str, Any]) -> None:

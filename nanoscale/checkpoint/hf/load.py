@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,10 +145,8 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
             try:
                 if tensor.file != file:
                     open_files.close()
-                    file, reader = (
-                        tensor.file,
-                        open_files.enter_context(safe_open(tensor.file, "pt")),
-                    )
+                    file = tensor.file
+                    reader = open_files.enter_context(safe_open(file, "pt"))
                 for box, memory in _boxes_of(target, position):
                     slices = position.slices(full_shape, box.offsets, box.sizes)
                     values = read_part(reader, tensor.name, slices)
@@ -169,11 +168,8 @@ def fingerprint(folder: Path, model: Model) -> str:
         BadFileError: see `find`.
     """
     digest = hashlib.blake2b(digest_size=16)
-    stored = {
-        position.name: tensor
-        for stored_positions in find(folder, model).values()
-        for position, tensor in stored_positions
-    }
+    pairs = chain.from_iterable(find(folder, model).values())
+    stored = {position.name: tensor for position, tensor in pairs}
     for name, tensor in sorted(stored.items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         with tensor.file.open("rb") as opened:

@@ -62,12 +62,11 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     refuse_all([f"{name} is missing" for name in local_keys if name not in stored])
     shapes = {name: tuple(state[key].shape) for name, key in local_keys.items()}
     refuse_all(differences({name: stored[name] for name in local_keys}, shapes))
-    read_parts(
-        [
-            (stored[name], TensorPosition(stored[name].name), shapes[name], state[key])
-            for name, key in local_keys.items()
-        ]
-    )
+    requests = [
+        (stored[name], TensorPosition(stored[name].name), shapes[name], state[key])
+        for name, key in local_keys.items()
+    ]
+    read_parts(requests)
 
 
 def _match_names(
@@ -89,6 +88,7 @@ def _match_names(
     changes = get_model_conversion_mapping(model)
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     renamings: Any = [change for change in changes if not isinstance(change, WeightConverter)]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # without a warning
     stored, unknown, tied = {}, [], []
     for name, tensor in file_tensors.items():
         if name in names:
@@ -107,19 +107,13 @@ def _match_names(
         elif changed in aliases:
             stored.setdefault(aliases[changed], tensor)
             tied.append((aliases[changed], tensor))
-        elif not is_buffer(name) and not _ignored(name, model):
+        elif not is_buffer(name) and not any(re.search(pattern, name) for pattern in ignored):
             unknown.append(name)
     return stored, unknown, tied
 
 
 def _names(model: Any) -> set[str]:
     return {name for name, _ in model.named_parameters()}
-
-
-def _ignored(name: str, model: Any) -> bool:
-    """True if transformers ignores a tensor without a warning."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 # --- the launcher's question -----------------------------------------------------------------------
@@ -140,10 +134,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     # errors of transformers, of the model's own code, or of a missing package
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return {
-            "problem": f"transformers cannot build it: {reason[:_MESSAGE_CHARACTERS]}",
-            "of": "model",
-        }
+        why = f"transformers cannot build it: {reason[:_MESSAGE_CHARACTERS]}"
+        return {"problem": why, "of": "model"}
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"problem": problem, "of": "model", "parameters": count}
 
@@ -152,10 +144,8 @@ def _objective_problem(model: Any) -> str | None:
     """Return why predicting the next token would not train it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    family = model.config.model_type
-    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
-        model.config, "is_decoder", False
-    ):
+    family, is_decoder = model.config.model_type, getattr(model.config, "is_decoder", False)
+    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
         return f"model_type={family} sees the tokens that it must predict, unless is_decoder=true"
     return None
 

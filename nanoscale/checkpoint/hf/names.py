@@ -154,12 +154,9 @@ _QWEN3_MOE = {
     "mlp.experts.up": TensorPosition("mlp.experts.{expert}.up_proj.weight"),
     "mlp.experts.down": TensorPosition("mlp.experts.{expert}.down_proj.weight"),
 }
-_GROUPED_EXPERTS = {
-    **_QWEN3_MOE,
-    **{
-        f"mlp.shared.{name}": TensorPosition(f"mlp.shared_experts.{name}_proj")
-        for name in ("gate", "up", "down")
-    },
+_KINDS = ("gate", "up", "down")
+_GROUPED_EXPERTS = _QWEN3_MOE | {
+    f"mlp.shared.{kind}": TensorPosition(f"mlp.shared_experts.{kind}_proj") for kind in _KINDS
 }
 _LATENTS = {
     "attention.wq_a": TensorPosition("self_attn.q_a_proj"),
@@ -168,13 +165,9 @@ _LATENTS = {
     "attention.kv_norm": TensorPosition("self_attn.kv_a_layernorm"),
     "attention.wkv_b": TensorPosition("self_attn.kv_b_proj"),
 }
-_QWEN2_MOE = {
-    **_QWEN3_MOE,
+_QWEN2_MOE = _QWEN3_MOE | {
     "mlp.shared_gate": TensorPosition("mlp.shared_expert_gate"),
-    **{
-        f"mlp.shared.{name}": TensorPosition(f"mlp.shared_expert.{name}_proj")
-        for name in ("gate", "up", "down")
-    },
+    **{f"mlp.shared.{kind}": TensorPosition(f"mlp.shared_expert.{kind}_proj") for kind in _KINDS},
 }
 _GATED_EXPERTS = ("mlp.experts.gate", "mlp.experts.up")
 _MERGED = {
@@ -233,14 +226,14 @@ def _block_positions(
             _, layer, module_in_block = name.split(".", 2)
             position = block[module_in_block]
             hf_name = f"{prefix}{layers}.{layer}.{position.name}"
-            one_per_expert = [
-                replace(position, name=hf_name.format(expert=i), expert=i)
-                for i in range(model.experts)
-            ]
-            merged = _with_neighbors(
-                replace(position, name=hf_name), name, module_in_block, own_shapes
-            )
-            positions[name] = tuple(one_per_expert) if "{expert}" in hf_name else (merged,)
+            if "{expert}" in hf_name:
+                positions[name] = tuple(
+                    replace(position, name=hf_name.format(expert=i), expert=i)
+                    for i in range(model.experts)
+                )
+                continue
+            position = replace(position, name=hf_name)
+            positions[name] = (_with_neighbors(position, name, module_in_block, own_shapes),)
         else:
             _, layer, module_in_block = module.split(".", 2)
             # Modules of newer families have our names in Hugging Face's `self_attn`.
