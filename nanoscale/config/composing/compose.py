@@ -158,11 +158,8 @@ def _with_shape(
 
 def _begun_from_run(composed: Composed, merged: dict[str, Any], folder: Path) -> Composed:
     """Return the configuration of a job that begins with the shape and the weights of a run."""
-    key, asked, other = (
-        pretrained.KEY,
-        composed.config.model.init_from,
-        composed.config.run.from_run,
-    )
+    key, asked = pretrained.KEY, composed.config.model.init_from
+    other = composed.config.run.from_run
     if other is not None:
         message = f"and run.from_run={shown(other)} both name what to begin from"
         source, remove = composed.source(key), (f"{key}=null",)

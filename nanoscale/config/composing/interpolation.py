@@ -180,9 +180,8 @@ def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> A
     for name in it.key.split("."):
         if not isinstance(value, Mapping) or name not in value:
             remedy = f"an environment variable is ${{oc.env:{it.key}}}" if it.key.isupper() else ""
-            raise _BrokenError(
-                f"refers to {it.key}, which is an unknown key", near=it.key, remedy=remedy
-            )
+            message = f"refers to {it.key}, which is an unknown key"
+            raise _BrokenError(message, near=it.key, remedy=remedy)
         value = value[name]
     if it.key in trail:
         through = trail[1] if len(trail) > 1 else it.key

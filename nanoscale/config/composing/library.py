@@ -223,9 +223,8 @@ class Library:
                 message = (
                     f"moves the file's keys with `@package {found[1]}`, which is not supported"
                 )
-                self.violations.append(
-                    Violation("", document.name, f"{document.name}:{line}", message)
-                )
+                source = f"{document.name}:{line}"
+                self.violations.append(Violation("", document.name, source, message))
             if text.strip() and not text.startswith("#"):
                 return
 

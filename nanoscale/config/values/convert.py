@@ -232,17 +232,16 @@ def _require_home(key: reference.Key, value: object) -> None:
 
 
 def _within_bounds(key: reference.Key, value: object) -> None:
+    low = -math.inf if key.at_least is None else key.at_least
+    high = math.inf if key.at_most is None else key.at_most
     if isinstance(value, list):
-        low = -math.inf if key.at_least is None else key.at_least
-        high = math.inf if key.at_most is None else key.at_most
         if any(isinstance(entry, int) and not low <= entry <= high for entry in value):
             raise _WrongError(f"must be {key.type}, {key.bounds}")
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return
-    if key.at_least is not None and value < key.at_least:
-        raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_least:g}",))
-    if key.at_most is not None and value > key.at_most:
-        raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_most}",))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value < low:
+            raise _WrongError(f"must be {key.bounds}", (f"{key.name}={low:g}",))
+        if value > high:
+            raise _WrongError(f"must be {key.bounds}", (f"{key.name}={high}",))
 
 
 def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
@@ -265,11 +264,8 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
         return (override(key.name, shown(raw)),)
     if int in kinds and isinstance(raw, float) and raw.is_integer():
         return (f"{key.name}={int(raw)}",)
-    if int in kinds and isinstance(raw, str):
-        decimal = _SCALED.fullmatch(raw)
-        if decimal is not None:
-            whole = float(decimal[1]) * 1000 ** _SUFFIXES[decimal[2]]
-            return (f"{key.name}={int(whole)}",)
+    if int in kinds and isinstance(raw, str) and (decimal := _SCALED.fullmatch(raw)):
+        return (f"{key.name}={int(float(decimal[1]) * 1000 ** _SUFFIXES[decimal[2]])}",)
     if float in kinds and isinstance(raw, str):
         with suppress(ValueError):
             return (f"{key.name}={float(raw):g}",)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from nanoscale.common.units import byte_size
-from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
 from nanoscale.plan.memory.phases import Phase, RankPhases
@@ -72,13 +71,7 @@ def _phases(
         communication=buffers + acts.boundaries,
     )
     return (
-        phase(
-            "loss",
-            gradients=before,
-            activations=acts.activations,
-            logits=acts.loss_kept + acts.loss,
-            fragmented=acts.fragmented,
-        ),
+        acts.loss_phase(phase, gradients=before),
         phase(
             "backward of the last block",
             gradients=before,
@@ -128,7 +121,8 @@ def _stages_1_2(
         if buffered:
             before = after = buffer = 0
     bucket = config.backend.reduce_bucket * (setting.reduce if stage1 else setting.compute)
-    buckets = bucket * (2 if _overlaps(config) else 1)
+    # "auto" overlaps in stage 3 alone
+    buckets = bucket * (2 if config.backend.overlap_comm == "on" else 1)
     static = masters, setting.compute * numel, optimizer
     # The optimizer gets one flat copy of this rank's gradients.
     step = sharded if stage1 and not offloaded and setting.copies_gradients else 0
@@ -155,19 +149,13 @@ def _stage_3(
     if config.zero.hpz > 1:
         weights += setting.compute * -(-numel // config.zero.hpz)
     ahead = block + config.backend.prefetch_bucket
-    gathered = setting.compute * min(
-        numel, max(ahead, min(REUSED_WITHIN, REUSED_WITHIN // 2 + ahead))
-    )
+    reused = min(REUSED_WITHIN, REUSED_WITHIN // 2 + ahead)
+    gathered = setting.compute * min(numel, max(ahead, reused))
     bucket = config.backend.reduce_bucket * setting.reduce
     static, gradients = (masters, weights, optimizer), (sharded, sharded, sharded)
     # The optimizer updates at most 10⁹ elements at a time, from a flat copy of their gradients.
     step = min(sharded, setting.reduce * REUSED_WITHIN) + bucket
     return _phases(acts, static, gradients, gathered, bucket, step), host
-
-
-def _overlaps(config: ResolvedConfig) -> bool:
-    overlap = config.backend.overlap_comm
-    return config.zero.stage == 3 if overlap == "auto" else overlap == "on"
 
 
 def _explain(setting: MemorySetting, numel: int, share: int, name: str, phase: Phase) -> str:

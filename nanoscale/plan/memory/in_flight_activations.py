@@ -3,12 +3,14 @@ passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nanoscale.config.layout import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.memory.activations import StageActivations, stage_activations
 from nanoscale.plan.memory.loss import loss_memory
+from nanoscale.plan.memory.phases import Phase
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import Stage
 from nanoscale.plan.pipeline.boundaries import NONE, KeptBoundary, boundaries
@@ -44,6 +46,12 @@ class InFlightActivations:
     """Inputs, outputs and gradients of stages that torch keeps, apart from the in-flight micro batches."""
     offloaded: int
 
+    def loss_phase(self, phase: Callable[..., Phase], **other_parts: int) -> Phase:
+        """Return the phase of the loss, which `phase` makes of its parts."""
+        logits, fragmented = self.loss_kept + self.loss, self.fragmented
+        parts = {"activations": self.activations, "logits": logits, "fragmented": fragmented}
+        return phase("loss", **parts, **other_parts)
+
 
 def activations_at_peaks(
     setting: MemorySetting, stages: Sequence[Stage], in_flight: Sequence[int]
@@ -55,10 +63,7 @@ def activations_at_peaks(
             backward passes, the order of actions gives the numbers instead.
     """
     layout, rank = setting.config.parallel, _rank(setting, stages)
-    kept = [
-        _kept(setting, stage, boundary)
-        for stage, boundary in zip(stages, _boundaries(setting, stages), strict=True)
-    ]
+    kept = list(map(partial(_kept, setting), stages, _boundaries(setting, stages)))
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
         return [_activations(setting, kept, in_flight, None)]
     peaks = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches, rank)

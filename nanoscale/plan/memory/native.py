@@ -44,7 +44,9 @@ def native_phases(
     setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
 ) -> RankPhases:
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
-    gathers = setting.compute * _gather_pool(setting, params)
+    # the flat buffers of a block and of the unit that is prefetched
+    buffers = params.block + max(params.block, params.head, params.embedding)
+    gathers = setting.compute * buffers if setting.shards > 1 else 0
     reductions = int(setting.states.gradients * params.trained.shard)
     reductions += setting.reduce * params.trained.block // setting.shards
     moments = activations_at_peaks(setting, params.stages, in_flight)
@@ -58,13 +60,6 @@ def native_phases(
         host=(("activations", acts.offloaded),),
         explain=partial(_explain, setting, params, acts),
     )
-
-
-def _gather_pool(setting: MemorySetting, params: RankParameters) -> int:
-    """Return the elements of the flat buffers of a block and of the unit that is prefetched."""
-    if setting.shards == 1:
-        return 0
-    return params.block + max(params.block, params.head, params.embedding)
 
 
 # --- phases ---------------------------------------------------------------------------------------
@@ -95,13 +90,7 @@ def _single(
         bucket = full_bucket = 0
     phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
     return (
-        phase(
-            "loss",
-            gradients=before,
-            activations=acts.activations,
-            logits=acts.loss_kept + acts.loss,
-            fragmented=acts.fragmented,
-        ),
+        acts.loss_phase(phase, gradients=before),
         phase(
             "backward of the last block",
             gradients=before + new_head + product,
@@ -153,14 +142,11 @@ def _sharded(
     phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
     final = partial(phase, compute_copies=remaining_copies)
     phases = [
-        phase(
-            "loss",
+        acts.loss_phase(
+            phase,
             gradients=before,
             gathered=compute * params.head if gathers else 0,
-            activations=acts.activations,
-            logits=acts.loss_kept + acts.loss,
             pooled=pooled_before,
-            fragmented=acts.fragmented,
         ),
         phase(
             "reduction of the head",
@@ -271,19 +257,12 @@ def _pipelined(
         compute_copies=copies,
         communication=acts.boundaries,
     )
-    backward = acts.activations - acts.ends + acts.extra
     phases = [
-        phase(
-            "loss",
-            gradients=before,
-            activations=acts.activations,
-            logits=acts.loss_kept + acts.loss,
-            fragmented=acts.fragmented,
-        ),
+        acts.loss_phase(phase, gradients=before),
         phase(
             "backward of the last block",
             gradients=before + compute * _product(setting, trained),
-            activations=backward,
+            activations=acts.activations - acts.ends + acts.extra,
             logits=acts.loss_kept - acts.loss_freed,
         ),
         phase(
@@ -362,10 +341,9 @@ def _update(
 
 def _largest_shard(setting: MemorySetting, params: RankParameters) -> int:
     """Return the elements of the largest matrix that a rank updates."""
-    units = [unit for stage in params.trained.stages for unit in stage.units]
-    return max(
-        -(-rows // setting.shards) * width for unit in units for rows, width in unit.matrices
-    )
+    units = (unit for stage in params.trained.stages for unit in stage.units)
+    matrices = (matrix for unit in units for matrix in unit.matrices)
+    return max(-(-rows // setting.shards) * width for rows, width in matrices)
 
 
 # --- explanations ---------------------------------------------------------------------------------
@@ -408,9 +386,8 @@ def _explain(
     if name == "activations":
         return _explain_activations(setting, params, acts)
     if name == "logits and loss":
-        logits = (
-            f"at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
-        )
+        widths = f"{setting.compute} B + {setting.loss} B"
+        logits = f"at most {LOGITS_AT_ONCE:,} logits at once in {widths}"
         if setting.config.lora.rank:
             return logits
         return (

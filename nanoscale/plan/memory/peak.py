@@ -122,19 +122,14 @@ def setting_memory(
         copy = ("checkpoint copy", _checkpoint_copy(setting, params.trained))
         phases = replace(phases, host=(*phases.host, copy))
         numbers = tuple(stage.number for stage in params.stages)
-        memory.append(_highest(rank, numbers, phases, setting.gpu, context_bytes))
+        peak = max(phases.phases, key=lambda phase: phase.allocated)
+        allocated = reserved = peak.allocated
+        if setting.gpu:
+            default = max(it.allocated - it.pooled + it.fragmented for it in phases.phases)
+            reserved = int(max(allocated, default + phases.pools) * (1 + HOLES))
+        sizes = allocated, reserved, context_bytes
+        memory.append(RankMemory(rank, numbers, peak.name, *sizes, peak, phases))
     return memory
-
-
-def _highest(
-    rank: int, stages: tuple[int, ...], phases: RankPhases, gpu: bool, context: int
-) -> RankMemory:
-    peak = max(phases.phases, key=lambda phase: phase.allocated)
-    allocated = reserved = peak.allocated
-    if gpu:
-        default = max(phase.allocated - phase.pooled + phase.fragmented for phase in phases.phases)
-        reserved = int(max(allocated, default + phases.pools) * (1 + HOLES))
-    return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, phases)
 
 
 def _checkpoint_copy(setting: MemorySetting, params: RankParameters) -> int:

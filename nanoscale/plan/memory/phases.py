@@ -42,16 +42,7 @@ class Phase:
     @property
     def allocated(self) -> int:
         """The sum of all parts, in bytes."""
-        return (
-            self.weights
-            + self.compute_copies
-            + self.gradients
-            + self.optimizer
-            + self.gathered
-            + self.activations
-            + self.logits
-            + self.communication
-        )
+        return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, int]:

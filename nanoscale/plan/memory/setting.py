@@ -68,6 +68,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
     single = not deepspeed and (config.world_size == 1 or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu, compiled = config.launcher.device != "cpu", config.backend.compile == "on"
+    ffn = config.model.ffn // layout.tp
     run = Execution(
         compute=compute,
         stream=params if autocast else compute,
@@ -80,18 +81,20 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         # The cast to 8 bits needs a maximum, so a compiler saves the cast's input.
         fused=compiled and not precision.fp8,
         offloaded=layout.offload_activations and gpu,
-        grouped=gpu and _one_kernel(config),
+        # One kernel computes all experts in bf16 (`models.moe.run_experts`).
+        grouped=gpu and precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0,
         fp8=precision.fp8,
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
+    masked, masks = _masks(config)
     setting = MemorySetting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
         shape=replace(
             shape_of(config.model, layout, train.micro_batch, train.seq_len),
-            masked=_masks(config)[0],
-            masks=_masks(config)[1],
+            masked=masked,
+            masks=masks,
             adapter_rank=config.lora.rank,
             adapted=tuple(model_math.adapted_layers(config.model, config.lora)),
             dora=config.lora.dora,
@@ -154,12 +157,6 @@ def _distributed_optimizer(setting: MemorySetting) -> MemorySetting:
     )
 
 
-def _one_kernel(config: ResolvedConfig) -> bool:
-    """True if one kernel computes all experts (`models.moe.run_experts`)."""
-    ffn = config.model.ffn // config.parallel.tp
-    return config.precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0
-
-
 def _masks(config: ResolvedConfig) -> tuple[int, int]:
     """Return the elements of the masks of documents and of windows: `Shape.masked` and `Shape.masks`."""
     model, square = config.model, config.train.seq_len**2
@@ -175,20 +172,15 @@ def _masks(config: ResolvedConfig) -> tuple[int, int]:
 def _attention(
     config: ResolvedConfig, compute: int, gpu: bool
 ) -> Literal["flash", "math", "capped"]:
-    if config.model.attention_softcap is not None:
-        return "capped"
-    return "math" if gpu and _unfused(config, compute) else "flash"
-
-
-def _unfused(config: ResolvedConfig, compute: int) -> bool:
-    """True if PyTorch has no fused attention for the configuration on a GPU, and writes the scores to memory.
+    """Return `Execution.attention`. On a GPU it is `math` if PyTorch has no fused attention.
 
     For fp32 there is only the memory-efficient kernel, which does not support grouped heads. No kernel supports
     fp64. Ring attention has kernels of its own.
     """
     model, layout = config.model, config.parallel
+    if model.attention_softcap is not None:
+        return "capped"
     grouped = model.kv_heads not in (None, model.heads)
     ring = layout.cp > 1 and layout.cp_method == "ring"
-    if config.backend.attention == "math":
-        return True
-    return not ring and (compute == 8 or (compute == 4 and grouped))
+    unfused = not ring and (compute == 8 or (compute == 4 and grouped))
+    return "math" if gpu and (unfused or config.backend.attention == "math") else "flash"

@@ -226,22 +226,20 @@ def _rank_holdings(key: _Key, shards: int) -> tuple[RankParameters, ...]:
     model, tp, *_, adapters = key
     ranks = [_parameters(stages, shards, model.tie_embeddings) for stages in _rank_stages(*key)]
     if adapters[0]:
-        ranks = [
-            replace(rank, adapters=_adapters(rank, shards, model, tp, adapters)) for rank in ranks
-        ]
+        matrices = _adapter_matrices(model, tp, adapters)
+        ranks = [replace(rank, adapters=_adapters(rank, shards, matrices)) for rank in ranks]
     return tuple(ranks)
 
 
 def _adapters(
-    rank: RankParameters, shards: int, model: Model, tp: int, adapters: _Adapters
+    rank: RankParameters, shards: int, matrices: tuple[parameters.Shape, ...]
 ) -> RankParameters:
-    """Return the adapters of a rank's stages."""
-    matrices = _adapter_matrices(model, tp, adapters)
-    stages = []
-    for stage in rank.stages:
-        unit = Unit("block", stage.layers, matrices, ())
-        numel = stage.layers * unit.numel
-        stages.append(replace(stage, units=(unit,), numel=numel))
+    """Return the adapters of a rank's stages, whose matrices in a block are `matrices`."""
+    units = [Unit("block", stage.layers, matrices, ()) for stage in rank.stages]
+    stages = (
+        replace(stage, units=(unit,), numel=unit.count * unit.numel)
+        for stage, unit in zip(rank.stages, units, strict=True)
+    )
     return _parameters(tuple(stages), shards, tied=False)
 
 
@@ -321,16 +319,10 @@ def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> U
     if model.experts:
         each = sum(math.prod(shape[1:]) for shape in local if len(shape) == 3)
         experts = ExpertShards(model.experts // ep, each, model.hidden, ep)
-    return Unit(
-        "block",
-        count,
-        matrices=(
-            *_adapter_matrices(model, tp, adapters),
-            *(shape for shape in local if len(shape) == 2),
-        ),
-        vectors=tuple(shape[0] for shape in local if len(shape) == 1),
-        experts=experts,
-    )
+    own_matrices = (shape for shape in local if len(shape) == 2)
+    matrices = (*_adapter_matrices(model, tp, adapters), *own_matrices)
+    vectors = tuple(shape[0] for shape in local if len(shape) == 1)
+    return Unit("block", count, matrices, vectors, experts)
 
 
 def _adapter_matrices(model: Model, tp: int, adapters: _Adapters) -> tuple[parameters.Shape, ...]:

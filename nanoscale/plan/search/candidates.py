@@ -76,12 +76,7 @@ def _legal(
         open_keys: keys that are set later. Rules that read them are tested later.
     """
     due = [rule.holds for rule in _due(rules.RULES, frozenset(changed), frozenset(open_keys))]
-    for config in configs:
-        for holds in due:
-            if not holds(config):
-                break
-        else:
-            yield config
+    return (config for config in configs if all(holds(config) for holds in due))
 
 
 def _compiled(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:

@@ -416,9 +416,8 @@ def _cp(hardware: Hardware, shape: MicroBatchShape, attention: float) -> tuple[f
     kv_heads = model.kv_head_count / shape.tp
     if shape.cp_method == "ulysses":
         heads = 2 * model.heads / shape.tp + 2 * kv_heads
-        exchange = collectives.all_to_all(
-            hardware, ranks, shape.tokens * heads * model.head_width * number
-        )
+        size = shape.tokens * heads * model.head_width * number
+        exchange = collectives.all_to_all(hardware, ranks, size)
         return exchange, exchange
     keys_values = 2 * shape.tokens * kv_heads * model.head_width
     hop = collectives.send(hardware, ranks, keys_values * number)
@@ -477,19 +476,16 @@ def head(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     gather, scatter = _tp_pair(hardware, shape)
     stream = shape.stream * hidden * number
     loss = tokens * vocab * (_LOSS / 2 + number)
+    times = 2 if shape.paired else 1  # the logits once more, after the losses of whole pairs
     forward = Work(
-        matmul=operations.product(hardware, shape.dtype, tokens, vocab, hidden),
-        elementwise=operations.elementwise(hardware, 2 * stream + loss),
+        matmul=times * operations.product(hardware, shape.dtype, tokens, vocab, hidden),
+        elementwise=times * operations.elementwise(hardware, 2 * stream + loss),
         tp=gather,
     )
-    if shape.paired:  # the logits once more, after the losses of whole pairs
-        forward = Work(
-            matmul=2 * forward.matmul, elementwise=2 * forward.elementwise, tp=forward.tp
-        )
     weights = operations.product(hardware, shape.dtype, vocab, hidden, tokens)
+    inputs = operations.product(hardware, shape.dtype, tokens, hidden, vocab)
     backward = Work(
-        matmul=operations.product(hardware, shape.dtype, tokens, hidden, vocab)
-        + (0.0 if shape.adapter_rank else weights),
+        matmul=inputs + (0.0 if shape.adapter_rank else weights),
         elementwise=operations.elementwise(hardware, 3 * stream + loss),
         tp=scatter,
     )

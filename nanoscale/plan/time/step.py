@@ -206,10 +206,8 @@ def training(config: ResolvedConfig, hardware: Hardware, step: StepTime) -> Trai
     """Return the duration and cost of `train.steps`, or of the steps of `train.tokens`."""
     hours = config.train.steps * step.seconds / 3600
     device_hours = hours * config.world_size
-    price = hardware.price
-    return TrainingEstimate(
-        config.train.steps, hours, device_hours, None if price is None else price * device_hours
-    )
+    cost = None if hardware.price is None else hardware.price * device_hours
+    return TrainingEstimate(config.train.steps, hours, device_hours, cost)
 
 
 def _ends(hardware: Hardware, shape: MicroBatchShape) -> tuple[Passes, Passes]:
@@ -248,9 +246,8 @@ def _send(config: ResolvedConfig, hardware: Hardware, shape: MicroBatchShape) ->
     if layout.pp == 1:
         return 0.0
     ranks = collectives.group(hardware, layout.pp, layout.tp * layout.cp * layout.dp)
-    return collectives.send(
-        hardware, ranks, shape.stream * shape.model.hidden * operations.WIDTH[shape.dtype]
-    )
+    size = shape.stream * shape.model.hidden * operations.WIDTH[shape.dtype]
+    return collectives.send(hardware, ranks, size)
 
 
 def _waiting(
