@@ -28,6 +28,7 @@ from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find, in_folder
 from nanoscale.data.tokens.tokenizer import load as load_tokenizer
+from nanoscale.generate.placement import materialize
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.fsdp import TORCH_DTYPES
@@ -83,11 +84,12 @@ def open_model(
     tokenizer: str | None = None,
     weights: bool = True,
 ) -> Opened:
-    """Read a run's checkpoint, or the folder of a Hugging Face model, onto one device.
+    """Read a run's checkpoint, or the folder of a Hugging Face model.
 
     Args:
         step: the checkpoint of this step, by default the newest.
-        device: one of this machine (`find_devices`); by default the first GPU if there is one.
+        device: one of this machine, or several with commas between them, over which the blocks are divided
+            (`find_devices`); by default the first GPU if there is one.
         dtype: a key of TORCH_DTYPES, by default bf16 on a GPU and fp32 elsewhere.
         tokenizer: `byte`, or a tokenizer.json or its folder, in place of the model's own.
         weights: False: the parameters stay on the meta device, to encode prompts for other processes.
@@ -95,20 +97,25 @@ def open_model(
     Raises:
         UserError: the name has no model, it is damaged, or no tokenizer is known.
     """
-    (place,) = map(torch.device, find_devices(device))
-    kind = TORCH_DTYPES[dtype or ("bf16" if place.type == "cuda" else "fp32")]
+    (named,) = find_devices(device)
+    places = [torch.device(name) for name in named.split(",")]
+    kind = TORCH_DTYPES[dtype or ("bf16" if places[0].type == "cuda" else "fp32")]
     if not weights:
-        place = torch.device("meta")
+        places = [torch.device("meta")]
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         if step is not None:
             raise UserError("usage", f"--step {step}: {folder} is a Hugging Face model, not a run")
-        return _open_folder(folder.absolute(), place, kind, tokenizer)
-    return _open_run(RunDirectory.open(name), step, place, kind, tokenizer)
+        return _open_folder(folder.absolute(), places, kind, tokenizer)
+    return _open_run(RunDirectory.open(name), step, places, kind, tokenizer)
 
 
 def _open_run(
-    run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype, said: str | None
+    run: RunDirectory,
+    step: int | None,
+    devices: list[torch.device],
+    dtype: torch.dtype,
+    said: str | None,
 ) -> Opened:
     config, stored = load_config(run.config), find_checkpoint(run.checkpoints, step)
     require_model(run, stored)
@@ -128,13 +135,13 @@ def _open_run(
             f"{run.path}: data.source={config.data.source} names none",
             config.model.vocab,
         )
-    model = _empty(config.model, device, dtype)
-    if device.type != "meta":
+    model = _empty(config.model, devices, dtype)
+    if devices[0].type != "meta":
         _fill(model, config, stored)
     return Opened(
         model,
         _fitting(tokenizer, model),
-        device,
+        devices[0],
         f"{run.name}, {stored.path.name}",
         before=(tokenizer.eos,),  # the previous document has ended before a new one begins
         ends=frozenset([tokenizer.eos]),
@@ -147,11 +154,11 @@ def _open_run(
 
 
 def _open_folder(
-    folder: Path, device: torch.device, dtype: torch.dtype, said: str | None
+    folder: Path, devices: list[torch.device], dtype: torch.dtype, said: str | None
 ) -> Opened:
     try:
-        model = _empty(read_shape(folder), device, dtype)
-        if device.type != "meta":
+        model = _empty(read_shape(folder), devices, dtype)
+        if devices[0].type != "meta":
             load.load(folder, model.shape, dict(state_of(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
@@ -165,7 +172,7 @@ def _open_folder(
         start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     ends = frozenset([tokenizer.eos, *_more_ends(folder)])
     fitting = _fitting(tokenizer, model)
-    return Opened(model, fitting, device, folder.name, before, ends, start, added)
+    return Opened(model, fitting, devices[0], folder.name, before, ends, start, added)
 
 
 def _fill(model: Transformer, config: ResolvedConfig, stored: StoredCheckpoint) -> None:
@@ -189,7 +196,8 @@ def find_devices(
     """Return the devices to compute on, by their names in torch.
 
     Args:
-        named: the one to use, by default the first GPU if there is one.
+        named: the one to use, by default the first GPU if there is one; several with commas between them are
+            one place for a model.
         count: this many GPUs; without a GPU, this many processes on the CPU.
         several: by default all GPUs instead of the first.
 
@@ -198,7 +206,7 @@ def find_devices(
     """
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if named is not None:
-        return [_one_device(named, gpus)]
+        return [",".join(_one_device(name, gpus) for name in named.split(","))]
     if count is None:
         return (gpus if several else gpus[:1]) or ["cpu"]
     if gpus and count > len(gpus):
@@ -221,12 +229,12 @@ def _one_device(named: str, gpus: Sequence[str]) -> str:
     raise UserError("usage", f"--device {named}: is not a device of this machine", [found])
 
 
-def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transformer:
+def _empty(shape: Model, devices: list[torch.device], dtype: torch.dtype) -> Transformer:
     """Create a model without values, except the counters of routers, which begin at 0."""
     with torch.device("meta"):
         model = Transformer(shape)
     model.to(dtype).requires_grad_(False).eval()
-    model.materialize(device)
+    materialize(model, devices)
     return model
 
 

@@ -61,12 +61,13 @@ class Cache:
         """The keys `[batch, 1, new, keys]` that each new token sees; None if a causal kernel needs no mask."""
         self._model = model
         self._last: Tensor | None = None
-        shape, parameter = model.shape, next(model.parameters())
+        shape = model.shape
         size = (batch, shape.kv_head_count, max_length, shape.head_width)
         for attention in self._attentions():
             # Zeros: what a mask hides must be finite, as it is multiplied by 0.
             softcap = shape.attention_softcap
-            attention.core = CachedAttention(self, softcap, *parameter.new_zeros(2, *size))
+            keys_values = attention.wo.weight.new_zeros(2, *size)
+            attention.core = CachedAttention(self, softcap, *keys_values)
         model.token_positions = self._token_positions
         model.sequence_length = lambda _: max_length
         model.make_masks = lambda *_: self.masks  # type: ignore[method-assign]
@@ -132,7 +133,7 @@ class Cache:
         hidden = run_layers(layers, hidden, rotations, masks)
         if self._last is None:
             return hidden
-        return hidden.take_along_dim(self._last[:, None, None], dim=1)
+        return hidden.take_along_dim(self._last[:, None, None].to(hidden.device), dim=1)
 
 
 class CachedAttention(CausalAttention):

@@ -38,7 +38,7 @@ MODELS = {
 
 
 def opened(model: Model, dtype: torch.dtype) -> Opened:
-    made = _empty(model, torch.device("cpu"), dtype)
+    made = _empty(model, [torch.device("cpu")], dtype)
     for parameter in made.parameters():
         parameter.normal_(std=0.02)
     tokenizer = ByteTokenizer()

@@ -133,7 +133,11 @@ ComputeDtype = Annotated[
     DtypeName | None, _shared("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
 ]
 Device = Annotated[
-    str | None, _shared("Use cpu, cuda or cuda:N", shown="the first GPU, if there is one")
+    str | None,
+    _shared(
+        "Use cpu, cuda or cuda:N; the blocks are divided over cuda:0,cuda:1",
+        shown="the first GPU, if there is one",
+    ),
 ]
 Tokenizer = Annotated[
     str | None,
