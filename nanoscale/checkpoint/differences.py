@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -58,10 +59,7 @@ def _in_order(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
 def _writers(stored: StoredTensor, differs: Tensor) -> list[int]:
     ranks = set()
     for shard in stored.shards:
-        region = tuple(
-            slice(start, start + size)
-            for start, size in zip(shard.offsets, shard.sizes, strict=True)
-        )
+        region = tuple(map(slice, shard.offsets, map(add, shard.offsets, shard.sizes)))
         match = re.match(r"__(\d+)_", shard.file)
         if match and bool(torch.any(differs[region])):
             ranks.add(int(match[1]))

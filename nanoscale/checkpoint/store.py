@@ -198,12 +198,8 @@ def obsolete(
         old = [checkpoint for checkpoint in stored[-2:-1] if _saved_by_time(checkpoint)]
     else:
         old = stored[:-keep_last]
-    kept_steps = {
-        checkpoint.step
-        for checkpoint in old
-        if checkpoint.step in best or (keep_every and checkpoint.step % keep_every == 0)
-    }
-    return [checkpoint for checkpoint in old if checkpoint.step not in kept_steps]
+    others = (it for it in old if not (keep_every and it.step % keep_every == 0))
+    return [checkpoint for checkpoint in others if checkpoint.step not in best]
 
 
 def lowest_losses(stored: Iterable[StoredCheckpoint], count: int) -> list[int]:

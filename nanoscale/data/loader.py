@@ -87,7 +87,10 @@ class Loader:
         elif form.packing == "pairs":
             samples = Pairs(source)
             if len(samples) < 1:
-                raise no_pair(tokens, seq_len)
+                what = f"{tokens.path} has no pair with answers in at most {seq_len + 1} tokens"
+                longer = (f"train.seq_len={2 * seq_len}",)
+                violation = Violation("train.seq_len", seq_len, "", what, longer)
+                raise UserError("data", f"no pairs: {what}", [violation])
         else:
             samples = TokenStream(source, form.document_mask)
         if len(samples) < 1:
@@ -273,13 +276,6 @@ def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
     suggestions = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
     violation = Violation("train.seq_len", seq_len, "", what, suggestions)
     return UserError("data", f"too few tokens: {what}", [violation])
-
-
-def no_pair(tokens: TokenFile, seq_len: int) -> UserError:
-    """Return the error for a split without a pair that can be trained on."""
-    what = f"{tokens.path} has no pair with answers in at most {seq_len + 1} tokens"
-    violation = Violation("train.seq_len", seq_len, "", what, (f"train.seq_len={2 * seq_len}",))
-    return UserError("data", f"no pairs: {what}", [violation])
 
 
 def outside_vocabulary(tokens: TokenFile, tokens_read: np.ndarray, vocab: int) -> UserError:

@@ -286,9 +286,7 @@ def _by_first_document(sequence_of: np.ndarray, number: int) -> np.ndarray:
     first_document = np.empty(number, dtype=np.int64)
     # the first document is written last
     first_document[sequence_of[::-1]] = np.arange(len(sequence_of))[::-1]
-    rank = np.empty(number, dtype=np.int64)
-    rank[np.argsort(first_document)] = np.arange(number)
-    return rank[sequence_of]
+    return first_document.argsort().argsort()[sequence_of]
 
 
 ENDLESS = 1 << 40
@@ -392,13 +390,10 @@ class RandomSamples:
 
     def batch(self, numbers: list[int]) -> Batch:
         """Return samples by number, a row each."""
-        rows = [
-            self._generator(number).integers(self._vocab, size=self._seq_len + 1)
-            for number in numbers
-        ]
-        return Batch.of_rows(np.array(rows, dtype=np.int64).reshape(-1, self._seq_len + 1))
-
-    def _generator(self, number: int) -> np.random.Generator:
-        """Return the generator of one sample; Philox counts in the lowest of the four words."""
-        counter = np.array([0, number, self._split, 0], dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=self._seed, counter=counter))
+        rows = np.empty((len(numbers), self._seq_len + 1), dtype=np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            # Philox counts in the lowest of the four words.
+            counter = np.array([0, number, self._split, 0], dtype=np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=self._seed, counter=counter))
+            row[:] = generator.integers(self._vocab, size=self._seq_len + 1)
+        return Batch.of_rows(rows)

@@ -115,12 +115,10 @@ def _problem(asked: Override, word: str) -> Violation | None:
     values = list(asked.sweep_string_iterator())
     if problem := values_problem(key, raw, values):
         return problem
-    if key == "run" or key.startswith("run."):
-        message = "is the same for all runs of an array, which are numbered"
-    elif key == "launcher" or key.startswith("launcher."):
-        message = "is the same for all runs of an array: one script requests their resources"
-    else:
+    why = {"run": ", which are numbered", "launcher": ": one script requests their resources"}
+    if (reason := why.get(key.partition(".")[0])) is None:
         return None
+    message = f"is the same for all runs of an array{reason}"
     return Violation(key, raw, COMMAND_LINE, message, _single(key, raw, values))
 
 

@@ -50,9 +50,8 @@ def nodes_violation(composed: Composed) -> Violation | None:
     try:
         node_range(nodes)
     except ValueError as law:
-        return Violation(
-            key, nodes, composed.source(key), str(law), tuple(_meant_nodes(str(nodes)))
-        )
+        advice = tuple(_meant_nodes(str(nodes)))
+        return Violation(key, nodes, composed.source(key), str(law), advice)
     return None
 
 

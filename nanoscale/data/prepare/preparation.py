@@ -112,15 +112,18 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
 def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
     """Return the sources, and the tokenizer unless it is trained. Raises UserError."""
     sources = tuple(find_sources(request.sources))
-    tokenizer = _existing_tokenizer(request)
+    tokenizer: Tokenizer | None = None
+    if request.tokenizer == "byte":
+        tokenizer = ByteTokenizer()
+    elif request.tokenizer is not None:
+        path = find(request.tokenizer, "--tokenizer")
+        tokenizer = load(path, key="--tokenizer", eos=request.eos)
     template = None
     if request.chat:
         assert tokenizer is not None, "a chat needs the tokenizer of its model"
         template = find_template(tokenizer, request.chat_template)
-    reading = Reading(
-        sources, request.field, request.separator, request.validation, template, request.pairs
-    )
-    return reading, tokenizer
+    form = request.field, request.separator, request.validation, template, request.pairs
+    return Reading(sources, *form), tokenizer
 
 
 def write_folder(
@@ -231,15 +234,6 @@ def _refuse_empty(progress: PreparationProgress, request: PreparationRequest) ->
         what = f"holds out none of {progress.documents:,} documents"
         violation = Violation("--validation", request.validation, "", what, ("--validation 0.1",))
         raise UserError("data", f"--validation {request.validation}: {what}", [violation])
-
-
-def _existing_tokenizer(request: PreparationRequest) -> Tokenizer | None:
-    if request.tokenizer is None:
-        return None
-    if request.tokenizer == "byte":
-        return ByteTokenizer()
-    path = find(request.tokenizer, "--tokenizer")
-    return load(path, key="--tokenizer", eos=request.eos)
 
 
 def _train_tokenizer(

@@ -139,9 +139,8 @@ class Template:
         marked = {"content": content + mark + messages[last]["content"][len(content) :]}
         all_marked = [*messages[:last], messages[last] | marked, *messages[last + 1 :]]
         begin, is_in_all, rest = self._render(all_marked).partition(mark)
-        begin_alone, is_in_first, rest_alone = self._render(
-            all_marked[: len(first)], asks
-        ).partition(mark)
+        alone = self._render(all_marked[: len(first)], asks)
+        begin_alone, is_in_first, rest_alone = alone.partition(mark)
         is_certain = begin + rest == whole and begin_alone + rest_alone == text
         if is_in_all and is_in_first and is_certain and rest.startswith(rest_alone):
             return len(begin + rest_alone)
@@ -310,10 +309,8 @@ def _conversation(record: dict[str, Any], field: str) -> Any:
 def _message(number: int, record: Any) -> Message:
     if not isinstance(record, dict):
         raise RecordError(f"message {number} is not an object with a role and a content")
-    role, content = (
-        record.get("role", record.get("from")),
-        record.get("content", record.get("value")),
-    )
+    role = record.get("role", record.get("from"))
+    content = record.get("content", record.get("value"))
     role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
         raise RecordError(f"message {number} has the role {role!r}, not {', '.join(_ROLES)}")

@@ -133,9 +133,8 @@ def problem(source: TextSource, reading: Reading) -> Bad | None:
     if source.kind == "csv":
         return _csv_problem(source, reading)
     if reading.is_chat and source.kind == "text":
-        return Bad(
-            source.name, "is plain text, which holds no chats; .jsonl, .json, .csv and .parquet do"
-        )
+        what = "is plain text, which holds no chats; .jsonl, .json, .csv and .parquet do"
+        return Bad(source.name, what)
     return None
 
 
@@ -293,10 +292,8 @@ def ending(path: Path) -> tuple[str, str]:
 
 def _dataset(argument: str) -> TextSource:
     if find_spec("datasets") is None:
-        raise _UnusableError(
-            "needs Hugging Face's datasets, which is not installed",
-            install_command("datasets"),
-        )
+        what = "needs Hugging Face's datasets, which is not installed"
+        raise _UnusableError(what, install_command("datasets"))
     try:
         data = dataset(argument)
     except _UnusableError:

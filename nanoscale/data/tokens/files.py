@@ -130,7 +130,10 @@ class IndexedTokens(TokenFile):
         self._places = raw[starts[1] : starts[2]].view("<i8")
         self._documents = raw[starts[2] :].view("<i8")
         self._check_index(idx)
-        self.tokens = self._map(tokens, idx)
+        with readable():
+            check_sizes(tokens, idx, self._bytes)
+        # a plain array over the mapping: np.memmap's own slicing costs microseconds
+        self.tokens = np.asarray(np.memmap(tokens, dtype=self._dtype, mode="r"))
 
     def __len__(self) -> int:
         return len(self._documents) - 1
@@ -170,12 +173,6 @@ class IndexedTokens(TokenFile):
             if (np.diff(self._documents[start : start + _BLOCK + 1]) < 0).any():
                 raise damaged(path, "its documents are not in order")
 
-    def _map(self, path: Path, idx: Path) -> np.ndarray:
-        with readable():
-            check_sizes(path, idx, self._bytes)
-        # a plain array over the mapping: np.memmap's own slicing costs microseconds
-        return np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
-
 
 class DatatroveTokens(TokenFile):
     """A memory-mapped .ds file of datatrove and its index.
@@ -194,7 +191,10 @@ class DatatroveTokens(TokenFile):
             read_ends(index)
         self._ends = np.asarray(np.memmap(index, dtype="<u8", mode="r"))
         self._check_ends(index)
-        self.tokens = self._map(index)
+        size, count = self.path.stat().st_size, int(self._ends[-1])
+        with readable():
+            dtype = _DATATROVE_TYPES[bytes_a_token(self.path, index, size, count)]
+        self.tokens = np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
         self._check_metadata(Path(f"{path}.metadata"))
 
     def __len__(self) -> int:
@@ -217,12 +217,6 @@ class DatatroveTokens(TokenFile):
             if (np.append(previous, ends[:-1]) > ends).any():
                 raise damaged(index, "its document ends are not in order")
             previous = ends[-1:]
-
-    def _map(self, index: Path) -> np.ndarray:
-        size, count = self.path.stat().st_size, int(self._ends[-1])
-        with readable():
-            dtype = _DATATROVE_TYPES[bytes_a_token(self.path, index, size, count)]
-        return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
     def _check_metadata(self, path: Path) -> None:
         if not path.is_file():

@@ -60,8 +60,9 @@ class RankMemory:
         ]
         holes = self.reserved - self.allocated
         parts.append(MemoryPart("fragmentation", holes, partial(_explain_holes, self)))
-        parts.append(MemoryPart("context", self.context, partial(_explain_context, self.context)))
-        return tuple(parts)
+        why = "the device's context, libraries and NCCL's channels: {}".format
+        size = self.context
+        return (*parts, MemoryPart("context", size, partial(why, byte_size(size))))
 
     def _explain(self, name: str, size: int) -> str:
         if not size:
@@ -148,7 +149,3 @@ def _explain_holes(memory: RankMemory) -> str:
         f"one pool for each stream ({byte_size(memory.phases.pools)} for gathers and reductions), and holes of "
         f"{HOLES:.0%}: {byte_size(memory.reserved)} reserved − {byte_size(memory.allocated)} allocated"
     )
-
-
-def _explain_context(context: int) -> str:
-    return f"the device's context, libraries and NCCL's channels: {byte_size(context)}"

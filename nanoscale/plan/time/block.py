@@ -396,11 +396,9 @@ def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) ->
     With `hidden_tp="backward"`, only the gathers before the row-split products are exposed. Scatters overlap
     with the products for weights, and the second gathers of the inputs overlap with the products for inputs.
     """
-    gather, scatter = _tp_pair(hardware, shape)
-    if shape.software.hidden_tp == "none":
-        return 2 * (gather + scatter)
-    if shape.software.hidden_tp == "both":
+    if shape.software.hidden_tp != "backward":
         return _tp_forward(hardware, shape, products)
+    gather, scatter = _tp_pair(hardware, shape)
     overlapped = 2 * (gather + scatter) if shape.sequence_parallel else gather + scatter
     exposed = 2 * gather if shape.sequence_parallel else gather + scatter
     longer = max(0.0, overlapped - products)

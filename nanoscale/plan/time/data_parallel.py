@@ -118,7 +118,7 @@ def plan(
     size = block_parameters(config.model, layout.tp, layout.ep)
     peers = layout.dp * layout.cp
     if config.backend.name == "deepspeed":
-        return _deepspeed(config, hardware, micro_batches, size, peers, weight_bytes, grad_bytes)
+        return _deepspeed(config, hardware, micro_batches, size)
     experts = expert_parameters(config.model, layout.tp, layout.ep)
     gather, reduce, all_reduce = _seconds(config, hardware, 1, size - experts)
     if experts:
@@ -182,15 +182,7 @@ def _replica_ranks(config: ResolvedConfig, hardware: Hardware, ep: int) -> colle
     return collectives.group(hardware, replicas, layout.tp * ep * shard)
 
 
-def _deepspeed(
-    config: ResolvedConfig,
-    hardware: Hardware,
-    micro_batches: int,
-    size: int,
-    peers: int,
-    weight_bytes: int,
-    grad_bytes: int,
-) -> Plan:
+def _deepspeed(config: ResolvedConfig, hardware: Hardware, micro_batches: int, size: int) -> Plan:
     """Return the collectives of one block with DeepSpeed.
 
     Parameters stay in the compute dtype. Gradients are reduced in buckets, in parallel with the backward pass
@@ -199,7 +191,9 @@ def _deepspeed(
     arXiv:2306.10209) can gather parameters in 8 bits and reduce gradients in 4 bits.
     """
     layout, zero, backend = config.parallel, config.zero, config.backend
-    ranks = collectives.group(hardware, peers, layout.tp)
+    weight_bytes = operations.WIDTH[config.precision.compute]
+    grad_bytes = operations.WIDTH[config.precision.reduce]
+    ranks = collectives.group(hardware, layout.dp * layout.cp, layout.tp)
     secondary = collectives.group(hardware, zero.hpz, layout.tp) if zero.hpz > 1 else ranks
     stage3 = zero.stage == 3
     sent_weight_bytes = 1 if zero.quantized_weights else weight_bytes

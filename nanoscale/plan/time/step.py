@@ -216,12 +216,8 @@ def _ends(hardware: Hardware, shape: MicroBatchShape) -> tuple[Passes, Passes]:
 
 def _load(holding: RankParameters, block: float, ends: tuple[Passes, Passes]) -> float:
     """Return the seconds of a rank for one micro batch."""
-    seconds = holding.blocks * block
-    if holding.first:
-        seconds += ends[0].seconds[0] + ends[0].seconds[1]
-    if holding.last:
-        seconds += ends[1].seconds[0] + ends[1].seconds[1]
-    return seconds
+    first, last = (sum(end.seconds[:2]) for end in ends)  # without recomputation
+    return holding.blocks * block + holding.first * first + holding.last * last
 
 
 def _busy(holding: RankParameters, one: Passes, ends: tuple[Passes, Passes]) -> Work:

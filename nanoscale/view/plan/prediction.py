@@ -92,10 +92,8 @@ def bf16_advice(fp32: float, bf16: float | None) -> str | None:
     """
     if bf16 is None:
         return None
-    times = f"{bf16 / fp32:.1f} times as many"
-    return (
-        f"precision=bf16 would give {bf16:,.0f} tokens/s per device instead of {fp32:,.0f}, {times}"
-    )
+    more = f"instead of {fp32:,.0f}, {bf16 / fp32:.1f} times as many"
+    return f"precision=bf16 would give {bf16:,.0f} tokens/s per device {more}"
 
 
 def _memory(plan: Prediction) -> dict[str, Any]:
@@ -259,9 +257,8 @@ def outcome(plan: Prediction) -> list[str]:
     """Return the speed, the duration and cost of the training, and the times of checkpoints."""
     time, run = plan.time, plan.training
     advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
-    speed = (
-        f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {time.tokens_per_s:,.0f} in total"
-    )
+    in_total = f"{time.tokens_per_s:,.0f} in total"
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {in_total}"
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
     device_hours = f"{three_digits(run.device_hours)} device hours"

@@ -64,9 +64,8 @@ def print_found(
     """Print the fastest layouts, with marks on the Pareto front, and the reasons for the first."""
     some = result.best or result.nearest
     on = f"{space.world} × {some.hardware.device}" if some else f"{space.world} devices"
-    console.print(
-        f"{space.base.model.name} on {on}: {_counts(result)}\n", markup=False, soft_wrap=True
-    )
+    title = f"{space.base.model.name} on {on}: {_counts(result)}\n"
+    console.print(title, markup=False, soft_wrap=True)
     if result.best is None:
         if result.nearest is None:
             console.print("no layout is legal with the fixed keys", style="bold red")

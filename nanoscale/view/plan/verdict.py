@@ -83,22 +83,20 @@ def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
         world = space.world * factor
         if _fits(replace(space, world=world), hardware):
             hosts = -(-world // hardware.devices_per_host)
-            ways.append(
-                f"{counted(world, 'device')} ({counted(hosts, 'host')} of {hardware.devices_per_host})"
-            )
+            on = f"{counted(hosts, 'host')} of {hardware.devices_per_host}"
+            ways.append(f"{counted(world, 'device')} ({on})")
             break
-    ways += [
-        word for word, changed in _changes(base) if _fits(replace(space, base=changed), hardware)
-    ]
+    for override, changed in _changes(base):
+        if _fits(replace(space, base=changed), hardware):
+            ways.append(override)
     if base.backend.name == "native" and base.optimizer.name == "adamw" and not base.lora.rank:
         offloading = replace(base, backend=replace(base.backend, name="deepspeed", compile="off"))
         best = search(replace(space, base=offloading), hardware).best
         if best is not None:
             keys = ("zero.offload_optimizer", "zero.offload_param")
             offloads = [f"{key}=cpu" for key in keys if value_of(best.config, key) == "cpu"]
-            ways.append(
-                " ".join(["backend=deepspeed", f"zero.stage={best.config.zero.stage}", *offloads])
-            )
+            stage = f"zero.stage={best.config.zero.stage}"
+            ways.append(" ".join(["backend=deepspeed", stage, *offloads]))
     if not ways:
         return f"no layout of these devices fits, nor of {world:,}; it would take larger devices or hosts"
     return f"no layout of these devices fits; it would take {' or '.join(ways)}"

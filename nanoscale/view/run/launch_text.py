@@ -69,9 +69,8 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     if rehearsed and rehearsed["decides"]:
         in_use, word = rehearsed["total_gib"], f"rehearsed: {word}"
     needed = share(int(GIB * in_use), int(GIB * memory["capacity_gib"]))
-    advice = bf16_advice(
-        predicted["tokens_per_s_per_gpu"], predicted.get("bf16_tokens_per_s_per_gpu")
-    )
+    in_bf16 = predicted.get("bf16_tokens_per_s_per_gpu")
+    advice = bf16_advice(predicted["tokens_per_s_per_gpu"], in_bf16)
     return {
         "memory": f"{word}: {needed} on {predicted['hardware']['device']}, "
         f"with a probability of {predicted['fits_probability']:.0%}",

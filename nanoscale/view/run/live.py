@@ -238,9 +238,8 @@ def gpu_state(record: Object) -> str:
         "gpu_temperature_c": "{:.0f} °C",
         "gpu_clock_mhz": "{:,.0f} MHz",
     }
-    words = [
-        form.format(record[name]) for name, form in units.items() if record.get(name) is not None
-    ]
+    known = {name: form for name, form in units.items() if record.get(name) is not None}
+    words = [form.format(record[name]) for name, form in known.items()]
     slowed = int(record.get("gpus_slowed") or 0)
     return ", ".join([*words, *([f"{slowed} slowed down"] if slowed else [])])
 

@@ -122,9 +122,8 @@ def _tensors(row: dict[str, Any], more: str) -> list[str]:
     name, found = f"step-{row['step']:08d}", row["differing"]
     if not found:
         return [f"{name}: no tensor differs{more}"]
-    largest = max(
-        found, key=lambda each: math.inf if each["relative"] is None else each["relative"]
-    )
+    sizes = [math.inf if each["relative"] is None else each["relative"] for each in found]
+    largest = found[sizes.index(max(sizes))]
     ranks = sorted({rank for each in found for rank in each["ranks"]})
     writers = f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
     return [

@@ -44,9 +44,7 @@ def document(run: RunDirectory) -> Document:
         "started": now.started,
         "ended": now.ended,
         "what": what(config),
-        "hosts": [{"host": host.host, "ranks": len(host.ranks)} for host in plan.hosts]
-        if plan
-        else [],
+        "hosts": [{"host": it.host, "ranks": len(it.ranks)} for it in (plan.hosts if plan else ())],
         "attempts": _attempts(happened),
         "failure": asdict(cause) if cause else None,
         "step": metrics.reached(run, records[-1] if records else None),

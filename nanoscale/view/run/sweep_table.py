@@ -171,9 +171,8 @@ def _show_failure(sweep: Sweep, trial: Trial) -> None:
 def best_row(rows: Sequence[Row], metric: str) -> tuple[Row, str] | None:
     """Return the completed trial with the lowest metric, and the metric: the loss if no trial has it."""
     for name in (metric, "loss"):
-        measured = [
-            row for row in rows if row["state"] == "completed" and row.get(name) is not None
-        ]
+        completed = (row for row in rows if row["state"] == "completed")
+        measured = [row for row in completed if row.get(name) is not None]
         if measured:
             return min(measured, key=lambda row: float(row[name])), name
     return None
