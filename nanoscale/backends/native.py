@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from nanoscale.backends import float8, gradients
+from nanoscale.backends import float8, gradients, nf4
 from nanoscale.backends.base import Engine, StepResult, make_stage
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.master_weights import MasterWeights, cast_frozen
@@ -298,6 +298,8 @@ def build_stages(
         parallelize(stage, config, layout)
         if layout.data is None:  # FSDP2 casts what it gathers
             cast_frozen(stage, data_parallel.TORCH_DTYPES[config.precision.compute])
+        if config.lora.base == "nf4":
+            nf4.quantize(stage, device)
         stage.materialize(device)
         _fill_initial(stage, config, device)
         stages[number] = stage

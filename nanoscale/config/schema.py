@@ -363,6 +363,10 @@ class Lora:
         False,
         "also train the length of each row of W + scale · B·A, starting with that of W (arXiv:2402.09353)",
     )
+    base: Literal["whole", "nf4"] = key(
+        "whole",
+        "frozen weights of the blocks' linear layers; nf4: in 4 bits, on one device (QLoRA)",
+    )
     targets: list[str] | None = key(
         None,
         "layers with an adapter: wq wk wv wo gate up down; null: all, with experts attention's",

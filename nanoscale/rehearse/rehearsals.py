@@ -47,6 +47,9 @@ def why_unplayable(config: ResolvedConfig) -> Violation | None:
         if value is not None and config.launcher.device != "cpu":
             message = "is not nanoscale's own, which alone is rehearsed on GPUs"
             return Violation(key, value, "", message)
+    if config.lora.base == "nf4":
+        message = "keeps weights in tensors of torchao, which are not rehearsed"
+        return Violation("lora.base", "nf4", "", message, ("lora.base=whole",))
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"

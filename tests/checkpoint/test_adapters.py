@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from nanoscale.backends.nf4 import to_nf4
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.adapters import require_base
@@ -64,6 +65,34 @@ def loss_of(model: Any, tokens: np.ndarray) -> float:
 
 def newest(run: RunDirectory) -> store.StoredCheckpoint:
     return store.list_checkpoints(run.checkpoints)[-1]
+
+
+@pytest.mark.slow
+def test_a_base_in_4_bits(tmp_path: Path) -> None:
+    """The losses of a base whose weights were quantized beforehand, and the same after a resume."""
+    pytest.importorskip("torchao")
+    write_tokens(tmp_path)
+    save("qwen3", tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "rounded")
+    file = tmp_path / "rounded/model.safetensors"
+    rounded_weights = load_file(file)
+    for name, weight in rounded_weights.items():
+        if name.endswith("proj.weight"):
+            quantized: Any = to_nf4(weight)
+            rounded_weights[name] = quantized.get_original_weight()
+    save_file(rounded_weights, file, {"format": "pt"})
+    plain = config_for(tmp_path, tmp_path / "rounded")
+    config = config_for(tmp_path, tmp_path / "base")
+    config = replace(config, lora=replace(config.lora, base="nf4"))
+    whole, run, rounded = (make_run(*it) for it in ((config, "a"), (config, "b"), (plain, "c")))
+    train(whole, config)
+    train(rounded, plain)
+    losses, expected = ([record["loss"] for record in curve(it)] for it in (whole, rounded))
+    assert losses == pytest.approx(expected, rel=1e-6) and losses[-1] < losses[0] - 0.01
+    train(run, config, StopBefore(STOP))
+    train(run, config)
+    (station,) = resumed_at(run)
+    assert 0 < station < STEPS and curve(run) == curve(whole)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from tests.support.recipes import changed
         ("use_lora", True, ("lora.rank=16",)),
         ("flash_attention", True, ("backend.attention=flash",)),
         ("attn_implementation", "sdpa", ("backend.attention=auto",)),
-        ("load_in_4bit", True, ("nanoscale config explain lora.rank",)),
+        ("load_in_4bit", True, ("lora.base=nf4 lora.rank=16",)),
         ("resume_from_checkpoint", True, ("nanoscale resume --help",)),
     ],
 )  # fmt: skip
@@ -46,7 +46,7 @@ def test_a_term_of_another_trainer_is_answered(
     assert unknown_key(typed, value, "command line").suggestions == answers
 
 
-@pytest.mark.parametrize("typed", ["rl", "dpo", "load_in_8bit", "use_qlora", "lora_dropout"])
+@pytest.mark.parametrize("typed", ["rl", "dpo", "load_in_8bit", "lora_dropout"])
 def test_a_method_that_does_not_exist_here_is_answered_with_what_does(typed: str) -> None:
     assert "unknown key; it does not exist here: " in unknown_key(typed, "x", "").message
 

@@ -48,6 +48,7 @@ SHAPE = Model(
     layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=352, vocab=512, max_seq_len=512
 )
 SEQ = 128
+WIDE = replace(SHAPE, ffn=4096)
 SOME: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "ffn": 176, "balance": "bias"}
 MIXTURE = replace(SHAPE, **SOME)
 GROUPED = replace(
@@ -175,6 +176,20 @@ ROWS = [
             seq=32,
         )
         for name, degrees in (("", {}), (", full", recomputed("full")))
+    ),
+    *(
+        Row(
+            f"LoRA, nf4{name}",
+            degrees,
+            precision=precision,
+            shape=WIDE,
+            lora=Lora(rank=8, base="nf4"),
+        )
+        for name, degrees, precision in (
+            ("", {}, "fp32"),
+            (", bf16", {}, "bf16"),
+            (", full, bf16", recomputed("full"), "bf16"),
+        )
     ),
     Row("one process, adafactor", optimizer="adafactor"),
     Row("dp 2, stage 3, adafactor", {"dp": 2}, 3, optimizer="adafactor"),

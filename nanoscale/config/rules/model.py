@@ -12,6 +12,7 @@ from nanoscale.config.hf.pretrained import absolute_name
 from nanoscale.config.hf.shape import predicts_masked
 from nanoscale.config.model_math import FEED_FORWARD, adaptable_layers
 from nanoscale.config.objectives import is_masked
+from nanoscale.config.parameters import block
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
 from nanoscale.config.schema import Config, Model
@@ -231,6 +232,18 @@ ADAPTERS = of_kind("config",
     refused("precision.fp8", {**_ADAPTED, "precision.fp8": True},
         "multiplies in torchao's layers, which do not support adapters",
         "precision=bf16", "lora.rank=0"),
+    *(refused("lora.base", {**_ADAPTED, "lora.base": "nf4", key: value},
+        f"keeps weights in 4 bits on one device, which {key} does not support", "lora.base=whole")
+        for key, value in (
+            *((f"parallel.{axis}", several) for axis in ("dp", "tp", "pp", "cp")),
+            ("backend.name", "deepspeed"), ("backend.compile", "on"), ("lora.dora", True),
+            ("model.experts", bool))),
+    Rule("lora.base",
+        ("lora.base", "lora.rank", *(f"model.{name}" for name in ("hidden", "ffn", "heads", "head_dim"))),
+        lambda config: config.lora.base == "whole" or not any(
+            not it.is_vector and it.numel % 64 for it in block(config.model).values()),
+        "quantizes 64 weights at a time, and a matrix of a block has another number of them",
+        ("lora.base=whole",)),
     refused("lora.targets", {**_ADAPTED, "lora.targets": []},
         "names no layer: nothing would be trained",
         "lora.targets=null"),

@@ -165,7 +165,9 @@ PRECISION = of_kind("config",
 
 
 def check_fp8(resolution: Resolution) -> None:
-    """Check the GPUs and the package that products in 8 bits need."""
+    """Check the package that weights in 4 bits need, and the GPUs and the package of products in 8 bits."""
+    if resolution.config.lora.base == "nf4":
+        resolution.require_for_ranks("lora.base", "torchao", "torchao", "lora.base=whole")
     if not resolution.config.precision.fp8:
         return
     weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})

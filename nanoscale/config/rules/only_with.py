@@ -52,7 +52,7 @@ OF_JOB = of_kind("config",
     *(only_with(f"model.{name}", {"model.position": "rope"})
         for name in ("rope_theta_local", "rope_fraction", "rope_pairs", "rope_skip")),
     *(only_with(f"lora.{name}", _ADAPTED, "lora.rank=16")
-        for name in ("alpha", "rslora", "dora", "targets", "init_from")),
+        for name in ("alpha", "rslora", "dora", "base", "targets", "init_from")),
     *(only_with(f"run.{name}", {"run.from_run": other_than(None)}) for name in ("from_step", "from_optimizer")),
     only_with("train.preference_beta", {"train.objective": PAIRED}),
     only_with("train.teacher", {"train.objective": "distill"}, "train.objective=distill"),

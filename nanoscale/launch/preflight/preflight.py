@@ -247,6 +247,8 @@ def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
         needed.append((package, package, setting, "optimizer=adamw"))
     elif config.precision.fp8:
         needed.append(("torchao", "torchao", "precision.fp8=true", "precision=bf16"))
+    if config.lora.base == "nf4":
+        needed.append(("torchao", "torchao", "lora.base=nf4", "lora.base=whole"))
     if config.model.source == "hf":
         needed.append(("transformers", "transformers", "model=hf", "a model of nanoscale's own"))
     for package, name, setting, alternative in needed:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nanoscale.common.units import byte_size
+from nanoscale.config import parameters
 from nanoscale.config.layout import GRADIENT_BUCKET
 from nanoscale.config.optimizers import ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
@@ -26,6 +27,8 @@ from nanoscale.plan.memory.phases import Phase, RankPhases
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
+NF4 = 0.5 + 1 / 64
+"""Bytes of a weight in 4 bits, with an 8-bit scale of 64 of them; the scales' own are left out."""
 _ALONE, _EXCHANGED = 2.0, 5.5
 """The memory of an update of Muon for the shard of a matrix, in halves of a weight's width: directions and
 updates in one process; with several, also whole matrices on their way between the ranks."""
@@ -81,6 +84,10 @@ def _single(
     before = grads * trained.numel if setting.micro_batches > 1 else 0
     product, head = setting.compute * _product(setting, trained), grads * trained.head
     copies = int(states.copy * params.numel)
+    quantized = _quantized(setting)
+    spared = int(sum(quantized) * (setting.compute - NF4))
+    weights, copies = (weights, copies - spared) if states.copy else (weights - spared, copies)
+    dequantized = setting.compute * max(quantized, default=0)
     new_head = 0 if before else head
     # The last bucket includes the whole embedding. Until the first block only full buckets are reduced.
     bucket = min(GRADIENT_BUCKET + grads * trained.embedding, grads * trained.numel)
@@ -94,17 +101,28 @@ def _single(
         phase(
             "backward of the last block",
             gradients=before + new_head + product,
+            gathered=dequantized,
             activations=acts.activations - acts.ends + acts.extra,
         ),
         phase(
             "backward of the first block",
             gradients=max(before, computed) + product,
+            gathered=dequantized,
             activations=acts.last + acts.extra,
             communication=full_bucket,
         ),
         phase("end of the backward pass", gradients=grads * trained.numel, communication=bucket),
         _update(setting, params, phase(""), boundaries=0),
     )
+
+
+def _quantized(setting: MemorySetting) -> list[int]:
+    """Return the elements of the matrices that are kept in 4 bits."""
+    config = setting.config
+    if config.lora.base == "whole":
+        return []
+    table = parameters.block(config.model).values()
+    return config.model.layers * [it.numel for it in table if not it.is_vector]
 
 
 def _sharded(
