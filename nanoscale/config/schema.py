@@ -506,11 +506,6 @@ class Zero:
     stage: Literal[0, 1, 2, 3] = key(
         0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters", planned=True
     )
-    prefetch: int = key(
-        1,
-        "native, stage 3: blocks whose parameters are gathered before they are needed",
-        at_least=1,
-    )
     offload_optimizer: Literal["none", "cpu", "nvme"] = key(
         "none", "deepspeed: device that stores and updates optimizer states; nvme with stage 3"
     )
@@ -528,6 +523,11 @@ class Zero:
     )
     quantized_gradients: bool = key(
         False, "deepspeed, stage 3: reduce gradients in 4 bits (ZeRO++), on GPUs"
+    )
+    prefetch: int = key(
+        1,
+        "native, stage 3: blocks whose parameters are gathered before they are needed",
+        at_least=1,
     )
 
 

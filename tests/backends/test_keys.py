@@ -20,7 +20,7 @@ from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.train.job import make_engine
 from tests.support import hf_models
 from tests.support.jobs import make_config, write_tokens
-from tests.support.layouts import GPT2, MOE, SHALLOW
+from tests.support.layouts import GPT2, GROUPED, MLA, MOE, SHALLOW
 from tests.support.ranks import run_ranks
 
 NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters", "lora.init_from"}
@@ -39,6 +39,8 @@ JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"model": replace(SHALLOW, rope_scaling=replace(LONGROPE, original_seq_len=4))}, {}),
     ({"model": GPT2}, {"optimizer": Optimizer("sgd", 1e-2)}),
     ({"model": MOE}, {}),
+    ({"model": GROUPED}, {}),
+    ({"model": MLA}, {}),
     ({"parallel": {"pp": 2}}, {"zero": Zero(1)}),
     ({"parallel": {"tp": 2, "sequence_parallel": False}}, {}),
     ({"parallel": {"cp": 2}, "lora": Lora(rank=2, targets=["wq"])}, {}),

@@ -88,7 +88,7 @@ BUDGET = {
     "checkpoint": 3178,
     "cli": 5543,
     "common": 770,
-    "config": 11554,
+    "config": 11567,
     "data": 5004,
     "generate": 1212,
     "launch": 6421,

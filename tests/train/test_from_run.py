@@ -12,6 +12,7 @@ import torch
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Optimizer, Scheduler
+from nanoscale.models.moe import BIAS_UNIT
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import (
     SAMPLES,
@@ -77,7 +78,8 @@ def test_it_begins_with_the_average_and_the_preferences_of_experts(tmp_path: Pat
         assert torch.equal(average, after[name]), name
     preferences = [name for name in after if name.startswith("balance.")]
     for name in preferences:
-        assert (after[name] - before[name]).abs().max() <= 1 < before[name].abs().max()
+        step = round(experts.balance_rate / BIAS_UNIT)
+        assert (after[name] - before[name]).abs().max() <= step < before[name].abs().max()
     assert preferences
 
 

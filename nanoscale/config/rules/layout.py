@@ -59,7 +59,14 @@ def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
 
     return Rule(
         key,
-        ("parallel.tp", "model.vocab", "model.max_seq_len", "model.position", *_BLOCKS),
+        (
+            "parallel.tp",
+            "model.vocab",
+            "model.max_seq_len",
+            "model.position",
+            "model.dense_layers",
+            *_BLOCKS,
+        ),
         lambda config: rows(config.model) % config.parallel.tp == 0 or not _divides_blocks(config),
         message,
         advice,
@@ -213,7 +220,7 @@ RULES = (
     refused("parallel.dp_replicate", {"parallel.dp_replicate": several, "zero.stage": 0},
         "replicates a sharded model, and zero.stage=0 shards nothing",
         "zero.stage=3", "parallel.dp_replicate=1"),
-    Rule("parallel.tp", ("parallel.tp", *_BLOCKS), _divides_blocks, _undivided_blocks,
+    Rule("parallel.tp", ("parallel.tp", "model.dense_layers", *_BLOCKS), _divides_blocks, _undivided_blocks,
         ("parallel.tp",)),
     _table("model.vocab", "token", lambda model: model.vocab),
     _table("model.max_seq_len", "position",
@@ -237,7 +244,7 @@ RULES = (
     Rule("train.seq_len",
         (
             *("parallel.cp", "parallel.cp_method", "parallel.tp", "parallel.sequence_parallel"),
-            *("train.seq_len", *_BLOCKS),
+            *("train.seq_len", "model.dense_layers", *_BLOCKS),
         ), lambda config: config.train.seq_len % sequence_step(config) == 0, _undivided_sequence,
         ("train.seq_len", "parallel.sequence_parallel=false")),
     Rule("parallel.ep",

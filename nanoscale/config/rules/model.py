@@ -236,7 +236,7 @@ ADAPTERS = of_kind("config",
         f"keeps weights in 4 bits on one device, which {key} does not support", "lora.base=whole")
         for key, value in (
             *((f"parallel.{axis}", several) for axis in ("dp", "tp", "pp", "cp")),
-            ("backend.name", "deepspeed"), ("backend.compile", "on"), ("lora.dora", True),
+            ("backend.compile", "on"), ("lora.dora", True),
             ("model.experts", bool))),
     Rule("lora.base",
         ("lora.base", "lora.rank", *(f"model.{name}" for name in ("hidden", "ffn", "heads", "head_dim"))),

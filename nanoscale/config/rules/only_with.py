@@ -25,7 +25,7 @@ OF_LAYOUT = (
     only_with("parallel.sequence_parallel", {"parallel.tp": several}),
     only_with("parallel.cp_method", {"parallel.cp": several}),
     *of_kind("config", only_with("parallel.ep", _ROUTED)),
-    only_with("zero.prefetch", {"zero.stage": 3, "backend.name": "native", "parallel.pp": 1}),
+    only_with("zero.prefetch", {"zero.stage": 3, "parallel.pp": 1}),
     only_with("parallel.schedule", _STAGED),
     only_with("parallel.layers_per_stage", _STAGED),
     only_with("parallel.checkpoint_every", {_MODE: "full"}),

@@ -331,7 +331,6 @@ SAVING = of_kind("config",
     *(refused("optimizer.qk_clip", {"optimizer.qk_clip": other_than(None), key: value}, text,
         "optimizer.qk_clip=null")
         for key, value, text in (
-            ("backend.name", "deepspeed", "changes weights, which DeepSpeed keeps in buffers of its own"),
             ("model.source", other_than("own"), "reads the attention of nanoscale's own transformer"),
             ("model.qk_norm", True, "scales weights whose results model.qk_norm normalizes again"),
             ("lora.rank", bool, "scales the weights of queries and keys, which are frozen with lora.rank"),
