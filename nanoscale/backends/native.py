@@ -96,6 +96,10 @@ class NativeEngine(Engine):
                 update_averages(self.optimizer, self.config.optimizer.ema_decay)
             if self.masters is not None:
                 self.masters.update_compute_copy()
+        elif self.qk_clip is not None:
+            self.qk_clip.end_step(
+                []
+            )  # a skipped step has scores that are not finite, and scales nothing
         self._fill_state()  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:

@@ -12,7 +12,7 @@ import torch
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import make_optimizer
-from nanoscale.config.schema import Lora
+from nanoscale.config.schema import Lora, Optimizer
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
@@ -101,3 +101,17 @@ def test_a_resumed_model_computes_with_the_loaded_weights(tmp_path: Path) -> Non
     results = [engine.train_step(micro_batches(), 1e-2) for engine in (trained, resumed)]
     assert torch.equal(results[0].loss_sum, results[1].loss_sum)
     assert torch.equal(results[0].grad_norm, results[1].grad_norm)
+
+
+def test_a_skipped_step_scales_no_weights_later(tmp_path: Path) -> None:
+    """Scores that overflow in fp16 belong to the skipped step alone."""
+    optimizer = Optimizer(lr=1e-3, qk_clip=100.0)
+    engine = NativeEngine(make_config(tmp_path, precision="fp16", optimizer=optimizer), CPU)
+    assert engine.qk_clip is not None and engine.scaling is not None
+    with patch.object(engine.scaling, "update", return_value=False):
+        engine.qk_clip._largest.fill_(torch.inf)
+        assert engine.train_step(micro_batches(), 1e-3).skipped
+    before = [parameter.detach().clone() for _, parameter in engine.parameters()]
+    engine.train_step(micro_batches(), 0.0)
+    for old, (name, new) in zip(before, engine.parameters(), strict=True):
+        assert torch.equal(old, new), name

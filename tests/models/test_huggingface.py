@@ -314,6 +314,11 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         (MIXTRAL | {"output_router_logits": True}, "output_router_logits=true"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (COMMON | {"model_type": "deepseek_v3", "qk_nope_head_dim": -64}, "model.head_dim=0"),
+        (
+            COMMON | {"model_type": "deepseek_v3", "rope_scaling": [4]},
+            "rope_scaling is not an object",
+        ),
         (
             QWEN3_MOE | {"model_type": "gpt_oss"},
             "gpt_oss is not one of the families",

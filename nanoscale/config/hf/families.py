@@ -223,6 +223,8 @@ def _read_latent_heads(document: Json, values: Json) -> Json:
     """Their `head_dim` is the rotated part; YaRN's `mscale_all_dim` scales attention's scores twice."""
     width = document.get("qk_nope_head_dim", 128) + values["rope_head_dim"]
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    if width < 1 or not isinstance(rope, dict):  # refused when they are converted
+        return {"head_dim": width}
     return {"head_dim": width, "attention_scale": width**-0.5 * _length_scale(rope) ** 2}
 
 
