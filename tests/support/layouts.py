@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanoscale.config.model_math import adaptable_layers
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Lora, Model, RopeScaling
+from nanoscale.config.schema import Guard, Lora, Model, RopeScaling
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.trackers import Record
@@ -263,6 +263,7 @@ ROWS = [
 
 
 def row_config(folder: Path, row: Row, precision: str, steps: int = STEPS) -> ResolvedConfig:
+    """Return the row's job, which compares its replicas bit by bit after each step."""
     config = make_config(
         folder,
         dp=row.degrees.get("dp", 1),
@@ -277,7 +278,7 @@ def row_config(folder: Path, row: Row, precision: str, steps: int = STEPS) -> Re
     )
     accumulation = config.accumulation
     assert accumulation >= 2, f"{row.name}: a row accumulates"
-    return replace(config, train=replace(config.train, steps=steps))
+    return replace(config, train=replace(config.train, steps=steps), guard=Guard(1))
 
 
 class Records(list[Record]):

@@ -2,8 +2,9 @@
 
 Each row trains in real processes, with clipping active and with accumulation: in fp64, where rounding hides no
 wrong collective, and where one shows within three steps. So most rows train SHORT_STEPS steps in `make test`.
-All rows train STEPS steps in `make test-exhaustive`, and rows of the usual shapes do so in fp32 too. The
-summary at the end of the tests prints how far each row went from the loop.
+All rows train STEPS steps in `make test-exhaustive`, and rows of the usual shapes do so in fp32 too. Replicas
+are compared bit by bit after each step. The summary at the end of the tests prints how far each row went from
+the loop.
 """
 
 from __future__ import annotations

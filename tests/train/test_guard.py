@@ -18,8 +18,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.guard import _CHUNK, _differing, _sums
 from nanoscale.train.loop import Training
-from tests.support.jobs import make_config, make_run, train_rank, write_documents, write_tokens
-from tests.support.layouts import ROWS, Row, row_config, train_all
+from tests.support.jobs import make_config, make_run, train_rank, write_tokens
 from tests.support.ranks import run_ranks
 
 MATRIX = "layers.0.attention.wq.weight"
@@ -104,29 +103,6 @@ def test_every_step_or_never(tmp_path: Path) -> None:
     config = saving(never, guard=0, dp=2)
     assert outcomes(config, 1, MATRIX) == ["completed", "completed"]
     assert steps_of(config) == [2, 4]
-
-
-def guarded(rank: int, configs: list[ResolvedConfig]) -> int:
-    return len(train_all(rank, configs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_equal_replicas_are_equal_in_every_layout(tmp_path: Path, ranks: int) -> None:
-    rows = [row for row in ROWS if _world_size(row) == ranks]
-    configs = []
-    for number, row in enumerate(rows):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write_documents(folder) if row.packed else write_tokens(folder)
-        config = row_config(folder, row, row.precisions[-1], steps=4)
-        configs.append(replace(config, guard=Guard(1)))
-    assert run_ranks(guarded, ranks, configs) == [len(rows)] * ranks
-
-
-def _world_size(row: Row) -> int:
-    degrees = row.degrees
-    return degrees.get("dp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
 
 
 def test_the_rank_without_a_majority_is_named() -> None:
