@@ -13,7 +13,6 @@ import tempfile
 from contextlib import suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
-from types import FrameType
 
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
@@ -41,6 +40,7 @@ _FOLDER_BYTES = 75
 """In bytes: the path of a socket may have 107, of which multiprocessing takes 32."""
 
 _REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals to report to the launcher: SLURM signals a preemption to the tasks of a job, not to its launcher."""
 
 
 def main(link: Link, job: Job | None = None) -> int:
@@ -60,7 +60,8 @@ def _serve(link: Link, job: Job | None) -> None:
     if os.getpgid(0) != os.getpid():  # a process group that holds only the job can be ended as one
         os.setpgid(0, 0)
     allow_open_files()  # the ranks' store holds a connection to each of them
-    _report_signals(link)
+    for number in _REPORTED_SIGNALS:
+        signal.signal(number, lambda number, _frame: link.send_later("signal", number=number))
     link.open()
     link.send("hello", nanoscale=nanoscale_version())
     port: ReservedPort | None = None
@@ -106,16 +107,6 @@ def cores_per_rank(cores: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _report_signals(link: Link) -> None:
-    """Report signals to the launcher: SLURM signals a preemption to the tasks of a job, not to its launcher."""
-
-    def report(number: int, _frame: FrameType | None) -> None:
-        link.send_later("signal", number=number)
-
-    for number in _REPORTED_SIGNALS:
-        signal.signal(number, report)
-
-
 def _start_fork_server(job: Job | str, folder: Path) -> None:
     os.environ[SCRATCH] = str(folder)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
@@ -138,7 +129,7 @@ def _choose_folder_for_sockets(folder: Path) -> None:
     Its semaphores are named after our folder, so that they are removed together with the folder.
     """
     configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    configuration["semprefix"] = scratch.semaphore_prefix(folder)
+    configuration["semprefix"] = f"/{folder.name}"  # by which `scratch.remove` finds them
     default = tempfile.tempdir
     tempfile.tempdir = str(folder)
     if len(os.fsencode(folder)) > _FOLDER_BYTES:

@@ -246,13 +246,10 @@ def _check_types(settings: Mapping[str, Any], result: Translation) -> None:
 
 def _value(settings: Mapping[str, Any], path: str, absent: Any) -> Any:
     """Return the value at a path; `absent` if there is none."""
-    *sections, name = path.split(".")
-    for section in sections:
-        inner = settings.get(section)
-        if not isinstance(inner, Mapping):
-            return absent
-        settings = inner
-    return settings.get(name, absent)
+    value: Any = settings
+    for name in path.split("."):
+        value = value.get(name, absent) if isinstance(value, Mapping) else absent
+    return value
 
 
 def _batches(settings: Mapping[str, Any], dp: int | None, result: Translation) -> None:
@@ -266,7 +263,16 @@ def _batches(settings: Mapping[str, Any], dp: int | None, result: Translation) -
     if steps == "auto":
         result.leave(_ACCUMULATION, _FOLLOWS)
     elif batch and micro:
-        _compare_batches(batch, micro, steps, dp, result)
+        degree, rest = divmod(batch, micro * steps)
+        if not rest and dp in (None, degree):
+            result.leave(_ACCUMULATION, _FOLLOWS)
+            return
+        product = f"{micro}·{steps}" + ("" if dp is None else f"·{dp} = {micro * steps * dp}")
+        names = "train_micro_batch_size_per_gpu·gradient_accumulation_steps" + (
+            " does not divide" if dp is None else "·dp is not"
+        )
+        message = f"contradicts the batches: {names} train_batch_size ({product}, {batch})"
+        result.refuse(_ACCUMULATION, steps, message, "remove one of the three")
     elif dp is None:
         why = (
             "gives a batch only with the data-parallel degree, which a DeepSpeed JSON does not hold"
@@ -283,22 +289,6 @@ def _batches(settings: Mapping[str, Any], dp: int | None, result: Translation) -
         result.set(_ACCUMULATION, "train.micro_batch", micro, f"with dp {dp}")
     else:
         result.leave(_ACCUMULATION, "neither batch is given")
-
-
-def _compare_batches(
-    batch: int, micro: int, steps: int, dp: int | None, result: Translation
-) -> None:
-    """Refuse an accumulation that contradicts the two batches."""
-    degree, rest = divmod(batch, micro * steps)
-    if not rest and dp in (None, degree):
-        result.leave(_ACCUMULATION, _FOLLOWS)
-        return
-    product = f"{micro}·{steps}" + ("" if dp is None else f"·{dp} = {micro * steps * dp}")
-    names = "train_micro_batch_size_per_gpu·gradient_accumulation_steps" + (
-        " does not divide" if dp is None else "·dp is not"
-    )
-    message = f"contradicts the batches: {names} train_batch_size ({product}, {batch})"
-    result.refuse(_ACCUMULATION, steps, message, "remove one of the three")
 
 
 def _precision(settings: Mapping[str, Any], result: Translation) -> None:
@@ -355,7 +345,6 @@ def _optimizer(params: Mapping[str, Any], result: Translation) -> None:
 
 
 def _keys(leaves: Mapping[str, Any], result: Translation) -> None:
-    """Take the settings that have a key."""
     for path, key in _KEYS.items():
         if path not in leaves or path in result.taken or _why_idle(path, leaves[path]):
             continue

@@ -39,7 +39,27 @@ class Key:
 
     @property
     def type(self) -> str:
-        return type_text(self.annotation)
+        """The description of the annotation, to follow `must be`."""
+        words = {
+            int: "an integer",
+            float: "a number",
+            bool: "true or false",
+            str: "a text",
+            list[int]: "a list of integers",
+            list[float]: "a list of numbers",
+            list[str]: "a list of texts",
+            dict[str, Any]: "a mapping",
+            type(None): "null",
+        }
+        parts = []
+        for choice in alternatives(self.annotation):
+            if get_origin(choice) is Literal:
+                parts += [str(value) for value in get_args(choice)]
+            else:
+                parts.append(words.get(choice, "a section"))
+        if get_origin(self.annotation) is Literal:
+            return "one of " + ", ".join(parts)
+        return " or ".join(parts)
 
     @property
     def bounds(self) -> str:
@@ -124,14 +144,12 @@ def value_of(config: Config, key: str) -> Any:
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return the configuration with other values of keys, whose sections are not null."""
     for key, value in values.items():
-        config = _with_value(config, key.split("."), value)
+        names = key.split(".")
+        while names:
+            name = names.pop()
+            value = replace(reduce(getattr, names, config), **{name: value})
+        config = value
     return config
-
-
-def _with_value(section: Any, names: list[str], value: Any) -> Any:
-    first, *inner = names
-    changed = _with_value(getattr(section, first), inner, value) if inner else value
-    return replace(section, **{first: changed})
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,31 +223,6 @@ def meaning(name: str) -> str:
     if name in declared():
         return declared()[name].meaning
     return (sections()[name].__doc__ or "").strip().splitlines()[0]
-
-
-def type_text(annotation: Any) -> str:
-    """Describe an annotation in words, to follow `must be`."""
-    words = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        list[int]: "a list of integers",
-        list[float]: "a list of numbers",
-        list[str]: "a list of texts",
-        dict[str, Any]: "a mapping",
-    }
-    parts = []
-    for choice in alternatives(annotation):
-        if get_origin(choice) is Literal:
-            parts += [str(value) for value in get_args(choice)]
-        elif choice is type(None):
-            parts.append("null")
-        else:
-            parts.append(words.get(choice, "a section"))
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(parts)
-    return " or ".join(parts)
 
 
 def _sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:

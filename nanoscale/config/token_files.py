@@ -231,7 +231,6 @@ def have_same_texts(file: Path, other: Path | None) -> bool:
 
 
 def _texts(file: Path) -> dict[int, str]:
-    """Return the text of each id of a tokenizer.json."""
     content = parse(file.read_bytes())
     try:
         vocabulary = content["model"]["vocab"]

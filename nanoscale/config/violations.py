@@ -72,13 +72,9 @@ _OTHER_TYPE = re.compile(
 def refuse(violations: Sequence[Violation], kind: str = "config") -> NoReturn:
     """Raise the UserError that carries all violations."""
     if len(violations) == 1:
-        raise UserError(kind, sentence(violations[0]), list(violations)) from None
+        only = f"{subject(violations[0])}: {violations[0].message}"
+        raise UserError(kind, only, list(violations)) from None
     raise UserError(kind, f"{len(violations)} things are wrong", list(violations)) from None
-
-
-def sentence(violation: Violation) -> str:
-    """Return the violation in one line, without suggestions."""
-    return f"{subject(violation)}: {violation.message}"
 
 
 def subject(violation: Violation) -> str:
@@ -111,7 +107,9 @@ def override(key: str, value: object) -> str:
         return shlex.quote(f"{key}={_mapping(value)}")
     entries = value if isinstance(value, list) else [value]
     if any(map(_needs_quotes, entries)):
-        return for_shell(key, value)
+        if isinstance(value, str) and not any(character in value for character in "\"'\\"):
+            return f"'{key}=\"{value}\"'"
+        return shlex.quote(f"{key}={quoted(value)}")
     word = f"{key}={shown(value)}"
     # some shells treat brackets as a pattern
     return f"'{word}'" if isinstance(value, list) else word
@@ -131,13 +129,6 @@ def _needs_quotes(value: object) -> bool:
     if not isinstance(value, str):
         return False
     return not _PLAIN.fullmatch(value) or _OTHER_TYPE.fullmatch(value) is not None
-
-
-def for_shell(key: str, value: object) -> str:
-    """Return the override that sets a key, with its texts quoted, ready to paste into a shell."""
-    if isinstance(value, str) and not any(character in value for character in "\"'\\"):
-        return f"'{key}=\"{value}\"'"
-    return shlex.quote(f"{key}={quoted(value)}")
 
 
 def quoted(value: object) -> str:

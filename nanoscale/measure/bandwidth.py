@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -57,7 +56,7 @@ def run(context: RankContext) -> str:
     closed = closed_ways(context.host)
     if closed:
         if context.rank == 0:
-            write_json(context.run.result, {"closed": [asdict(way) for way in closed]})
+            write_json(context.run.result, {"closed": closed})
         return "completed"
     device = ranks.local_device(context.config.launcher.device)
     with TemporaryDirectory() as folder:

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,19 +18,10 @@ _WAIT = timedelta(seconds=30)
 _AT_ONCE = 64
 
 
-@dataclass(frozen=True)
-class Closed:
-    """A connection between two hosts that fails."""
+def closed_ways(name: str) -> list[dict[str, str]]:
+    """Try all connections from this host, and collect those of all hosts that fail; the same on all ranks.
 
-    host: str
-    """The host that tried to connect."""
-    to: str
-    address: str
-    why: str
-
-
-def closed_ways(name: str) -> list[Closed]:
-    """Try all connections from this host, and collect the results of all hosts; the same on all ranks.
+    Each is the `host` that tried to connect, the host and the address `to` which it did, and `why` it failed.
 
     All ranks must call it before they have joined a process group. The hosts are numbered by the agent:
     GROUP_RANK of GROUP_WORLD_SIZE.
@@ -45,21 +35,17 @@ def closed_ways(name: str) -> list[Closed]:
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(place, port, is_master=False, timeout=_WAIT)
     if os.environ["LOCAL_RANK"] == "0":
-        _try_all(store, place, name, own, count)
+        family, address = _own_address(place)
+        with socket.create_server(("", 0), family=family, backlog=count) as door:
+            at = {"name": name, "address": address, "port": door.getsockname()[1]}
+            store.set(f"doors/{own}", json.dumps(at))
+            doors = _read_all(store, "doors", count)
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                closed = [way for way in pool.map(partial(_try, name), doors) if way is not None]
+            store.set(f"closed/{own}", json.dumps(closed))
+            _read_all(store, "closed", count)
     found = _read_all(store, "closed", count)  # until then, all ports stay open
-    return [Closed(**way) for ways in found for way in ways]
-
-
-def _try_all(store: Store, place: str, name: str, own: int, count: int) -> None:
-    family, address = _own_address(place)
-    with socket.create_server(("", 0), family=family, backlog=count) as door:
-        at = {"name": name, "address": address, "port": door.getsockname()[1]}
-        store.set(f"doors/{own}", json.dumps(at))
-        doors = _read_all(store, "doors", count)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            closed = [way for way in pool.map(partial(_try, name), doors) if way is not None]
-        store.set(f"closed/{own}", json.dumps(closed))
-        _read_all(store, "closed", count)
+    return [way for ways in found for way in ways]
 
 
 def _try(name: str, door: dict[str, Any]) -> dict[str, str] | None:
@@ -72,7 +58,6 @@ def _try(name: str, door: dict[str, Any]) -> dict[str, str] | None:
 
 
 def _read_all(store: Store, what: str, count: int) -> Sequence[Any]:
-    """Read the entry of each host."""
     keys = [f"{what}/{number}" for number in range(count)]
     store.wait(keys, _WAIT)
     return [json.loads(text) for text in store.multi_get(keys)]

@@ -27,16 +27,15 @@ def matmul_rate(precision: Precision, device: torch.device) -> float:
     The sides are 8192 on a GPU; on a CPU 512 or 1024, whichever is faster. The fastest of several batches
     counts: an upper bound, even if other processes use the device too.
     """
-    return max(_rate(precision, side, device) for side in _SIDES[device.type])
-
-
-def _rate(precision: Precision, side: int, device: torch.device) -> float:
-    multiply = _product(precision, side, device)
-    for _ in range(_WARM_UP):
-        once = _seconds(multiply, 1, device)
-    count = max(1, round(_BATCH_S[device.type] / once))
-    batches = [_seconds(multiply, count, device) for _ in range(_BATCHES[device.type])]
-    return count * 2 * side**3 / min(batches)
+    fastest = 0.0
+    for side in _SIDES[device.type]:
+        multiply = _product(precision, side, device)
+        for _ in range(_WARM_UP):
+            once = _seconds(multiply, 1, device)
+        count = max(1, round(_BATCH_S[device.type] / once))
+        batches = [_seconds(multiply, count, device) for _ in range(_BATCHES[device.type])]
+        fastest = max(fastest, count * 2 * side**3 / min(batches))
+    return fastest
 
 
 def _product(precision: Precision, side: int, device: torch.device) -> Callable[[], Tensor]:

@@ -49,7 +49,15 @@ def run(context: RankContext) -> str:
     device = process_group.local_device(config.launcher.device)
     data = open_data(config.data, config.train, config.model.vocab, function(config, "data"))
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
-    say = _sayer(context.rank)
+    said_at = 0.0
+
+    def say(text: str) -> None:
+        """Print progress on the first rank's standard output, at most about once a second."""
+        nonlocal said_at
+        if context.rank == 0 and (time.monotonic() - said_at > _SAID_EVERY_S or text.endswith("…")):
+            said_at = time.monotonic()
+            print(text, flush=True)
+
     say("multiplying matrices …")
     process_group.gather(None)  # ranks on one host share its cores
     rate = fmean(process_group.gather(matmul_rate(config.precision, device)))
@@ -85,8 +93,6 @@ def run(context: RankContext) -> str:
 
 @dataclass(frozen=True)
 class _Bench:
-    """A training whose steps are measured."""
-
     training: Training
     device: torch.device
     say: Any
@@ -192,17 +198,3 @@ class _Bench:
             "seconds": saved.seconds,
             "gib": sum(it.stat().st_size for it in saved.path.iterdir()) / 2**30,
         }
-
-
-def _sayer(rank: int) -> Any:
-    """Return a function that prints progress on the first rank's standard output, at most about once a
-    second."""
-    last = 0.0
-
-    def say(text: str) -> None:
-        nonlocal last
-        if rank == 0 and (time.monotonic() - last > _SAID_EVERY_S or text.endswith("…")):
-            last = time.monotonic()
-            print(text, flush=True)
-
-    return say

@@ -184,7 +184,10 @@ def create_cgroup(name: str) -> Path | None:
     parent = _own_cgroup()
     if parent is None or not os.access(parent / "cgroup.procs", os.W_OK):
         return None
-    _remove_stale(parent)
+    for stale in parent.glob(f"{_CGROUP_PREFIX}*"):  # of killed agents; one with a process stays
+        with suppress(OSError):
+            if time.time() - stale.stat().st_mtime > _STALE_S:
+                stale.rmdir()
     folder = parent / f"{_CGROUP_PREFIX}{name}"
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
@@ -223,7 +226,6 @@ def _is_in_cgroup(name: str, pid: int) -> bool:
 
 
 def _own_cgroup() -> Path | None:
-    """Return the folder of this process's cgroup."""
     with suppress(OSError, StopIteration):
         memberships = Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
         path = next(line[3:] for line in memberships if line.startswith("0::"))
@@ -231,11 +233,3 @@ def _own_cgroup() -> Path | None:
         root = next(mount[1] for mount in map(str.split, mounts) if mount[2] == "cgroup2")
         return Path(root) / path.lstrip("/")
     return None
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove the cgroups of killed agents; a cgroup that has a process cannot be removed."""
-    for folder in parent.glob(f"{_CGROUP_PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _STALE_S:
-                folder.rmdir()

@@ -94,18 +94,12 @@ class Unpacker:
             self._line.append(part)
             self._length += len(part)
             if end >= 0 or self._length > LONGEST_LINE:
-                item = self._end_line()
-                if item is not None:
+                line, self._line, self._length = b"".join(self._line), [], 0
+                item = _read(line)
+                if isinstance(item, dict) and item.get(_COUNT):
+                    self._incomplete, self._missing = item, item[_COUNT]
+                else:
                     yield item
-
-    def _end_line(self) -> Message | str | None:
-        """Parse a complete line; None if bytes follow it."""
-        line, self._line, self._length = b"".join(self._line), [], 0
-        item = _read(line)
-        if isinstance(item, str) or not item.get(_COUNT):
-            return item
-        self._incomplete, self._missing = item, item[_COUNT]
-        return None
 
 
 def _read(line: bytes) -> Message | str:

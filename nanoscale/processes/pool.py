@@ -64,7 +64,10 @@ class Pool(Generic[Work, Result]):
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
-        with _uninterruptible():
+        is_main = threading.current_thread() is threading.main_thread()
+        # new processes ignore Ctrl-C from their start
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+        try:
             for setup in self.setups:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
@@ -72,6 +75,9 @@ class Pool(Generic[Work, Result]):
                 theirs.close()  # so that each side sees the end of the other
                 self._free.append(ours)
                 self._processes.append(process)
+        finally:
+            if is_main:
+                signal.signal(signal.SIGINT, before)
         self._free *= self.queued
         return self
 
@@ -160,16 +166,3 @@ def _receive(connection: Connection, received: queue.SimpleQueue[Any]) -> None:
             received.put(connection.recv())
     except (EOFError, OSError):
         os._exit(1)  # the parent is dead
-
-
-class _uninterruptible:  # noqa: N801
-    """A context in which new processes ignore Ctrl-C from their start."""
-
-    def __enter__(self) -> None:
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def __exit__(self, *_: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)

@@ -42,11 +42,6 @@ def remove_own() -> None:
         remove(folder, semaphores=False)
 
 
-def semaphore_prefix(folder: Path) -> str:
-    """Return the prefix of the names of the semaphores of a folder."""
-    return f"/{folder.name}"
-
-
 def remove(folder: Path, *, semaphores: bool = True) -> None:
     """Remove a folder, and its semaphores unless another process does."""
     if semaphores:
@@ -71,7 +66,6 @@ def remove_stale(parent: str | None = None) -> None:
 
 
 def _is_stale(folder: Path) -> bool:
-    """True if no process uses a folder any more."""
     if folder.name.endswith(_REMOVED_SUFFIX):
         return True
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -129,10 +129,17 @@ class Study(Source):
 
     def next(self, trials: list[Trial]) -> Trial | None:
         """Propose another trial. If its values are those of an earlier one, its name gets a number."""
+        import optuna
+
         if len(trials) >= (self._settings.trials or 0):
             return None
         # Each proposal has a seed of its own, so that a resumed sweep continues the random sequence.
-        self._study.sampler = _sampler(self._settings, self._settings.seed + len(trials))
+        seed = self._settings.seed + len(trials)
+        self._study.sampler = (
+            optuna.samplers.RandomSampler(seed=seed)
+            if self._settings.sampler == "random"
+            else optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
+        )
         proposal = self._study.ask()
         values = {one.key: _suggested(proposal, one) for one in self._space.dimensions}
         name = free_name(self._space.name(values), {one.name for one in trials})
@@ -188,14 +195,6 @@ class Study(Source):
         return [
             (step, value) for step, value in pairs if value is not None and math.isfinite(value)
         ]
-
-
-def _sampler(settings: Settings, seed: int) -> Any:
-    import optuna
-
-    if settings.sampler == "random":
-        return optuna.samplers.RandomSampler(seed=seed)
-    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
 
 
 def _suggested(trial: Any, dimension: Dimension) -> str:

@@ -8,7 +8,6 @@ from itertools import zip_longest
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
-from nanoscale.config.machines import Host
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.request import Request
 from nanoscale.launch.transport.transport import read_hosts
@@ -72,16 +71,10 @@ def _host_slots(requests: Sequence[Request], composed: Composed) -> list[Slot]:
     slots = []
     for share in range(max(host.slots for host in hosts)):  # other hosts first, then their devices
         for group in groups:
-            entries = _entries(group, needed, share)
+            entries = []
+            for host, count in zip(group, needed, strict=False):
+                devices = host.used_devices[share * count : (share + 1) * count]
+                entries += [host.entry(devices)] if len(devices) == count else []
             slots += [Slot(include="@".join(entries))] if len(entries) == len(needed) else []
     # A trial that needs all of them has those that its own keys select.
     return slots if len(slots) > 1 else [Slot()]
-
-
-def _entries(group: Sequence[Host], needed: Sequence[int], share: int) -> list[str]:
-    """Return the entries of `--include` for a share of the hosts, without hosts that have too few devices."""
-    entries = []
-    for host, count in zip(group, needed, strict=False):
-        devices = host.used_devices[share * count : (share + 1) * count]
-        entries += [host.entry(devices)] if len(devices) == count else []
-    return entries

@@ -12,7 +12,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import Setting, compose
-from nanoscale.config.composing.interpolation import escaped, resolve, unescaped
+from nanoscale.config.composing.interpolation import escape, resolve, unescape
 from nanoscale.config.resolved import resolved
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
@@ -144,13 +144,13 @@ def test_a_frozen_configuration_is_read_as_it_was_written(tmp_path: Path) -> Non
         resolved(compose([], config_file=file).config) == asked
     )  # the name of a run is open again
     plain = asdict(config)
-    assert unescaped(escaped(plain)) == plain
-    assert resolve(escaped(plain), lambda _: "") == (plain, [])
+    assert unescape("", escape("", plain)) == plain
+    assert resolve(escape("", plain), lambda _: "") == (plain, [])
 
 
 def test_overrides_keep_every_key_and_text_of_a_mapping() -> None:
     """Mappings of options and of files reach the configuration without any grammar in between."""
-    literal = escaped(asdict(nasty()))
+    literal = escape("", asdict(nasty()))
     options = {
         key: Setting(value, "command line: --x")
         for key, value in (

@@ -168,6 +168,6 @@ def test_open_ways_are_found_open():
 def test_all_ranks_learn_which_ways_are_closed():
     first, *others = run_ranks(_find_closed, 3, True)
     assert others == [first, first]
-    assert {(way.host, way.to, way.why) for way in first} == {
+    assert {(way["host"], way["to"], way["why"]) for way in first} == {
         ("n1", to, "timed out") for to in ("n0", "n1", "n2")
     }

@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
-from nanoscale.config.composing.interpolation import escape, escaped, unescape, unescaped
+from nanoscale.config.composing.interpolation import escape, unescape
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config
 from nanoscale.config.values.convert import to_config, unknown_key
@@ -44,9 +44,14 @@ def dump(config: Config, requested: Config | None = None) -> str:
             resolved again if the file is used with other devices or degrees.
     """
     final = asdict(config)
-    text = HEADER + to_yaml(escaped(final))
-    opened = requested_values(asdict(requested), final) if requested is not None else {}
-    opened = {key: escape(key, value) for key, value in opened.items()}
+    text = HEADER + to_yaml(escape("", final))
+    asked = asdict(requested) if requested is not None else final
+    opened = {
+        f"{section}.{name}": escape(f"{section}.{name}", asked[section][name])
+        for section, values in final.items()
+        for name in values
+        if asked[section][name] != values[name]
+    }
     return text + (RESOLVED + to_yaml({"resolved": opened}) if opened else "")
 
 
@@ -66,7 +71,7 @@ def load(path: Path) -> ResolvedConfig:
         sources = {name: document.source(f"resolved.{name}") for name in unknown}
         refuse([unknown_key(name, value, sources[name]) for name, value in unknown.items()])
     content = {name: value for name, value in document.content.items() if name != "resolved"}
-    return resolved(to_config(unescaped(content), document.source))
+    return resolved(to_config(unescape("", content), document.source))
 
 
 def read_values(path: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -158,16 +163,6 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "scheduler.decay_steps": ("scheduler.name", "train.steps"),
 }
 """The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""
-
-
-def requested_values(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that check() resolved, with their requested values."""
-    return {
-        f"{section}.{name}": requested[section][name]
-        for section, values in final.items()
-        for name in values
-        if requested[section][name] != values[name]
-    }
 
 
 def unknown_names(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,30 +86,14 @@ def resolve(
     return resolved, violations
 
 
-def escaped(config: Mapping[str, Any]) -> dict[str, Any]:
-    r"""Return a resolved configuration as `unescaped` and `resolve` read it back: with `\${` for `${`."""
-    return _changed(config, escape)
-
-
-def unescaped(config: Mapping[str, Any]) -> dict[str, Any]:
-    r"""Return the content of a frozen file, which holds no references: with `${` for `\${`."""
-    return _changed(config, unescape)
-
-
-def _changed(config: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    result = deepcopy(dict(config))
-    for name, values, leaf in _keys(result):
-        values[leaf] = change(name, values[leaf])
-    return result
-
-
 def escape(key: str, value: Any) -> Any:
-    """Return the value of one key as `escaped` does."""
+    r"""Return the value of a key, or with "" a configuration, as `unescape` and `resolve` read it back: with
+    `\${` for `${`."""
     return _map_texts(key, value, lambda text: _START.sub(r"\1\1\\${", text))
 
 
 def unescape(key: str, value: Any) -> Any:
-    """Return the value of one key as `unescaped` does."""
+    r"""Return the same of a frozen file, which holds no references: with `${` for `\${`."""
 
     def literal(match: re.Match[str]) -> str:
         return "\\" * (len(match[1]) // 2) + "${"
@@ -167,7 +151,6 @@ def _in_text(it: _Reference, value: object) -> str:
 
 
 def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
-    """Return the target of one reference."""
     if it.variable is not None:
         text = os.environ.get(it.variable) or it.default
         if text is None:
@@ -225,30 +208,24 @@ def _reference(body: str) -> _Reference:
 # --- texts within values --------------------------------------------------------------------------
 
 
-def _texts(key: str, value: object) -> Iterator[str]:
-    """Yield the texts of a value that may hold references."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _texts(key, entry)
-    elif isinstance(value, list) and not _is_literal(key):
-        for entry in value:
-            yield from _texts(key, entry)
+def _texts(key: str, value: object) -> list[str]:
+    texts: list[str] = []
+    _map_texts(key, value, texts.append)
+    return texts
 
 
 def _map_texts(key: str, value: Any, change: Callable[[str], Any]) -> Any:
-    """Return the value with its texts that may hold references changed."""
+    """Return the value of a key or section with its texts that may hold references changed.
+
+    Lists hold texts for other programs, unless their key names paths.
+    """
     if isinstance(value, str):
         return change(value) if "${" in value else value
     if isinstance(value, dict):
-        return {name: _map_texts(key, entry, change) for name, entry in value.items()}
-    if isinstance(value, list) and not _is_literal(key):
+        inner = f"{key}." if key else ""
+        return {name: _map_texts(f"{inner}{name}", it, change) for name, it in value.items()}
+    declared = reference.declared().get(key)
+    is_literal = declared is not None and declared.takes_list and not declared.path
+    if isinstance(value, list) and not is_literal:
         return [_map_texts(key, entry, change) for entry in value]
     return value
-
-
-def _is_literal(key: str) -> bool:
-    """True if a key's lists hold texts for other programs."""
-    declared = reference.declared().get(key)
-    return declared is not None and declared.takes_list and not declared.path

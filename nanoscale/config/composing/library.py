@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -137,8 +136,10 @@ class Library:
     def unasked(self) -> frozenset[str]:
         """Return the names of served files that nobody chose: default options of groups, a frozen file."""
         chosen = {RECIPE, *self.choices}
-        for document in self.served.values():
-            chosen.update(_overridden(document))
+        for config, document in self.served.items():
+            for entry in document.content.get("defaults", []):
+                if isinstance(entry, dict) and config != ROOT:  # `override /group: option`
+                    chosen.update(name.removeprefix("override /") for name in entry)
         frozen = f"{RECIPE}/{self.config_file}"
         return frozenset(
             document.name
@@ -352,11 +353,3 @@ def display(path: Path) -> str:
             return f"nanoscale/{folder.name}/{absolute.relative_to(folder).as_posix()}"
     here = Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
-
-
-def _overridden(document: YamlDocument) -> Iterator[str]:
-    """Yield the groups that a served recipe chooses from."""
-    for entry in document.content.get("defaults", []):
-        for name in entry if isinstance(entry, dict) else ():
-            if name.startswith("override /"):
-                yield name.removeprefix("override /")

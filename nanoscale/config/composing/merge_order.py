@@ -48,8 +48,6 @@ def merge_order(library: Library) -> list[tuple[str, str]]:
 
 
 class _Repository(ConfigRepository):
-    """The library as Hydra's only source of files."""
-
     def __init__(self, library: Library) -> None:
         self.sources = [_Source(library)]
 

@@ -315,7 +315,6 @@ def _missing_brackets(value: str) -> str:
 
 
 def _meanings(word: str, library: Library) -> Iterator[str]:
-    """Yield likely meanings of a lone word."""
     for group in [RECIPE, *(group for group in library.groups() if group != RECIPE)]:
         if library.find(f"{group}/{word}") is not None:
             yield f"{group}={word}"

@@ -32,13 +32,6 @@ class Variant:
     """This run's value of every key or group with several values."""
 
 
-@dataclass(frozen=True)
-class _Choice:
-    key: str
-    values: tuple[str, ...]
-    words: tuple[str, ...]
-
-
 def expand(words: Sequence[str]) -> list[Variant]:
     """Return the runs of the overrides, the last override varying fastest; one if none has several values.
 
@@ -51,15 +44,17 @@ def expand(words: Sequence[str]) -> list[Variant]:
     parser = OverridesParser.create()
     violations: list[Violation] = []
     choices = [_read(word, parser, violations) for word in words]
-    swept = [choice.key for choice in choices if len(choice.words) > 1]
-    violations += given_twice(swept)
+    violations += given_twice([key for key, each in choices if len(each) > 1])
     if violations:
         refuse(violations)
     variants = []
-    for places in product(*(range(len(choice.words)) for choice in choices)):
-        picked = list(zip(choices, places, strict=True))
-        chosen = {c.key: c.values[place] for c, place in picked if len(c.words) > 1}
-        variants.append(Variant(tuple(c.words[place] for c, place in picked), chosen))
+    for picked in product(*(each for _, each in choices)):
+        chosen = {
+            key: word.partition("=")[2]
+            for (key, each), word in zip(choices, picked, strict=True)
+            if len(each) > 1
+        }
+        variants.append(Variant(picked, chosen))
     return variants
 
 
@@ -89,8 +84,11 @@ def values_problem(key: str, raw: str, values: Sequence[str]) -> Violation | Non
     return None
 
 
-def _read(word: str, parser: OverridesParser, violations: list[Violation]) -> _Choice:
-    alone = _Choice(word, (), (word,))
+def _read(
+    word: str, parser: OverridesParser, violations: list[Violation]
+) -> tuple[str, tuple[str, ...]]:
+    """Return the key or group of an override, and an override for each of its values."""
+    alone = word, (word,)
     try:
         override = parser.parse_override(word)
     except HydraException:
@@ -101,9 +99,8 @@ def _read(word: str, parser: OverridesParser, violations: list[Violation]) -> _C
     if problem is not None:
         violations.append(problem)
         return alone
-    values = tuple(override.sweep_string_iterator())
     key = override.get_key_element()
-    return _Choice(key.lstrip("+"), values, tuple(f"{key}={value}" for value in values))
+    return key.lstrip("+"), tuple(f"{key}={it}" for it in override.sweep_string_iterator())
 
 
 def _problem(asked: Override, word: str) -> Violation | None:

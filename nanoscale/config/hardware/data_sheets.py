@@ -81,7 +81,11 @@ def described(config: Config) -> Cluster:
     if config.launcher.device == "cpu" or here.kind == "cpu":
         cpu = _known(CPU)
         assert cpu is not None
-        return _this_cpu(_filled(cluster, _measured(cpu)), config)
+        speed = known_speed() or 1.0  # a factor on the assumed one
+        peaks = {name: value * speed for name, value in known_peaks(cpu).items()}
+        memory = cpu.memory_gbs and cpu.memory_gbs * speed
+        cpu = replace(cpu, peaks=replace(cpu.peaks, **peaks), memory_gbs=memory)
+        return _this_cpu(_filled(cluster, cpu), config)
     names = sorted(set(here.names))
     known = {name: recognise(name) for name in names}
     if len(set(known.values())) != 1 or None in known.values():
@@ -152,20 +156,6 @@ def _filled(own: _Section, table: _Section | None) -> _Section:
         elif mine is None or mine == [] or mine == {}:
             values[field.name] = theirs
     return replace(own, **values)
-
-
-def _measured(cluster: Cluster) -> Cluster:
-    """Return the CPU with the speed that `nanoscale doctor` measured, as a factor on the assumed one."""
-    speed = known_speed()
-    if speed is None:
-        return cluster
-    peaks = {name: value * speed for name, value in known_peaks(cluster).items()}
-    memory = cluster.memory_gbs
-    return replace(
-        cluster,
-        peaks=replace(cluster.peaks, **peaks),
-        memory_gbs=memory * speed if memory is not None else None,
-    )
 
 
 def known_peaks(cluster: Cluster) -> dict[str, float]:

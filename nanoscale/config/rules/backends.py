@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.units import listed
 from nanoscale.config import reference
@@ -95,7 +93,6 @@ def _limit(key: str, supported: str, where: Where, why: str, *instead: str) -> R
 
 
 def _of_stages(key: str, stages: tuple[int, ...]) -> Rule:
-    """Return the limit of a key that has a meaning with some stages only."""
     where = {"zero.stage": other_than(*stages), key: other_than(reference.declared()[key].default)}
     among = f"stages {stages[0]} {'to' if len(stages) > 2 else 'and'} {stages[-1]}"
     among = among if len(stages) > 1 else f"stage {stages[0]}"
@@ -237,17 +234,14 @@ def _check_extra(resolution: Resolution) -> None:
     if owned:
         named = [f"{path} (set {key} instead)" for path, key in owned.items()]
         message = f"sets what a key of nanoscale sets: {listed(named)}"
-        resolution.refuse("backend.extra", message, _by_our_keys(extra, owned))
-
-
-def _by_our_keys(extra: Mapping[str, Any], owned: Mapping[str, str]) -> str | None:
-    """Return equivalent overrides of our keys that keep the rest; None if a value has no equivalent."""
-    values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
-    if not all(fits(key, it) for key, it in values):
-        return None
-    rest = unowned(extra)
-    overrides = ["~backend.extra", *(override(key, it) for key, it in values)]
-    return " ".join(overrides + ([override("backend.extra", rest)] if rest else []))
+        values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
+        overrides = ["~backend.extra", *(override(key, it) for key, it in values)]
+        if rest := unowned(extra):
+            overrides.append(override("backend.extra", rest))
+        has_equivalents = all(fits(key, it) for key, it in values)
+        resolution.refuse(
+            "backend.extra", message, " ".join(overrides) if has_equivalents else None
+        )
 
 
 def _check_nvme(resolution: Resolution) -> None:

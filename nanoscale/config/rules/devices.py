@@ -177,7 +177,6 @@ def _check_slots(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None
 
 
 def _slots_of(resolution: Resolution) -> str:
-    """Describe the number of slots that ranks are compared with."""
     return f"the slots of {counted(len(resolution.hosts), 'host')}"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from nanoscale.common.units import listed
@@ -49,7 +49,6 @@ _MAY_BE_ZERO = {
 def resolve_launcher(resolution: Resolution) -> Launcher:
     """Return the launcher with its name, and the hostfile with an absolute path."""
     _check_concerns(resolution)
-    _check_ssh_args(resolution)
     _check_nodes(resolution)
     _check_master(resolution)
     _check_cluster(resolution)
@@ -114,12 +113,7 @@ def _check_concerns(resolution: Resolution) -> None:
             instead = others if "ssh" in ways and way == "local" else None
             for_slurm = "launcher.name=slurm" if ways == ("slurm",) else None
             resolution.refuse_idle(key, f"launcher.name={way}", instead, for_slurm)
-
-
-def _check_ssh_args(resolution: Resolution) -> None:
-    """Check `launcher.ssh_args`: pdsh splits ssh's arguments at spaces, whatever quotes there are."""
-    has_space = any(len(word.split()) != 1 for word in resolution.config.launcher.ssh_args)
-    if has_space and requested_launcher(resolution.composed) == "pdsh":
+    if way == "pdsh" and any(len(word.split()) != 1 for word in launcher.ssh_args):
         message = "cannot hold an argument with a space, at which pdsh would split it"
         resolution.refuse("launcher.ssh_args", message, "launcher.name=ssh")
 
@@ -205,9 +199,26 @@ _OURS = re.compile(
 def check_environment(resolution: Resolution) -> None:
     """Check `launcher.env` and `launcher.pass_env`."""
     for name, value in resolution.config.launcher.env.items():
-        for message, suggestions in _wrong_variable(name, value):
-            # Not the value: it may be a secret.
-            resolution.refuse_value(f"launcher.env.{name}", None, message, *suggestions)
+        # Not the value: it may be a secret.
+        refuse = partial(resolution.refuse_value, f"launcher.env.{name}", None)
+        if not _NAME.fullmatch(name):
+            refuse(
+                "is not the name of a variable: letters, digits and underscores, not starting with a digit"
+            )
+        elif _OURS.fullmatch(name):
+            refuse("is set by the launcher for every rank")
+        elif name == "OMP_NUM_THREADS":
+            refuse("is set by launcher.threads", f"launcher.threads={value}")
+        elif SECRET.search(name):
+            message = (
+                "looks like a secret, and would be written to the run directory; set it in your shell "
+                "and pass it on"
+            )
+            refuse(message, f"'launcher.pass_env=[{name}]'")
+        if not isinstance(value, (str, int, float)):
+            refuse("must be a text, a number, true or false")
+        elif isinstance(value, str) and "\0" in value:
+            refuse("holds a NUL character, which no variable can")
     notify = resolution.config.launcher.notify
     if notify is not None and not os.environ.get(notify, "").startswith(("http://", "https://")):
         message = "is not set to an address that begins with http:// or https://"
@@ -218,25 +229,3 @@ def check_environment(resolution: Resolution) -> None:
                 f"holds {entry!r}, which is neither a variable's name nor its beginning with `*`"
             )
             resolution.refuse("launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'")
-
-
-def _wrong_variable(name: str, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
-    if not _NAME.fullmatch(name):
-        yield (
-            "is not the name of a variable: letters, digits and underscores, not starting with a digit",
-            (),
-        )
-    elif _OURS.fullmatch(name):
-        yield "is set by the launcher for every rank", ()
-    elif name == "OMP_NUM_THREADS":
-        yield "is set by launcher.threads", (f"launcher.threads={value}",)
-    elif SECRET.search(name):
-        message = (
-            "looks like a secret, and would be written to the run directory; set it in your shell "
-            "and pass it on"
-        )
-        yield message, (f"'launcher.pass_env=[{name}]'",)
-    if not isinstance(value, (str, int, float)):
-        yield "must be a text, a number, true or false", ()
-    elif isinstance(value, str) and "\0" in value:
-        yield "holds a NUL character, which no variable can", ()

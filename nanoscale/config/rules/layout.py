@@ -100,7 +100,6 @@ def _needs_scores(config: Config) -> bool:
 
 
 def _heads_of_rank(config: Config) -> tuple[int, int]:
-    """Return the heads and the key-value heads of a tp rank."""
     model, tp = config.model, config.parallel.tp
     return model.heads // tp, model.kv_head_count // tp
 

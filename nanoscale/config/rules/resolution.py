@@ -75,8 +75,9 @@ class Resolution:
         """Record a violation for each rule that does not hold."""
         for rule in rules:
             if not rule.holds(self.config):
-                proposals = advice(self.config, rule, self.rules)
-                self.refuse(rule.key, rule.sentence(self.config), *proposals, kind=rule.kind)
+                text, proposals = rule.message, advice(self.config, rule, self.rules)
+                text = text.format(c=self.config) if isinstance(text, str) else text(self.config)
+                self.refuse(rule.key, text, *proposals, kind=rule.kind)
 
     def completed(self, text: str) -> str:
         """Return an override together with those that the rules then require."""

@@ -41,11 +41,6 @@ class Rule:
     supported: str = ""
     """For the limit of a backend: the values that it supports, for the table of backends."""
 
-    def sentence(self, config: Config) -> str:
-        return (
-            self.message.format(c=config) if isinstance(self.message, str) else self.message(config)
-        )
-
 
 def refused(
     key: str,

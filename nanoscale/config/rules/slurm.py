@@ -62,12 +62,7 @@ def check_slurm(resolution: Resolution) -> None:
         if value is not None and not is_line(value):
             key = f"launcher.slurm.{name}"
             resolution.refuse(key, "must be one line of printable characters", f"{key}=null")
-    _check_directives(resolution)
-    _check_time(resolution)
-
-
-def _check_directives(resolution: Resolution) -> None:
-    key, given = "launcher.slurm.directives", resolution.config.launcher.slurm.directives
+    key, given = "launcher.slurm.directives", slurm.directives
     wrong = [text for text in given if not text.startswith("--") or not is_line(text)]
     if wrong:
         corrected = ",".join(f'"--{text.lstrip("- ")}"' for text in given if is_line(text))
@@ -81,13 +76,10 @@ def _check_directives(resolution: Resolution) -> None:
             resolution.refuse(key, message, f"{_KEYS[name]}={value or '…'}")
         elif name in _OURS:
             resolution.refuse(key, f"holds --{name}, which nanoscale sets itself", None)
-
-
-def _check_time(resolution: Resolution) -> None:
-    key, text = "launcher.slurm.time", resolution.config.launcher.slurm.time
-    if text is None:
+    if slurm.time is None:
         return
-    limit, before = time_limit_s(text), resolution.config.launcher.slurm.signal_before_s
+    key, text = "launcher.slurm.time", slurm.time
+    limit, before = time_limit_s(text), slurm.signal_before_s
     if limit is None:
         message, meant = "must be minutes, H:MM:SS or D-HH:MM:SS", ["1:30:00", "2-00:00:00"]
         if short := _SHORT_TIME.fullmatch(text):

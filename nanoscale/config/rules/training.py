@@ -70,15 +70,6 @@ RULES = (
 )  # fmt: skip
 
 
-def _batch(config: Config) -> Train:
-    """Return the micro batch as a number; 1 if no size is legal."""
-    train, micro = config.train, config.train.micro_batch
-    if micro == "auto":
-        samples = train.global_batch // data_parallel(config)
-        micro = largest_micro_batch(config, samples) or rows_of_sample(train)
-    return replace(train, micro_batch=micro)
-
-
 # --- length ---------------------------------------------------------------------------------------
 
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
@@ -92,8 +83,12 @@ def resolve_train(resolution: Resolution) -> Train:
 
     The data is resolved before.
     """
-    train, config = _batch(resolution.config), resolution.config
-    train = replace(train, eval_tasks_dir=absolute(config.train.eval_tasks_dir))
+    config, train = resolution.config, resolution.config.train
+    micro = train.micro_batch
+    if micro == "auto":
+        samples = train.global_batch // data_parallel(config)
+        micro = largest_micro_batch(config, samples) or rows_of_sample(train)  # if none is legal
+    train = replace(train, micro_batch=micro, eval_tasks_dir=absolute(train.eval_tasks_dir))
     if not _check_phases(resolution):
         train = replace(train, phases={})
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
@@ -237,7 +232,6 @@ _STABLE = tuple(name for name, rule in SCHEDULERS.items() if rule.has_own_steps)
 
 
 def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
-    """Return the steps that each given key means: steps, tokens, epochs."""
     lengths = {}
     if train.steps is not None:
         lengths["steps"] = train.steps
@@ -448,9 +442,12 @@ def check_profile(resolution: Resolution, ranks: int) -> None:
     try:
         series = series_of(profile.steps)
     except ValueError:
-        meant = _meant_steps(str(profile.steps), train)
+        # `10:12`, `10..12` or `12-10`: two numbers are the ends
+        ends = sorted(int(number) for number in re.findall(r"\d+", str(profile.steps)))
+        is_clear = len(ends) == 2 and ends[0] >= 1 and ends[1] <= (train.steps or 1)
+        meant = f"profile.steps={ends[0]}-{ends[1]}" if is_clear else _example(train)
         message = "must be a step, a series of steps as in 10-12, or a list as in [10,20]"
-        resolution.refuse("profile.steps", message, meant or _example(train), _OFF)
+        resolution.refuse("profile.steps", message, meant, _OFF)
         return
     last, steps = series[-1][1], train.steps or 1
     if last > steps:
@@ -467,11 +464,3 @@ def _example(train: Train) -> str:
     """Return valid steps: after the warm-up, if the training is long enough."""
     steps = train.steps or 1
     return "profile.steps=10-12" if steps >= 12 else f"profile.steps={steps}"
-
-
-def _meant_steps(text: str, train: Train) -> str | None:
-    """Return the likely meaning of `10:12`, `10..12`, `12-10`: two numbers are the ends."""
-    ends = sorted(int(number) for number in re.findall(r"\d+", text))
-    if len(ends) != 2 or ends[0] < 1 or ends[1] > (train.steps or 1):
-        return None
-    return f"profile.steps={ends[0]}-{ends[1]}"

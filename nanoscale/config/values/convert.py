@@ -123,9 +123,7 @@ def _section(
             try:
                 values[name] = value_of(dotted, raw[name])
             except _WrongError as wrong:
-                violations.append(
-                    Violation(dotted, raw[name], source(dotted), wrong.message, wrong.suggestions)
-                )
+                violations.append(Violation(dotted, raw[name], source(dotted), *wrong.args))
     return kind(**values)
 
 
@@ -137,9 +135,7 @@ def whole_section(name: str, value: object, source: str) -> Violation:
 
 
 class _WrongError(Exception):
-    def __init__(self, message: str, suggestions: tuple[str, ...] = ()) -> None:
-        self.message = message
-        self.suggestions = suggestions
+    """The message on a wrong value, and a tuple of overrides in place of it."""
 
 
 def value_of(name: str, raw: object) -> object:
@@ -148,8 +144,7 @@ def value_of(name: str, raw: object) -> object:
     for choice in reference.alternatives(key.annotation):
         matches, value = _match(choice, raw, key)
         if matches:
-            _within_bounds(key, value)
-            _require_home(key, value)
+            _check_value(key, value)
             return value
     raise _WrongError(f"must be {key.type}{_SCALES[key.scaled]}", _repairs(key, raw))
 
@@ -219,19 +214,9 @@ _SCALES = {
 """The text on the spelling of numbers, by `Key.scaled`."""
 
 
-def _require_home(key: reference.Key, value: object) -> None:
-    """Require that the home folders in paths exist, except in those of the ranks' hosts (cluster, zero)."""
-    if not key.path or key.name.partition(".")[0] not in ("run", "model", "data", "launcher"):
-        return
-    try:
-        for text in reference.flat({key.name: value}).values():
-            Path(text if isinstance(text, str) else "").expanduser()
-    except RuntimeError:
-        message = "begins with the home folder of a user that does not exist here"
-        raise _WrongError(message) from None
-
-
-def _within_bounds(key: reference.Key, value: object) -> None:
+def _check_value(key: reference.Key, value: object) -> None:
+    """Check the bounds of numbers, and that the home folders in paths exist, except in those of the ranks'
+    hosts (cluster, zero)."""
     low = -math.inf if key.at_least is None else key.at_least
     high = math.inf if key.at_most is None else key.at_most
     if isinstance(value, list):
@@ -242,6 +227,13 @@ def _within_bounds(key: reference.Key, value: object) -> None:
             raise _WrongError(f"must be {key.bounds}", (f"{key.name}={low:g}",))
         if value > high:
             raise _WrongError(f"must be {key.bounds}", (f"{key.name}={high}",))
+    if key.path and key.name.partition(".")[0] in ("run", "model", "data", "launcher"):
+        try:
+            for text in reference.flat({key.name: value}).values():
+                Path(text if isinstance(text, str) else "").expanduser()
+        except RuntimeError:
+            message = "begins with the home folder of a user that does not exist here"
+            raise _WrongError(message) from None
 
 
 def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
@@ -259,7 +251,13 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
         texts = [it if isinstance(it, str) else shown(it) for it in entries]
         return (override(key.name, texts),)
     if key.takes_list:
-        return tuple(_as_list(key.name, raw))
+        # a list whose entries are recognizable: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`
+        entries = raw if isinstance(raw, list) else re.split(r"[\s,;]+", str(raw).strip(" []()"))
+        with suppress(TypeError, ValueError):
+            numbers = [float(entry) for entry in entries]
+            if numbers and all(number.is_integer() for number in numbers):
+                return (override(key.name, [int(number) for number in numbers]),)
+        return ()
     if str in kinds and isinstance(raw, (int, float)):
         return (override(key.name, shown(raw)),)
     if int in kinds and isinstance(raw, float) and raw.is_integer():
@@ -273,12 +271,3 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
     if bool in kinds:
         return (f"{key.name}=true", f"{key.name}=false")
     return ()
-
-
-def _as_list(name: str, raw: object) -> Iterator[str]:
-    """Yield the override of a list whose entries are recognizable: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
-    entries = raw if isinstance(raw, list) else re.split(r"[\s,;]+", str(raw).strip(" []()"))
-    with suppress(TypeError, ValueError):
-        numbers = [float(entry) for entry in entries]
-        if numbers and all(number.is_integer() for number in numbers):
-            yield override(name, [int(number) for number in numbers])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nanoscale.common.errors import Violation
@@ -50,17 +49,14 @@ def nodes_violation(composed: Composed) -> Violation | None:
     try:
         node_range(nodes)
     except ValueError as law:
-        advice = tuple(_meant_nodes(str(nodes)))
+        advice: tuple[str, ...] = ()
+        parts = [part for part in re.split(r"[^0-9A-Za-z]+", str(nodes)) if part]
+        if 1 <= len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts):
+            # likely meanings: `2-4`, `2..4` and `4:2` mean a range, and 0 the fewest
+            numbers = sorted(max(1, int(part)) for part in parts)
+            advice = (f"{key}={':'.join(map(str, numbers))}",)
         return Violation(key, nodes, composed.source(key), str(law), advice)
     return None
-
-
-def _meant_nodes(text: str) -> Iterator[str]:
-    """Yield likely meanings: `2-4`, `2..4` and `4:2` mean a range, and 0 the fewest."""
-    parts = [part for part in re.split(r"[^0-9A-Za-z]+", text) if part]
-    if 1 <= len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts):
-        numbers = sorted(max(1, int(part)) for part in parts)
-        yield f"launcher.nodes={':'.join(map(str, numbers))}"
 
 
 # --- profile.steps --------------------------------------------------------------------------------
