@@ -23,20 +23,19 @@ def _serve(arguments: list[str]) -> int:
         case []:
             return main(Link.over_standard_streams())
         case ["--connect", address, key_file]:
-            return main(_connect(address, Path(key_file)))
+            try:
+                link = Link.over_network(address, Path(key_file))
+            except OSError as error:
+                sys.exit(
+                    f"nanoscale.agent: cannot connect back to the launcher at {address}: {error}"
+                )
+            return main(link)
         case ["--join", file, limit_s, way]:
             return join(Path(file), float(limit_s), serves=way == "serve")
         case ["--end-orphans", mark]:
             return 1 if end_orphans(mark) else 0
     ways = "--connect HOST:PORT KEY_FILE | --join FILE SECONDS serve|wait | --end-orphans MARK"
     sys.exit(f"usage: python -m nanoscale.agent [{ways}]")
-
-
-def _connect(address: str, key_file: Path) -> Link:
-    try:
-        return Link.over_network(address, key_file)
-    except OSError as error:
-        sys.exit(f"nanoscale.agent: cannot connect back to the launcher at {address}: {error}")
 
 
 def end(code: int) -> NoReturn:

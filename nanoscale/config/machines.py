@@ -114,7 +114,18 @@ def is_here(name: str) -> bool:
     if user and user != user_name():
         return False
     host, own = canonical(name), socket.gethostname().lower()
-    return is_loopback(name) or host in (own, own.partition(".")[0]) or host in _addresses(host)
+    if is_loopback(name) or host in (own, own.partition(".")[0]):
+        return True
+    if _number(host) is None:
+        return False
+    import psutil
+
+    return any(
+        canonical(entry.address) == host
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    )
 
 
 def is_loopback(name: str) -> bool:
@@ -132,17 +143,3 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
-
-
-def _addresses(host: str) -> set[str]:
-    """Return this machine's addresses, if `host` is an address."""
-    if _number(host) is None:
-        return set()
-    import psutil
-
-    return {
-        canonical(entry.address)
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    }

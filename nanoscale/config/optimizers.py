@@ -36,8 +36,6 @@ class UpdateRule:
     """True if the result is an average of the weights."""
     momentum_key: str | None = None
     """A key that is 0 if there are no moments."""
-    factored: bool = False
-    """True if it has a vector of rows and one of columns in place of moments of a matrix."""
     quantized: bool = False
     """True if its moments are 8-bit codes, with an fp32 scale for every 256 of them. A checkpoint has them in
     fp32."""
@@ -95,7 +93,6 @@ OPTIMIZERS = {
         keys=(),
         moments=(),
         passes=14.0,  # squares 3, their sums 2, the update twice 6, decay and update 3
-        factored=True,
         copies=2.0,
         deepspeed=False,
         other_names=("adafactor_torch",),

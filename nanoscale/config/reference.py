@@ -6,7 +6,7 @@ Checks, conversion, did-you-mean and `config explain` look things up here.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -162,12 +162,17 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by their dotted names; an empty mapping has none."""
+def flat(
+    values: Mapping[str, Any], prefix: str = "", stop: Callable[[str], bool] = lambda _: False
+) -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names; an empty mapping has none.
+
+    A mapping for whose name `stop` is True is a leaf.
+    """
     leaves: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            leaves |= flat(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and not stop(f"{prefix}{name}"):
+            leaves |= flat(value, f"{prefix}{name}.", stop)
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves

@@ -6,7 +6,7 @@ attributes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
@@ -75,14 +75,10 @@ def resolved(config: Config) -> ResolvedConfig:
         if not isinstance(value, int):
             why = "is not resolved, and the configuration of a run needs a number"
             raise UserError("run", f"{key}={shown(value)} {why}", [Violation(key, value, "", why)])
-    sections = _values(config)
-    sections["parallel"] = ResolvedParallel(**_values(config.parallel))
-    sections["train"] = ResolvedTrain(**_values(config.train))
+    sections = dict(vars(config))
+    sections["parallel"] = ResolvedParallel(**vars(config.parallel))
+    sections["train"] = ResolvedTrain(**vars(config.train))
     return ResolvedConfig(**sections)
-
-
-def _values(section: Config | Parallel | Train) -> dict[str, Any]:
-    return {each.name: getattr(section, each.name) for each in fields(section)}
 
 
 def differences(old: ResolvedConfig, new: ResolvedConfig) -> dict[str, tuple[Any, Any]]:

@@ -107,16 +107,11 @@ def _read(line: bytes) -> Message | str:
     if start >= 0:
         with suppress(ValueError):
             message = json.loads(line[start + 1 :])
-            if _is_message(message):
+            count = message.get(_COUNT, 0) if isinstance(message, dict) else None
+            is_counted = isinstance(count, int) and 0 <= count <= MOST_BYTES
+            if is_counted and isinstance(message.get("kind"), str):
                 return message  # type: ignore[no-any-return]
     return line.decode(errors="replace")
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
-        return False
-    count = value.get(_COUNT, 0)
-    return isinstance(count, int) and 0 <= count <= MOST_BYTES
 
 
 class Sender:

@@ -30,12 +30,6 @@ class ReservedPort:
     def close(self) -> None:
         self._socket.close()
 
-    def __enter__(self) -> ReservedPort:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def addresses() -> dict[str, str]:
     """Return every address of this host, with its interface."""

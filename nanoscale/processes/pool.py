@@ -43,13 +43,6 @@ class LostProcessError(Exception):
 
 
 @dataclass
-class _Task(Generic[Work, Result]):
-    work: Work
-    results: list[Result] = field(default_factory=list)
-    """The result, once it is known."""
-
-
-@dataclass
 class Pool(Generic[Work, Result]):
     """A pool with a process for each setup."""
 
@@ -94,8 +87,8 @@ class Pool(Generic[Work, Result]):
             LostProcessError: a process was killed.
         """
         remaining = iter(work)
-        pending: deque[_Task[Work, Result]] = deque()
-        busy: dict[Connection, deque[_Task[Work, Result]]] = defaultdict(deque)
+        pending: deque[tuple[Work, list[Result]]] = deque()  # work, and its result once it is known
+        busy: dict[Connection, deque[list[Result]]] = defaultdict(deque)
         more = True
         while more or pending:
             while more and self._free and len(pending) < _AHEAD * len(self.setups):
@@ -103,23 +96,23 @@ class Pool(Generic[Work, Result]):
                 if following is self:
                     more = False
                     break
-                task: _Task[Work, Result] = _Task(following)  # type: ignore[arg-type]
                 connection = self._free.popleft()
                 try:
-                    connection.send(task.work)
+                    connection.send(following)
                 except OSError as error:
                     raise self._lost() from error
-                busy[connection].append(task)
-                pending.append(task)
-            while pending and pending[0].results:
-                done = pending.popleft()
-                yield done.work, done.results[0]
+                results: list[Result] = []
+                busy[connection].append(results)
+                pending.append((following, results))  # type: ignore[arg-type]
+            while pending and pending[0][1]:
+                done, results = pending.popleft()
+                yield done, results[0]
             if self.stop.is_set():
                 raise KeyboardInterrupt
             if busy:
                 self._receive(busy)
 
-    def _receive(self, busy: dict[Connection, deque[_Task[Work, Result]]]) -> None:
+    def _receive(self, busy: dict[Connection, deque[list[Result]]]) -> None:
         for connection in wait(list(busy), _LOOK_S):
             assert isinstance(connection, Connection)
             try:
@@ -130,7 +123,7 @@ class Pool(Generic[Work, Result]):
                 raise error
             if error is not None:
                 raise RuntimeError(f"a process of the pool failed:\n{error}")
-            busy[connection].popleft().results.append(result)
+            busy[connection].popleft().append(result)
             if not busy[connection]:
                 del busy[connection]
             self._free.append(connection)

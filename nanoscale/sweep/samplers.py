@@ -97,11 +97,6 @@ def first_trials(settings: Settings, space: Space) -> list[Trial]:
     return trials
 
 
-def source_of(sweep: Sweep, space: Space, settings: Settings) -> Source:
-    """Return the source of a sweep's further trials."""
-    return Source() if settings.sampler == "grid" else Study(sweep, space, settings)
-
-
 class Study(Source):
     """An Optuna study in the sweep's folder, which proposes values and prunes trials."""
 

@@ -37,7 +37,7 @@ def test_the_moments_are_those_of_the_built_optimizer(name: str, momentum: float
     optimizer = make_optimizer([("weight", parameter)], config)
     fill_state(optimizer)
     moments = {key: value for key, value in optimizer.state[parameter].items() if value.ndim}
-    if rule.factored:
+    if name == "adafactor":  # has vectors of rows and columns in place of moments
         assert {key: tuple(value.shape) for key, value in moments.items()} == FACTORS
         return
     assert tuple(moments) == (*moments_of(config), *(["average"] if keeps_average(config) else []))

@@ -178,7 +178,7 @@ def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
     """Run the missing trials from this process, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep.runner import Runner
-    from nanoscale.sweep.samplers import source_of
+    from nanoscale.sweep.samplers import Source, Study
 
     sweep, settings, space = start.sweep, start.settings, start.space
     if start.is_new:
@@ -195,7 +195,7 @@ def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
                 sweep.keep_table(rows)
 
     with sweep.held(), Signals() as signals, start.table() as view:
-        source = source_of(sweep, space, settings)
+        source = Source() if settings.sampler == "grid" else Study(sweep, space, settings)
         options = (["--force"] if start.force else [], start.retry)
         runner = Runner(sweep, settings, space, source, start.trials, slots, show, *options)
         whole = runner.run(signals)

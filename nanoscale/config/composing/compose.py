@@ -70,7 +70,15 @@ def compose(
     settings = [(key, Setting(value, COMMAND_LINE)) for key, value in asked.settings]
     settings += _take_options(options or {}, asked)
     if config_file is not None:
-        asked.violations += _take_file(library, asked.choices)
+        if not config_file.exists():
+            library.config_file = None
+            message = "is a file that does not exist"
+            missing = Violation("--config", str(config_file), "option --config", message)
+            asked.violations.append(missing)
+        if RECIPE in asked.choices:
+            message = "cannot be given together with --config, which replaces the recipe"
+            both = Violation(RECIPE, asked.choices.pop(RECIPE), COMMAND_LINE, message)
+            asked.violations.append(both)
     library.choices, library.touched = asked.choices, asked.touched()
     layers = [Layer(library.serve(file), section) for file, section in merge_order(library)]
     merged = _merged(layers, settings)
@@ -221,19 +229,6 @@ def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tupl
         else:
             asked.settings.append((key, value))
             yield key, setting
-
-
-def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violation]:
-    """Check that the file can replace the recipe."""
-    violations = []
-    if library.config_file is not None and not library.config_file.exists():
-        path, library.config_file = str(library.config_file), None
-        message = "is a file that does not exist"
-        violations.append(Violation("--config", path, "option --config", message))
-    if RECIPE in choices:
-        message = "cannot be given together with --config, which replaces the recipe"
-        violations.append(Violation(RECIPE, choices.pop(RECIPE), COMMAND_LINE, message))
-    return violations
 
 
 def _merged(layers: list[Layer], settings: list[tuple[str, Setting]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ values, and resolves keys that were left open (`auto`, null).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NoReturn
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.machines import Host
@@ -29,7 +28,6 @@ from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
-from nanoscale.config.violations import refuse
 
 __all__ = ["Devices", "Host", "check", "check_machines"]
 
@@ -95,8 +93,7 @@ def check(
     if config.model.source == "hf":
         resolution.require("model.source", "transformers", "transformers")
     resolution.apply(model.FOREIGN)
-    if resolution.violations:  # the other rules depend on degrees that must change
-        _refuse(resolution)
+    resolution.refuse_all()  # the other rules depend on degrees that must change
     resolution.decide(model=model.resolve_model(resolution))
     device = resolve_device(resolution)
     dp, ranks = resolve_degrees(resolution, device)
@@ -118,28 +115,21 @@ def check(
     training.check_loggers(resolution)
     own_code.check_hooks(resolution)
     run = training.resolve_run(resolution)
-    if resolution.violations:
-        _refuse(resolution)
-    parallel = resolution.config.parallel
+    resolution.refuse_all()
+    parallel, backend = resolution.config.parallel, config.backend
+    if backend.compile == "auto":  # on GPUs, if no rule forbids it
+        compiled = replace(resolution.config, backend=replace(backend, compile="on"))
+        possible = all(rule.holds(compiled) for rule in RULES if "backend.compile" in rule.reads)
+        backend = replace(backend, compile="on" if device == "cuda" and possible else "off")
     final = replace(
         resolution.config,
         run=run,
         parallel=replace(parallel, virtual_stages=pipeline.virtual_stages(parallel)),
-        backend=replace(config.backend, compile=_compile(resolution.config, device)),
+        backend=backend,
         launcher=resolve_ranks(resolution, launcher, device, ranks),
         scheduler=training.resolve_scheduler(resolution.config),
     )
     return resolved(final)
-
-
-def _compile(config: Config, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:
-    """Return `on` if blocks are compiled, else `off`; `auto` is `on` on GPUs if no rule forbids it."""
-    backend = config.backend
-    if backend.compile != "auto":
-        return backend.compile
-    compiled = replace(config, backend=replace(backend, compile="on"))
-    possible = all(rule.holds(compiled) for rule in RULES if "backend.compile" in rule.reads)
-    return "on" if device == "cuda" and possible else "off"
 
 
 def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
@@ -157,16 +147,8 @@ def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...]
     if launcher.devices == "auto" and not hosts:
         launcher = replace(launcher, devices=devices.count if launcher.device == "cuda" else 1)
     run = training.resolve_run(resolution)
-    if resolution.violations:
-        _refuse(resolution)
+    resolution.refuse_all()
     cache_dir = data.absolute(config.data.cache_dir)
     return replace(
         config, run=run, data=replace(config.data, cache_dir=cache_dir), launcher=launcher
-    )
-
-
-def _refuse(resolution: Resolution) -> NoReturn:
-    refuse(
-        resolution.violations,
-        kind=resolution.kinds.pop() if len(resolution.kinds) == 1 else "config",
     )

@@ -76,8 +76,17 @@ def _degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[in
         resolution.refuse("launcher.devices", message, fewer, cpu, kind="layout")
     copy = ranks_of_copy(layout)
     if layout.dp != "auto":
-        _fixed_degrees(resolution, layout.dp, copy, limit)
-        return layout.dp, layout.dp * copy
+        world = layout.dp * copy
+        if asked != "auto" and asked != world:
+            set_by = resolution.composed.source("launcher.devices")
+            other = f"parallel.dp={asked // copy}" if asked % copy == 0 else None
+            why = f"launcher.devices={asked} ({set_by}) must be the same number"
+            _refuse_degree(resolution, layout.dp, why, f"launcher.devices={world}", other)
+        if asked == "auto" and limit is not None and world > limit:
+            smaller = f"parallel.dp={limit // copy}" if limit >= copy else None
+            why = f"this host has {counted(limit, 'GPU')}"
+            _refuse_degree(resolution, layout.dp, why, smaller, "launcher.device=cpu")
+        return layout.dp, world
     available = asked if asked != "auto" else limit
     if available is None:
         return layout.dp_replicate, layout.dp_replicate * copy
@@ -137,19 +146,6 @@ def _too_large(
         instead,
         kind="layout",
     )
-
-
-def _fixed_degrees(resolution: Resolution, dp: int, copy: int, limit: int | None) -> None:
-    asked, world = resolution.config.launcher.devices, dp * copy
-    if asked != "auto" and asked != world:
-        set_by = resolution.composed.source("launcher.devices")
-        other = f"parallel.dp={asked // copy}" if asked % copy == 0 else None
-        why = f"launcher.devices={asked} ({set_by}) must be the same number"
-        _refuse_degree(resolution, dp, why, f"launcher.devices={world}", other)
-    if asked == "auto" and limit is not None and world > limit:
-        fewer = f"parallel.dp={limit // copy}" if limit >= copy else None
-        why = f"this host has {counted(limit, 'GPU')}"
-        _refuse_degree(resolution, dp, why, fewer, "launcher.device=cpu")
 
 
 def _refuse_degree(resolution: Resolution, dp: int, why: str, *instead: str | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from nanoscale.common.units import counted, listed
 from nanoscale.config.layout import SPLIT_BACKWARD
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
-from nanoscale.config.schema import Config, Data, Model
+from nanoscale.config.schema import Config, Model
 
 _PADDING = 128
 """The padding of vocabularies, a multiple of which suits the tiles of a GPU's products."""
@@ -31,11 +31,6 @@ def _undivided(config: Config) -> list[str]:
 
 def _divides_blocks(config: Config) -> bool:
     return not _undivided(config)
-
-
-def _undivided_blocks(config: Config) -> str:
-    why = "a rank holds whole heads, of keys and values too, and an equal share of the block"
-    return f"must divide {listed(_undivided(config))}: {why}"
 
 
 def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
@@ -76,27 +71,7 @@ def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
 # --- context parallelism --------------------------------------------------------------------------
 
 
-def _ring_of_documents(key: str, asks: Callable[[Data], bool]) -> Rule:
-    """Return the rule that a ring's attention has no mask of documents, for the key that asks for the mask."""
-
-    def holds(config: Config) -> bool:
-        layout = config.parallel
-        return not asks(config.data) or layout.cp == 1 or layout.cp_method != "ring"
-
-    return Rule(
-        key,
-        ("parallel.cp", "parallel.cp_method", "data.document_mask", "data.packing"),
-        holds,
-        "keeps attention within documents by a mask, which parallel.cp_method=ring does not "
-        "support: it sees keys and values in chunks",
-        ("parallel.cp_method=ulysses", "parallel.cp=1"),
-    )
-
-
-def _needs_scores(config: Config) -> bool:
-    """True if attention masks or bounds its scores in a way of the model."""
-    model = config.model
-    return model.attention_softcap is not None or model.is_windowed(config.train.seq_len)
+_RING = {"parallel.cp": several, "parallel.cp_method": "ring"}
 
 
 def _heads_of_rank(config: Config) -> tuple[int, int]:
@@ -202,11 +177,7 @@ EXECUTION = (
         "only when a block runs",
         _OFF),
     refused("backend.attention",
-        {
-            "backend.attention": other_than("auto"),
-            "parallel.cp": several,
-            "parallel.cp_method": "ring",
-        },
+        {"backend.attention": other_than("auto"), **_RING},
         "would be ignored by parallel.cp_method=ring, which has kernels of its own",
         "backend.attention=auto", "parallel.cp_method=ulysses"),
 )  # fmt: skip
@@ -219,21 +190,30 @@ RULES = (
     refused("parallel.dp_replicate", {"parallel.dp_replicate": several, "zero.stage": 0},
         "replicates a sharded model, and zero.stage=0 shards nothing",
         "zero.stage=3", "parallel.dp_replicate=1"),
-    Rule("parallel.tp", ("parallel.tp", "model.dense_layers", *_BLOCKS), _divides_blocks, _undivided_blocks,
-        ("parallel.tp",)),
+    Rule("parallel.tp", ("parallel.tp", "model.dense_layers", *_BLOCKS), _divides_blocks,
+        lambda config: (
+            f"must divide {listed(_undivided(config))}: a rank holds whole heads, of keys and values too, "
+            "and an equal share of the block"
+        ), ("parallel.tp",)),
     _table("model.vocab", "token", lambda model: model.vocab),
     _table("model.max_seq_len", "position",
         lambda model: model.max_seq_len if model.position == "learned" else 0),
-    _ring_of_documents("data.packing", lambda data: data.packing == "whole"),
-    _ring_of_documents("data.document_mask",
-        lambda data: data.document_mask and data.packing == "stream"),
+    *(refused(key, {**_RING, **masked},
+        "keeps attention within documents by a mask, which parallel.cp_method=ring does not "
+        "support: it sees keys and values in chunks",
+        "parallel.cp_method=ulysses", "parallel.cp=1")
+        for key, masked in (
+            ("data.packing", {"data.packing": "whole"}),
+            ("data.document_mask", {"data.document_mask": True, "data.packing": "stream"}))),
     Rule("parallel.cp_method",
         (
             *("parallel.cp", "parallel.cp_method", "train.seq_len", "model.sliding_window"),
             *("model.attention_softcap", "model.full_attention_every"),
         ),
         lambda config: (
-            config.parallel.cp == 1 or config.parallel.cp_method != "ring" or not _needs_scores(config)
+            config.parallel.cp == 1
+            or config.parallel.cp_method != "ring"
+            or (config.model.attention_softcap is None and not config.model.is_windowed(config.train.seq_len))
         ),
         "has kernels of its own, without windows shorter than the sequence and without bounded scores",
         ("parallel.cp_method=ulysses", "parallel.cp=1")),

@@ -144,10 +144,10 @@ PRECISION = of_kind("config",
     Rule("precision.compute", _TYPES[:2], _fit_together,
         "and precision.params={c.precision.params} do not fit together: use fp64 for both",
         _one_width),
-    Rule("precision.params", _TYPES[:2],  # weights in bf16 are the operands of the products
-        lambda config: config.precision.params != "bf16" or config.precision.compute == "bf16",
+    refused("precision.params",  # weights in bf16 are the operands of the products
+        {"precision.params": "bf16", "precision.compute": other_than("bf16")},
         "keeps no more than the products read, and precision.compute={c.precision.compute}",
-        ("precision.compute=bf16", _BF16)),
+        "precision.compute=bf16", _BF16),
     Rule("precision.reduce", _TYPES, _sums_in_fp64,
         "would sum gradients of {c.precision.compute} in another type than the weights "
         "({c.precision.params})",
@@ -269,19 +269,13 @@ def check_kernel(resolution: Resolution) -> None:
 # --- optimizer ------------------------------------------------------------------------------------
 
 
-def _stays(name: str) -> Rule:
-    """Return the rule that a moment changes."""
-    key = f"optimizer.{name}"
-    where = {key: 1, "optimizer.name": optimizers_with(name)}
-    return refused(key, where, "must be below 1: at 1 the moment never changes", f"{key}=0.95")
-
-
 _QUANTIZED = tuple(name for name, rule in OPTIMIZERS.items() if rule.quantized)
 _AVERAGED = tuple(name for name, rule in OPTIMIZERS.items() if rule.averages)
 _UNROUNDED = tuple(name for name, rule in OPTIMIZERS.items() if not rule.rounded)
 OPTIMIZER = of_kind("config",
-    _stays("beta1"),
-    _stays("beta2"),
+    *(refused(f"optimizer.{name}", {f"optimizer.{name}": 1, "optimizer.name": optimizers_with(name)},
+        "must be below 1: at 1 the moment never changes", f"optimizer.{name}=0.95")
+        for name in ("beta1", "beta2")),
     refused("optimizer.name",
         {"optimizer.name": _QUANTIZED, "precision.params": other_than("fp32")},
         "has moments of fp32 weights in 8 bits, and precision.params={c.precision.params}",

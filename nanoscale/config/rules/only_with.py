@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanoscale.config.objectives import PAIRED
 from nanoscale.config.optimizers import KEYS, optimizers_with
-from nanoscale.config.rules.rule import Rule, matches, of_kind, only_with, other_than, several
+from nanoscale.config.rules.rule import of_kind, only_with, other_than, refused, several
 
 _MODE = "parallel.activation_checkpointing"
 _STAGED = {"parallel.pp": several}
@@ -13,13 +13,6 @@ _ADAPTED = {"lora.rank": bool}
 _OFFLOADS = ("zero.offload_optimizer", "zero.offload_param")
 _SCALED = {"precision.compute": "fp16"}
 _NVME = "zero.offload_optimizer={c.zero.offload_optimizer} and zero.offload_param={c.zero.offload_param}"
-_PURPOSELESS = matches(
-    {
-        "backend.name": "deepspeed",
-        "zero.nvme_path": other_than(None),
-        **dict.fromkeys(_OFFLOADS, other_than("nvme")),
-    }
-)
 
 OF_LAYOUT = (
     only_with("parallel.sequence_parallel", {"parallel.tp": several}),
@@ -31,9 +24,10 @@ OF_LAYOUT = (
     only_with("parallel.checkpoint_every", {_MODE: "full"}),
     only_with("parallel.selective_keep", {_MODE: "selective"}),
     *of_kind("config",
-        Rule("zero.nvme_path", ("zero.nvme_path", *_OFFLOADS, "backend.name"),
-            lambda config: not _PURPOSELESS(config),
-            f"does not concern {_NVME} and would be ignored", ("zero.nvme_path=null",))),
+        refused("zero.nvme_path",
+            {"backend.name": "deepspeed", "zero.nvme_path": other_than(None),
+             **dict.fromkeys(_OFFLOADS, other_than("nvme"))},
+            f"does not concern {_NVME} and would be ignored", "zero.nvme_path=null")),
 )  # fmt: skip
 OF_JOB = of_kind("config",
     *(only_with(f"model.{name}", _ROUTED)

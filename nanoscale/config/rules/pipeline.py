@@ -13,7 +13,7 @@ from nanoscale.config.layout import (
 )
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.rules.resolution import divisors
-from nanoscale.config.rules.rule import Rule, data_parallel, refused, several
+from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.violations import override
 
@@ -148,10 +148,9 @@ def _needs_micro_batches(key: str, is_open: bool) -> Rule:
 
 
 RULES = (
-    Rule("parallel.virtual_stages", ("parallel.virtual_stages", "parallel.pp"),
-        lambda config: config.parallel.pp > 1 or config.parallel.virtual_stages in ("auto", 1),
-        "does not concern parallel.pp=1 and would be ignored",
-        ("parallel.virtual_stages=auto",)),
+    refused("parallel.virtual_stages",
+        {"parallel.pp": 1, "parallel.virtual_stages": other_than("auto", 1)},
+        "does not concern parallel.pp=1 and would be ignored", "parallel.virtual_stages=auto"),
     Rule("parallel.virtual_stages", ("parallel.virtual_stages", *_AXIS), _has_usual_stages,
         lambda config: (
             f"must be {usual_virtual_stages(config.parallel.schedule)} where "

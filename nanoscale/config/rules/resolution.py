@@ -19,6 +19,7 @@ from nanoscale.config.rules.neighbors import advice, completed
 from nanoscale.config.rules.rule import Rule, ignored, reset
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
+from nanoscale.config.violations import refuse
 
 
 @dataclass
@@ -86,6 +87,11 @@ class Resolution:
     def add(self, kind: str, violation: Violation) -> None:
         self.violations.append(violation)
         self.kinds.add(kind)
+
+    def refuse_all(self) -> None:
+        """Raise the UserError that carries all violations, if there are any."""
+        if self.violations:
+            refuse(self.violations, self.kinds.pop() if len(self.kinds) == 1 else "config")
 
     def refuse_idle(self, key: str, choice: str, *instead: str | None) -> None:
         """Refuse a key that has no meaning with another key's value: nothing is ignored silently."""

@@ -280,14 +280,14 @@ def _has_split(config: Config) -> bool:
     return not config.train.eval_every or bool(held_out)
 
 
-def _evaluations(config: Config) -> list[str]:
-    return [f"train.eval_every={min(100, config.train.steps or 100)}"]
-
-
 def _needs_evaluations(key: str) -> Rule:
     needed = {"train.eval_every": 0, key: other_than(declared()[key].default)}
     message = "needs evaluations, and train.eval_every=0 has none"
-    return refused(key, needed, message, _evaluations, reset(key))
+
+    def evaluations(config: Config) -> list[str]:
+        return [f"train.eval_every={min(100, config.train.steps or 100)}"]
+
+    return refused(key, needed, message, evaluations, reset(key))
 
 
 JOB = of_kind("config",

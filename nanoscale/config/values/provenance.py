@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Setting]]) -> H
     """Return the writers of every key, the effective one last; the command line's overrides come last."""
     history: History = {}
     for layer in layers:
-        for key, value in _leaves(layer.content):
+        for key, value in reference.flat(layer.content, stop=reference.is_mapping).items():
             record(history, key, Setting(value, layer.source(key)))
     for key, setting in settings:
         mapping = reference.mapping_around(key)
@@ -59,15 +59,6 @@ def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Setting]]) -> H
             setting, key = replace(setting, value=reference.nested(inner)), mapping
         record(history, key, setting)
     return history
-
-
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not reference.is_mapping(key):
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def record(history: History, key: str, setting: Setting) -> None:
