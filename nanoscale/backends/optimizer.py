@@ -47,8 +47,10 @@ def make_optimizer(
     """
     groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
-        is_matrix = _dimensions(parameter) > 1
-        is_muon = config.name == "muon" and _dimensions(parameter) in (2, 3) and _is_in_block(name)
+        is_matrix = _dimensions(name, parameter) > 1
+        is_muon = (
+            config.name == "muon" and _dimensions(name, parameter) in (2, 3) and _is_in_block(name)
+        )
         chosen = group_of(name, config)
         decay, factor = config.weight_decay if is_matrix else 0.0, 1.0
         if chosen is not None:
@@ -159,9 +161,12 @@ class Lion(Optimizer):
                 average.lerp_(gradient, 1 - beta2)
 
 
-def _dimensions(parameter: nn.Parameter) -> int:
-    """Return the dimensions of the whole parameter; one sharded by DeepSpeed is empty and keeps its shape."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
+def _dimensions(name: str, parameter: nn.Parameter) -> int:
+    """Return the dimensions of the whole parameter, of biases of experts those of one expert.
+
+    A parameter sharded by DeepSpeed is empty and keeps its shape.
+    """
+    return len(getattr(parameter, "ds_shape", parameter.shape)) - name.endswith("_bias")
 
 
 def _make_adamw8bit(groups: list[dict[str, Any]], **arguments: Any) -> Optimizer:

@@ -20,16 +20,13 @@ class Parameter:
     shape: Shape
     split: int | None = None
     """The dimension that tp divides; None: every rank of tp has all of it."""
+    is_expert: bool = False
+    """True if the first dimension counts experts, which ep divides."""
 
     @property
     def is_vector(self) -> bool:
         """True for norms and biases."""
-        return len(self.shape) == 1
-
-    @property
-    def is_expert(self) -> bool:
-        """True if the first dimension counts experts, which ep divides."""
-        return len(self.shape) == 3
+        return len(self.shape) == 1 + self.is_expert
 
     @property
     def numel(self) -> int:
@@ -72,11 +69,18 @@ def block(model: Model) -> dict[str, Parameter]:
         table |= _linear("attention.wk", kv, hidden, 0, qkv_bias)
         table |= _linear("attention.wv", kv, hidden, 0, qkv_bias)
         table |= _linear("attention.wo", hidden, q, 1, model.bias)
+    if model.attention_sinks:
+        table["attention.sinks"] = Parameter((model.heads,), 0)
     if experts:
         table["mlp.router.weight"] = Parameter((experts, hidden))
-        table["mlp.experts.gate"] = Parameter((experts, ffn, hidden), 1)
-        table["mlp.experts.up"] = Parameter((experts, ffn, hidden), 1)
-        table["mlp.experts.down"] = Parameter((experts, hidden, ffn), 2)
+        table["mlp.experts.gate"] = Parameter((experts, ffn, hidden), 1, is_expert=True)
+        table["mlp.experts.up"] = Parameter((experts, ffn, hidden), 1, is_expert=True)
+        table["mlp.experts.down"] = Parameter((experts, hidden, ffn), 2, is_expert=True)
+        if model.bias:
+            table["mlp.router.bias"] = Parameter((experts,))
+            table["mlp.experts.gate_bias"] = Parameter((experts, ffn), 1, is_expert=True)
+            table["mlp.experts.up_bias"] = Parameter((experts, ffn), 1, is_expert=True)
+            table["mlp.experts.down_bias"] = Parameter((experts, hidden), is_expert=True)
         if model.shared_gate:
             table["mlp.shared_gate.weight"] = Parameter((1, hidden))
     if width := model.shared_ffn if experts else ffn:

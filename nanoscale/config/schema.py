@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+SINK_WIDTH = 8
+"""Numbers by which attention's sinks widen a head: one is used, and kernels need a multiple of 8."""
+
 
 def key(
     default: Any,
@@ -209,8 +212,10 @@ class Model:
         "before", "norms before attention and feed-forward, after them (OLMo-2), or both (Gemma 2)"
     )
     norm_eps: float = key(1e-5, "added to the variance", at_least=0)
-    mlp: Literal["swiglu", "geglu", "gelu"] = key(
-        "swiglu", "feed-forward block: gated by SiLU or by GELU (tanh), or two matrices"
+    mlp: Literal["swiglu", "swiglu-clamped", "geglu", "gelu"] = key(
+        "swiglu",
+        "feed-forward block: gated by SiLU, by SiLU within bounds as in gpt-oss, or by GELU (tanh), or two "
+        "matrices",
     )
     position: Literal["rope", "learned"] = key("rope", "encoding of positions")
     rope_theta: float = key(500000.0, "base of the rotary frequencies", at_least=1)
@@ -227,7 +232,7 @@ class Model:
     rope_skip: int = key(
         0, "every n-th layer has no positions, as in SmolLM3; 0: none", unit="layers", at_least=0
     )
-    bias: bool = key(False, "biases in the linear layers")
+    bias: bool = key(False, "biases in the linear layers, experts and routers")
     qkv_bias: bool = key(False, "biases of queries, keys and values only, as in Qwen2")
     qk_norm: bool = key(
         False, "RMSNorm of each head's queries and keys before they are rotated, as in Qwen3"
@@ -240,6 +245,9 @@ class Model:
     )
     attention_softcap: float | None = key(
         None, "bound c of attention's scores, as c · tanh(score / c); null: none", at_least=1e-3
+    )
+    attention_sinks: bool = key(
+        False, "a learned score of each head that takes a part of attention, as in gpt-oss"
     )
     logit_softcap: float | None = key(
         None, "bound c of the logits, as c · tanh(logit / c); null: none", at_least=1e-3
@@ -326,6 +334,11 @@ class Model:
     def head_width(self) -> int:
         """Width of a head, set or computed."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def kernel_width(self) -> int:
+        """Width of a head in attention's kernels, which compute a sink as a product of further numbers."""
+        return self.head_width + (SINK_WIDTH if self.attention_sinks else 0)
 
     @property
     def value_width(self) -> int:

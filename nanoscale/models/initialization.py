@@ -97,7 +97,7 @@ def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.dev
     """
     if name.endswith(("bias", f"{ADAPTER}b")):
         return torch.zeros(size, device=device)
-    if len(size) == 1:
+    if len(size) == 1 and not name.endswith("sinks"):
         return torch.full(size, 0.0 if shape.norm == "rmsnorm1p" else 1.0, device=device)
     std = shape.init_std
     if name.endswith(RESIDUAL_OUTPUTS):

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nanoscale.config.schema import Model
 from nanoscale.models.transformer import (
     Attention,
     Block,
@@ -62,12 +63,10 @@ class Cache:
         self._model = model
         self._last: Tensor | None = None
         shape = model.shape
-        size = (batch, shape.kv_head_count, max_length, shape.head_width)
+        size = (batch, shape.kv_head_count, max_length, shape.kernel_width)
         for attention in self._attentions():
             # Zeros: what a mask hides must be finite, as it is multiplied by 0.
-            softcap = shape.attention_softcap
-            keys_values = attention.wo.weight.new_zeros(2, *size)
-            attention.core = CachedAttention(self, softcap, *keys_values)
+            attention.core = CachedAttention(self, shape, *attention.wo.weight.new_zeros(2, *size))
         model.token_positions = self._token_positions
         model.sequence_length = lambda _: max_length
         model.make_masks = lambda *_: self.masks  # type: ignore[method-assign]
@@ -140,8 +139,8 @@ class CachedAttention(CausalAttention):
     """Attention `[batch, heads, new, head_dim]` from queries of new tokens to keys and values of all tokens so
     far."""
 
-    def __init__(self, cache: Cache, softcap: float | None, keys: Tensor, values: Tensor) -> None:
-        super().__init__(softcap)
+    def __init__(self, cache: Cache, shape: Model, keys: Tensor, values: Tensor) -> None:
+        super().__init__(shape)
         self._cache, self.keys, self.values = cache, keys, values
 
     def forward(

@@ -25,6 +25,8 @@ from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""A function from the results of gate and up to the input of down."""
 BIAS_UNIT = 2.0**-40
 """A router's bias is an integer of these units: no cast of the model to another dtype changes it."""
 
@@ -74,24 +76,26 @@ class Router(nn.Module):
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _identity
         """A function from the counts of this rank's part of each sequence to those of the whole sequence."""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.bias = nn.Parameter(torch.empty(shape.experts)) if shape.bias else None
         for name in ("load", "choice_bias"):
             zero = torch.zeros(shape.experts, dtype=torch.int64)
             self.register_buffer(name, zero, persistent=False)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Route `[batch, seq, hidden]`: the weights and the numbers of the experts, `[tokens, top_k]` both."""
-        return self.choose(hidden, self.weight)
+        return self.choose(hidden, self.weight, self.bias)
 
-    def choose(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose in fp32 or better, whatever the compute dtype (Fedus et al. 2021, arXiv:2101.03961, section
         2.4).
 
-        The bias affects the choice of experts and not their weights, so it has no gradient (Wang et al. 2024,
-        arXiv:2408.15664, eq. 3).
+        `choice_bias` affects the choice of experts and not their weights, so it has no gradient (Wang et al.
+        2024, arXiv:2408.15664, eq. 3).
         """
         score_dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            products = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype))
+            bias = None if bias is None else bias.to(score_dtype)
+            products = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype), bias)
         scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
         biased_scores = scores.detach() + (BIAS_UNIT * self.choice_bias.double()).to(score_dtype)
         if self.groups > 1:
@@ -164,7 +168,8 @@ def is_recomputed() -> bool:
 
 
 class Experts(nn.Module):
-    """The gated feed-forward blocks of all experts, as one matrix of each kind `[experts, out, in]`."""
+    """The gated feed-forward blocks of all experts, as one matrix of each kind `[experts, out, in]`, and biases
+    `[experts, out]`."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -172,22 +177,50 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
+        self.gated, self.has_biases = gate_of(shape), shape.bias
+        if shape.bias:
+            self.gate_bias = nn.Parameter(torch.empty(experts, ffn))
+            self.up_bias = nn.Parameter(torch.empty(experts, ffn))
+            self.down_bias = nn.Parameter(torch.empty(experts, hidden))
 
     def forward(self, tokens: Tensor, load: Tensor) -> Tensor:
         """Apply the experts to tokens sorted by expert, `[choices, hidden]` to `[choices, hidden]`."""
-        return run_experts(tokens, load, self.gate, self.up, self.down)
+        biases = (self.gate_bias, self.up_bias, self.down_bias) if self.has_biases else ()
+        return run_experts(self.gated, tokens, load, self.gate, self.up, self.down, *biases)
 
 
-def run_experts(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Apply the experts; those without tokens take part, so that every rank has all gradients."""
+def gate_of(shape: Model) -> Gate:
+    """Return the gate of a feed-forward block."""
+    return {"swiglu": _swiglu, "swiglu-clamped": _clamped_swiglu, "geglu": _geglu}[shape.mlp]
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of gpt-oss (OpenAI 2025, arXiv:2508.10925, section 2.2, with the numbers of their code)."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def run_experts(gated: Gate, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
+    """Apply the experts, whose weights are gate, up and down, and possibly their biases.
+
+    Those without tokens take part, so that every rank has all gradients.
+    """
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
-        tokens, gate, up, down = (x.to(compute_dtype) for x in (tokens, gate, up, down))
-    if device_type == "cuda" and _supports_grouped_mm(tokens, gate):
-        return _run_grouped(tokens, load, gate, up, down)
-    per_expert = zip(tokens.split(load.tolist()), gate, up, down, strict=True)
-    return torch.cat([_swiglu(F.linear, *expert) for expert in per_expert])
+        tokens, *weights = (x.to(compute_dtype) for x in (tokens, *weights))  # type: ignore[assignment]
+    if device_type == "cuda" and _supports_grouped_mm(tokens, weights[0]):
+        return _run_grouped(gated, tokens, load, *weights)
+    per_expert = zip(tokens.split(load.tolist()), *weights, strict=True)
+    return torch.cat([_feed_forward(gated, F.linear, *expert) for expert in per_expert])
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
@@ -196,12 +229,20 @@ def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
     return tokens.dtype == torch.bfloat16 and aligned and len(tokens) > 0
 
 
-def _run_grouped(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _run_grouped(gated: Gate, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
     """Run all experts in one kernel, which reads the number of tokens of each expert on the device."""
+    matrices, biases = weights[:3], weights[3:]
     if _leaves_unused_unwritten(tokens.device):
-        gate, up, down = (_ZeroUnused.apply(weight, load) for weight in (gate, up, down))
+        matrices = tuple(_ZeroUnused.apply(matrix, load) for matrix in matrices)
+    if (
+        biases
+    ):  # by a product, since the gradient of an index is not a sum in a fixed order on a GPU
+        experts = torch.arange(len(load), device=load.device)
+        expert_of_row = experts.repeat_interleave(load, output_size=len(tokens))
+        chosen = (expert_of_row.unsqueeze(1) == experts).to(tokens.dtype)
+        biases = tuple(chosen @ bias for bias in biases)
     matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
-    return _swiglu(matmul, tokens, gate, up, down)
+    return _feed_forward(gated, matmul, tokens, *matrices, *biases)
 
 
 def _leaves_unused_unwritten(device: torch.device) -> bool:
@@ -233,8 +274,20 @@ def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
     return F.grouped_mm(tokens, weight.mT, offs=ends)
 
 
-def _swiglu(matmul: Any, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return matmul(F.silu(matmul(tokens, gate)) * matmul(tokens, up), down)
+def _feed_forward(
+    gated: Gate,
+    matmul: Any,
+    tokens: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *biases: Tensor,
+) -> Tensor:
+    if not biases:
+        return matmul(gated(matmul(tokens, gate), matmul(tokens, up)), down)
+    of_gate, of_up, of_down = biases
+    inner = gated(matmul(tokens, gate) + of_gate, matmul(tokens, up) + of_up)
+    return matmul(inner, down) + of_down
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.config.schema import Model
+from nanoscale.config.schema import SINK_WIDTH, Model
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
-from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.moe import MixtureOfExperts, gate_of
 from nanoscale.models.preferences import Objective
 from nanoscale.models.rope import Rotation, rope_rotation, rotate
 
@@ -243,8 +243,11 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=bias)
         self.rope_pairs = shape.rope_pairs
         self.query_scale = 1.0
-        if shape.attention_scale is not None:  # the kernels multiply with 1/√head_dim
-            self.query_scale = shape.attention_scale * math.sqrt(self.head_dim)
+        self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.attention_sinks else None
+        if shape.attention_scale is not None or shape.attention_sinks:
+            # the kernels multiply with 1/√width
+            scale = shape.attention_scale or self.head_dim**-0.5
+            self.query_scale = scale * math.sqrt(shape.kernel_width)
         self.qk_norm, self.whole_norm = shape.qk_norm, shape.qk_norm_whole
         if shape.qk_norm_whole:
             self.q_norm: nn.Module = WholeNorm(shape.q_width, eps=shape.norm_eps)
@@ -253,7 +256,7 @@ class Attention(nn.Module):
             norm = RMSNorm1p if shape.norm == "rmsnorm1p" else nn.RMSNorm
             self.q_norm = norm(self.head_dim, eps=shape.norm_eps)
             self.k_norm = norm(self.head_dim, eps=shape.norm_eps)
-        self.core: nn.Module = CausalAttention(shape.attention_softcap)
+        self.core: nn.Module = CausalAttention(shape)
         self.wo = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
@@ -268,7 +271,11 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
             q, k = (rotate(x, rotation, self.rope_pairs) for x in (q, k))
-        out = self.core(scaled(q, self.query_scale), k, v, mask)
+        q = scaled(q, self.query_scale)
+        if self.sinks is None:
+            out = self.core(q, k, v, mask)
+        else:
+            out = self.core(*widen(q, k, v, self.sinks), mask)[..., : self.head_dim]
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -295,7 +302,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(shape.kv_rank, eps=_LATENT_EPS)
         expanded = shape.heads * (self.plain_dim + self.v_dim)
         self.wkv_b = nn.Linear(shape.kv_rank, expanded, bias=False)
-        self.core: nn.Module = CausalAttention(shape.attention_softcap)
+        self.core: nn.Module = CausalAttention(shape)
         self.wo = nn.Linear(shape.heads * self.v_dim, shape.hidden, bias=False)
 
     def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
@@ -322,9 +329,9 @@ class LatentAttention(nn.Module):
 class CausalAttention(nn.Module):
     """Causal attention, `[batch, heads, seq, head_dim]`; keys and values may have fewer heads than queries."""
 
-    def __init__(self, softcap: float | None = None) -> None:
+    def __init__(self, shape: Model) -> None:
         super().__init__()
-        self.softcap = softcap
+        self.softcap, self.has_sinks = shape.attention_softcap, shape.attention_sinks
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, *, sees_all: bool = False
@@ -333,9 +340,41 @@ class CausalAttention(nn.Module):
         causal = mask is None and not sees_all
         if self.softcap is not None:
             return capped_attention(q, k, v, mask, self.softcap, causal=causal)
+        if self.has_sinks:
+            return attention_with_sinks(q, k, v, mask, causal=causal)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
+
+
+def widen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Widen heads so that the product of a query with the key of `attention_with_sinks` is its head's sink,
+    `[heads]`, and other products stay. So every kernel and every division of heads computes sinks."""
+    batch, heads, seq, width = q.shape
+    column = (sinks * math.sqrt(width + SINK_WIDTH)).to(q.dtype).view(1, heads, 1, 1)
+    q = torch.cat((q, column.expand(batch, heads, seq, 1)), dim=-1)
+    k, v = (F.pad(x, (0, SINK_WIDTH)) for x in (k, v))
+    return F.pad(q, (0, SINK_WIDTH - 1)), k, v
+
+
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, causal: bool) -> Tensor:
+    """Attend also to a key before all others, whose value is 0: a score that is learned, by head.
+
+    Source: OpenAI 2025, arXiv:2508.10925, section 2.2; Xiao et al. 2023, arXiv:2309.17453.
+    """
+    batch, kv_heads, _, width = k.shape
+    key = F.pad(k.new_ones(1), (width - SINK_WIDTH, SINK_WIDTH - 1))
+    k = torch.cat((key.expand(batch, kv_heads, 1, width), k), dim=2)
+    v = F.pad(v, (0, 0, 1, 0))
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True)
+    if causal:  # a query of its own keeps the diagonal
+        q = F.pad(q, (0, 0, 1, 0))
+    grouped = q.shape[1] != kv_heads
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+    )
+    return out[:, :, 1:] if causal else out
 
 
 def capped_attention(
@@ -357,19 +396,17 @@ def capped_attention(
 
 
 class SwiGLU(nn.Module):
-    """A gated feed-forward block with SiLU, or with GELU's tanh approximation (Shazeer 2020,
-    arXiv:2002.05202)."""
+    """A gated feed-forward block (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, shape: Model, ffn: int) -> None:
         super().__init__()
-        is_gelu = shape.mlp == "geglu"
-        self.activate = partial(F.gelu, approximate="tanh") if is_gelu else F.silu
+        self.gated = gate_of(shape)
         self.gate = nn.Linear(shape.hidden, ffn, bias=shape.bias)
         self.up = nn.Linear(shape.hidden, ffn, bias=shape.bias)
         self.down = nn.Linear(ffn, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(self.activate(self.gate(hidden)) * self.up(hidden))
+        return self.down(self.gated(self.gate(hidden), self.up(hidden)))
 
 
 class GeluMLP(nn.Module):

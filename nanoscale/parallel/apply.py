@@ -56,7 +56,7 @@ def _divide_sequence(
     model.token_positions = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
-            module.core = context.make_core(method, group, config.model.attention_softcap)
+            module.core = context.make_core(method, group, config.model)
         if isinstance(module, Router):
             module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
     if model.objective is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
+from nanoscale.config.schema import Model
 from nanoscale.models.transformer import CausalAttention
 from nanoscale.parallel.attention_kernels import KERNELS, choose_kernel, has_cuda_flash
 from nanoscale.parallel.ring import ring_attention
@@ -34,8 +35,8 @@ def positions(method: str, seq: int, rank: int, degree: int, device: torch.devic
     return torch.cat((chunk + rank * len(chunk), chunk + mirrored * len(chunk)))
 
 
-def make_core(method: str, group: dist.ProcessGroup, softcap: float | None = None) -> nn.Module:
-    return RingAttention(group) if method == "ring" else UlyssesAttention(group, softcap)
+def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:
+    return RingAttention(group) if method == "ring" else UlyssesAttention(group, shape)
 
 
 class RingAttention(nn.Module):
@@ -61,8 +62,8 @@ class UlyssesAttention(CausalAttention):
     """Ulysses attention: a rank has a share of the heads over the whole sequence (Jacobs et al. 2023,
     arXiv:2309.14509)."""
 
-    def __init__(self, group: dist.ProcessGroup, softcap: float | None = None) -> None:
-        super().__init__(softcap)
+    def __init__(self, group: dist.ProcessGroup, shape: Model) -> None:
+        super().__init__(shape)
         self.group = group
 
     def forward(

@@ -24,7 +24,7 @@ from nanoscale.parallel.local_parameters import divide, partial_grad, replicated
 from nanoscale.parallel.mesh import ExpertLayout
 from nanoscale.parallel.sequence_parallel import ResidualStream
 
-_WIDTH = {"gate": 1, "up": 1, "down": 2}
+_WIDTH = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": None}
 """The dimension of an expert's inner width, which tp divides."""
 _HIDDEN = {"gate": 2, "up": 2, "down": 1}
 
@@ -45,7 +45,8 @@ def apply(
         if tensor is not None:
             # Every rank routes the whole sequence, and has the gradient of its share of the experts.
             for module in filter(None, (moe.router, moe.shared_gate)):
-                divide(module, layer, tensor, {"weight": Replicate()}, partial_grad)
+                whole = {"weight": Replicate(), "bias": Replicate()}
+                divide(module, layer, tensor, whole, partial_grad)
             ResidualStream.on_mesh(tensor, sequence_parallel).wrap(moe)
         _divide_experts(moe.experts, layer, tensor, experts)
 
@@ -54,7 +55,7 @@ def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
     """Return the dimension along which FSDP shards a matrix: whole experts, or `hidden` if there are too
     few."""
     local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-    hidden_dim = _HIDDEN[name]
+    hidden_dim = _HIDDEN.get(name, 0)
     return hidden_dim if local.shape[0] % ranks and local.shape[hidden_dim] % ranks == 0 else 0
 
 
@@ -66,7 +67,7 @@ def _divide_experts(
     placements: dict[str, list[Placement]] = {
         name: [
             *([Shard(0)] if layout is not None else []),
-            *([Shard(width_dim)] if tensor is not None else []),
+            *([_along(width_dim)] if tensor is not None else []),
         ]
         for name, width_dim in _WIDTH.items()
     }
@@ -76,8 +77,12 @@ def _divide_experts(
         experts.forward = partial(_exchange, layout.group, experts.forward)  # type: ignore[method-assign]
 
 
+def _along(dimension: int | None) -> Placement:
+    return Replicate() if dimension is None else Shard(dimension)
+
+
 def _own(ep: int, weight: Tensor) -> Tensor:
-    """Return this rank's shard of a matrix.
+    """Return this rank's shard of a matrix or of biases; those of partial results are 0 but on one rank of tp.
 
     Its gradient is the sum over the tokens of all ranks of ep. FSDP then averages over the remaining ranks;
     all other gradients are averaged over all ranks.
@@ -85,6 +90,10 @@ def _own(ep: int, weight: Tensor) -> Tensor:
     local = replicated_grad(weight)
     if ep > 1 and local.requires_grad:
         local.register_hook(lambda grad: grad / ep)
+    assert isinstance(weight, DTensor)
+    tp_axis = weight.device_mesh.ndim - 1
+    if weight.placements[-1].is_replicate() and weight.device_mesh.get_local_rank(tp_axis):
+        return local - local.detach()  # as `rank0_only`
     return local
 
 

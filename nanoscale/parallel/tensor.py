@@ -76,6 +76,8 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> 
             divide(module, block, mesh, {"weight": Shard(0)}, replicated_grad)
         elif isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # for a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
+        if getattr(module, "sinks", None) is not None:
+            divide(module, block, mesh, {"sinks": Shard(0)}, replicated_grad)
         if name in ("attention", "mlp") and not isinstance(module, MixtureOfExperts):
             stream.wrap(module)
 

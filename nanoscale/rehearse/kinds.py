@@ -85,7 +85,9 @@ def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int
     for each in (each for table in (parameters.ends(model), *tables) for each in table.values()):
         if not each.is_expert:
             yield -(-each.shape[0] // (parallel.tp if each.split == 0 else 1)), 1
-        elif model.hidden % (ranks // parallel.ep):  # else experts can be sharded evenly
+        elif each.is_vector or model.hidden % (
+            ranks // parallel.ep
+        ):  # else experts can be sharded evenly
             yield each.shape[0] // parallel.ep, parallel.ep
     if config.lora.rank:
         yield config.lora.rank, 1

@@ -226,7 +226,7 @@ def test_deleting_goes_back_to_the_schema():
         ("model.bias=1", "true or false", "model.bias=true"),
         ("zero.stage=2.0", "one of 0, 1, 2, 3", None),
         ("zero.stage=true", "one of 0, 1, 2, 3", None),
-        ("model.mlp=swiglue", "swiglu, geglu, gelu", "model.mlp=swiglu"),
+        ("model.mlp=swiglue", "swiglu, swiglu-clamped, geglu, gelu", "model.mlp=swiglu"),
         ("logger.tensorboard=true", "auto, on, off", "logger.tensorboard=auto"),
         ("parallel.dp=full", "an integer or auto", "parallel.dp=auto"),
         ("run.name=7", "a text", "'run.name=\"7\"'"),

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.names import shapes
@@ -23,7 +25,7 @@ from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Model
 from nanoscale.generate.weights import state_of
 from nanoscale.models.transformer import Transformer
-from tests.support.hf_families import COMMON, FAMILIES, logits, save, tokens
+from tests.support.hf_families import COMMON, FAMILIES, logits, make, save, tokens
 
 BOUND = 1e-5
 
@@ -92,6 +94,47 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     held = load_file(file)
     save_file(held | {"model.layers.2.enorm.weight": torch.ones(32)}, file)
     assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+
+
+def test_gradients_of_sinks_and_biases_equal_those_of_transformers(tmp_path: Path) -> None:
+    theirs = save("gpt_oss", tmp_path)
+    ours = ours_of(tmp_path)
+    ours(tokens()).square().sum().backward()
+    theirs(tokens()).logits.square().sum().backward()
+    mine, block = dict(ours.layers["0"].named_parameters()), theirs.model.layers[0]
+    for name, gradient in (
+        ("attention.sinks", block.self_attn.sinks.grad),
+        ("mlp.router.bias", block.mlp.router.bias.grad),
+        ("mlp.experts.up_bias", block.mlp.experts.gate_up_proj_bias.grad[:, 1::2]),
+        ("mlp.experts.down_bias", block.mlp.experts.down_proj_bias.grad),
+        ("mlp.experts.gate", block.mlp.experts.gate_up_proj.grad[..., ::2].mT),
+    ):
+        found = mine[name].grad
+        assert found is not None and (found - gradient).abs().max() <= 1e-4 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("shard", ["5GB", "8KB"])
+def test_matrices_in_mxfp4_are_read(tmp_path: Path, shard: str) -> None:
+    """Blocks and scales are in one file, or in several."""
+    theirs = make("gpt_oss, mxfp4")
+    state = theirs.state_dict()
+    draws = torch.Generator().manual_seed(1)
+    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, rows = state.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, inputs // 32, 16), generator=draws).byte()
+        scales = torch.randint(120, 127, blocks.shape[:3], generator=draws).byte()
+        state[f"{name}_blocks"], state[f"{name}_scales"] = blocks, scales
+        theirs.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales).float()
+    split = split_torch_state_dict_into_shards(state, max_shard_size=shard)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: state[name] for name in names}, tmp_path / file)
+    if split.is_sharded:
+        index = {"weight_map": split.tensor_to_filename}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    document = theirs.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+    assert load.fingerprint(tmp_path, read_shape(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -320,8 +363,8 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
             "rope_scaling is not an object",
         ),
         (
-            QWEN3_MOE | {"model_type": "gpt_oss"},
-            "gpt_oss is not one of the families",
+            QWEN3_MOE | {"model_type": "llama4_text"},
+            "llama4_text is not one of the families",
         ),
     ],
 )

@@ -33,14 +33,19 @@ def tokens(rows: int = 12) -> Tensor:
     return torch.randn(1, rows, SHAPE.hidden, generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.parametrize("changes", [{}, {"bias": True, "mlp": "swiglu-clamped"}])
 @pytest.mark.parametrize("load", [[3, 0, 4, 5], [0, 0, 12, 0], [0, 0, 0, 0]])
-def test_the_grouped_kernel_computes_what_the_loop_does(load: list[int]) -> None:
+def test_the_grouped_kernel_computes_what_the_loop_does(
+    load: list[int], changes: dict[str, Any]
+) -> None:
     """The kernel is a GPU's; PyTorch has a slow one for the CPU."""
-    rows, experts = tokens(sum(load))[0], mixture().experts
+    rows, experts = tokens(sum(load))[0], mixture(**changes).experts
+    for parameter in experts.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
     results = []
     for run in (moe._run_grouped, moe.run_experts):
         x = rows.clone().requires_grad_()
-        found = run(x, torch.tensor(load), experts.gate, experts.up, experts.down)
+        found = run(experts.gated, x, torch.tensor(load), *experts.parameters())
         gradients = torch.autograd.grad((found**2).sum(), [x, *experts.parameters()])
         results.append((found, *gradients))
     for grouped, looped in zip(*results, strict=True):
@@ -75,7 +80,8 @@ def test_a_kernel_that_leaves_gradients_unwritten(monkeypatch: pytest.MonkeyPatc
     experts.zero_grad()
     monkeypatch.setattr(F, "grouped_mm", lambda x, w, offs: UnwrittenGradients.apply(x, w, offs))
     monkeypatch.setattr(moe, "_leaves_unused_unwritten", lambda _: True)
-    (moe._run_grouped(rows, load, *experts.parameters()) ** 2).sum().backward()
+    found = moe._run_grouped(experts.gated, rows, load, *experts.parameters())
+    (found**2).sum().backward()
     for parameter, gradient in zip(experts.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 

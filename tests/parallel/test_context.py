@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from nanoscale.config.schema import Model
 from nanoscale.parallel import attention_kernels, context, ring
 from nanoscale.parallel.attention_kernels import KERNELS
 from tests.support.ranks import run_ranks
@@ -79,7 +80,7 @@ def deviations(case: Case, group: dist.ProcessGroup, seed: int = 0) -> list[floa
     given, expected = whole(case.dtype, case.kv_heads, seed)
     q, k, v, grad_out = (x[:, :, mine].clone() for x in given)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    core = context.make_core(case.method, group)
+    core = context.make_core(case.method, group, Model())
     kernels = KERNELS
     if case.way == "padded":
         kernels = {name: replace(kernel, head_dim_multiple=8) for name, kernel in KERNELS.items()}
@@ -207,7 +208,7 @@ def bookkeeping_rank(rank: int) -> dict[str, Any]:
     """Return the tensors that a ring's call saves, its number of runs under checkpointing, and its order of
     work."""
     dist.init_process_group("gloo")
-    core = context.make_core("ring", dist.group.WORLD)
+    core = context.make_core("ring", dist.group.WORLD, Model())
     shapes = [(BATCH, heads, 8, HEAD_DIM) for heads in (HEADS, 4, 4)]
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     saved: list[tuple[int, ...]] = []
@@ -229,7 +230,7 @@ def count_calls(way: str, leaves: list[Tensor]) -> tuple[int, int]:
     """Sends of the ring, and exchanges of Ulysses."""
     names = []
     for method in ("ring", "ulysses"):
-        core = context.make_core(method, dist.group.WORLD)
+        core = context.make_core(method, dist.group.WORLD, Model())
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run(way, core, leaves).sum().backward()
         names += [event.name() for event in profiler.profiler.kineto_results.events()]

@@ -23,10 +23,16 @@ MIXTRAL, QWEN = model("mixtral-8x7b"), model("qwen3-30b-a3b")
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.3), ("deepseek-v3", 671.0, 37.55)],
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("deepseek-v3", 671.0, 37.55),
+        ("gpt-oss-20b", 20.9, 4.19),
+    ],
 )
 def test_parameters_are_the_published_ones(name: str, total: float, active: float) -> None:
-    """arXiv:2401.04088, section 2.1; arXiv:2505.09388, table 2 and its model card; arXiv:2412.19437."""
+    """arXiv:2401.04088, section 2.1; arXiv:2505.09388, table 2 and its model card; arXiv:2412.19437;
+    arXiv:2508.10925, table 1, and the embedding."""
     assert round(parameters(model(name)) / 1e9, 1) == total
     assert abs(active_parameters(model(name)) / 1e9 - active) < 0.06
     dense = model("llama-8b")

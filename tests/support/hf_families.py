@@ -83,6 +83,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1}
         | {"topk_group": 1, "pad_token_id": 0, "norm_topk_prob": False},
     ),
+    "gpt_oss": (
+        "GptOss",
+        COMMON
+        | {"num_hidden_layers": 3, "head_dim": 6, "sliding_window": 7, "pad_token_id": 0}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "gpt_oss, yarn": (
+        "GptOss",
+        COMMON
+        | {"head_dim": 8, "layer_types": ["full_attention"] * 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+        | {"rope_parameters": FOURFOLD | {"rope_type": "yarn", "truncate": False}
+           | {"original_max_position_embeddings": 8}},
+    ),
+    "gpt_oss, mxfp4": (
+        "GptOss",
+        COMMON
+        | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8, "sliding_window": 7}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
     "llama, linear": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "linear"}}),
     "llama, dynamic": ("Llama", COMMON | {"rope_parameters": FOURFOLD | {"rope_type": "dynamic"}}),
     "qwen3, yarn": (
@@ -155,8 +175,8 @@ def make(family: str, seed: int = 0) -> Any:
         config._attn_implementation = "eager"  # the others have no bound of the scores
     model = getattr(transformers, f"{name}{head}")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "_bias" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

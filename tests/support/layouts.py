@@ -78,6 +78,11 @@ GROUPED = replace(
 )  # fmt: skip
 SHARED = replace(MOE, shared_ffn=16, shared_gate=True, normalize_experts=False)
 
+GPT_OSS = replace(
+    MOE, balance="none", mlp="swiglu-clamped", bias=True, attention_sinks=True, sliding_window=7,
+    full_attention_every=2,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Row:
@@ -238,6 +243,10 @@ ROWS = [
     mixture(0, 1, dp=2, pp=2, ep=2, shape=replace(GROUPED, balance="aux", balance_rate=0.1)),
     mixture(0, 1, tp=2, pp=2, shape=replace(SHARED, shared_gate=False)),
     mixture(2, 1, dp=4, ep=2, dp_replicate=2),
+    mixture(3, 1, dp=2, tp=2, ep=2, shape=GPT_OSS, activation_checkpointing="full"),
+    mixture(0, 2, pp=2, cp=2, cp_method="ulysses", shape=GPT_OSS),
+    mixture(1, 1, dp=2, tp=2, shape=replace(GPT_OSS, balance="aux"), activation_checkpointing="selective"),
+    packed("gpt-oss, dp 2 · tp 2", 3, 2, GPT_OSS, dp=2, tp=2),
     mixture(3, dp=2, ep=2, tp=2, activation_checkpointing="selective"),
     mixture(2, dp=2, cp=2, ep=4),
     mixture(0, 4, shape=AUX),

@@ -56,6 +56,7 @@ GROUPED = replace(
     dense_layers=1, dense_ffn=528,
 )  # fmt: skip
 MLA = replace(SHAPE, kv_heads=8, head_dim=24, kv_rank=64, q_rank=96, rope_head_dim=8, v_head_dim=16)
+GPT_OSS = replace(MIXTURE, mlp="swiglu-clamped", bias=True, attention_sinks=True)
 SHARED = replace(MIXTURE, shared_ffn=352, shared_gate=True, normalize_experts=False)
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
 
@@ -219,6 +220,14 @@ ROWS = [
     Row("dp 2 · pp 2, bf16, stage 1", {"dp": 2, "pp": 2}, 1, 2, "bf16"),
     Row("experts", shape=MIXTURE),
     Row("experts, aux", shape=replace(MIXTURE, balance="aux")),
+    Row("experts, gpt-oss", shape=GPT_OSS),
+    Row("experts, gpt-oss, bf16", precision="bf16", shape=GPT_OSS),
+    Row("experts, gpt-oss, full", recomputed("full"), shape=GPT_OSS),
+    Row("experts, gpt-oss, selective", recomputed("selective"), shape=GPT_OSS),
+    Row("experts, gpt-oss, tp 2 · ep 2", {"dp": 2, "tp": 2, "ep": 2}, 3, shape=GPT_OSS),
+    Row("clamped", shape=replace(SHAPE, mlp="swiglu-clamped", bias=True)),
+    Row("sinks", shape=replace(SHAPE, attention_sinks=True)),
+    Row("sinks, window", shape=replace(SHAPE, attention_sinks=True, sliding_window=32)),
     Row("experts, wide", shape=replace(MIXTURE, ffn=1408), micro_batch=1, global_batch=1),
     Row("experts, many", shape=replace(MIXTURE, experts=16, experts_per_token=4, ffn=64)),
     Row("experts, bf16", precision="bf16", shape=MIXTURE),

@@ -104,8 +104,9 @@ def _train(
     trained: nn.Module = Merged(model, lora) if lora.rank else model
     parameters = [p for p in trained.parameters() if p.requires_grad]
     in_blocks = {id(p) for layer in model.layers.values() for p in layer.parameters() if p.ndim > 1}
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim == 1]
+    of_experts = {id(p) for mixture in mixtures for p in mixture.biases}
+    matrices = [p for p in parameters if p.ndim > 1 and id(p) not in of_experts]
+    vectors = [p for p in parameters if p.ndim == 1 or id(p) in of_experts]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     update: torch.optim.Optimizer | Both
@@ -317,7 +318,9 @@ class EveryExpert(nn.Module):
     def __init__(self, mixture: MixtureOfExperts, shape: Model) -> None:
         super().__init__()
         self.router = mixture.router.weight
-        self.gate, self.up, self.down = mixture.experts.parameters()
+        self.gate, self.up, self.down, *biases = mixture.experts.parameters()
+        self.biases = nn.ParameterList(biases)
+        self.router_bias = mixture.router.bias
         self.shared = mixture.shared
         self.shared_gate = mixture.shared_gate
         self.shape = shape
@@ -333,6 +336,8 @@ class EveryExpert(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         shape, products = self.shape, hidden @ self.router.T
+        if self.router_bias is not None:
+            products = products + self.router_bias
         is_sigmoid = shape.router == "sigmoid"
         scores = 1 / (1 + torch.exp(-products)) if is_sigmoid else torch.softmax(products, dim=-1)
         preferred = scores.detach() + torch.tensor(self.preference, dtype=scores.dtype)
@@ -353,9 +358,15 @@ class EveryExpert(nn.Module):
             often = (kept > 0).to(scores.dtype).mean(1) * (len(self.load) / self.taken)
             shares = scores / scores.sum(-1, keepdim=True)
             self.penalty = self.rate * (often * shares.mean(1)).sum(-1).mean()
-        inner = torch.einsum("bsh,efh->bsef", hidden, self.up)
-        inner = inner * F.silu(torch.einsum("bsh,efh->bsef", hidden, self.gate))
-        found = torch.einsum("bsef,ehf->bseh", inner, self.down)
+        of_gate, of_up, of_down = self.biases if shape.bias else (0, 0, 0)
+        up = torch.einsum("bsh,efh->bsef", hidden, self.up) + of_up
+        gate = torch.einsum("bsh,efh->bsef", hidden, self.gate) + of_gate
+        if shape.mlp == "swiglu-clamped":
+            gate, up = torch.minimum(gate, gate.new_tensor(7)), up.clamp(-7, 7) + 1
+            inner = up * gate / (1 + torch.exp(-1.702 * gate))
+        else:
+            inner = up * F.silu(gate)
+        found = torch.einsum("bsef,ehf->bseh", inner, self.down) + of_down
         kept = kept / kept.sum(-1, keepdim=True) if shape.normalize_experts else kept
         kept = kept * shape.expert_scale
         result = torch.einsum("bse,bseh->bsh", kept, found)

@@ -271,8 +271,11 @@ class _Source:
         dtype = torch.float32 if name.endswith(IN_FP32) else getattr(torch, self.kind.torch_name)
         for parameter_name, position in self._positions[name]:
             value = self._read_parameter(parameter_name, position).to(dtype)
-            values.append(value.T if position.transposed else value)
-        yield values[0] if len(values) == 1 else torch.cat(values, dim=position.axis)
+            values.append(value.mT if position.transposed else value)
+        if position.every > 1:
+            yield torch.stack(values, dim=-1).flatten(-2)
+        else:
+            yield values[0] if len(values) == 1 else torch.cat(values, dim=position.axis)
 
     def _read_parameter(self, name: str, position: TensorPosition) -> Tensor:
         """Return one part; experts of a matrix follow each other, so it is read once and kept for all."""

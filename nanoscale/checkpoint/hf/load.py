@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from nanoscale.checkpoint.flat import Box
 
 _SHOWN = 4
+_GROUP = 32
+"""Numbers of a row that share a scale in MXFP4."""
+_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""The numbers of 4 bits without a sign."""
 _SAMPLED = 4096
 """Bytes of a tensor that enter its model's fingerprint."""
 
@@ -76,11 +80,11 @@ def find(folder: Path, model: Model) -> StoredParameters:
             stored[absent] = tensor
     problems = [f"{name} is missing" for name in needed if name not in stored]
     problems += differences(stored, needed)
-    used = {tensor.name for tensor in stored.values()}
+    used = set(stored.values())
     problems += [
         f"{name} is not a parameter of this shape"
-        for name in file_tensors
-        if name not in used and not is_needless(name, model)
+        for name, tensor in file_tensors.items()
+        if tensor not in used and not is_needless(name, model)
     ]
     refuse_all(problems)
     return {
@@ -99,7 +103,7 @@ def differences(stored: dict[str, Stored], needed: Shapes) -> list[str]:
     return problems + [
         f"{name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read"
         for name, tensor in stored.items()
-        if tensor.dtype not in WIDTH
+        if tensor.dtype not in WIDTH and tensor.scales is None
     ]
 
 
@@ -149,10 +153,14 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
                     reader = open_files.enter_context(safe_open(file, "pt"))
                 for box, memory in _boxes_of(target, position):
                     slices = position.slices(full_shape, box.offsets, box.sizes)
-                    values = read_part(reader, tensor.name, slices)
+                    values = (
+                        read_part(reader, tensor.name, slices)
+                        if tensor.scales is None
+                        else read_mxfp4(reader, tensor, slices)
+                    )
                     if tensor.name.endswith(IN_FP32):
                         values = (values.double() / BIAS_UNIT).round()
-                    memory.copy_(values.T if position.transposed else values)
+                    memory.copy_(values.mT if position.transposed else values)
             except (SafetensorError, OSError) as error:
                 raise BadFileError(f"{tensor.file.name} cannot be read: {error}") from error
 
@@ -179,9 +187,30 @@ def fingerprint(folder: Path, model: Model) -> str:
 
 
 def read_part(reader: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
-    """Read these elements of a tensor, and no others, from an open file."""
-    values: Tensor = reader.get_slice(name)[slices]
-    return values
+    """Read these elements of a tensor, and at most those between them, from an open file."""
+    values: Tensor = reader.get_slice(name)[tuple(slice(it.start, it.stop) for it in slices)]
+    return values[tuple(slice(None, None, it.step) for it in slices)]
+
+
+def read_mxfp4(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
+    """Read elements of a matrix in MXFP4, one expert after another, as bf16, which holds them exactly."""
+    import torch
+    from safetensors import safe_open
+
+    assert tensor.scales is not None
+    experts, inputs, outputs = slices
+    groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
+    wanted = slice(inputs.start - _GROUP * groups.start, inputs.stop - _GROUP * groups.start)
+    numbers, found = torch.tensor(_FP4 + [-number for number in _FP4]), []
+    with safe_open(tensor.scales.file, "pt") as with_scales:
+        for expert in range(experts.start, experts.stop):
+            where = (slice(expert, expert + 1), slice(outputs.start, outputs.stop), groups)
+            bytes_ = reader.get_slice(tensor.name)[where][0].int()
+            exponents = with_scales.get_slice(tensor.scales.name)[where][0].int() - 127
+            values = numbers[torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)]
+            whole = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
+            found.append(whole[:: outputs.step, wanted].T.to(torch.bfloat16))
+    return torch.stack(found)
 
 
 def _boxes_of(target: Tensor, position: TensorPosition) -> Iterator[tuple[Box, Tensor]]:

@@ -7,6 +7,7 @@
 | gate and up | the same; in Phi-3 and GLM-4 one above the other in one matrix |
 | a matrix of all experts `[experts, out, in]` | one of each expert `[out, in]` |
 | with merged experts | the same, gate and up one above the other `[experts, 2 · out, in]` |
+| in gpt-oss | the same, `[experts, in, 2 · out]`, in which the columns of gate and up take turns |
 
 Rotary pairs are (i, i + head_dim / 2) on both sides.
 """
@@ -44,29 +45,38 @@ class TensorPosition:
     """Our modules in a block that are side by side in the Hugging Face tensor, along `axis`; empty: one."""
     axis: int = 0
     before: int = 0
-    """Rows, or columns, of the Hugging Face tensor before ours, along `axis`."""
+    """Rows, or columns, of the Hugging Face tensor before our first one, along `axis`."""
     after: int = 0
     expert: int | None = None
     """The index in our first dimension; None if that is not a dimension of experts."""
+    every: int = 1
+    """The distance of our rows, or columns, along `axis`; more than 1 if joined modules take turns."""
 
     def shape(self, own_shape: Shape) -> Shape:
         """Return the shape of the whole Hugging Face tensor."""
         own_shape = self._per_expert(own_shape)
-        hf_shape = list(own_shape[::-1] if self.transposed else own_shape)
-        hf_shape[self.axis] += self.before + self.after
+        hf_shape = [own_shape[axis] for axis in self._order(own_shape)]
+        size = hf_shape[self.axis]
+        hf_shape[self.axis] = (
+            self.every * size if self.every > 1 else size + self.before + self.after
+        )
         return tuple(hf_shape)
 
     def slices(self, own_shape: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
         """Return the slices of a box of our tensor, or of its part for the expert, in the Hugging Face
         tensor."""
         own_shape, offsets, sizes = map(self._per_expert, (own_shape, offsets, sizes))
-        order = range(len(own_shape))[:: -1 if self.transposed else 1]
-        start = [offsets[axis] for axis in order]
-        length = [sizes[axis] for axis in order]
-        start[self.axis] += self.before
-        return tuple(
-            slice(first, first + count) for first, count in zip(start, length, strict=True)
-        )
+        order = self._order(own_shape)
+        slices = [slice(offsets[axis], offsets[axis] + sizes[axis]) for axis in order]
+        start, stop = slices[self.axis].start, slices[self.axis].stop
+        first, last = (self.every * at + self.before for at in (start, stop - 1))
+        slices[self.axis] = slice(first, last + 1, self.every)
+        return tuple(slices)
+
+    def _order(self, lengths: Shape) -> list[int]:
+        """Return our axes in the order of the Hugging Face tensor's."""
+        order = list(range(len(lengths)))
+        return [*order[:-2], order[-1], order[-2]] if self.transposed else order
 
     def row(self, offsets: Shape, sizes: Shape) -> int | None:
         """Return the expert's row in a box of our tensor; None if the box does not contain it."""
@@ -94,7 +104,8 @@ def hf_positions(
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
         return _block_positions(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
-    block = _LLAMA | _OWN_NAMES.get(family, {}) | (_MERGED if merged else {})
+    own = _OWN_NAMES.get(family, {})
+    block = _LLAMA | own | (_MERGED if merged and own is not _GPT_OSS else {})
     if model.q_rank is not None:
         block |= {"attention.wq": TensorPosition("self_attn.q_b_proj")}
     return _block_positions(model, "model.", "layers", root, block)
@@ -112,7 +123,7 @@ def bias_positions(model: Model) -> dict[str, TensorPosition]:
 
 
 def is_merged(names: Iterable[str]) -> bool:
-    """True if a file has the experts of a block in one tensor, as in transformers 5.
+    """True if a file has the experts of a block in one tensor, as in transformers 5, and in gpt-oss always.
 
     `save_pretrained` separates them, unless it is called with save_original_format=False.
     """
@@ -177,6 +188,18 @@ _MERGED = {
     ),
     "mlp.experts.down": TensorPosition("mlp.experts.down_proj"),
 }
+_TURNS = TensorPosition("mlp.experts.gate_up_proj", True, axis=-1, every=2)
+_BIASES_TAKE_TURNS = TensorPosition("mlp.experts.gate_up_proj_bias", axis=-1, every=2)
+_GPT_OSS = {
+    "attention": TensorPosition("self_attn"),
+    "mlp.router": TensorPosition("mlp.router"),
+    "mlp.experts.gate": _TURNS,
+    "mlp.experts.up": replace(_TURNS, before=1),
+    "mlp.experts.down": TensorPosition("mlp.experts.down_proj", True),
+    "mlp.experts.gate_bias": _BIASES_TAKE_TURNS,
+    "mlp.experts.up_bias": replace(_BIASES_TAKE_TURNS, before=1),
+    "mlp.experts.down_bias": TensorPosition("mlp.experts.down_proj_bias"),
+}
 _QKV = ("attention.wq", "attention.wk", "attention.wv")
 _GATED = ("mlp.gate", "mlp.up")
 _GATE_UP = dict.fromkeys(_GATED, TensorPosition("mlp.gate_up_proj", joined=_GATED))
@@ -190,6 +213,7 @@ _OWN_NAMES = {
     "qwen3_moe": _QWEN3_MOE,
     "qwen2_moe": _QWEN2_MOE,
     "glm4_moe": _GROUPED_EXPERTS,
+    "gpt_oss": _GPT_OSS,
     "deepseek_v3": _GROUPED_EXPERTS | _LATENTS,
     "phi3": _GATE_UP | dict.fromkeys(_QKV, TensorPosition("self_attn.qkv_proj", joined=_QKV)),
     "glm": _GATE_UP,

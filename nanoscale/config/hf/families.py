@@ -248,6 +248,11 @@ def _inverse_square(scale: float | None) -> Any:
 
 # transformers reads `rope_theta` and `rope_scaling` for the layers without a window alone.
 _UNSCALED_WINDOWS = HFRule(lambda *_: {"rope_theta_local": 500000.0})
+# Without `rope_scaling` it would have YaRN.
+_PLAIN_ROPE = HFRule(
+    lambda *_: {},
+    lambda _, document: {"rope_scaling": document["rope_scaling"] or {"rope_type": "default"}},
+)
 _SCALED_EMBEDDING = HFRule(lambda _, values: {"embed_scale": math.sqrt(values["hidden"])})
 
 
@@ -432,6 +437,30 @@ FAMILIES: dict[str, Family] = {
         HFRule(_read_latent_heads, _write_latent_heads),
         without=("head_dim",),
         router="sigmoid",
+    ),
+    "gpt_oss": _like_llama(
+        "GptOssForCausalLM",
+        {
+            **_EXPERTS,
+            "num_local_experts": HFKey("experts", 128),
+            "attention_bias": HFOnly(True),
+            "sliding_window": HFKey("sliding_window", 128),
+            "swiglu_limit": HFOnly(7.0),
+            "swiglu_alpha": HFOnly(1.702, is_written=False),
+        },
+        {
+            "kv_heads": 8,
+            "head_dim": 64,
+            "norm_eps": 1e-5,
+            "max_seq_len": 131072,
+            "rope_theta": 150000.0,
+            "experts_per_token": 4,
+        },
+        _layer_types(2),
+        _PLAIN_ROPE,
+        mlp="swiglu-clamped",
+        bias=True,
+        attention_sinks=True,
     ),
     "olmo2": _like_llama(
         "Olmo2ForCausalLM",

@@ -61,7 +61,8 @@ def read_shape(folder: Path) -> Model:
     if family not in FAMILIES:
         families = ", ".join(FAMILIES)
         raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
-    if "quantization_config" in document:
+    quantized = document.get("quantization_config")
+    if quantized and not (isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"):
         raise UnsupportedError("quantization_config: its weights are quantized")
     values = _read(FAMILIES[family], document) | {"name": folder.name}
     config, violations = convert({"model": values}, lambda _: "config.json")

@@ -208,14 +208,18 @@ RULES = (
     Rule("parallel.cp_method",
         (
             *("parallel.cp", "parallel.cp_method", "train.seq_len", "model.sliding_window"),
-            *("model.attention_softcap", "model.full_attention_every"),
+            *("model.attention_softcap", "model.attention_sinks", "model.full_attention_every"),
         ),
         lambda config: (
             config.parallel.cp == 1
             or config.parallel.cp_method != "ring"
-            or (config.model.attention_softcap is None and not config.model.is_windowed(config.train.seq_len))
+            or not (
+                config.model.attention_softcap is not None
+                or config.model.attention_sinks
+                or config.model.is_windowed(config.train.seq_len)
+            )
         ),
-        "has kernels of its own, without windows shorter than the sequence and without bounded scores",
+        "has kernels of its own, without windows shorter than the sequence, bounded scores and sinks",
         ("parallel.cp_method=ulysses", "parallel.cp=1")),
     Rule("parallel.cp",
         ("parallel.cp", "parallel.cp_method", "parallel.tp", "model.heads", "model.kv_heads"),

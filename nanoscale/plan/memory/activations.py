@@ -128,7 +128,7 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     if not run.fused:
         sizes["product" if shape.gated else "activated"] = inner
         if shape.gated and not run.fused_activation:
-            sizes["activated"] = inner
+            sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
     if run.dropout:
         sizes["masks"] = 2 * local_tokens * shape.hidden
     return sizes
@@ -165,6 +165,9 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
         e = max(4, e)
         sizes = dict.fromkeys(sizes, tokens * shape.q * e)
     sizes["attended"] = queries
+    if shape.model.attention_sinks:
+        kernel, head = shape.model.kernel_width, shape.model.head_width
+        sizes = {name: size * kernel // head for name, size in sizes.items()}
     if run.attention == "flash":
         sizes["log-sums"] = tokens * shape.heads * STATISTIC
         if shape.masked:  # PyTorch makes a mask of the numbers that are added to the scores
@@ -178,7 +181,7 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
             sizes["dropped scores"] = scores * (e + 1)
         if run.keeps_softmax_input:
             sizes["raw scores"] = scores * e
-    if run.turned or run.exchanged:
+    if run.turned or run.exchanged or shape.model.attention_sinks:
         sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, with autocast for queries and for keys
         sizes["rotation"] = shape.rotary * run.compute * (2 if run.autocast else 1)

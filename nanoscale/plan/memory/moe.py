@@ -20,7 +20,7 @@ INDEX = 8
 def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of every tensor that autograd saves in the feed-forward of an MoE block."""
     rows, number = shape.tokens * shape.experts_per_token, run.compute
-    router = max(4, number)
+    router, model = max(4, number), shape.model
     inner = rows * shape.ffn * number
     return {
         "normed middle": shape.tokens * shape.hidden * router,
@@ -31,7 +31,8 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
         "up": inner,
         "gate": inner,
         "product": inner,
-        "activated": inner,
+        "activated": inner * (4 if shape.model.mlp == "swiglu-clamped" else 1),
+        "rows of biases": rows * shape.local_experts * number if model.bias and run.grouped else 0,
         "expert outputs": rows * shape.hidden * number,
         **_saved_by_shared(shape, run),
     }

@@ -44,6 +44,10 @@ _QK_NORM = {False: (2, 3), True: (1, 2)}
 """For each element of queries and keys: their norms, which a compiler fuses with the rotation."""
 _GATED = {False: (5, 9), True: (3, 5)}
 """For each element of the hidden layer of SwiGLU: silu and product."""
+_CLAMPED = {False: (16, 24), True: (3, 5)}
+"""The same with bounds: two clamps, two factors, a sigmoid, a sum and two products."""
+_WIDENED = (8, 8)
+"""For each element of queries and keys: two copies for attention's sinks, and their gradients."""
 _GELU = (2, 3)
 _SUMS = 9
 """For each element of the stream, backward: the sum of the gradients of the input of q, k, v, and the sum of
@@ -282,7 +286,7 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
         tokens, heads = shape.seq, max(1, heads // shape.cp)
 
     def seconds(keys: int, causal: bool) -> float:
-        width, kernel = shape.model.head_width, shape.attention
+        width, kernel = shape.model.kernel_width, shape.attention
         return operations.attention(
             hardware, shape.dtype, shape.batch, tokens, keys, heads, width, causal, kernel
         )
@@ -304,11 +308,15 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
         inner = inner * model.experts_per_token + shape.tokens * model.shared_ffn / shape.tp
         routed = moe.traffic(shape)
     activation = _GATED[compiled] if model.is_gated else _GELU
+    if model.mlp == "swiglu-clamped":
+        activation = _CLAMPED[compiled]
     rope: tuple[float, ...] = (0, 0)
     if model.position == "rope":
         rope = tuple(count * model.rope_fraction for count in _ROPE[compiled])
     if model.qk_norm:
         rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
+    if model.attention_sinks:
+        rope = rope[0] + _WIDENED[0], rope[1] + _WIDENED[1]
     kv_heads = model.kv_head_count
     queries_keys = shape.tokens * (model.heads + kv_heads) * width / shape.tp
     norms = _COMPOSED if shape.software.composed_norm and not compiled else (0, 0)
