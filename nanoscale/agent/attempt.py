@@ -43,7 +43,12 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
     Returns:
         on the first host, the process of the store, which the ranks of other hosts may still need.
     """
-    host, run = order.host, _run_directory(link, order)
+    host = order.host
+    run = RunDirectory(Path(order.run or link.scratch / f"run-{host.attempt}"))
+    if order.run is None:  # a job without a run has a directory that only this host sees
+        run.path.mkdir()
+        run.config.write_text(order.config, encoding="utf-8")
+        write_json(run.task, order.task)
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
@@ -75,17 +80,6 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
     ended = Ended(host.attempt, outcome, tuple(failures), evidence, result, positions)
     link.send(**message_of(ended))
     return store
-
-
-def _run_directory(link: Link, order: LaunchOrder) -> RunDirectory:
-    """Return the run's directory; a job without a run has one that only this host sees."""
-    if order.run is not None:
-        return RunDirectory(Path(order.run))
-    run = RunDirectory(link.scratch / f"run-{order.host.attempt}")
-    run.path.mkdir()
-    run.config.write_text(order.config, encoding="utf-8")
-    write_json(run.task, order.task)
-    return run
 
 
 def _run_ranks(

@@ -53,7 +53,17 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "devices": asdict(devices),
         "gpu_memory_gib": gpu_memory(),
         "gpu_problem": gpu_problem(),
-        "gpu_software": gpu_software() if devices.kind == "cuda" else None,
+        # By these the launcher decides if the ranks can use the GPUs.
+        "gpu_software": {
+            "driver_cuda": driver_cuda(),
+            "capabilities": gpu_capabilities(),
+            "links": gpu_links(),
+            "fabric": fabric(Path("/sys")),
+            "torch": torch_build(),
+            "compiler": compiler(os.environ),
+        }
+        if devices.kind == "cuda"
+        else None,
         "memory_gib": available_gib(),
         "shared_memory_gib": _free_gib(Path("/dev/shm")),
         "root": _inspect_folder(Path(order["root"]), order["probe"]),
@@ -108,15 +118,14 @@ def _stale_locks() -> list[str]:
     try:
         default = user_cache() / "torch_extensions"
         locks = Path(configured).glob("*/lock") if configured else default.glob("*/*/lock")
-        return [str(path) for path in sorted(locks) if _age_s(path) > _STALE_S]
+        stale = []
+        for path in sorted(locks):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    stale.append(str(path))
+        return stale
     except (OSError, RuntimeError):
         return []
-
-
-def _age_s(path: Path) -> float:
-    with suppress(OSError):
-        return time.time() - path.stat().st_mtime
-    return 0.0
 
 
 def _free_gib(folder: Path) -> float | None:
@@ -127,18 +136,6 @@ def _free_gib(folder: Path) -> float | None:
 
 _ARCHITECTURES = re.compile(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
 _COMPILE_S = 20.0
-
-
-def gpu_software() -> dict[str, Any]:
-    """Return the facts by which the launcher decides if the ranks can use the GPUs; JSON."""
-    return {
-        "driver_cuda": driver_cuda(),
-        "capabilities": gpu_capabilities(),
-        "links": gpu_links(),
-        "fabric": fabric(Path("/sys")),
-        "torch": torch_build(),
-        "compiler": compiler(os.environ),
-    }
 
 
 def fabric(system: Path) -> list[str]:

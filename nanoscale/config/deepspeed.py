@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoscale.config.dtypes import DTYPES
-from nanoscale.config.reference import merged, value_of
+from nanoscale.config.reference import flat, merged, value_of
 from nanoscale.config.resolved import ResolvedConfig
 
 _NO_LIMIT = 1e38
@@ -115,16 +115,9 @@ def _precision(config: ResolvedConfig) -> dict[str, Any]:
     return settings
 
 
-def owner(extra: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def owner(extra: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings within `extra` that a key of ours decides, with that key."""
-    found: dict[str, str] = {}
-    for name, value in extra.items():
-        path = f"{prefix}{name}"
-        if path in OWNED:
-            found[path] = OWNED[path]
-        elif isinstance(value, Mapping):
-            found |= owner(value, f"{path}.")
-    return found
+    return {path: OWNED[path] for path in flat(extra, stop=OWNED.__contains__) if path in OWNED}
 
 
 def unowned(extra: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -245,7 +245,6 @@ def _check_types(settings: Mapping[str, Any], result: Translation) -> None:
 
 
 def _value(settings: Mapping[str, Any], path: str, absent: Any) -> Any:
-    """Return the value at a path; `absent` if there is none."""
     value: Any = settings
     for name in path.split("."):
         value = value.get(name, absent) if isinstance(value, Mapping) else absent

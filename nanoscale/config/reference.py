@@ -6,7 +6,7 @@ Checks, conversion, did-you-mean and `config explain` look things up here.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -108,9 +108,13 @@ def optional(annotation: Any) -> bool:
 
 
 @cache
-def sections() -> dict[str, type]:
-    """Return every section by its dotted name; the whole configuration is ``""``."""
-    return dict(_sections(Config, ""))
+def sections(section: type = Config, name: str = "") -> dict[str, type]:
+    """Return every section in a section by its dotted name; the whole configuration is ``""``."""
+    result = {name: section}
+    for leaf, (annotation, _) in members(section).items():
+        if (inner := section_of(annotation)) is not None:
+            result |= sections(inner, f"{name}.{leaf}" if name else leaf)
+    return result
 
 
 @cache
@@ -228,14 +232,6 @@ def meaning(name: str) -> str:
     if name in declared():
         return declared()[name].meaning
     return (sections()[name].__doc__ or "").strip().splitlines()[0]
-
-
-def _sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:
-    yield prefix, section
-    for name, (annotation, _) in members(section).items():
-        inner = section_of(annotation)
-        if inner is not None:
-            yield from _sections(inner, f"{prefix}.{name}" if prefix else name)
 
 
 def _default(field: Field[Any]) -> Any:

@@ -63,32 +63,27 @@ def run(context: RankContext) -> str:
         log = Path(folder) / "nccl.log"
         if "NCCL_DEBUG" not in os.environ:  # else it is the user's; NCCL reads both when it starts
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
-        return _measure(context, device, log)
-
-
-def _measure(context: RankContext, device: torch.device, log: Path) -> str:
-    """Measure, and write the figures, with the transports in NCCL's log."""
-    ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
-    hosts = ranks.gather(context.host)
-    reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
-    within = measure_within(hosts, device)
-    slow = needs_pairs(reduced, within)
-    pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    used = {name for names in ranks.gather(transports(text)) for name in names}
-    if context.rank == 0:
-        figures = {
-            "closed": [],
-            "backend": _BACKEND[device.type],
-            "transports": sorted(used),
-            "ranks": len(hosts),
-            "hosts": list(dict.fromkeys(hosts)),
-            "all_reduce": reduced,
-            "within_hosts": within,
-            "point_to_point": pairs,
-        }
-        write_json(context.run.result, figures)
-    ranks.leave()
+        ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
+        hosts = ranks.gather(context.host)
+        reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
+        within = measure_within(hosts, device)
+        slow = needs_pairs(reduced, within)
+        pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
+        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        used = {name for names in ranks.gather(transports(text)) for name in names}
+        if context.rank == 0:
+            figures = {
+                "closed": [],
+                "backend": _BACKEND[device.type],
+                "transports": sorted(used),
+                "ranks": len(hosts),
+                "hosts": list(dict.fromkeys(hosts)),
+                "all_reduce": reduced,
+                "within_hosts": within,
+                "point_to_point": pairs,
+            }
+            write_json(context.run.result, figures)
+        ranks.leave()
     return "completed"
 
 

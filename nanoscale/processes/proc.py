@@ -38,23 +38,21 @@ def environment(pid: int) -> list[bytes]:
     """Read the variables of a process, each as NAME=VALUE.
 
     While a process begins a new program, the kernel has its memory but not yet its environment, and shows none;
-    that moment is waited for.
+    that moment is waited for, but not in a process that has ended, or has an environment of length zero, or in
+    a thread of the kernel.
 
     Raises:
         OSError: the process has ended, or belongs to another user.
     """
     path, end = Path(f"/proc/{pid}/environ"), time.monotonic() + _EXEC_S
-    while not (content := path.read_bytes()) and _has_variables(pid) and time.monotonic() < end:
+    while not (content := path.read_bytes()) and time.monotonic() < end:
+        fields = _stat(pid)
+        if len(fields) <= _ENVIRONMENT_END or fields[_MEMORY] == "0":
+            break
+        if fields[_ENVIRONMENT_START] == fields[_ENVIRONMENT_END] != "0":
+            break
         time.sleep(0.001)
     return content.split(b"\0")
-
-
-def _has_variables(pid: int) -> bool:
-    """True unless a process has ended, is a thread of the kernel, or has an environment of length zero."""
-    fields = _stat(pid)
-    if len(fields) <= _ENVIRONMENT_END or fields[_MEMORY] == "0":
-        return False
-    return fields[_ENVIRONMENT_END] == "0" or fields[_ENVIRONMENT_START] != fields[_ENVIRONMENT_END]
 
 
 def start_ticks(pid: int) -> int | None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import DONE, INTERRUPTED, PREEMPTED
 from nanoscale.runs import failure
-from nanoscale.sweep.samplers import Source
+from nanoscale.sweep.samplers import Study
 from nanoscale.sweep.slots import Slot
 from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import ENDED, Settings, Sweep, Trial
@@ -45,7 +45,8 @@ class Runner:
     sweep: Sweep
     settings: Settings
     space: Space
-    source: Source
+    source: Study | None
+    """The source of further trials; None for a grid, which has no further ones."""
     trials: list[Trial]
     slots: Sequence[Slot]
     """The devices of each trial that runs at the same time."""
@@ -73,7 +74,8 @@ class Runner:
             state = self.sweep.state(trial)
             if state in ENDED and not (self.retry and state == "failed"):
                 self._done.add(trial.name)
-                self.source.ended(trial, state)
+                if self.source is not None:
+                    self.source.ended(trial, state)
         while True:
             changed = self._collect()
             if signals.first is not None and not stopped:
@@ -114,7 +116,7 @@ class Runner:
                 # An earlier sweep was killed, and its trial still saves a checkpoint.
                 self._waits = self.sweep.state(trial) == "running"
                 return None if self._waits else trial
-        new = self.source.next(self.trials)
+        new = self.source.next(self.trials) if self.source is not None else None
         if new is not None:
             self.trials.append(new)
             self.sweep.write(self.settings, self.trials)
@@ -135,13 +137,20 @@ class Runner:
                 command += ["--config-dir", self.settings.config_dir]
         if slot.include is not None:
             command += [f"launcher.include={quoted(slot.include)}", "launcher.exclude=null"]
+        environment = dict(os.environ)
+        if slot.gpus is not None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            names = [
+                visible[it] if len(visible) > it and visible[it] else str(it) for it in slot.gpus
+            ]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         with self.sweep.log(trial).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "nanoscale", *command, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(slot.gpus),
+                env=environment,
                 start_new_session=True,  # Ctrl-C is for this process, which stops the trials
                 preexec_fn=_stop_with_parent,
             )
@@ -161,13 +170,14 @@ class Runner:
                     self._lost.add(slot)  # the trial continues on other hosts, if there are any
                     continue
             self._done.add(name)
-            if state in ENDED:  # a sampler's interrupted trial stays open until it is resumed
+            # a sampler's interrupted trial stays open until it is resumed
+            if state in ENDED and self.source is not None:
                 self.source.ended(trial, state)
         return bool(ended)
 
     def _prune(self) -> bool:
         """Stop trials that the pruner gives up; True if there is one."""
-        if time.monotonic() - self._pruned_at < _PRUNE_S:
+        if self.source is None or time.monotonic() - self._pruned_at < _PRUNE_S:
             return False
         self._pruned_at = time.monotonic()
         pruned = False
@@ -178,14 +188,6 @@ class Runner:
                 self._active[trial.name].terminate()
                 pruned = True
         return pruned
-
-
-def _environment(gpus: Sequence[int] | None) -> Mapping[str, str]:
-    if gpus is None:
-        return os.environ
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [visible[it] if len(visible) > it and visible[it] else str(it) for it in gpus]
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def _stop_with_parent() -> None:

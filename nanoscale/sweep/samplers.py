@@ -73,21 +73,6 @@ def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
     return settings
 
 
-class Source:
-    """A source of further trials, which learns how they end; a grid has no further ones."""
-
-    def next(self, trials: list[Trial]) -> Trial | None:
-        """Return the next new trial; None after the last."""
-        return None
-
-    def should_prune(self, trial: Trial) -> bool:
-        """True if a running trial should end, by its evaluations so far."""
-        return False
-
-    def ended(self, trial: Trial, state: State) -> None:
-        """Record the end of a trial: completed, failed or pruned."""
-
-
 def first_trials(settings: Settings, space: Space) -> list[Trial]:
     """Return the trials of a new grid; a sampler proposes its own one by one."""
     trials: list[Trial] = []
@@ -97,7 +82,7 @@ def first_trials(settings: Settings, space: Space) -> list[Trial]:
     return trials
 
 
-class Study(Source):
+class Study:
     """An Optuna study in the sweep's folder, which proposes values and prunes trials."""
 
     def __init__(self, sweep: Sweep, space: Space, settings: Settings) -> None:
@@ -123,7 +108,7 @@ class Study(Source):
             raise UserError("usage", f"{sweep.storage} cannot be read: {reason}") from error
 
     def next(self, trials: list[Trial]) -> Trial | None:
-        """Propose another trial. If its values are those of an earlier one, its name gets a number."""
+        """Propose another trial; None after the last. A name of an earlier trial gets a number."""
         import optuna
 
         if len(trials) >= (self._settings.trials or 0):
@@ -142,7 +127,7 @@ class Study(Source):
         return Trial(name, values)
 
     def should_prune(self, trial: Trial) -> bool:
-        """Report the trial's new evaluations to the pruner, and ask it. A retried trial is not pruned."""
+        """Report a running trial's new evaluations to the pruner, and ask it. A retried trial is not pruned."""
         import optuna
 
         frozen = self._newest(trial)

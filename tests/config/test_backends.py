@@ -9,7 +9,7 @@ import pytest
 from nanoscale.cli.main import main
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
-from nanoscale.config.rules.backends import OUTSIDE, limits, table
+from nanoscale.config.rules.backends import DEEPSPEED, OUTSIDE, table
 from tests.config.test_rules import DS, LAWS, checked, violations
 
 OFFLOAD = ["zero=stage3-offload", "zero.offload_optimizer=nvme"]
@@ -22,7 +22,7 @@ def _every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_limit_has_such_a_test():
     tested = {(DS in words, key) for words, _, key in LAWS}
-    for limit in limits("deepspeed"):
+    for limit in DEEPSPEED:
         if limit.key != "precision.params":  # fp64, with which more is wrong: below
             assert (True, limit.key) in tested, limit.key
 

@@ -22,7 +22,6 @@ from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.runs import events, lock, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.sweep.runner import Runner
-from nanoscale.sweep.samplers import Source
 from nanoscale.sweep.slots import Slot
 from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
@@ -158,7 +157,7 @@ def test_a_trial_that_still_stops_is_resumed_after_its_end(tmp_path: Path) -> No
         if shown == 3:
             held.close()
 
-    runner = Runner(sweep, settings, Space((), ()), Source(), [trial], [Slot()], show)
+    runner = Runner(sweep, settings, Space((), ()), None, [trial], [Slot()], show)
     with Signals() as signals:
         assert runner.run(signals)
     assert sweep.state(trial) == "completed" and not runner.failed

@@ -178,7 +178,7 @@ def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
     """Run the missing trials from this process, and show all of them until they have ended."""
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep.runner import Runner
-    from nanoscale.sweep.samplers import Source, Study
+    from nanoscale.sweep.samplers import Study
 
     sweep, settings, space = start.sweep, start.settings, start.space
     if start.is_new:
@@ -195,7 +195,7 @@ def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
                 sweep.keep_table(rows)
 
     with sweep.held(), Signals() as signals, start.table() as view:
-        source = Source() if settings.sampler == "grid" else Study(sweep, space, settings)
+        source = None if settings.sampler == "grid" else Study(sweep, space, settings)
         options = (["--force"] if start.force else [], start.retry)
         runner = Runner(sweep, settings, space, source, start.trials, slots, show, *options)
         whole = runner.run(signals)

@@ -192,17 +192,13 @@ def _parts(text: str) -> Iterator[str | _Reference]:
             plain = ""
         body, closed, _ = text[start:].partition("}")
         start += len(body) + len(closed)
-        yield _reference(body) if closed else _Reference(None)
+        if closed and (variable := _VARIABLE.fullmatch(body)):
+            default = variable[2] and variable[2].strip().strip("'\"")
+            yield _Reference(None, variable[1], default or None)
+        else:
+            yield _Reference(body if closed and _KEY.fullmatch(body) else None)
     if rest := plain + text[start:]:
         yield rest
-
-
-def _reference(body: str) -> _Reference:
-    variable = _VARIABLE.fullmatch(body)
-    if variable is not None:
-        default = variable[2]
-        return _Reference(None, variable[1], (default and default.strip().strip("'\"")) or None)
-    return _Reference(body if _KEY.fullmatch(body) else None)
 
 
 # --- texts within values --------------------------------------------------------------------------

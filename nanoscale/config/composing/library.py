@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,23 +151,17 @@ class Library:
     def circle(self) -> str:
         """Return the name of a served file that is based on itself, directly or indirectly; empty if there is
         none."""
-        for start, document in self.served.items():
-            reached, ahead = {start}, self._bases(start)
-            while ahead:
-                config = ahead.pop()
-                if config == start:
-                    return document.name
-                if config not in reached:
-                    reached.add(config)
-                    ahead += self._bases(config)
+        bases = {}
+        for config, document in self.served.items():
+            group = config.partition("/")[0]
+            entries = document.content.get("defaults", []) if config != ROOT else []
+            names = [it for it in entries if isinstance(it, str) and it != "_self_"]
+            bases[config] = [f"{group}/{name}" for name in names]
+        try:
+            TopologicalSorter(bases).prepare()
+        except CycleError as error:
+            return next(it.name for config, it in self.served.items() if config in error.args[1])
         return ""
-
-    def _bases(self, config: str) -> list[str]:
-        group = config.partition("/")[0]
-        entries = self.serve(config).content.get("defaults", []) if config != ROOT else []
-        return [
-            f"{group}/{entry}" for entry in entries if isinstance(entry, str) and entry != "_self_"
-        ]
 
     def _load(self, config: str) -> YamlDocument:
         from nanoscale.config.composing.frozen import reopen, unknown_names

@@ -39,26 +39,23 @@ _PIPELINE = {"parallel.pp": several}
 _NATIVE = "backend=native"
 
 
-def limits(backend: str) -> tuple[Rule, ...]:
-    return {"native": NATIVE, "deepspeed": DEEPSPEED}[backend]
-
-
 def table() -> list[tuple[str, str, str]]:
     """Return, for every key that concerns a backend, the values that native and DeepSpeed support."""
     return [
-        (name, _supported("native", name), _supported("deepspeed", name))
+        (name, _supported(NATIVE, name), _supported(DEEPSPEED, name))
         for name in reference.declared()
         if name.partition(".")[0] not in OUTSIDE
     ]
 
 
-def _supported(backend: str, key: str) -> str:
-    return " · ".join(limit.supported for limit in limits(backend) if limit.key == key) or "yes"
+def _supported(limits: tuple[Rule, ...], key: str) -> str:
+    return " · ".join(limit.supported for limit in limits if limit.key == key) or "yes"
 
 
 def honored(config: Config) -> bool:
     """Return True if the backend can do all that is asked."""
-    return all(limit.holds(config) for limit in limits(config.backend.name))
+    limits = {"native": NATIVE, "deepspeed": DEEPSPEED}[config.backend.name]
+    return all(limit.holds(config) for limit in limits)
 
 
 # --- native ---------------------------------------------------------------------------------------

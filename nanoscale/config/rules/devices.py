@@ -18,11 +18,6 @@ _MOST_ENTRIES = 8
 """The most entries; a longer filter would not help."""
 
 
-def resolve_degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
-    """Return the data-parallel degree and the world size, resolved from the devices."""
-    return (_degrees_on_hosts if resolution.hosts else _degrees)(resolution, device)
-
-
 def ranks_of_copy(layout: Parallel) -> int:
     """Return the ranks of one copy of the model."""
     return layout.tp * layout.pp * layout.cp
@@ -65,8 +60,10 @@ def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
 # --- this machine ---------------------------------------------------------------------------------
 
 
-def _degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
-    """Return the data-parallel degree and the ranks, on this machine."""
+def resolve_degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """Return the data-parallel degree and the world size, resolved from the devices."""
+    if resolution.hosts:
+        return _degrees_on_hosts(resolution, device)
     layout, asked = resolution.config.parallel, resolution.config.launcher.devices
     has_gpus = device == "cuda" and resolution.devices.kind == "cuda"
     limit = resolution.devices.count if has_gpus else None

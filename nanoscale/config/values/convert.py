@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.schema import Config
-from nanoscale.config.values.equivalents import Equivalent, equivalent
+from nanoscale.config.values.equivalents import equivalent
 from nanoscale.config.violations import nearest, nearest_key, override, refuse, shown
 
 Source = Callable[[str], str]
@@ -83,20 +83,17 @@ def _elsewhere(name: str, value: object) -> tuple[str, tuple[str, ...]]:
             return "unknown key", (" ".join(overrides),)
     meant = equivalent(name)
     if meant is not None:
-        advice = meant.commands or tuple(_answers(meant, value))
-        if not advice and meant.keys:  # with a value of its own
-            advice = tuple(f"nanoscale config explain {key}" for key in meant.keys)
+        advice = meant.commands
+        if not advice and meant.keys:  # which may have values of their own
+            explain = tuple(f"nanoscale config explain {key}" for key in meant.keys)
+            advice = tuple(_settings(meant.keys, value)) or explain
+        elif not advice:
+            text = shown(value).lower().split()[0] if shown(value).split() else ""
+            found = meant.overrides.get(text, meant.overrides.get(""))
+            ways = dict.fromkeys(meant.overrides.values() if found is None else [found])
+            advice = tuple(ways)
         return f"unknown key{'; it ' if meant.note else ''}{meant.note}", advice
     return "", ()
-
-
-def _answers(meant: Equivalent, value: object) -> Iterator[str]:
-    if meant.keys:
-        yield from _settings(meant.keys, value)
-        return
-    text = shown(value).lower().split()[0] if shown(value).split() else ""
-    found = meant.overrides.get(text, meant.overrides.get(""))
-    yield from [found] if found is not None else dict.fromkeys(meant.overrides.values())
 
 
 def _section(
@@ -171,7 +168,18 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
     if choice is type(None):
         return raw is None, None
     if choice is int:
-        return _integer(raw, key)
+        if isinstance(raw, int):
+            return not isinstance(raw, bool), raw
+        if key.scaled == "no":
+            return False, None
+        if isinstance(raw, float) and raw.is_integer():
+            return True, int(raw)
+        parts = _SCALED.fullmatch(raw) if isinstance(raw, str) else None
+        if parts is None:
+            return False, None
+        base = 1024 if key.scaled == "binary" else 1000
+        value = float(parts[1]) * base ** _SUFFIXES[parts[2]]
+        return (True, int(value)) if value.is_integer() else (False, None)
     if choice is float:
         number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
         return (True, float(raw)) if number and math.isfinite(raw) else (False, None)  # type: ignore[arg-type]
@@ -187,23 +195,6 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
     if choice == dict[str, Any]:
         return isinstance(raw, dict) and all(isinstance(name, str) for name in raw), raw
     return choice is str and isinstance(raw, str) and raw != "???", raw
-
-
-def _integer(raw: object, key: reference.Key) -> tuple[bool, object]:
-    if isinstance(raw, bool):
-        return False, None
-    if isinstance(raw, int):
-        return True, raw
-    if key.scaled == "no":
-        return False, None
-    if isinstance(raw, float) and raw.is_integer():
-        return True, int(raw)
-    parts = _SCALED.fullmatch(raw) if isinstance(raw, str) else None
-    if parts is None:
-        return False, None
-    base = 1024 if key.scaled == "binary" else 1000
-    value = float(parts[1]) * base ** _SUFFIXES[parts[2]]
-    return (True, int(value)) if value.is_integer() else (False, None)
 
 
 _SCALES = {
