@@ -41,7 +41,9 @@ _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def facts(order: Message, port: int | None) -> dict[str, Any]:
     """Return the facts by which the launcher or `doctor` judges this host; JSON. `port` is reserved here."""
-    devices = detect()
+    devices, root = detect(), Path(order["root"])
+    # Path.exists() raises if a parent folder is not readable.
+    visible = os.access(root / order["probe"], os.F_OK)
     return {
         "hostname": socket.gethostname(),
         # Equal for two names of one machine, and for nothing else.
@@ -66,7 +68,13 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         else None,
         "memory_gib": available_gib(),
         "shared_memory_gib": _free_gib(Path("/dev/shm")),
-        "root": _inspect_folder(Path(order["root"]), order["probe"]),
+        # the folder of runs, by the file that the launcher has written there
+        "root": {
+            "path": str(root),
+            "visible": visible,
+            "problem": write_problem(root) if visible or os.access(root, os.F_OK) else None,
+            "free_gib": _free_gib(root),
+        },
         "cache": _inspect_cache(order["cache_dir"]),
         "network": {
             "addresses": addresses(),
@@ -79,18 +87,6 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "port": port,
         "asked_at": order["time"],
         "time": time.time(),
-    }
-
-
-def _inspect_folder(root: Path, probe: str) -> dict[str, Any]:
-    """Inspect the folder of runs, by the file that the launcher has written there."""
-    # Path.exists() raises if a parent folder is not readable.
-    visible = os.access(root / probe, os.F_OK)
-    return {
-        "path": str(root),
-        "visible": visible,
-        "problem": write_problem(root) if visible or os.access(root, os.F_OK) else None,
-        "free_gib": _free_gib(root),
     }
 
 

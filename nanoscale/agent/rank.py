@@ -92,7 +92,8 @@ def _listener(host: HostRanks) -> socket.socket:
 
 def _serve_store(agent: int, listener: socket.socket, address: str, port: int) -> None:
     """Serve until the agent ends this process, or exits."""
-    _ignore(*STOP_SIGNALS, signal.SIGHUP)
+    for number in (*STOP_SIGNALS, signal.SIGHUP):  # SLURM sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     _die_with_agent(agent)
     from torch.distributed import TCPStore
 
@@ -119,7 +120,8 @@ def _run_rank(
 
     After a failure the process exits at once: destroying the remaining objects could wait for lost peers.
     """
-    _ignore(*STOP_SIGNALS)  # until the job listens
+    for stop in STOP_SIGNALS:  # until the job listens: SLURM sends them to all processes of a job
+        signal.signal(stop, signal.SIG_IGN)
     for number, path in ((1, files.stdout), (2, files.stderr)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, number)
@@ -136,12 +138,6 @@ def _run_rank(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(worker.exit_code(error))
-
-
-def _ignore(*numbers: signal.Signals) -> None:
-    """Ignore signals that SLURM sends to all processes of a job."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _die_with_agent(agent: int) -> None:

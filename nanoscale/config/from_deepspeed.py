@@ -194,7 +194,15 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
     _batches(settings, dp, result)
     _precision(settings, result)
     _types(settings, result)
-    _optimizer(settings.get("optimizer", {}).get("params", {}), result)
+    params = settings.get("optimizer", {}).get("params", {})
+    is_adamw = result.values.get("optimizer.name") == "adamw"
+    if is_adamw and params.get("adam_w_mode", True) is not True:
+        message = "asks for Adam with L2 regularization; adamw here decouples the weight decay"
+        result.refuse("optimizer.params.adam_w_mode", params["adam_w_mode"], message)
+    betas = params.get("betas", "auto")
+    if betas != "auto" and "optimizer.params.betas" not in result.taken:
+        for key, beta in zip(("optimizer.beta1", "optimizer.beta2"), betas, strict=True):
+            result.set("optimizer.params.betas", key, beta)
     if result.values.get("scheduler.name", "cosine") != "cosine":
         result.values["scheduler.min_ratio"] = 0.0
         if "warmup_type" not in settings.get("scheduler", {}).get("params", {}):
@@ -330,17 +338,6 @@ def _types(settings: Mapping[str, Any], result: Translation) -> None:
             result.taken.add(path)
             if value != "auto":
                 result.refuse(path, value, _NO_KEY)
-
-
-def _optimizer(params: Mapping[str, Any], result: Translation) -> None:
-    is_adamw = result.values.get("optimizer.name") == "adamw"
-    if is_adamw and params.get("adam_w_mode", True) is not True:
-        message = "asks for Adam with L2 regularization; adamw here decouples the weight decay"
-        result.refuse("optimizer.params.adam_w_mode", params["adam_w_mode"], message)
-    betas = params.get("betas", "auto")
-    if betas != "auto" and "optimizer.params.betas" not in result.taken:
-        for key, beta in zip(("optimizer.beta1", "optimizer.beta2"), betas, strict=True):
-            result.set("optimizer.params.betas", key, beta)
 
 
 def _keys(leaves: Mapping[str, Any], result: Translation) -> None:

@@ -44,16 +44,9 @@ class DamagedError(Exception):
         self.path, self.what, self.kind = path, what, kind
 
 
-@dataclass(frozen=True)
-class Index:
-    """The header of an `.idx`."""
-
-    code: int
-    sequences: int
-
-
-def read_index(path: Path) -> Index:
-    """Read the header and check the length of the file. Raises DamagedError."""
+def read_index(path: Path) -> tuple[int, int]:
+    """Return the type code and the number of sequences of an `.idx`, and check its length. Raises
+    DamagedError."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         raw = stream.read(HEADER.size)
@@ -73,7 +66,7 @@ def read_index(path: Path) -> Index:
         raise DamagedError(path, "it holds a mode for each sequence, as multimodal data does")
     if size != expected or documents < 1:
         raise DamagedError(path, f"it holds {size} bytes, and its header declares {expected}")
-    return Index(code, sequences)
+    return code, sequences
 
 
 def check_sizes(tokens: Path, index: Path, described: int) -> None:
@@ -96,13 +89,13 @@ def glance_at_megatron(prefix: str) -> int:
         OSError: a file cannot be read.
     """
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    header = read_index(index)
-    letter, last = FORMATS[header.code], header.sequences - 1
+    code, sequences = read_index(index)
+    letter, last = FORMATS[code], sequences - 1
     described = 0
-    if header.sequences:
+    if sequences:
         with index.open("rb") as stream:
             length = _read(stream, HEADER.size + 4 * last, "<i")
-            place = _read(stream, HEADER.size + 4 * header.sequences + 8 * last, "<q")
+            place = _read(stream, HEADER.size + 4 * sequences + 8 * last, "<q")
         described = place + length * array(letter).itemsize
     check_sizes(tokens, index, described)
     return _largest(tokens, letter)
@@ -314,9 +307,8 @@ def training_end(total: int, valid_fraction: float, start_of: StartOf) -> tuple[
 def _megatron(prefix: str) -> tuple[int, StartOf]:
     """Return the tokens of a `.bin`, and its documents."""
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    header = read_index(index)
-    itemsize = array(FORMATS[header.code]).itemsize
-    count = header.sequences
+    code, count = read_index(index)
+    itemsize = array(FORMATS[code]).itemsize
     raw = _mapped(index)
     places = raw[HEADER.size + 4 * count : HEADER.size + 12 * count].cast("q")
     documents = raw[HEADER.size + 12 * count :].cast("q")

@@ -84,7 +84,6 @@ def end_group(group: int) -> None:
 
 
 def _members(group: int) -> Iterator[int]:
-    """Return the living processes of a group."""
     return (pid for pid in all_pids() if _group_of(pid) == group and is_alive(pid))
 
 

@@ -129,16 +129,13 @@ class Sender:
             if self._closed:
                 return False
             try:
-                self._write(line)
-                self._write(carried)
+                for data in (line, carried):
+                    remaining = memoryview(data)
+                    while remaining:
+                        remaining = remaining[os.write(self._descriptor, remaining) :]
             except OSError:
                 return False
         return True
-
-    def _write(self, data: bytes) -> None:
-        remaining = memoryview(data)
-        while remaining:
-            remaining = remaining[os.write(self._descriptor, remaining) :]
 
     def close(self) -> None:
         """Write nothing more; after this the descriptor may be closed, and its number reused."""

@@ -26,12 +26,12 @@ def all_pids() -> Iterator[int]:
 
 def is_alive(pid: int) -> bool:
     """True if a process has not ended; an unreaped one has."""
-    return _state(pid) not in ("", "Z", "X")
+    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def is_stopped(pid: int) -> bool:
     """True if a process was stopped by a signal, and not by a debugger."""
-    return _state(pid) == "T"
+    return _stat(pid)[:1] == ["T"]
 
 
 def environment(pid: int) -> list[bytes]:
@@ -59,11 +59,6 @@ def start_ticks(pid: int) -> int | None:
     """Return the start of a process in the kernel's ticks; None if it does not exist, or is a zombie."""
     fields = _stat(pid)
     return int(fields[_START]) if fields and fields[0] not in ("Z", "X") else None
-
-
-def _state(pid: int) -> str:
-    """Return the letter of a process's state; empty if it does not exist."""
-    return next(iter(_stat(pid)), "")
 
 
 def kernel_id(namespace: str) -> str:

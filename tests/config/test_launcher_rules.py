@@ -15,7 +15,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, Host, check
-from nanoscale.config.rules.slurm import time_limit_s
+from nanoscale.config.rules.launcher import time_limit_s
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.transport.transport import read_hosts

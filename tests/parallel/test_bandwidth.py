@@ -14,6 +14,7 @@ from nanoscale.measure import bandwidth
 from nanoscale.measure.bandwidth import (
     all_reduces,
     bus_gb_s,
+    closed_ways,
     mark_slow,
     measure_pairs,
     measure_within,
@@ -21,7 +22,6 @@ from nanoscale.measure.bandwidth import (
     ring_rounds,
     transports,
 )
-from nanoscale.measure.host_connections import closed_ways
 from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
 

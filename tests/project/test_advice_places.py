@@ -66,7 +66,6 @@ TYPED_BACK = {
     "config/rules/pipeline.py": "config/test_rules.py",
     "config/rules/resolution.py": "config/test_launcher_rules.py",
     "config/rules/rule.py": "config/test_rules.py",
-    "config/rules/slurm.py": "config/test_launcher_rules.py",
     "config/rules/training.py": "config/test_rules.py",
     "config/values/convert.py": "cli/test_advice.py",
     "config/values/forms.py": "cli/test_advice_on_files.py",

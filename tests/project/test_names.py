@@ -21,7 +21,6 @@ SAME_THING = {
     "native",
     "pipeline",
     "request",
-    "slurm",
     "sweep",
     "tensor",
     "trust",

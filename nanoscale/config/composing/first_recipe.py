@@ -64,7 +64,24 @@ class FirstRecipe:
         ]
         path = self.data if self.prepared else _tokens(target)
         if self.task == "pretrain":
-            return "\n".join([*head, *self._pretraining(path if self.data else None), ""])
+            embedded = "stdlib-bpe" if self.vocab >= 4096 else "stdlib"
+            lines = [
+                "defaults:",
+                f"  - override /model: {self.model}",
+                f"  - override /data: {'megatron' if self.data else embedded}",
+                "  - override /checkpoint: periodic # every 15 minutes and at the end",
+                *(["data:", f"  path: {json.dumps(str(path))}"] if self.data else []),
+                "optimizer:",
+                "  lr: 4e-4",
+                "scheduler:",
+                "  warmup_steps: 20",
+                "train:",
+                "  steps: 500 # the dry run says how often the data is seen, and how long it takes",
+                "  global_batch: 32 # samples of a step, on all devices together",
+                f"  seq_len: {self.seq_len} # tokens of a sample",
+                "  log_every: 10",
+            ]
+            return "\n".join([*head, *lines, ""])
         from nanoscale.config.composing.library import packaged
 
         text = (packaged()[1] / f"{self.task}.yaml").read_text(encoding="utf-8")
@@ -74,25 +91,6 @@ class FirstRecipe:
             before, after = re.split(rf"(?m)^  {key}: \S+(?: # needed.*)?", body)
             body = f"{before}  {key}: {json.dumps(value)}{after}"
         return "\n".join([*head, body])
-
-    def _pretraining(self, path: Path | None) -> list[str]:
-        embedded = "stdlib-bpe" if self.vocab >= 4096 else "stdlib"
-        return [
-            "defaults:",
-            f"  - override /model: {self.model}",
-            f"  - override /data: {'megatron' if path else embedded}",
-            "  - override /checkpoint: periodic # every 15 minutes and at the end",
-            *(["data:", f"  path: {json.dumps(str(path))}"] if path else []),
-            "optimizer:",
-            "  lr: 4e-4",
-            "scheduler:",
-            "  warmup_steps: 20",
-            "train:",
-            "  steps: 500 # the dry run says how often the data is seen, and how long it takes",
-            "  global_batch: 32 # samples of a step, on all devices together",
-            f"  seq_len: {self.seq_len} # tokens of a sample",
-            "  log_every: 10",
-        ]
 
 
 def _tokens(target: Path) -> Path:

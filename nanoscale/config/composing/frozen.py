@@ -182,16 +182,11 @@ def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any
     launcher = content.get("launcher")
     if isinstance(launcher, dict) and elastic(launcher.get("nodes")):
         changed.add("launcher.nodes")  # its layout is that of the hosts in use this time
-    for key in FOLLOWS:
-        if key in asked and key not in touched and changed.intersection(FOLLOWS[key]):
-            content = _set(content, key, asked[key])
+    for key in (*FOLLOWS, "run.name"):
+        follows = key == "run.name" or changed.intersection(FOLLOWS[key])
+        if key in asked and key not in touched and follows:
+            section, _, name = key.partition(".")
+            if isinstance(values := content.get(section), dict):
+                content[section] = {**values, name: asked[key]}
             changed.add(key)
-    if "run.name" in asked and "run.name" not in touched:
-        content = _set(content, "run.name", asked["run.name"])
     return content
-
-
-def _set(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
-    section, _, name = key.partition(".")
-    values = content.get(section)
-    return {**content, section: {**values, name: value}} if isinstance(values, dict) else content

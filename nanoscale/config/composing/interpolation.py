@@ -77,7 +77,13 @@ def resolve(
         source: who set a key.
     """
     resolved, violations = deepcopy(dict(raw)), []
-    for name, values, leaf in _keys(resolved):
+    for name in reference.declared():
+        *sections, leaf = name.split(".")
+        values: Any = resolved
+        for section in sections:
+            values = values.get(section) if isinstance(values, dict) else None
+        if not isinstance(values, dict) or leaf not in values:
+            continue
         try:
             values[leaf] = _resolved(name, values[leaf], raw, (name,))
         except _BrokenError as broken:
@@ -99,17 +105,6 @@ def unescape(key: str, value: Any) -> Any:
         return "\\" * (len(match[1]) // 2) + "${"
 
     return _map_texts(key, value, lambda text: _START.sub(literal, text))
-
-
-def _keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield every declared key that is present, with its section and its name there."""
-    for name in reference.declared():
-        *sections, leaf = name.split(".")
-        values: Any = config
-        for section in sections:
-            values = values.get(section) if isinstance(values, dict) else None
-        if isinstance(values, dict) and leaf in values:
-            yield name, values, leaf
 
 
 class _BrokenError(Exception):

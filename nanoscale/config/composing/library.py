@@ -176,7 +176,18 @@ class Library:
         document = read(path, display(path))
         self._check_header(path, document, group)
         if config == ROOT:
-            return self._root(document)
+            entries = [
+                {RECIPE: str(self.config_file)} if RECIPE in entry and self.config_file else entry
+                for entry in document.content["defaults"]
+            ]
+            # The command line's choices are repeated after the recipe. Each replaces the whole section: keys
+            # that the option does not set return to the schema's defaults.
+            last = []
+            for chosen, option in self.choices.items():
+                if chosen != RECIPE:
+                    last.append(f"{SCHEMA}/{chosen}@{chosen}")
+                    last += [f"{chosen}/{option}"] if option is not None else []
+            return replace(document, content={"defaults": [SCHEMA, *entries, *last]})
         if group == RECIPE:
             for name, value in unknown_names(document.content).items():
                 source = document.source(f"resolved.{name}")
@@ -193,22 +204,6 @@ class Library:
         if defaults:
             content["defaults"] = defaults
         return replace(document, content=content)
-
-    def _root(self, document: YamlDocument) -> YamlDocument:
-        """Return our root file, with the command line's choices repeated at the end, after the recipe.
-
-        Each replaces the whole section: keys that the option does not set return to the schema's defaults.
-        """
-        entries = [
-            {RECIPE: str(self.config_file)} if RECIPE in entry and self.config_file else entry
-            for entry in document.content["defaults"]
-        ]
-        last = []
-        for group, option in self.choices.items():
-            if group != RECIPE:
-                last.append(f"{SCHEMA}/{group}@{group}")
-                last += [f"{group}/{option}"] if option is not None else []
-        return replace(document, content={"defaults": [SCHEMA, *entries, *last]})
 
     def _check_header(self, path: Path, document: YamlDocument, group: str) -> None:
         """Refuse Hydra's `# @package`, which would move the keys; here each key has one place."""

@@ -190,6 +190,9 @@ def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
 # --- the measured speed of this machine's CPU -----------------------------------------------------
 
 
+_SPEED_FILE = "cpu-speed.json"
+
+
 def cpu_name() -> str:
     """Return the name of this machine's CPU, or its architecture where the kernel tells no name."""
     try:
@@ -203,7 +206,7 @@ def cpu_name() -> str:
 def known_speed() -> float | None:
     """Return the speed in the cache; None if none was measured, or another CPU's."""
     try:
-        content = parse(_speed_path().read_text(encoding="utf-8"))
+        content = parse((cache_path(None) / _SPEED_FILE).read_text(encoding="utf-8"))
         speed, measured_on = float(content["speed"]), content["cpu"]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
@@ -217,13 +220,9 @@ def keep_speed(speed: float) -> None:
         OSError: the folder cannot be written.
         RuntimeError: the user has no home.
     """
-    path = _speed_path()
+    path = cache_path(None) / _SPEED_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"cpu": cpu_name(), "speed": speed}) + "\n", encoding="utf-8")
-
-
-def _speed_path() -> Path:
-    return cache_path(None) / "cpu-speed.json"
 
 
 # --- the usual MFU --------------------------------------------------------------------------------

@@ -214,16 +214,11 @@ JOB = of_kind("config",
 
 def check_backend(resolution: Resolution) -> None:
     """Check what DeepSpeed needs; the rules of the layout refuse what a backend does not support."""
-    if resolution.config.backend.name == "deepspeed":
-        resolution.require("backend.name", "deepspeed", "DeepSpeed", _NATIVE)
-        _check_extra(resolution)
-        _check_nvme(resolution)
-
-
-def _check_extra(resolution: Resolution) -> None:
+    if resolution.config.backend.name != "deepspeed":
+        return
+    resolution.require("backend.name", "deepspeed", "DeepSpeed", _NATIVE)
     extra = resolution.config.backend.extra
-    owned = owner(extra)
-    if owned:
+    if owned := owner(extra):
         named = [f"{path} (set {key} instead)" for path, key in owned.items()]
         message = f"sets what a key of nanoscale sets: {listed(named)}"
         values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
@@ -234,9 +229,6 @@ def _check_extra(resolution: Resolution) -> None:
         resolution.refuse(
             "backend.extra", message, " ".join(overrides) if has_equivalents else None
         )
-
-
-def _check_nvme(resolution: Resolution) -> None:
     keys, path = ("zero.offload_optimizer", "zero.offload_param"), resolution.config.zero.nvme_path
     offloaded = [key for key in keys if value_of(resolution.config, key) == "nvme"]
     if not offloaded:

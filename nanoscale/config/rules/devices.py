@@ -100,15 +100,24 @@ def resolve_degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> t
 def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Return the same for given hosts: every slot is a rank."""
     layout, slots = resolution.config.parallel, resolution.slots
-    _check_slots(resolution, device)
+    # the slots of this machine; those of other hosts are counted when they connect
+    if not resolution.remote and "cpu" not in (device, resolution.devices.kind):
+        for host in resolution.hosts:
+            highest = max(host.devices) + 1 if host.devices else host.slots
+            if highest > resolution.devices.count:
+                gpus = counted(resolution.devices.count, "GPU")
+                message = f"asks {host.name} for {counted(highest, 'slot')}, and it has {gpus}"
+                line = f"{host.name} slots={resolution.devices.count}"
+                resolution.add("layout", Violation("", host.name, host.source, message, (line,)))
     copy = ranks_of_copy(layout)
     asked = "auto" if forms.elastic(resolution.config.launcher.nodes) else layout.dp
     dp = max(1, slots // copy) if asked == "auto" else asked
+    present = f"the slots of {counted(len(resolution.hosts), 'host')}"
     if copies(layout, slots) is None:
         fewer = _first_hosts(resolution, lambda slots: copies(layout, slots) is not None)
-        _too_large(resolution, copy, slots, _slots_of(resolution), fewer, exact=True)
+        _too_large(resolution, copy, slots, present, fewer, exact=True)
     elif dp * copy != slots:
-        why = f"{_slots_of(resolution)} = {slots} must be the same number"
+        why = f"{present} = {slots} must be the same number"
         fewer = _first_hosts(resolution, lambda slots: slots == dp * copy)
         fewer = fewer or _part_of_hosts(resolution, dp * copy)
         _refuse_degree(resolution, dp, why, f"parallel.dp={slots // copy}", fewer)
@@ -154,23 +163,6 @@ def _refuse_degree(resolution: Resolution, dp: int, why: str, *instead: str | No
 
 
 # --- hosts ----------------------------------------------------------------------------------------
-
-
-def _check_slots(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
-    """Check the slots of this machine against its GPUs; those of other hosts are counted when they connect."""
-    if resolution.remote or device == "cpu" or resolution.devices.kind == "cpu":
-        return
-    for host in resolution.hosts:
-        highest = max(host.devices) + 1 if host.devices else host.slots
-        if highest > resolution.devices.count:
-            present = counted(resolution.devices.count, "GPU")
-            message = f"asks {host.name} for {counted(highest, 'slot')}, and it has {present}"
-            line = f"{host.name} slots={resolution.devices.count}"
-            resolution.add("layout", Violation("", host.name, host.source, message, (line,)))
-
-
-def _slots_of(resolution: Resolution) -> str:
-    return f"the slots of {counted(len(resolution.hosts), 'host')}"
 
 
 def _first_hosts(resolution: Resolution, fits: Callable[[int], bool]) -> str | None:

@@ -18,7 +18,7 @@ from nanoscale.config.reference import value_of
 from nanoscale.config.rules.neighbors import advice, completed
 from nanoscale.config.rules.rule import Rule, ignored, reset
 from nanoscale.config.schema import Config
-from nanoscale.config.values.provenance import Composed
+from nanoscale.config.values.provenance import COMMAND_LINE, Composed
 from nanoscale.config.violations import refuse
 
 
@@ -60,7 +60,9 @@ class Resolution:
         self, key: str, message: str, *suggestions: str | None, kind: str = "config"
     ) -> None:
         """Record a violation of `key` as it was set."""
-        value, typed = value_of(self.config, key), self.composed.as_typed(key)
+        text = self.composed.typed.get(key, "")
+        is_its_text = self.composed.source(key) == COMMAND_LINE and "${" not in text
+        value, typed = value_of(self.config, key), text if is_its_text else ""
         self.refuse_value(key, value, message, *suggestions, kind=kind, typed=typed)
 
     def refuse_value(

@@ -274,12 +274,6 @@ def _fits_decay(config: Config) -> bool:
     return not decays_at_end or warmup > steps or warmup + decay <= steps
 
 
-def _has_split(config: Config) -> bool:
-    data = config.data
-    held_out = data.valid_fraction or data.valid_path is not None or data.mixture
-    return not config.train.eval_every or bool(held_out)
-
-
 def _needs_evaluations(key: str) -> Rule:
     needed = {"train.eval_every": 0, key: other_than(declared()[key].default)}
     message = "needs evaluations, and train.eval_every=0 has none"
@@ -291,10 +285,10 @@ def _needs_evaluations(key: str) -> Rule:
 
 
 JOB = of_kind("config",
-    Rule("train.eval_every",
-        ("train.eval_every", "data.valid_fraction", "data.valid_path", "data.mixture"), _has_split,
+    refused("train.eval_every",
+        {"train.eval_every": bool, "data.valid_fraction": 0, "data.valid_path": None, "data.mixture": {}},
         "needs a validation split, and data.valid_fraction=0 leaves none",
-        ("data.valid_fraction=0.02", "train.eval_every=0")),
+        "data.valid_fraction=0.02", "train.eval_every=0"),
     Rule("scheduler.warmup_steps", ("scheduler.warmup_steps", "train.steps"),
         lambda config: config.scheduler.warmup_steps <= (config.train.steps or 1),
         lambda config: (

@@ -115,11 +115,6 @@ class Composed:
         """True if the command line set a key."""
         return self.source(key).startswith(COMMAND_LINE)
 
-    def as_typed(self, key: str) -> str:
-        """Return the text of a key on the command line; empty if it was not set, or referred to a key."""
-        text = self.typed.get(key, "") if self.source(key) == COMMAND_LINE else ""
-        return "" if "${" in text else text
-
     def by_hand_around(self, key: str) -> bool:
         """True if the command line set a key, anything in it, or a section or mapping that contains it."""
         around = key.split(".")

@@ -67,7 +67,14 @@ def read_text(path: Path, name: str) -> str:
 def parse(text: str, name: str) -> YamlDocument:
     """Parse YAML text; `name` is its name in messages. Raises UserError like `read`."""
     try:
-        _limit_depth(text, name)
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):  # PyYAML's C composer would overflow
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if depth > DEEPEST:
+                _refuse(name, "is nested too deeply", _line(event))
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -114,18 +121,6 @@ _resolver("null", r"^(~|null|Null|NULL|)$", ["~", "n", "N", ""])
 _resolver("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF")
 _resolver("int", r"^[-+]?[0-9]+$", "-+0123456789")
 _resolver("float", rf"^({_FLOAT})$", "-+.0123456789")
-
-
-def _limit_depth(text: str, name: str) -> None:
-    """Refuse deep nesting from the flat stream of events: PyYAML's C composer would overflow."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > DEEPEST:
-            _refuse(name, "is nested too deeply", _line(event))
 
 
 def _line(part: yaml.Event | yaml.Node) -> int:

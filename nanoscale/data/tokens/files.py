@@ -122,8 +122,8 @@ class IndexedTokens(TokenFile):
         idx, tokens = idx_path(prefix), bin_path(prefix)
         _require_files((idx, tokens), self.prefix, " (the path is given without .bin or .idx)")
         with readable():
-            header = read_index(idx)
-        self._dtype, sequences = TYPES[header.code], header.sequences
+            code, sequences = read_index(idx)
+        self._dtype = TYPES[code]
         raw = np.asarray(np.memmap(idx, mode="r"))
         starts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences])
         self._lengths = raw[starts[0] : starts[1]].view("<i4")
