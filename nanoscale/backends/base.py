@@ -55,8 +55,8 @@ class Engine(ABC):
     scaling: LossScale | None
     """The loss scale with fp16; None otherwise."""
     balance: Balance | None = None
-    qk_clip: QKClip | None = None
     """The balancing of experts; None without experts."""
+    qk_clip: QKClip | None = None
     _tokens: Tensor | int = 1
     """The result of `_count_tokens` for the current step."""
 

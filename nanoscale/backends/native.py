@@ -226,7 +226,7 @@ class NativeEngine(Engine):
             gradients.scale(grads, 1 / self.scaling.scale)
         # Each replica has the whole gradient, and all have the same.
         compute_norm = gradients.global_norm if self.reducer is None else gradients.local_norm
-        norm = compute_norm(grads)
+        norm = compute_norm(grads)  # on the host if they are offloaded
         limit = self.config.optimizer.clip_norm
         # On CPUs, losses of different layouts differ three times as much after 120 steps if the update clips.
         in_update = (
@@ -234,7 +234,7 @@ class NativeEngine(Engine):
         )
         if limit is not None and not in_update:
             gradients.clip(grads, norm, limit)
-        return norm
+        return norm.to(self.device)
 
     def _make_masters(self) -> MasterWeights | None:
         """Create master weights in a single process, in which FSDP2 does not cast the weights."""
@@ -304,7 +304,11 @@ def build_stages(
             cast_frozen(stage, data_parallel.TORCH_DTYPES[config.precision.compute])
         if config.lora.base == "nf4":
             nf4.quantize(stage, device)
-        stage.materialize(device)
+        if config.offloads:
+            stage.materialize(torch.device("cpu"))
+            stage.reset_buffers(device)
+        else:
+            stage.materialize(device)
         _fill_initial(stage, config, device)
         stages[number] = stage
     return stages

@@ -54,13 +54,13 @@ class QKClip:
         for name, parameter in parameters:
             *_, layer, block, module, _kind = ("", "", "", *name.split("."))
             if block == "attention" and module in self._exponents:
-                exponents = factors.new_tensor(self._exponents[module])
+                exponents = torch.tensor(self._exponents[module]).to(factors)
                 rows = (factors[int(layer)].unsqueeze(1) ** exponents).flatten()
                 if isinstance(parameter, DTensor):
                     (first, *_), (count, *_) = local_region(parameter)
                     rows = rows[first : first + count]
                 local = local_tensor(parameter)
-                local.mul_(rows.to(local.dtype).view(-1, *[1] * (local.ndim - 1)))
+                local.mul_(rows.to(local).view(-1, *[1] * (local.ndim - 1)))
 
     def figures(self) -> dict[str, float]:
         """Return the logged metric: the largest score of the last step."""

@@ -48,6 +48,11 @@ class ResolvedConfig(Config):
         return layout.dp * layout.tp * layout.pp * layout.cp
 
     @property
+    def offloads(self) -> bool:
+        """True if FSDP2 keeps parameters, gradients and optimizer states in host memory."""
+        return self.backend.name == "native" and self.zero.offload_param == "cpu"
+
+    @property
     def accumulation(self) -> int:
         """A rank's forward passes in an optimizer step."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.dp)

@@ -520,10 +520,12 @@ class Zero:
         0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters", planned=True
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "deepspeed: device that stores and updates optimizer states; nvme with stage 3"
+        "none",
+        "where optimizer states are stored and updated; native: cpu, with offload_param · deepspeed: also "
+        "alone, and nvme with stage 3",
     )
     offload_param: Literal["none", "cpu", "nvme"] = key(
-        "none", "deepspeed, stage 3: device that stores the parameter shards"
+        "none", "stage 3: where the parameter shards are stored; nvme: deepspeed"
     )
     nvme_path: str | None = key(None, "deepspeed: folder for states offloaded to nvme", path=True)
     hpz: int = key(

@@ -48,7 +48,8 @@ def run(context: RankContext) -> str:
     config, task = context.config, read_json(context.run.task)
     device = process_group.local_device(config.launcher.device)
     data = open_data(config.data, config.train, config.model.vocab, function(config, "data"))
-    process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
+    timeout_s = config.launcher.collective_timeout_s
+    process_group.join(context.world_size, device, timeout_s, even_alone=config.offloads)
     said_at = 0.0
 
     def say(text: str) -> None:

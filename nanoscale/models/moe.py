@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 
-Gate = Callable[[Tensor, Tensor], Tensor]
-"""A function from the results of gate and up to the input of down."""
+Activations = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""Functions of the results of gate and of up, whose product is the input of down."""
 BIAS_UNIT = 2.0**-40
 """A router's bias is an integer of these units: no cast of the model to another dtype changes it."""
 
@@ -73,7 +73,7 @@ class Router(nn.Module):
         self.groups, self.top_groups = shape.expert_groups, shape.expert_groups_per_token
         self.penalty = 0.0
         """The weight of a sequence's balancing loss in the loss of the backward pass."""
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = _identity
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _same
         """A function from the counts of this rank's part of each sequence to those of the whole sequence."""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
         self.bias = nn.Parameter(torch.empty(shape.experts)) if shape.bias else None
@@ -141,10 +141,6 @@ class Router(nn.Module):
         return (share * mean).sum()
 
 
-def _identity(counts: Tensor) -> Tensor:
-    return counts
-
-
 def _add_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return `x`; its backward pass adds `loss` to the loss."""
     result: Tensor = _AddLoss.apply(x, loss)
@@ -177,7 +173,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
-        self.gated, self.has_biases = gate_of(shape), shape.bias
+        self.activations, self.has_biases = activations(shape), shape.bias
         if shape.bias:
             self.gate_bias = nn.Parameter(torch.empty(experts, ffn))
             self.up_bias = nn.Parameter(torch.empty(experts, ffn))
@@ -186,29 +182,36 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, load: Tensor) -> Tensor:
         """Apply the experts to tokens sorted by expert, `[choices, hidden]` to `[choices, hidden]`."""
         biases = (self.gate_bias, self.up_bias, self.down_bias) if self.has_biases else ()
-        return run_experts(self.gated, tokens, load, self.gate, self.up, self.down, *biases)
+        return run_experts(self.activations, tokens, load, self.gate, self.up, self.down, *biases)
 
 
-def gate_of(shape: Model) -> Gate:
-    """Return the gate of a feed-forward block."""
-    return {"swiglu": _swiglu, "swiglu-clamped": _clamped_swiglu, "geglu": _geglu}[shape.mlp]
+def activations(shape: Model) -> Activations:
+    """Return the functions of a gated feed-forward block."""
+    kinds: dict[str, Activations] = {
+        "swiglu": (F.silu, _same),
+        "geglu": (partial(F.gelu, approximate="tanh"), _same),
+        "swiglu-clamped": (_bounded_gate, _bounded_up),
+    }
+    return kinds[shape.mlp]
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
+# The block of gpt-oss (OpenAI 2025, arXiv:2508.10925, section 2.2, with the numbers of their code).
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The gate of gpt-oss (OpenAI 2025, arXiv:2508.10925, section 2.2, with the numbers of their code)."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+def _bounded_gate(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate)
 
 
-def run_experts(gated: Gate, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
+def _bounded_up(up: Tensor) -> Tensor:
+    return up.clamp(-7.0, 7.0) + 1
+
+
+def run_experts(activations: Activations, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
     """Apply the experts, whose weights are gate, up and down, and possibly their biases.
 
     Those without tokens take part, so that every rank has all gradients.
@@ -218,9 +221,9 @@ def run_experts(gated: Gate, tokens: Tensor, load: Tensor, *weights: Tensor) -> 
         compute_dtype = torch.get_autocast_dtype(device_type)
         tokens, *weights = (x.to(compute_dtype) for x in (tokens, *weights))  # type: ignore[assignment]
     if device_type == "cuda" and _supports_grouped_mm(tokens, weights[0]):
-        return _run_grouped(gated, tokens, load, *weights)
+        return _run_grouped(activations, tokens, load, *weights)
     per_expert = zip(tokens.split(load.tolist()), *weights, strict=True)
-    return torch.cat([_feed_forward(gated, F.linear, *expert) for expert in per_expert])
+    return torch.cat([_feed_forward(activations, F.linear, *expert) for expert in per_expert])
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
@@ -229,7 +232,9 @@ def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
     return tokens.dtype == torch.bfloat16 and aligned and len(tokens) > 0
 
 
-def _run_grouped(gated: Gate, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
+def _run_grouped(
+    activations: Activations, tokens: Tensor, load: Tensor, *weights: Tensor
+) -> Tensor:
     """Run all experts in one kernel, which reads the number of tokens of each expert on the device."""
     matrices, biases = weights[:3], weights[3:]
     if _leaves_unused_unwritten(tokens.device):
@@ -242,7 +247,7 @@ def _run_grouped(gated: Gate, tokens: Tensor, load: Tensor, *weights: Tensor) ->
         chosen = (expert_of_row.unsqueeze(1) == experts).to(tokens.dtype)
         biases = tuple(chosen @ bias for bias in biases)
     matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
-    return _feed_forward(gated, matmul, tokens, *matrices, *biases)
+    return _feed_forward(activations, matmul, tokens, *matrices, *biases)
 
 
 def _leaves_unused_unwritten(device: torch.device) -> bool:
@@ -275,7 +280,7 @@ def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _feed_forward(
-    gated: Gate,
+    activations: Activations,
     matmul: Any,
     tokens: Tensor,
     gate: Tensor,
@@ -283,10 +288,11 @@ def _feed_forward(
     down: Tensor,
     *biases: Tensor,
 ) -> Tensor:
+    activate, lift = activations
     if not biases:
-        return matmul(gated(matmul(tokens, gate), matmul(tokens, up)), down)
+        return matmul(activate(matmul(tokens, gate)) * lift(matmul(tokens, up)), down)
     of_gate, of_up, of_down = biases
-    inner = gated(matmul(tokens, gate) + of_gate, matmul(tokens, up) + of_up)
+    inner = activate(matmul(tokens, gate) + of_gate) * lift(matmul(tokens, up) + of_up)
     return matmul(inner, down) + of_down
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from nanoscale.config.schema import SINK_WIDTH, Model
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
-from nanoscale.models.moe import MixtureOfExperts, gate_of
+from nanoscale.models.moe import MixtureOfExperts, activations
 from nanoscale.models.preferences import Objective
 from nanoscale.models.rope import Rotation, rope_rotation, rotate
 
@@ -118,9 +118,11 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self, device: torch.device) -> None:
-        """Reset the buffers to their initial values: counters to 0."""
-        for counter in self.buffers():
-            counter.zero_()
+        """Reset the buffers to their initial values, counters to 0, on a device."""
+        for module in self.modules():
+            for name, counter in module._buffers.items():
+                if counter is not None:
+                    module._buffers[name] = counter.to(device).zero_()
 
     def initializer(self, seed: int, device: torch.device) -> Draw:
         """Return the function that draws its initial weights."""
@@ -400,13 +402,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: Model, ffn: int) -> None:
         super().__init__()
-        self.gated = gate_of(shape)
+        self.activate, self.lift = activations(shape)
         self.gate = nn.Linear(shape.hidden, ffn, bias=shape.bias)
         self.up = nn.Linear(shape.hidden, ffn, bias=shape.bias)
         self.down = nn.Linear(ffn, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate(hidden), self.up(hidden)))
+        return self.down(self.activate(self.gate(hidden)) * self.lift(self.up(hidden)))
 
 
 class GeluMLP(nn.Module):

@@ -13,6 +13,9 @@ keep their parameters sharded, so they need less memory than ZeRO's definition (
 arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for the step and gradients are
 reduced once, at its end: micro batches of several stages alternate there, and each would gather and scatter
 everything again. Across `dp_replicate` (HSDP) gradients are all-reduced once a step in every stage.
+
+With `zero.offload_param=cpu` shards, their gradients and the optimizer are in host memory: a block's shard is
+copied to the device before it is gathered, and its reduced gradient back.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from nanoscale.common.errors import UserError
@@ -52,6 +60,8 @@ def shard(
         "mp_policy": mixed_precision(config.precision),
         "reshard_after_forward": config.zero.stage == 3 and config.parallel.pp == 1,
     }
+    if config.offloads:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in model.layers.values():
         fully_shard(layer, **options, shard_placement_fn=_expert_placement(layer, mesh, experts))
     if model.first and model.has_separate_head:

@@ -16,13 +16,19 @@ from torch.distributed import distributed_c10d
 T = TypeVar("T")
 
 
-def join(world_size: int, device: torch.device, timeout_s: float) -> None:
+def join(
+    world_size: int, device: torch.device, timeout_s: float, *, even_alone: bool = False
+) -> None:
     """Join the other ranks; a single rank does nothing. Tensors in host memory always use gloo.
 
     Args:
+        even_alone: a single rank has a group too: it shards over itself, to offload.
         timeout_s: how long ranks wait for each other in any group, seconds.
     """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
+        if even_alone:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     # A new group does not inherit its parent's timeout: it uses these.
     timeout = timedelta(seconds=timeout_s)
@@ -33,7 +39,6 @@ def join(world_size: int, device: torch.device, timeout_s: float) -> None:
         # do so without a lock, and one of them writes a checkpoint.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         _use_batch_scheduling()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
 
 

@@ -87,7 +87,7 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
     parallel, own = config.parallel, coordinates(record.rank, config.parallel)
     experts = (own.dp * parallel.cp + own.cp) % parallel.ep, parallel.ep
     with (
-        identity(record.rank, config.world_size, devices),
+        identity(record.rank, config, devices),
         played(device, gpu, experts, record) as world,
     ):
         set_kernels(config)

@@ -49,7 +49,8 @@ def run(context: RankContext) -> str:
     device = process_group.local_device(config.launcher.device)
     data = open_validation(config)
     data.require_counted(task["samples"], "--samples ")
-    process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
+    timeout_s = config.launcher.collective_timeout_s
+    process_group.join(context.world_size, device, timeout_s, even_alone=config.offloads)
     engine = make_engine(config, device)
     references, step = context.run.references, 0
     if task["checkpoint"] is None:

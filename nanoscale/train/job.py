@@ -67,7 +67,8 @@ def run(context: RankContext) -> str:
     data = open_data(config.data, config.train, config.model.vocab, function(config, "data"))
     if config.train.eval_every:
         data.require_counted(config.train.eval_samples, "train.eval_samples=")
-    process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
+    timeout_s = config.launcher.collective_timeout_s
+    process_group.join(context.world_size, device, timeout_s, even_alone=config.offloads)
     if device.type == "cpu" and context.world_size > 1:
         waits.measure()
     if context.attempt == 0 and context.rank == 0:  # started by torchrun, which knows no runs

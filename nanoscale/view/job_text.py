@@ -210,7 +210,7 @@ def _zero(config: ResolvedConfig) -> str:
     if stage > 1 and config.parallel.pp > 1:
         detail = "; in a pipeline, gathered and reduced once a step"
     how = f" (FSDP2{detail})" if stage else ""
-    return f"stage {stage}: {kept} sharded{how}"
+    return f"stage {stage}: {kept} sharded{how}{_offloaded(config.zero)}"
 
 
 def _offloaded(zero: Zero) -> str:

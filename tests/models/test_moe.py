@@ -45,7 +45,7 @@ def test_the_grouped_kernel_computes_what_the_loop_does(
     results = []
     for run in (moe._run_grouped, moe.run_experts):
         x = rows.clone().requires_grad_()
-        found = run(experts.gated, x, torch.tensor(load), *experts.parameters())
+        found = run(experts.activations, x, torch.tensor(load), *experts.parameters())
         gradients = torch.autograd.grad((found**2).sum(), [x, *experts.parameters()])
         results.append((found, *gradients))
     for grouped, looped in zip(*results, strict=True):
@@ -80,7 +80,7 @@ def test_a_kernel_that_leaves_gradients_unwritten(monkeypatch: pytest.MonkeyPatc
     experts.zero_grad()
     monkeypatch.setattr(F, "grouped_mm", lambda x, w, offs: UnwrittenGradients.apply(x, w, offs))
     monkeypatch.setattr(moe, "_leaves_unused_unwritten", lambda _: True)
-    found = moe._run_grouped(experts.gated, rows, load, *experts.parameters())
+    found = moe._run_grouped(experts.activations, rows, load, *experts.parameters())
     (found**2).sum().backward()
     for parameter, gradient in zip(experts.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

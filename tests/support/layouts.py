@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanoscale.config.model_math import adaptable_layers
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Guard, Lora, Model, RopeScaling
+from nanoscale.config.schema import Guard, Lora, Model, RopeScaling, Zero
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.trackers import Record
@@ -24,6 +24,7 @@ from nanoscale.train.loop import Progress, Training
 from tests.support.jobs import SHAPE, STEPS, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 
+OFFLOADED = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
 DEEP = SHAPE
 """Four blocks: for four stages, and for groups of blocks."""
 UNEVEN = replace(SHAPE, layers=7)
@@ -96,6 +97,8 @@ class Row:
     packed: bool = False
     """True if it learns the answers of packed documents, with attention within each."""
     lora: Lora = EVERYTHING
+    offloaded: bool = False
+    """True if parameters and optimizer states are in host memory."""
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -103,7 +106,8 @@ class Row:
 
         Of experts none: a token's second and third one can come so near that layouts choose differently.
         """
-        usual = self.shape in (SHALLOW, DEEP) and not (self.packed or self.lora.rank)
+        special = self.packed or self.lora.rank or self.offloaded
+        usual = self.shape in (SHALLOW, DEEP) and not special
         layout_alone = {"activation_checkpointing", "schedule"}.isdisjoint(self.degrees)
         return ("fp64", "fp32") if usual and layout_alone else ("fp64",)
 
@@ -123,6 +127,10 @@ def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: An
     words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
     settings = Lora(rank=3, alpha=12.0, targets=adaptable_layers(shape))
     return Row(f"LoRA, {words}, stage {stage}", degrees, stage, micro_batch, shape, lora=settings)
+
+
+def offloaded(row: Row) -> Row:
+    return replace(row, name=f"offloaded, {row.name}", stage=3, offloaded=True)
 
 
 def dora(row: Row) -> Row:
@@ -262,6 +270,13 @@ ROWS = [
     lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP),
     lora(0, pp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP),
     lora(3, dp=2, ep=2, shape=MOE),
+    offloaded(Row("one process", {})),
+    offloaded(Row("dp 2", {"dp": 2}, micro_batch=2)),
+    offloaded(Row("HSDP 2 × 2, full",
+        {"dp": 4, "dp_replicate": 2, "activation_checkpointing": "full"}, micro_batch=1)),
+    offloaded(Row("pp 2 · dp 2", {"dp": 2, "pp": 2}, micro_batch=1)),
+    offloaded(mixture(3, dp=2, ep=2, tp=2)),
+    offloaded(lora(3, dp=2, tp=2)),
     dora(lora(0, 4)),
     dora(lora(3, dp=2, tp=2, shape=GPT2, activation_checkpointing="full")),
     dora(lora(0, dp=2, cp=2)),
@@ -283,6 +298,7 @@ def row_config(folder: Path, row: Row, precision: str, steps: int = STEPS) -> Re
         model=row.shape,
         parallel=row.degrees,
         **({"data": packed_data(folder)} if row.packed else {}),
+        **({"zero": OFFLOADED} if row.offloaded else {}),
         lora=row.lora,
     )
     accumulation = config.accumulation
@@ -314,7 +330,8 @@ def record_all(
 ) -> Records:
     """Return the logged records of each step."""
     if not dist.is_initialized():
-        process_group.join(config.world_size, torch.device("cpu"), 120.0)
+        cpu, alone = torch.device("cpu"), config.offloads
+        process_group.join(config.world_size, cpu, 120.0, even_alone=alone)
     device, records = torch.device("cpu"), Records()
     training = Training(
         workspace=Path(config.run.root) / "none",

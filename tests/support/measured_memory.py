@@ -541,7 +541,8 @@ def _resident(name: str) -> int:
 def train_two_steps(config: ResolvedConfig, begin: Callable[[], None]) -> None:
     """Train two steps, and call `begin` before each."""
     if not dist.is_initialized():
-        process_group.join(config.world_size, torch.device("cpu"), 60.0)
+        cpu, alone = torch.device("cpu"), config.offloads
+        process_group.join(config.world_size, cpu, 60.0, even_alone=alone)
     random = np.random.default_rng(0)
     shape = config.train.micro_batch, config.train.seq_len + 1
     engine = make_engine(config, torch.device("cpu"))

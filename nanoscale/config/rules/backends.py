@@ -60,8 +60,13 @@ def honored(config: Config) -> bool:
 
 # --- native ---------------------------------------------------------------------------------------
 
+_OFFLOAD, _OFFLOAD_PARAM = "zero.offload_optimizer", "zero.offload_param"
 _DEEPSPEEDS = [
-    *(f"zero.{name}" for name in reference.members(Zero) if name not in ("stage", "prefetch")),
+    *(
+        f"zero.{name}"
+        for name in reference.members(Zero)
+        if name not in ("stage", "prefetch", "offload_optimizer", "offload_param")
+    ),
     *(
         f"backend.{name}"
         for name in reference.members(Backend)
@@ -69,17 +74,43 @@ _DEEPSPEEDS = [
     ),
 ]
 
-NATIVE = tuple(
-    refused(
-        name,
-        {"backend.name": "native", name: other_than(reference.declared()[name].default)},
-        "is a setting of DeepSpeed, and backend=native would ignore it",
-        override(name, reference.declared()[name].default),
-        "backend=deepspeed",
-        supported="no",
-    )
-    for name in _DEEPSPEEDS
-)
+
+def _native_limit(key: str, supported: str, where: Where, why: str, *instead: str) -> Rule:
+    """Return the limit of a key: `where` are the values that the native backend does not support."""
+    where = {"backend.name": "native", **where}
+    return refused(key, where, why, *instead, "backend=deepspeed", supported=supported)
+
+
+NATIVE = (
+    *(
+        _native_limit(name, "no", {name: other_than(default)},
+            "is a setting of DeepSpeed, and backend=native would ignore it",
+            override(name, default))
+        for name in _DEEPSPEEDS
+        for default in (reference.declared()[name].default,)
+    ),
+    *(
+        _native_limit(one, "none or cpu", {one: "nvme"},
+            "keeps states on a disk, which only DeepSpeed does", f"{one}=cpu", f"{one}=none")
+        for one in (_OFFLOAD, _OFFLOAD_PARAM)
+    ),
+    *(
+        _native_limit(one, f"as {other}", {one: "cpu", other: "none"},
+            f"goes with {other}: FSDP2 keeps parameters, gradients and optimizer states in one place",
+            f"{other}=cpu", f"{one}=none")
+        for one, other in ((_OFFLOAD, _OFFLOAD_PARAM), (_OFFLOAD_PARAM, _OFFLOAD))
+    ),
+    _native_limit(_OFFLOAD_PARAM, "with stage 3", {_OFFLOAD_PARAM: "cpu", "zero.stage": other_than(3)},
+        "gathers the parameters of a block for its passes alone, which zero.stage=3 does",
+        "zero.stage=3", f"{_OFFLOAD_PARAM}=none"),
+    _native_limit(_OFFLOAD_PARAM, "without muon and adamw8bit",
+        {_OFFLOAD_PARAM: "cpu", "optimizer.name": ("muon", "adamw8bit")},
+        "updates on the CPU, and this optimizer's update needs a GPU", "optimizer=adamw",
+        f"{_OFFLOAD_PARAM}=none"),
+    _native_limit(_OFFLOAD_PARAM, "without lora.base=nf4",
+        {_OFFLOAD_PARAM: "cpu", "lora.rank": bool, "lora.base": "nf4"},
+        "shards weights, and those in 4 bits are whole", "lora.base=whole", f"{_OFFLOAD_PARAM}=none"),
+)  # fmt: skip
 
 # --- deepspeed ------------------------------------------------------------------------------------
 
@@ -105,6 +136,9 @@ DEEPSPEED = (
     _limit("model.qk_norm", "with tp = 1", {**_TENSOR, "model.qk_norm": True},
         "has weights that the heads of all ranks share, and DeepSpeed's layers would not sum their "
         "gradients",
+        "parallel.tp=1", _NATIVE),
+    _limit("model.attention_sinks", "with tp = 1", {**_TENSOR, "model.attention_sinks": True},
+        "are scores of heads, and DeepSpeed divides only the layers before and after them",
         "parallel.tp=1", _NATIVE),
     _limit("parallel.schedule", "1f1b", {**_PIPELINE, "parallel.schedule": other_than("1f1b")},
         "is not among DeepSpeed's pipeline schedules",

@@ -14,6 +14,7 @@ The memory of FSDP2 follows from torch.distributed.fsdp._fully_shard as of 2.13 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from nanoscale.common.units import byte_size
@@ -47,6 +48,9 @@ def native_phases(
     setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
 ) -> RankPhases:
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
+    host, offloads = 0, setting.config.offloads and setting.gpu
+    if offloads:
+        host, setting = _in_host_memory(setting, params)
     # the flat buffers of a block and of the unit that is prefetched
     buffers = params.block + max(params.block, params.head, params.embedding)
     gathers = setting.compute * buffers if setting.shards > 1 else 0
@@ -58,11 +62,30 @@ def native_phases(
         key=lambda moment: max(phase.allocated for phase in moment[0]),
     )
     return RankPhases(
-        phases=phases,
+        phases=tuple(_with_reduced(phase, setting) for phase in phases) if offloads else phases,
         pools=0 if setting.single else gathers + reductions,
-        host=(("activations", acts.offloaded),),
+        host=(("activations", acts.offloaded), ("optimizer and weights", host)),
         explain=partial(_explain, setting, params, acts),
     )
+
+
+def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int, MemorySetting]:
+    """Return the bytes that FSDP2 keeps in host memory if it offloads, and the setting of the device without
+    them."""
+    states, trained = setting.states, params.trained
+    sharded = states.weights * params.shard + states.gradients * trained.shard
+    host = int(sharded) + states.moments(trained.shard, trained.in_blocks_shard)
+    if setting.micro_batches > 1:  # a unit's gradients before they are added to those of others
+        unit = max(trained.block, trained.embedding, trained.head)
+        host += int(states.gradients * unit) // setting.shards
+    nothing = replace(states, weights=0, gradients=0, optimizer=0, in_blocks=0)
+    return host, replace(setting, states=nothing)
+
+
+def _with_reduced(phase: Phase, setting: MemorySetting) -> Phase:
+    """Return the phase with the result of its reduction, which is on the device until it is copied."""
+    result = phase.communication // setting.shards if phase.name.startswith("reduction") else 0
+    return replace(phase, gradients=phase.gradients + result)
 
 
 # --- phases ---------------------------------------------------------------------------------------
@@ -143,6 +166,7 @@ def _sharded(
     head_sharded = int(states.gradients * trained.head_shard)
     head = (0 if before else head_sharded) + (compute * trained.head if tied else 0)
     depth = min(setting.config.zero.prefetch, max(1, params.blocks - 1))
+    depth = depth if setting.shards > 1 else 0  # a single rank gathers nothing ahead
     prefetched = compute * depth * params.block if gathers else 0
     last_units = compute * (params.block + max(params.embedding, params.rest))
     gathered_last = last_units if gathers else 0

@@ -65,7 +65,8 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
     layout, precision, train = config.parallel, config.precision, config.train
     deepspeed = config.backend.name == "deepspeed"
     compute, params = DTYPES[precision.compute].bytes, DTYPES[precision.params].bytes
-    single = not deepspeed and (config.world_size == 1 or is_replicated(config))
+    alone = config.world_size == 1 and not config.offloads
+    single = not deepspeed and (alone or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu, compiled = config.launcher.device != "cpu", config.backend.compile == "on"
     ffn = config.model.ffn // layout.tp

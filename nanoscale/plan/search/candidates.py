@@ -138,7 +138,7 @@ def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolv
 
 def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with the options that are tried if nothing else fits: recomputation `sqrt`, then
-    host memory, which only DeepSpeed offers."""
+    host memory."""
     if "parallel.activation_checkpointing" not in space.held:
         yield from _legal([_recomputing(config, "sqrt")], _RECOMPUTED, {_MICRO_BATCH})
         config = _recomputing(config, "full")

@@ -27,16 +27,19 @@ def waiting(
 ) -> float:
     """Return the seconds in which computation waits for the link to host memory.
 
-    Offloaded parameters are copied to the device for each pass. Activations are copied to host memory in
-    parallel with the forward pass, and back in parallel with the backward pass.
+    Offloaded parameters are copied to the device for each pass, by FSDP2 in the dtype of the optimizer, and by
+    a single rank of it not ahead. Activations are copied to host memory in parallel with the forward pass, and
+    back in parallel with the backward pass.
     """
     zero, layout = config.zero, config.parallel
     seconds = 0.0
     if zero.offload_param != "none":
         parameters = data_parallel.rank_parameters(config.model, layout.tp, holding)
-        size = parameters / data_parallel.shards(config) * operations.WIDTH[shape.dtype]
-        copies = 2 * count * size / hardware.host_bandwidth
-        seconds += max(0.0, copies - 2 * count * forward * holding.blocks)
+        shards = data_parallel.shards(config)
+        dtype = config.precision.params if config.offloads else shape.dtype
+        copies = 2 * count * parameters / shards * operations.WIDTH[dtype] / hardware.host_bandwidth
+        hidden = 0.0 if config.offloads and shards == 1 else 2 * count * forward * holding.blocks
+        seconds += max(0.0, copies - hidden)
     if layout.offload_activations:
         copy = _saved(shape) / hardware.host_bandwidth
         seconds += 2 * count * holding.blocks * max(0.0, copy - forward)

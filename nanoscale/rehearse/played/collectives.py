@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_iter
 
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.played.patches import Patches
 
 _REDUCTIONS = {"sum", "avg", "max", "min", "product"}
@@ -26,7 +27,7 @@ NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @contextmanager
-def identity(rank: int, world_size: int, devices: int) -> Iterator[None]:
+def identity(rank: int, config: ResolvedConfig, devices: int) -> Iterator[None]:
     """Run as one rank of a job whose other ranks do not exist, until the `with` block ends.
 
     Args:
@@ -34,6 +35,7 @@ def identity(rank: int, world_size: int, devices: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    world_size = config.world_size
     env = {
         "RANK": rank,
         "LOCAL_RANK": rank % devices,
@@ -43,7 +45,7 @@ def identity(rank: int, world_size: int, devices: int) -> Iterator[None]:
     with Patches() as patches:
         for name, value in env.items():
             patches.replace_item(os.environ, name, str(value))
-        if world_size > 1:
+        if world_size > 1 or config.offloads:
             dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         patches.wrap(dist, "new_group", _of_fake_backend)
         try:

@@ -47,6 +47,7 @@ _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 _OF_STORAGES = {getattr(aten.set_, name) for name in aten.set_.overloads() if "Storage" in name}
 _COMMUNICATED = (TensorKind.ACTIVATIONS, TensorKind.TEMPORARY)
 """The kinds of tensors that are counted as communication once a collective reads or writes them."""
+_CPU = torch.device("cpu")
 _EMPTY = aten.empty.memory_format
 _LARGE = 1 << 26
 """Larger tensors in host memory, counted in elements, are fake: they might not fit into this machine."""
@@ -103,6 +104,10 @@ class World(DeviceMemory):
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not fakes and self._is_in_host_memory(tensors, kwargs.get("device")):
             large = func is _EMPTY and prod(args[0]) > _LARGE and kwargs.get("device") != META
+            # Offloaded parameters have no numbers either.
+            large = large or (
+                self.on_gpu and kwargs.get("device") == _CPU and any(t.is_meta for t in tensors)
+            )
             with self.mode if large else unset_fake_temporarily():
                 result = func(*args, **kwargs)
             self.see_all(result)
