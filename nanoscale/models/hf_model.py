@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -96,10 +97,14 @@ class HFModel(Transformer):
 
     def materialize(self, device: torch.device) -> None:
         self.to_empty(device=device)
-        for alias, name in self._ties.items():  # each of them has become a tensor of its own
+        self.tie()
+        self.reset_buffers(device)
+
+    def tie(self) -> None:
+        """Tie shared parameters again, after each of them has become a tensor of its own."""
+        for alias, name in self._ties.items():
             owner, _, leaf = alias.rpartition(".")
             setattr(self.hf.get_submodule(owner), leaf, self.hf.get_parameter(name))
-        self.reset_buffers(device)
 
     @torch.no_grad()
     def reset_buffers(self, device: torch.device) -> None:
@@ -214,6 +219,40 @@ def blocks(model: Any) -> dict[str, nn.Module]:
         return {}
     name, largest = max(module_lists.items(), key=lambda pair: _size(pair[1]))
     return {f"{name}.{i}": block for i, block in enumerate(largest)}
+
+
+_TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+"""The divisions of transformers' plans of tensor parallelism that are applied."""
+_WHOLE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+"""The divisions of layers with whole inputs and outputs, which stay whole here: every rank has all of them."""
+
+
+def tp_styles(model: Any, tp: int) -> dict[str, str]:
+    """Return how transformers' own plan divides layers over the ranks of tp, by their names.
+
+    Raises:
+        ValueError: it has no plan, one with divisions that are not applied here, or sizes that tp does not
+            divide.
+    """
+    plan = {re.compile(name.replace(".", r"\.").replace("*", r"\d+")): style
+            for name, style in (model._tp_plan or {}).items()}  # fmt: skip
+    modules = [name for name, _ in model.named_modules()]
+    modules += [name for name, _ in model.named_parameters()]
+    styles = {name: style for name in modules for it, style in plan.items() if it.fullmatch(name)}
+    others = {*styles.values()} - {*_TP_STYLES, *_WHOLE}
+    if others:
+        raise ValueError(f"transformers' plan for it has {', '.join(sorted(others))}")
+    if "colwise" not in styles.values():
+        raise ValueError("transformers has no plan that divides its layers")
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    sizes = {"its heads of keys": heads}
+    for name, style in styles.items():
+        if style in ("colwise", "rowwise"):
+            sizes[name] = model.get_submodule(name).weight.shape[style == "rowwise"]
+    if undivided := [f"{name} ({size})" for name, size in sizes.items() if size % tp]:
+        raise ValueError(f"{tp} ranks do not divide {undivided[0]}")
+    return {name: style for name, style in styles.items() if style in _TP_STYLES}
 
 
 def _size(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import all_reduce
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import lora
+from nanoscale.models.hf_model import HFModel
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, LatentAttention, Transformer
 from nanoscale.parallel import activation, compile, context, expert, fsdp, tensor
@@ -23,7 +24,9 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
     recomputed regions are compiled as a whole; and parameters are gathered outside of both.
     """
     parallel = config.parallel
-    if layout.tensor is not None:
+    if layout.tensor is not None and isinstance(model, HFModel):
+        tensor.apply_plan(model, layout.tensor)
+    elif layout.tensor is not None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
     if config.model.experts:
         expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)

@@ -42,7 +42,7 @@ def divide(
     local_parameters, forward = _LocalView(module), type(module).forward
     unit.register_forward_pre_hook(lambda *_: local_parameters.read_all(read))
     # No `partial`: torch.compile would treat each as a new function, and compile every block again.
-    module.forward = lambda *inputs: forward(local_parameters, *inputs)
+    module.forward = lambda *inputs, **options: forward(local_parameters, *inputs, **options)
 
 
 class _LocalView:

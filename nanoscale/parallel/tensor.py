@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from nanoscale.models.head import Head, TiedHead, logits_or_loss
+from nanoscale.models.hf_model import HFModel, tp_styles
 from nanoscale.models.lora import Adapter
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer, WholeNorm
@@ -58,6 +59,29 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
         _replicate(model.norm, model.norm, mesh, stream)
         _divide_head(model.head, mesh, stream)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
+
+
+def apply_plan(model: HFModel, mesh: DeviceMesh) -> None:
+    """Split a model of transformers by its own plan over the ranks of `mesh`, in place, on the meta device.
+
+    Layers by column and by row are divided; all else is whole on every rank, and so is the residual stream.
+    """
+    stream, styles = ResidualStream.on_mesh(mesh, divided=False), tp_styles(model.hf, mesh.size())
+    block_of = {module: block for block in model.layers.values() for module in block.modules()}
+    for name, module in list(model.hf.named_modules()):
+        placements: dict[str, Placement] = dict.fromkeys(module._parameters, Replicate())
+        style, read = styles.get(name), replicated_grad
+        if style == "colwise":
+            placements = {"weight": Shard(0), "bias": Shard(0)}
+            module.register_forward_pre_hook(lambda _, inputs: stream.gather(inputs[0]))
+        elif style == "rowwise":
+            placements, read = placements | {"weight": Shard(1)}, rank0_only
+            module.register_forward_hook(lambda _, __, partial_sum: stream.reduce(partial_sum))
+        elif style is not None:
+            read = partial_grad
+        if placements:
+            divide(module, block_of.get(module, module), mesh, placements, read)
+    model.tie()
 
 
 def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:

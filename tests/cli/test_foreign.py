@@ -58,7 +58,8 @@ def test_the_shape_is_the_folders(folder: Path, capsys: Capsys) -> None:
 @pytest.mark.slow
 def test_what_it_cannot_do_is_refused(folder: Path, capsys: Capsys) -> None:
     text = refused(capsys, *HF, "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ep=2")
-    assert all(f"type instead: parallel.{axis}=1" in text for axis in ("tp", "pp", "cp", "ep"))
+    assert all(f"type instead: parallel.{axis}=1" in text for axis in ("pp", "cp", "ep"))
+    assert "type instead: parallel.sequence_parallel=false" in text
     assert "4 things are wrong" in text
     assert "precision=bf16" in refused(capsys, *HF, "precision=fp8")
     text = refused(capsys, *HF, "model.layers=4", "model.norm=layernorm")
@@ -88,11 +89,11 @@ def test_what_it_is_not_is_refused(folder: Path, capsys: Capsys) -> None:
         Path("small/config.json").write_text(kept)
 
 
-def asked(*, folder: str | None = "small", **keys: Any) -> dict[str, Any]:
+def asked(*, folder: str | None = "small", tp: int = 1, **keys: Any) -> dict[str, Any]:
     """Return the judgement of a folder, with some keys of its config.json replaced."""
     document = json.loads(Path("small/config.json").read_text()) | keys
     shape = asdict(hf_models.shape_of(Path("small"))) | {"hf_config": document}
-    return judge({"model": shape, "folder": folder})
+    return judge({"model": shape, "folder": folder, "tp": tp})
 
 
 def test_transformers_is_asked(folder: Path) -> None:
@@ -100,6 +101,10 @@ def test_transformers_is_asked(folder: Path) -> None:
     model = hf_models.save("gpt_neox", folder / "again", vocab_size=257)
     assert whole["problem"] is None
     assert whole["parameters"] == sum(p.numel() for p in model.parameters())
+    assert asked(tp=2)["problem"] is None
+    assert "3 ranks do not divide its heads of keys" in asked(tp=3)["problem"]
+    no_plan = asked(model_type="falcon", folder=None, tp=2)
+    assert no_plan["of"] == "tp" and "has no plan" in no_plan["problem"]
     assert "unknown to transformers" in asked(model_type="neoy")["problem"]
     assert "sees the tokens" in asked(model_type="bert", folder=None)["problem"]
     wide = asked(hidden_size=64)

@@ -20,7 +20,7 @@ FAMILIES = {
     "gptj": {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 64},
 }
 LAWS = {
-    "parallel.tp=2": "parallel.tp=1",
+    "parallel.tp=2": "parallel.sequence_parallel=false",
     "parallel.tp=2 parallel.sequence_parallel=true": "",
     "parallel.pp=2 parallel.schedule=gpipe parallel.layers_per_stage=[1,1]": "",
     "parallel.cp=2 parallel.cp_method=ulysses": "",

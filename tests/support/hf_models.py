@@ -31,6 +31,7 @@ COMMON: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON | {"attention_dropout": 0.5, "hidden_dropout": 0.5},
     "falcon": COMMON | {"alibi": False},
+    "qwen3": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "gemma2": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     # a decoder without its encoder: the attention to the encoder is never used
     "bart": COMMON

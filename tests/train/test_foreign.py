@@ -21,6 +21,7 @@ from tests.support import hf_models
 from tests.support.jobs import (
     SHORT_STEPS,
     StopBefore,
+    assert_same_training,
     assert_same_weights,
     curve,
     final_weights,
@@ -62,6 +63,33 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
     }
     for config, found in zip(configs, curves, strict=True):
         assert_equal_curves(found, expected[config.precision.params], config.precision.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen3"])
+def test_plans_of_transformers_divide_layers(tmp_path: Path, family: str) -> None:
+    """One has biases, the other tied embeddings and norms of heads; both are resumed without tp too."""
+    long = tmp_path / "long"
+    long.mkdir()
+    write_tokens(tmp_path)
+    write_tokens(long, samples=100)
+    hf_models.save(family, tmp_path / family)
+    shape, divided = hf_models.shape_of(tmp_path / family), {"tp": 2, "sequence_parallel": False}
+    recomputed = divided | {"activation_checkpointing": "full"}
+    for dp, stage, parallel in ((1, 0, divided), (2, 3, recomputed)):
+        config = make_config(tmp_path, dp=dp, stage=stage, model=shape, parallel=parallel)
+        config = replace(config, train=replace(config.train, steps=SHORT_STEPS))
+        (found,) = run_ranks(curves_of, 2 * dp, [config])[0]
+        expected = hf_models.plain_loop(tmp_path / family, torch.float64, SHORT_STEPS)
+        assert_equal_curves(found, expected, "fp64")
+    config, alone = (
+        saving_config(long, model=shape, parallel=divided),
+        saving_config(long, model=shape),
+    )
+    run = make_run(config)
+    train(run, config, StopBefore(4))
+    train(run, alone)
+    assert_same_training(run, never_stopped(long, alone))
 
 
 @pytest.mark.slow

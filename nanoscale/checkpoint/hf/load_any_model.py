@@ -18,7 +18,7 @@ from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
 from nanoscale.config.hf.shape import predicts_masked
-from nanoscale.models.hf_model import PREFIX, build, tied_parameters
+from nanoscale.models.hf_model import PREFIX, build, tied_parameters, tp_styles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,6 +136,11 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
         reason = " ".join(str(error).split()) or type(error).__name__
         why = f"transformers cannot build it: {reason[:_MESSAGE_CHARACTERS]}"
         return {"problem": why, "of": "model"}
+    if request["tp"] > 1 and problem is None:
+        try:
+            tp_styles(model, request["tp"])
+        except ValueError as error:
+            return {"problem": f"cannot divide this model: {error}", "of": "tp"}
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"problem": problem, "of": "model", "parameters": count}
 

@@ -24,6 +24,8 @@ _BLOCKS = ("model.heads", "model.kv_heads", "model.ffn", "model.shared_ffn", "mo
 
 def _undivided(config: Config) -> list[str]:
     model, tp = config.model, config.parallel.tp
+    if model.source == "hf":  # transformers is asked before the launch
+        return []
     dense = model.dense_ffn if model.dense_layers else 0
     sizes = (model.heads, model.kv_head_count, model.ffn, model.shared_ffn, dense)
     return [f"{key}={size}" for key, size in zip(_BLOCKS, sizes, strict=True) if size % tp]
@@ -60,6 +62,7 @@ def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
             "model.max_seq_len",
             "model.position",
             "model.dense_layers",
+            "model.source",
             *_BLOCKS,
         ),
         lambda config: rows(config.model) % config.parallel.tp == 0 or not _divides_blocks(config),
@@ -190,7 +193,7 @@ RULES = (
     refused("parallel.dp_replicate", {"parallel.dp_replicate": several, "zero.stage": 0},
         "replicates a sharded model, and zero.stage=0 shards nothing",
         "zero.stage=3", "parallel.dp_replicate=1"),
-    Rule("parallel.tp", ("parallel.tp", "model.dense_layers", *_BLOCKS), _divides_blocks,
+    Rule("parallel.tp", ("parallel.tp", "model.source", "model.dense_layers", *_BLOCKS), _divides_blocks,
         lambda config: (
             f"must divide {listed(_undivided(config))}: a rank holds whole heads, of keys and values too, "
             "and an equal share of the block"
@@ -227,7 +230,7 @@ RULES = (
     Rule("train.seq_len",
         (
             *("parallel.cp", "parallel.cp_method", "parallel.tp", "parallel.sequence_parallel"),
-            *("train.seq_len", "model.dense_layers", *_BLOCKS),
+            *("train.seq_len", "model.source", "model.dense_layers", *_BLOCKS),
         ), lambda config: config.train.seq_len % sequence_step(config) == 0, _undivided_sequence,
         ("train.seq_len", "parallel.sequence_parallel=false")),
     Rule("parallel.ep",

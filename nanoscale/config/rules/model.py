@@ -291,7 +291,15 @@ def _axis(key: str, why: str) -> Rule:
 
 
 FOREIGN = (
-    _axis("parallel.tp", "divides matrices that it finds by their names"),
+    refused("parallel.tp", {"model.source": "hooks", "parallel.tp": several},
+        _of_others("divides matrices that it finds by their names"), "parallel.tp=1"),
+    refused("parallel.tp", {"model.source": "hf", "backend.name": "deepspeed", "parallel.tp": several},
+        "divides model=hf by transformers' own plan, which DeepSpeed's engine does not run",
+        "parallel.tp=1", "backend=native"),
+    refused("parallel.sequence_parallel",
+        {"model.source": "hf", "parallel.tp": several, "parallel.sequence_parallel": True},
+        "divides the stream between blocks, and those of model=hf take it whole",
+        "parallel.sequence_parallel=false"),
     _axis("parallel.pp", "splits a model between blocks that it can call one by one"),
     _axis("parallel.cp",
         "replaces the attention with one that exchanges keys and values between ranks"),

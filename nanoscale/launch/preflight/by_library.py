@@ -101,11 +101,15 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
             folder = str(locate(init_from, weights=True))
     except NoSuchModelError as error:
         refuse_model(composed, KEY, init_from, error)
-    question = {"model": asdict(model), "folder": folder}
+    question = {"model": asdict(model), "folder": folder, "tp": config.parallel.tp}
     answer = _ask("nanoscale.checkpoint.hf.load_any_model", question, "transformers")
     if isinstance(answer, str):
         answer = {"problem": answer, "of": "model"}
     if answer["problem"] is not None:
+        if answer["of"] == "tp":
+            key, tp = "parallel.tp", config.parallel.tp
+            advice = ("parallel.tp=1",)
+            refuse([Violation(key, tp, composed.source(key), answer["problem"], advice)])
         has_code = "auto_map" in model.hf_config and not model.trust_remote_code
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
         key, value = (KEY, init_from) if answer["of"] == "files" else (any_model.KEY, model.name)
