@@ -42,7 +42,7 @@ _SHARE = 0.8
 def why_unplayable(config: ResolvedConfig) -> Violation | None:
     """Return why a job cannot be rehearsed; None if it can be."""
     source = config.model.source
-    foreign = {"model": source if source != "own" else None, "hooks.path": config.hooks.path}
+    foreign = {"model": source if source == "hooks" else None, "hooks.path": config.hooks.path}
     for key, value in foreign.items():
         if value is not None and config.launcher.device != "cpu":
             message = "is not nanoscale's own, which alone is rehearsed on GPUs"

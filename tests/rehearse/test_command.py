@@ -27,6 +27,7 @@ from nanoscale.runs.directory import read_json
 from nanoscale.view.plan.prediction import verdict
 from nanoscale.view.run.launch_text import rehearsal_lines
 from tests.plan.machines import job
+from tests.support import hf_models
 from tests.support.recipes import changed
 from tests.support.rows import exhaustive
 from tests.support.waiting import wait_until
@@ -101,7 +102,7 @@ def loss(logits, targets, config):
     assert "is not nanoscale's own, which alone is rehearsed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [{"source": "hf"}, {}])
+@pytest.mark.parametrize("words", [{"source": "hooks"}, {}])
 def test_a_rehearsal_is_advised_only_if_it_is_possible(
     words: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_rehearsal_is_advised_only_if_it_is_possible(
     )
     if words:
         with pytest.raises(
-            UserError, match="model=hf: is not nanoscale's own, which alone is rehearsed"
+            UserError, match="model=hooks: is not nanoscale's own, which alone is rehearsed"
         ):
             rehearsal.rehearsed(config, "distinct", 2)
 
@@ -194,6 +195,21 @@ def test_a_rehearsal_decides_whether_a_job_fits() -> None:
     bound = replace(plan, rehearsed=replace(over, upper_bound=True))
     assert bound.fits_probability == plan.fits_probability
     assert "an upper bound, counted" in verdict(bound)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_rehearsed_since_it_has_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf_models.save("gpt_neox", tmp_path / "small")
+    words = (
+        "model=hf", f"model.name={tmp_path / 'small'}", "data=random", "train.steps=3", "train.seq_len=32",
+        "train.micro_batch=4", "train.global_batch=8", *ON_GPUS, "precision=bf16",
+    )  # fmt: skip
+    assert nanoscale(["submit", "recipe=debug", *words, "--dry-run"]) == 0
+    assert "a rehearsal measures it" in capsys.readouterr().err
+    assert nanoscale(["submit", "recipe=debug", *words, "cluster.memory_gib=1.3"]) == 3
+    assert "does not fit: " in capsys.readouterr().err
 
 
 OPEN = (

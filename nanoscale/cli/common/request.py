@@ -279,7 +279,12 @@ def planned(
         UserError: of kind `plan`, it does not fit; of kind `rehearsal`, the code of a rank fails or ranks
             disagree; or `cluster` names unknown hardware.
     """
-    from nanoscale.cli.common.rehearsal import must_decide, rehearsal_of_launch, with_memory
+    from nanoscale.cli.common.rehearsal import (
+        must_decide,
+        rehearsal_of_launch,
+        rehearsal_of_unplanned,
+        with_memory,
+    )
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
@@ -290,6 +295,10 @@ def planned(
     try:
         plan = predict(request.config)
     except UnknownHardwareError as error:
+        if request.config.model.source == "hf" and not force:
+            with refusals.gather():
+                program = rehearsal_of_unplanned(request.config, asked=rehearse)
+            return replace(request, program=program)
         if rehearse:
             raise
         display.note(f"not planned: {error}")

@@ -53,6 +53,18 @@ _LARGE = 1 << 26
 """Larger tensors in host memory, counted in elements, are fake: they might not fit into this machine."""
 
 
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
+"""Operations that FakeTensorMode computes by others, one of which asks C++ for the device."""
+
+
+def _loss(func: Any, args: Any) -> Any:
+    if func is aten.nll_loss_backward.default:
+        return torch.empty_like(args[1])
+    log_probabilities, targets, _weights, reduction, _ignored = args
+    loss = log_probabilities.new_empty(() if reduction else targets.shape)
+    return loss, log_probabilities.new_empty(())
+
+
 class World(DeviceMemory):
     """The device of one rank and the other ranks, as a mode that is entered after a FakeTensorMode."""
 
@@ -128,7 +140,7 @@ class World(DeviceMemory):
         self.mode.cache_enabled = func not in _OF_STORAGES
         if func in _OF_STORAGES and not self.on_gpu:
             args = (args[0], self._storage_without_numbers(args[1]), *args[2:])
-        result = func(*args, **kwargs)
+        result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
         self.see_all(result)
         return result
 
