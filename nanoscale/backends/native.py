@@ -315,7 +315,8 @@ def build_stages(
 
 
 def _fill_initial(stage: Transformer, config: ResolvedConfig, device: torch.device) -> None:
-    is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
+    # then everything but adapters, or a head of classes, is loaded
+    is_pretrained = config.model.init_from is not None and config.train.objective != "classify"
     if not is_pretrained or config.lora.rank:
         fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)
         lora.fill_magnitudes(dict(stage.named_parameters()))

@@ -1,4 +1,4 @@
-"""The objectives of a training: a loss of single tokens, or of pairs of answers."""
+"""The objectives of a training: a loss of single tokens, of pairs of answers, or of labels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ PAIRED = ("dpo", "orpo")
 def is_paired(train: Train) -> bool:
     """True if samples are pairs of rows."""
     return train.objective in PAIRED
+
+
+def has_whole_documents(train: Train) -> bool:
+    """True if each document has a row of its own."""
+    return is_paired(train) or train.objective == "classify"
 
 
 def rows_of_sample(train: Train) -> int:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.objectives import is_masked, is_paired
+from nanoscale.config.objectives import has_whole_documents, is_masked
 from nanoscale.config.reference import flat, value_of
 from nanoscale.config.schema import Config, Parallel, Train
 from nanoscale.config.violations import shown
@@ -66,7 +66,7 @@ class ResolvedConfig(Config):
         """True if each token of a step has a loss."""
         data = self.data
         has_marks = data.document_mask or data.loss_on == "answers" or data.source == "hooks"
-        return not has_marks and not is_paired(self.train) and not is_masked(self.train)
+        return not (has_marks or has_whole_documents(self.train) or is_masked(self.train))
 
 
 def resolved(config: Config) -> ResolvedConfig:

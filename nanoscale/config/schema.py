@@ -1167,12 +1167,13 @@ class Train:
         "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
         "checkpoint before it and skip the batches since then",
     )
-    objective: Literal["next-token", "masked", "dpo", "orpo", "distill", "hooks"] = key(
+    objective: Literal["next-token", "masked", "dpo", "orpo", "distill", "hooks", "classify"] = key(
         "next-token",
         "what the loss is of; next-token: of every token · masked: of hidden tokens, by an encoder (model=hf) "
         "· dpo: of pairs of a chosen and a rejected answer, "
         "compared with the initial weights · orpo: of such pairs, without a reference · distill: of all tokens "
-        "and the likely ones of train.teacher · hooks: of every token, by loss() of hooks.path",
+        "and the likely ones of train.teacher · hooks: of every token, by loss() of hooks.path "
+        "· classify: of a text's label (model=hf)",
     )
     teacher: str | None = key(
         None,
@@ -1219,6 +1220,7 @@ class Train:
     sample_tokens: int = key(
         0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0
     )
+    labels: int | None = key(None, "classify: the number of classes", at_least=2)
 
 
 @dataclass(frozen=True)

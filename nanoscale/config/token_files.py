@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanoscale.common.json_text import parse
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import has_whole_documents
 from nanoscale.config.schema import Config, Data, Train
 from nanoscale.config.training_phases import samples_after
 
@@ -264,7 +264,7 @@ def training_samples(data: Data, train: Train) -> int | None:
     They are known for one token file whose samples are windows of a stream.
     """
     is_file = data.source != "stdlib" and data.path is not None and not data.mixture
-    if not is_file or data.packing != "stream" or is_paired(train):
+    if not is_file or data.packing != "stream" or has_whole_documents(train):
         return None
     with suppress(DamagedError, OSError):
         tokens, _ = split_sizes(data, sources_of(data)[0])

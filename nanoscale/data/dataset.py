@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import is_masked, is_paired, rows_of_sample
+from nanoscale.config.objectives import has_whole_documents, is_masked, is_paired, rows_of_sample
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
 from nanoscale.config.training_phases import phases_of
@@ -144,7 +144,7 @@ class _Opener:
     def random(self) -> Dataset:
         train, vocab = self.train, self.vocab
         tokens: list[Samples] = [
-            RandomSamples(split, count, train.seq_len, train.seed, vocab)
+            RandomSamples(split, count, train.seq_len, train.seed, vocab, train.labels)
             for split, count in ((0, ENDLESS), (1, HELD_OUT))
         ]
         if is_masked(train):
@@ -238,6 +238,8 @@ class _Opener:
         if form.packing == "pairs" and (left_out := loader.pairs.left_out):
             why = "too long for train.seq_len, or no answer"
             description += f"; {counted(left_out, 'pair')} left out: {why}"
+        if loader.cut:
+            description += f"; {counted(loader.cut, 'text')} cut to train.seq_len"
         if training.within_document:
             description += " (cut within a document)"
         weight = source.weight or float(len(loader))
@@ -255,7 +257,7 @@ class _Opener:
                 answers = open_answers(prefix, tokens)
         packing = "pairs" if is_paired(self.train) else data.packing
         masked = self.train if is_masked(self.train) else None
-        return Form(packing, data.document_mask, answers, masked)
+        return Form(packing, data.document_mask, answers, masked, self.train.labels or 0)
 
     def _loader(self, tokens: TokenFile, split: Split, form: Form) -> Loader:
         train = self.train
@@ -264,7 +266,7 @@ class _Opener:
     @property
     def _least_tokens(self) -> int:
         """A split needs more tokens than this for a sample."""
-        is_stream = self.data.packing == "stream" and not is_paired(self.train)
+        is_stream = self.data.packing == "stream" and not has_whole_documents(self.train)
         return self.train.seq_len if is_stream else 1
 
     def _valid_loader(

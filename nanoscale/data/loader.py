@@ -15,6 +15,7 @@ from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, sample_indices, taken
 from nanoscale.data.samples import (
+    Labeled,
     Masked,
     Packed,
     Pairs,
@@ -46,6 +47,8 @@ class Form:
     """uint8 [tokens] of the file: nonzero for tokens that have a loss. None: all of them."""
     masked: Train | None = None
     """The settings of hidden tokens; None: no token is hidden."""
+    labels: int = 0
+    """The number of classes of documents that are texts with labels; 0: other documents."""
 
 
 class Loader:
@@ -56,6 +59,8 @@ class Loader:
         self._seed = seed
         self.rows = 2 if isinstance(samples, Pairs) else 1
         """The rows of a batch that a sample takes."""
+        self.cut = samples.cut if isinstance(samples, Labeled) else 0
+        """The number of texts with labels that are cut at the end of a row."""
         self.references: Callable[[list[int]], np.ndarray] | None = None
         """A function from the numbers of samples to a teacher's tokens, as in `Batch`; None: no teacher."""
         self._ahead = PrecomputedSamples(self.order, self.rows)
@@ -82,7 +87,9 @@ class Loader:
 
         samples: Samples
         source = SplitTokens(tokens, split, seq_len, form.answers, check)
-        if form.packing == "whole":
+        if form.labels:
+            samples = Labeled(source, form.labels)
+        elif form.packing == "whole":
             samples = Packed(source)
         elif form.packing == "pairs":
             samples = Pairs(source)

@@ -205,6 +205,43 @@ class Pairs:
         return Batch(inputs, targets, references=self.references[numbers].flatten())
 
 
+class Labeled:
+    """Texts with labels, a row each with padding at its end: the label is the target of the text's last token.
+
+    A document is a text and its label. Longer texts are cut; a token with which all texts end, as [SEP], stays.
+    """
+
+    def __init__(self, source: SplitTokens, labels: int) -> None:
+        self._source = source
+        file, split = source.file, source.split
+        starts = file.document_starts(0, len(file))
+        starts, ends = starts[:-1], starts[1:] - 1
+        counted = (ends > starts) & (starts >= split.start) & (ends < split.stop)
+        self._starts, self._ends = starts[counted], ends[counted]
+        self.cut = int((self._ends - self._starts > source.seq_len).sum())
+        last, held = (file.tokens[self._ends - each] for each in (1, 0))
+        self._keeps_last = bool((last == last[:1]).all())
+        if held.max(initial=0) >= labels:
+            raise UserError("data", f"{file.path} holds label {held.max()}: train.labels={labels}")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def batch(self, numbers: list[int]) -> Batch:
+        shape = len(numbers), self._source.seq_len
+        inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
+        tokens = self._source.file.tokens
+        for row, number in enumerate(numbers):
+            start, end = self._starts[number], self._ends[number]
+            count = min(end - start, shape[1])
+            inputs[row, :count] = tokens[start : start + count]
+            if self._keeps_last:
+                inputs[row, count - 1] = tokens[end - 1]
+            targets[row, count - 1] = tokens[end]
+        self._source.check(inputs)
+        return Batch(inputs, targets)
+
+
 def _document_chunks(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the start and the number of inputs of each chunk; documents lie between the borders."""
     inputs = np.diff(boundaries) - 1
@@ -378,7 +415,10 @@ class RandomSamples:
     A sample follows from the seed, its split and its number alone, whatever rank reads it.
     """
 
-    def __init__(self, split: int, count: int, seq_len: int, seed: int, vocab: int) -> None:
+    def __init__(
+        self, split: int, count: int, seq_len: int, seed: int, vocab: int, labels: int | None = None
+    ) -> None:
+        self._labels = labels
         self._split = split
         self._count = count
         self._seq_len = seq_len
@@ -396,4 +436,8 @@ class RandomSamples:
             counter = np.array([0, number, self._split, 0], dtype=np.uint64)
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=counter))
             row[:] = generator.integers(self._vocab, size=self._seq_len + 1)
-        return Batch.of_rows(rows)
+        batch = Batch.of_rows(rows)
+        if self._labels is None:
+            return batch
+        is_last = np.arange(self._seq_len) == self._seq_len - 1
+        return Batch(batch.inputs, np.where(is_last, batch.targets % self._labels, IGNORED))

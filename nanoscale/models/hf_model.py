@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.config.hf.shape import predicts_masked
+from nanoscale.config.hf.shape import made_for
 from nanoscale.config.schema import Model
+from nanoscale.data.batch import IGNORED
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
@@ -49,7 +50,7 @@ class HFModel(Transformer):
         self.first = self.last = True
         self.sequence_shards = 1
         self.token_positions = whole_sequence
-        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(tokens)
+        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(tokens, masks[0])
         self.hf: Any = self._build(real=real)
         self.hf.eval()  # training mode would enable dropout
         layers_by_number = nn.ModuleDict(
@@ -67,6 +68,8 @@ class HFModel(Transformer):
         references: Tensor | None = None,
     ) -> Tensor:
         assert documents is None, "the rules refuse document masks"
+        if targets is not None and made_for(self.shape.hf_config) == "classify":
+            return self._class_loss(inputs, targets)
         logits = self.run_layers(self.layers, inputs, (None, None), (None, None))
         if targets is None:
             return logits
@@ -84,11 +87,22 @@ class HFModel(Transformer):
         weighted = (rows * weights).sum()
         return value + (weighted - weighted.detach()) if torch.is_grad_enabled() else value
 
+    def _class_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of the labels, each the target of the last token of a row's text."""
+        numbers = torch.arange(targets.shape[1], device=targets.device)
+        last = numbers.where(targets != IGNORED, 0).amax(1, keepdim=True)
+        mask = numbers <= last
+        tokens = tokens.where(mask, self.hf.config.pad_token_id)
+        logits = self.run_layers(self.layers, tokens, (None, None), (mask, None))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.gather(1, last).squeeze(1), reduction="sum")
+
     def _build(self, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:
         return build(self.shape, dtype, real=real)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.hf(input_ids=tokens).logits
+    def _logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        masked = {} if mask is None else {"attention_mask": mask.long()}
+        logits: Tensor = self.hf(input_ids=tokens, **masked).logits
         return logits
 
     @property
@@ -129,15 +143,19 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
     Raises:
         ValueError, OSError, ImportError: transformers does not know it, or lacks a package that it needs.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    import transformers
     from transformers.initialization import no_init_weights
 
     config = read_config(shape)
     config.use_cache = False
-    masked = predicts_masked(shape.hf_config)
+    classes: dict[str, Any] = {
+        "next-token": transformers.AutoModelForCausalLM,
+        "masked": transformers.AutoModelForMaskedLM,
+        "classify": transformers.AutoModelForSequenceClassification,
+    }
     parameter_device = nullcontext() if real else parameters_on_meta()
     with no_init_weights(), parameter_device:
-        model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(
+        model = classes[made_for(shape.hf_config)].from_config(
             config, dtype=dtype, trust_remote_code=shape.trust_remote_code
         )
     model.tie_weights()

@@ -33,7 +33,7 @@ class OwnModel(HFModel):
         with nullcontext() if real else parameters_on_meta():
             return build(self.__dict__["_make"], dtype)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         logits: Tensor = self.hf(tokens)
         wanted = (*tokens.shape, self.shape.vocab)
         if logits.shape != wanted:

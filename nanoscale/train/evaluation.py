@@ -14,7 +14,7 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import has_whole_documents
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED
@@ -68,7 +68,7 @@ def run(context: RankContext) -> str:
         for split, figures in zip(data.valid, results, strict=True):
             tokenizer = data.tokenizer
             samples = figures["samples"]
-            if is_paired(config.train):
+            if has_whole_documents(config.train):
                 tokenizer = None
             figures["bytes"] = tokenizer and count_bytes(split.loader, samples, tokenizer)
         write_json(context.run.result, {"data": data.description, "parts": results})

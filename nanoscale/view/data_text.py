@@ -97,7 +97,10 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     display.show(f"  vocabulary  {manifest['vocabulary']:,}")
     rows = -(-manifest["vocabulary"] // 64) * 64
     begun = f" model.vocab={rows}"
-    if "answers" in train:
+    if manifest.get("labels"):
+        how = f"train.objective=classify train.labels={manifest['labels']}"
+        begun = f" model=hf model.name=… {how}"
+    elif "answers" in train:
         how = "train.objective=dpo" if manifest.get("pairs") else "data.packing=whole"
         begun = f" model.init_from=… {how}"
     display.show(

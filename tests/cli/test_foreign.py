@@ -82,11 +82,40 @@ def test_what_it_is_not_is_refused(folder: Path, capsys: Capsys) -> None:
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"architectures": ["T5Model"]}, "no causal language model"),
         ({"architectures": ["BertForMaskedLM"]}, "train.objective=masked train.mask_token=103"),
+        (
+            {"architectures": ["BertForSequenceClassification"]},
+            "train.objective=classify train.labels=2",
+        ),
     ):
         kept = Path("small/config.json").read_text()
         changed(**keys)
         assert text in refused(capsys, *HF)
         Path("small/config.json").write_text(kept)
+
+
+def test_labels_belong_to_their_objective(folder: Path, capsys: Capsys) -> None:
+    records = [{"text": f"text {i}", "label": i % 3} for i in range(60)]
+    Path("a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    prepare = ["data", "prepare", "a.jsonl", "--tokenizer", "byte"]
+    assert nanoscale([*prepare, "--out", "labels", "--labels", "3", "--validation", "0.3"]) == 0
+    assert nanoscale([*prepare, "--out", "texts", "--validation", "0.3"]) == 0
+    assert nanoscale([*prepare, "--out", "wrong", "--labels", "3", "--chat"]) == 2
+    labels = [*HF, "data=megatron", "data.path=labels"]
+    text = refused(capsys, *labels)
+    assert "learns every token" in text
+    assert "type instead: train.objective=classify train.labels=3" in text
+    classify = [*HF, "train.objective=classify"]
+    assert "type instead: train.labels=2" in refused(capsys, *classify, "data=random")
+    classify.append("train.labels=3")
+    few = [*labels, "train.objective=classify", "train.labels=2"]
+    assert "type instead: train.labels=3" in refused(capsys, *few)
+    text = refused(capsys, *classify, "data=megatron", "data.path=texts")
+    assert "needs labels" in text and "type instead: train.objective=next-token" in text
+    assert "data.loss_on=auto" in refused(capsys, *labels, *classify, "data.loss_on=all")
+    assert "data.source=random" in refused(capsys, *classify, "data=stdlib")
+    assert "train.labels=3" in refused(capsys, *labels, "train.objective=classify", "train.label=3")
+    phases = "train.phases={late: {begin: 1, seq_len: 16}}"
+    assert "whole documents" in refused(capsys, *labels, *classify, phases)
 
 
 def asked(*, folder: str | None = "small", tp: int = 1, **keys: Any) -> dict[str, Any]:

@@ -96,6 +96,8 @@ LAWS = [
     (["train.objective=masked"], CPU, "train.objective"),
     (["train.mask_share=0.2"], CPU, "train.mask_share"),
     (["train.mask_token=3"], CPU, "train.mask_token"),
+    (["train.objective=classify", "train.labels=2"], CPU, "train.objective"),
+    (["train.labels=2"], CPU, "train.labels"),
     (["launcher.notify=NOBODY_HAS_SET_IT"], CPU, "launcher.notify"),
     ([DS, "train.statistics_every=2"], CPU, "train.statistics_every"),
     ([DS, "train.phases={a: {global_batch: 16}}"], CPU, "train.phases.a.global_batch"),

@@ -62,9 +62,8 @@ class DeepSpeedEngine(Engine):
         self.shards = shard_ranges.find_shards(
             self.parameters(), self.engine.optimizer, self.zero_stage
         )
-        is_pretrained = (
-            config.model.init_from is not None
-        )  # then all weights but adapters are loaded
+        # then all weights but adapters, or a head of classes, are loaded
+        is_pretrained = config.model.init_from is not None and config.train.objective != "classify"
         if not is_pretrained or config.lora.rank:
             self._initialize(frozen=not is_pretrained)
 

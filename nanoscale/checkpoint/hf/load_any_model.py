@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
-from nanoscale.config.hf.shape import predicts_masked
+from nanoscale.config.hf.shape import CLASSIFIER, made_for
 from nanoscale.models.hf_model import PREFIX, build, tied_parameters, tp_styles
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def find(folder: Path, model: Any) -> dict[str, Stored]:
     file_tensors = read_folder(folder)
     stored, unknown, tied = _match_names(file_tensors, model)
     needed = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    problems = [f"{name} is missing" for name in needed if name not in stored]
+    missing = [name for name in needed if name not in stored]
+    problems = [f"{name} is missing" for name in missing if not is_head(name, model)]
     problems += differences({name: stored[name] for name in needed if name in stored}, needed)
     problems += [f"{name} is not one of its parameters" for name in unknown]
     problems += [
@@ -59,7 +60,9 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     """
     stored, *_ = _match_names(read_folder(folder), model)
     local_keys = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
-    refuse_all([f"{name} is missing" for name in local_keys if name not in stored])
+    missing = [name for name in local_keys if name not in stored]
+    refuse_all([f"{name} is missing" for name in missing if not is_head(name, model)])
+    local_keys = {name: key for name, key in local_keys.items() if name in stored}
     shapes = {name: tuple(state[key].shape) for name, key in local_keys.items()}
     refuse_all(differences({name: stored[name] for name in local_keys}, shapes))
     requests = [
@@ -107,9 +110,20 @@ def _match_names(
         elif changed in aliases:
             stored.setdefault(aliases[changed], tensor)
             tied.append((aliases[changed], tensor))
-        elif not is_buffer(name) and not any(re.search(pattern, name) for pattern in ignored):
+        elif is_buffer(name) or is_head(name, model):
+            continue
+        elif not any(re.search(pattern, name) for pattern in ignored):
             unknown.append(name)
     return stored, unknown, tied
+
+
+def is_head(name: str, model: Any) -> bool:
+    """True if a weight is of a classifier's head, its pooler included, or of the head of another task."""
+    if not type(model).__name__.endswith(CLASSIFIER):
+        return False
+    base = model.base_model_prefix
+    children = {base, *(child for child, _ in model.get_submodule(base).named_children())}
+    return name.split(".")[0] not in children or "pooler." in name
 
 
 def _names(model: Any) -> set[str]:
@@ -126,7 +140,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     shape = Model(**request["model"])
     try:
         model = build(shape)
-        problem = None if predicts_masked(shape.hf_config) else _objective_problem(model)
+        problem = _objective_problem(model, made_for(shape.hf_config))
         if problem is None and request["folder"] is not None:
             find(Path(request["folder"]), model)
     except BadFileError as error:
@@ -145,12 +159,14 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     return {"problem": problem, "of": "model", "parameters": count}
 
 
-def _objective_problem(model: Any) -> str | None:
-    """Return why predicting the next token would not train it."""
+def _objective_problem(model: Any, objective: str) -> str | None:
+    """Return why its objective would not train it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+    if objective == "classify" and model.config.pad_token_id is None:
+        return "config.json has no pad_token_id: model.hf_config.pad_token_id=0 pads with token 0"
     family, is_decoder = model.config.model_type, getattr(model.config, "is_decoder", False)
-    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+    if objective == "next-token" and family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
         return f"model_type={family} sees the tokens that it must predict, unless is_decoder=true"
     return None
 

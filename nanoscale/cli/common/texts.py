@@ -61,7 +61,7 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
     from nanoscale.data.prepare.sources import find_sources
 
     (source,) = find_sources([file])
-    data, model = composed.config.data, composed.config.model
+    data, model, train = composed.config.data, composed.config.model, composed.config.train
     by_hand = composed.by_hand("data.tokenizer")
     named = data.tokenizer if by_hand or model.init_from is None else model.init_from
     pairs = holds_pairs(source)
@@ -79,6 +79,7 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
         chat=chat,
         pairs=pairs,
         workers=cores(),
+        labels=(train.labels or 0) if train.objective == "classify" else 0,
     )
     if source.bytes > _MOST:
         what = f"has {byte_size(source.bytes)}, and texts of more than {byte_size(_MOST)} are "
@@ -95,6 +96,7 @@ def _command(request: PreparationRequest) -> str:
     if request.tokenizer:
         words = ["--tokenizer", request.tokenizer]
     words += ["--pairs"] if request.pairs else ["--chat"] if request.chat else []
+    words += ["--labels", str(request.labels)] if request.labels else []
     words += ["--out", f"{Path(file).stem}-tokens"]
     return shlex.join(["nanoscale", "data", "prepare", file, *words])
 

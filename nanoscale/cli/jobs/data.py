@@ -55,6 +55,9 @@ def prepare_data(
         "--pairs",
         default=False,
     ),
+    labels: int | None = opt.option(
+        "Read texts, each with a `label` below this number of classes", min=2, max=65536
+    ),
     chat_template: Path | None = opt.option(
         "Make text of chats with this Jinja template", metavar="FILE", shown="the tokenizer's own"
     ),
@@ -87,6 +90,7 @@ def prepare_data(
 
     opt.refuse_unused((pairs, "reads `prompt`, `chosen` and `rejected`", {"--field": field}))
     chat = chat or pairs
+    opt.refuse_unused((chat, "is for texts, and these records are chats", {"--labels": labels}))
     opt.refuse_unused((not chat, "is for chats; add --chat", {"--chat-template": chat_template}))
     request = PreparationRequest(
         sources=tuple(sources),
@@ -102,6 +106,7 @@ def prepare_data(
         pairs=pairs,
         chat_template=chat_template,
         workers=workers or cores(),
+        labels=labels or 0,
     )
     with PreparationScreen() as screen:
         try:

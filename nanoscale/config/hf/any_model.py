@@ -16,7 +16,7 @@ from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate, refuse_model
-from nanoscale.config.hf.shape import read_config, require_causal
+from nanoscale.config.hf.shape import as_classifier, read_config, require_causal
 from nanoscale.config.schema import Model
 from nanoscale.config.violations import override, refuse, shown
 
@@ -60,6 +60,8 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
                 str(folder / "config.json"),
                 reference.merged(read_config(folder), document),
             )
+        if composed.config.train.objective == "classify":
+            document = as_classifier(document, composed.config.train.labels or 2)
         require_causal(document, or_masked=True)
     except (NoSuchModelError, UnsupportedError) as error:
         refuse_model(composed, KEY, model.name, error)

@@ -6,6 +6,7 @@ Settings that our shape cannot express are refused by name: nothing is dropped s
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from nanoscale.config.violations import shown
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """The endings of the class names of causal language models."""
+CLASSIFIER = "ForSequenceClassification"
 
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -89,9 +91,21 @@ def has_own_head(folder: Path) -> bool:
         return False
 
 
-def predicts_masked(document: Json) -> bool:
-    """True if a model of transformers predicts hidden tokens from both sides: an encoder."""
-    return any(str(name).endswith("ForMaskedLM") for name in document.get("architectures") or ())
+def made_for(document: Json) -> str:
+    """Return the `train.objective` that a model of transformers was made for: next-token, masked, classify."""
+    ends = {"ForMaskedLM": "masked", CLASSIFIER: "classify"}
+    classes = map(str, document.get("architectures") or ())
+    return next((ends[end] for name in classes for end in ends if name.endswith(end)), "next-token")
+
+
+def as_classifier(document: Json, labels: int) -> Json:
+    """Return the config.json of the model that classifies with these layers; texts' ends pad by default."""
+    classes, end = document.get("architectures"), document.get("eos_token_id")
+    name = re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", str((classes or ["Auto"])[0]))
+    changed: Json = {"architectures": [name + CLASSIFIER], "num_labels": labels}
+    if document.get("pad_token_id") is None and end is not None:
+        changed["pad_token_id"] = end[0] if isinstance(end, list) else end
+    return document | changed
 
 
 def require_causal(document: Json, *, or_masked: bool = False) -> None:
@@ -105,7 +119,7 @@ def require_causal(document: Json, *, or_masked: bool = False) -> None:
     if "text_config" in document:
         raise UnsupportedError("text_config: it is a multimodal model")
     classes = document.get("architectures") or []
-    if or_masked and predicts_masked(document):
+    if or_masked and made_for(document) != "next-token":
         return
     if classes and not any(str(name).endswith(_CAUSAL) for name in classes):
         raise UnsupportedError(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nanoscale.common.units import counted, listed
 from nanoscale.config import reference, token_files
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-from nanoscale.config.objectives import PAIRED, is_distilled, is_paired
+from nanoscale.config.objectives import PAIRED, has_whole_documents, is_distilled
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused
@@ -54,8 +54,22 @@ MASKED = of_kind("data",
     refused("data.loss_on", {**_ENCODER, "data.loss_on": "answers"},
         "counts answers, and train.objective=masked the tokens that it hides", "data.loss_on=all"),
     refused("train.sample_tokens",
-        {**_ENCODER, "train.sample_tokens": bool, "data.source": other_than("random", "hooks")},
-        "continues a text, and an encoder sees both sides of a token", "train.sample_tokens=0"),
+        {**_ENCODER, "train.objective": ("masked", "classify"), "train.sample_tokens": bool,
+         "data.source": other_than("random", "hooks")},
+        "continues a text, which train.objective={c.train.objective} does not learn", "train.sample_tokens=0"),
+)  # fmt: skip
+_CLASSIFIED = {"train.objective": "classify"}
+CLASSIFIED = of_kind("data",
+    refused("train.objective", {**_CLASSIFIED, "model.source": other_than("hf")},
+        "is of a model of transformers with a head for classes, which model=hf trains",
+        "train.objective=next-token"),
+    refused("train.labels", {**_CLASSIFIED, "train.labels": None},
+        "is needed by train.objective=classify: the number of classes", "train.labels=2"),
+    refused("train.objective", {**_CLASSIFIED, "model.source": "hf", "data.source": ("stdlib", "datatrove")},
+        "needs labels, and data.source={c.data.source} has none: prepare texts with --labels and set data.path",
+        "train.objective=next-token", "data.source=random"),
+    refused("data.loss_on", {**_CLASSIFIED, "data.loss_on": "all"},
+        "is the loss of every token, and train.objective=classify has one of each text", "data.loss_on=auto"),
 )  # fmt: skip
 _DISTILLED = {"train.objective": "distill"}
 DISTILLED = of_kind("config",
@@ -96,6 +110,7 @@ def resolve_data(resolution: Resolution) -> Data:
     data = resolution.config.data
     resolution.apply(PAIRS)
     resolution.apply(MASKED)
+    resolution.apply(CLASSIFIED)
     resolution.apply(DISTILLED)
     if data.source in ("stdlib", "random", "hooks"):
         for key in ("path", "valid_path", "mixture"):
@@ -337,7 +352,7 @@ def _require_samples(resolution: Resolution, data: Data) -> None:
 
 def _has_samples(source: MixtureSource, config: Config) -> bool:
     """True if the files of a source hold a sample of each split that is read, or cannot be read here."""
-    is_cut = config.data.packing == "stream" and not is_paired(config.train)
+    is_cut = config.data.packing == "stream" and not has_whole_documents(config.train)
     least = config.train.seq_len if is_cut else 1
     with suppress(DamagedError, OSError):
         tokens, held_out = split_sizes(config.data, source)
@@ -401,7 +416,7 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
         enough = resolution.more_rows(-(-needed // 64) * 64)
         message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
         resolution.refuse("model.vocab", message, enough, kind="data")
-    _require_kind_of_samples(resolution, source, folder, bool(manifest.get("pairs")))
+    _require_kind_of_samples(resolution, source, folder, manifest)
     path, valid_path = source.path, source.valid_path
     if Path(path or "").expanduser().absolute() == folder.absolute():
         path = str(folder / token_files.TOKENS)
@@ -412,18 +427,22 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
 
 
 def _require_kind_of_samples(
-    resolution: Resolution, source: MixtureSource, folder: Path, holds_pairs: bool
+    resolution: Resolution, source: MixtureSource, folder: Path, manifest: dict[str, Any]
 ) -> None:
-    objective = resolution.config.train.objective
-    if holds_pairs == is_paired(resolution.config.train):
-        return
-    if holds_pairs:
-        message = f"holds pairs of answers, half of which are rejected ones, and {objective} learns all of them"
-        key, advice = f"{source.key}.path", "train.objective=dpo"
-        resolution.refuse_value(key, str(folder), message, advice, kind="data")
-    else:
-        message = f"needs pairs of answers, and {folder} has none: prepare chats with --pairs"
-        resolution.refuse("train.objective", message, "train.objective=next-token", kind="data")
+    train = resolution.config.train
+    for kind, objectives in (("pairs", PAIRED), ("labels", ("classify",))):
+        is_needed, is_held = train.objective in objectives, bool(manifest.get(kind))
+        if is_held and not is_needed:
+            message = f"was prepared with --{kind}, and train.objective={train.objective} learns every token"
+            labels = f" train.labels={manifest[kind]}" if kind == "labels" else ""
+            advice = f"train.objective={objectives[0]}{labels}"
+            resolution.refuse_value(f"{source.key}.path", str(folder), message, advice, kind="data")
+        elif is_needed and not is_held:
+            message = f"needs {kind}, and {folder} has none: prepare the records with --{kind}"
+            resolution.refuse("train.objective", message, "train.objective=next-token", kind="data")
+    if (held := manifest.get("labels", 0)) > (train.labels or held):
+        message = f"is less than the {held} labels of {folder}"
+        resolution.refuse("train.labels", message, f"train.labels={held}", kind="data")
 
 
 def _require_tokens_of_model(

@@ -9,9 +9,8 @@ from nanoscale.common.units import listed
 from nanoscale.config.hf import peft
 from nanoscale.config.hf.families import FAMILIES
 from nanoscale.config.hf.pretrained import absolute_name
-from nanoscale.config.hf.shape import predicts_masked
+from nanoscale.config.hf.shape import made_for
 from nanoscale.config.model_math import FEED_FORWARD, adaptable_layers
-from nanoscale.config.objectives import is_masked
 from nanoscale.config.parameters import block
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
@@ -276,13 +275,22 @@ def _of_others(why: str) -> Callable[[Config], str]:
     return message
 
 
-def _is_encoder(config: Config) -> bool:
-    return predicts_masked(config.model.hf_config)
+_PREDICTS = {
+    "masked": ("hidden tokens", "train.objective=masked train.mask_token=103"),
+    "classify": ("classes", "train.objective=classify train.labels=2"),
+    "next-token": ("the next token", "train.objective=next-token"),
+}
+"""The prediction of a transformers model, and the advice to train it, by `made_for`."""
+
+
+def _fits_objective(config: Config) -> bool:
+    objective = config.train.objective if config.train.objective in _PREDICTS else "next-token"
+    return config.model.source != "hf" or made_for(config.model.hf_config) == objective
 
 
 def _what_it_predicts(config: Config) -> str:
     classes = config.model.hf_config.get("architectures")
-    predicts = "hidden tokens" if _is_encoder(config) else "the next token"
+    predicts, _ = _PREDICTS[made_for(config.model.hf_config)]
     return f"is not what model.name={config.model.name} was made for: {shown(classes)} predicts {predicts}"
 
 
@@ -321,15 +329,8 @@ FOREIGN = (
             "lora.rank=0")),
     *of_kind("data",
         Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
-            lambda config: (
-                config.model.source != "hf" or is_masked(config.train) == _is_encoder(config)
-            ),
-            _what_it_predicts,
-            lambda config: [
-                "train.objective=masked train.mask_token=103"
-                if _is_encoder(config)
-                else "train.objective=next-token"
-            ]),
+            _fits_objective, _what_it_predicts,
+            lambda config: [_PREDICTS[made_for(config.model.hf_config)][1]]),
         refused("data.packing", {**_FOREIGN, "data.packing": "whole"},
             _of_others(_WITHIN), "data.packing=stream"),
         refused("data.document_mask", {**_FOREIGN, "data.document_mask": True, "data.packing": "stream"},

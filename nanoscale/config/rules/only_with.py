@@ -53,6 +53,7 @@ OF_JOB = of_kind("config",
     *(only_with(f"train.distill_{name}", {"train.objective": "distill"})
         for name in ("top_k", "weight", "temperature")),
     *(only_with(f"train.{name}", {"train.objective": "masked"}) for name in ("mask_share", "mask_token")),
+    only_with("train.labels", {"train.objective": "classify"}),
     only_with("precision.loss_scale", _SCALED),
     only_with("precision.loss_scale_window", _SCALED),
     only_with("precision.fp8_recipe", {"precision.fp8": True}),

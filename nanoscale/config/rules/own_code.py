@@ -25,7 +25,7 @@ RULES = of_kind("config",
         "precision=bf16", "optimizer=adamw"),
     refused("train.sample_tokens", {**_DATA, "train.sample_tokens": bool},
         "needs a tokenizer to write a text, and data.source=hooks has none", "train.sample_tokens=0"),
-    refused("train.objective", {**_DATA, "train.objective": ("masked", "dpo", "orpo")},
+    refused("train.objective", {**_DATA, "train.objective": ("masked", "dpo", "orpo", "classify")},
         "makes samples of tokens in files, and data() of hooks.path makes its own",
         "train.objective=next-token"),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from nanoscale.common.object_storage import problem
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import is_paired, rows_of_sample
+from nanoscale.config.objectives import has_whole_documents, rows_of_sample
 from nanoscale.config.reference import declared
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.layout import sequence_step
@@ -202,8 +202,8 @@ def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> Non
         if type(size) is not int or size < 1 or not holds(size):
             message = f"must be {rule}"
             resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
-        elif size != usual and name == "seq_len" and is_paired(train):
-            message = f"cuts samples, and train.objective={train.objective} needs whole answers"
+        elif size != usual and name == "seq_len" and has_whole_documents(train):
+            message = f"cuts samples, and train.objective={train.objective} needs whole documents"
             resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
         elif size != usual and backend == "deepspeed":
             message = "changes within a run, which DeepSpeed's engine does not support"
@@ -250,8 +250,8 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
     if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
         if data.mixture:
             why = "is not defined for several sources, each of which is seen by its own weight"
-        elif is_paired(train) and data.source == "megatron":
-            why = "needs samples counted before the launch, and pairs are counted in it"
+        elif has_whole_documents(train) and data.source == "megatron":
+            why = "needs samples counted before the launch, and documents are counted in it"
         elif data.packing != "stream" and data.source != "stdlib":
             why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
         else:
@@ -338,8 +338,8 @@ SAVING = of_kind("config",
     _needs_evaluations("train.eval_tasks"),
     refused("train.eval_tasks", {"train.eval_tasks": other_than([]), "data.source": ("random", "hooks")},
         "needs a tokenizer, and data.source={c.data.source} has none", "train.eval_tasks=[]"),
-    refused("train.eval_tasks", {"train.eval_tasks": other_than([]), "train.objective": "masked"},
-        "predicts the next token, and an encoder sees both sides of a token", "train.eval_tasks=[]"),
+    refused("train.eval_tasks", {"train.eval_tasks": other_than([]), "train.objective": ("masked", "classify")},
+        "predicts the next token, and train.objective={c.train.objective} does not", "train.eval_tasks=[]"),
     Rule("checkpoint.best_metric", ("checkpoint.best_metric", "train.eval_tasks"),
         lambda config: config.checkpoint.best_metric == "eval_loss" or bool(config.train.eval_tasks),
         "needs train.eval_tasks", ("checkpoint.best_metric=eval_loss", "train.eval_tasks=[arc_easy]")),

@@ -17,7 +17,7 @@ from nanoscale.data.prepare.chunks import LONGEST, Chunk, too_long
 from nanoscale.data.prepare.pairs import conversations
 from nanoscale.data.prepare.records import Bad
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
-from nanoscale.data.prepare.sources import Reading
+from nanoscale.data.prepare.sources import LABEL, Reading
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 JSON = ("jsonl", "json", "csv")
@@ -34,7 +34,7 @@ class Tokens:
     lengths: bytes
     """int32, tokens of each document."""
     answers: bytes = b""
-    """For chats: one byte per token, 1 for tokens of an answer."""
+    """For chats and labels: one byte per token, 1 for tokens of an answer and for a label."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class Documents:
 
     def _plain(self, raw: bytes | None) -> Chat:
         text = self._decoded(raw)
-        return Chat(self._from_json(text) if self._source.kind in JSON else text, ())
+        is_json = self._source.kind in JSON or self._reading.labels
+        return self._from_json(text) if is_json else Chat(text, ())
 
     def _decoded(self, raw: bytes | None) -> str:
         """Return the bytes of a record as text. Raises RecordError."""
@@ -156,7 +157,7 @@ class Documents:
             what = f"is not UTF-8: byte 0x{raw[error.start]:02x}{where}"
             raise RecordError(what) from error
 
-    def _from_json(self, line: str) -> str:
+    def _from_json(self, line: str) -> Chat:
         record = parsed(line)
         if not isinstance(record, dict):
             raise RecordError("is JSON, but not an object")
@@ -169,7 +170,15 @@ class Documents:
             raise RecordError(f"{error}{hint}") from error
         if not isinstance(text, str):
             raise RecordError(f"its field {field!r} holds {_type_name(text)}, not text")
-        return text
+        return Chat(text, (), self._label(record) if self._reading.labels else None)
+
+    def _label(self, record: dict[str, Any]) -> int:
+        label, count = record.get(LABEL), self._reading.labels
+        if self._source.kind == "csv" and isinstance(label, str) and label.isdecimal():
+            label = int(label)
+        if type(label) is not int or not 0 <= label < count:
+            raise RecordError(f"its {LABEL!r} is not an integer in [0, {count}): {label!r:.40}")
+        return label
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,7 @@ def encode(
     tokenizer: Tokenizer | ChatTokenizer,
     dtype: np.dtype[Any],
 ) -> Encoded:
-    """Tokenize a chunk's documents in order; texts get the end token, chats stay as rendered."""
+    """Tokenize a chunk's documents in order; texts get the end token or labels, chats stay as rendered."""
     renderer = tokenizer.renderer if isinstance(tokenizer, ChatTokenizer) else None
     documents = Documents(chunk, reading, renderer)
     both = list(documents)
@@ -248,8 +257,12 @@ def _tokens(
             documents.append(ids.astype(dtype))
             marks.append(answers.tobytes())
     else:
+        has_labels = bool(chats) and chats[0].label is not None
         texts = [chat.text for chat in chats]
-        documents = [ids.astype(dtype) for ids in tokenizer.encode_documents(texts)]
+        documents = [ids.astype(dtype) for ids in tokenizer.encode_documents(texts, has_labels)]
+        if has_labels:
+            marks = [bytes(len(ids)) + b"\1" for ids in documents]
+            documents = list(map(np.append, documents, (dtype.type(it.label) for it in chats)))
     lengths = np.array([len(ids) for ids in documents], dtype="<i4")
     tokens = b"".join(ids.tobytes() for ids in documents)
     return Tokens(tokens, lengths.tobytes(), b"".join(marks))

@@ -71,6 +71,8 @@ class PreparationRequest:
     chat_template: Path | None = None
     """A file that replaces the tokenizer's own template."""
     workers: int = 1
+    labels: int = 0
+    """The number of classes of the records, each a text in `field` and a `label`; 0: they have no labels."""
 
 
 class Watcher(Protocol):
@@ -122,8 +124,8 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
     if request.chat:
         assert tokenizer is not None, "a chat needs the tokenizer of its model"
         template = find_template(tokenizer, request.chat_template)
-    form = request.field, request.separator, request.validation, template, request.pairs
-    return Reading(sources, *form), tokenizer
+    form = request.field, request.separator, request.validation
+    return Reading(sources, *form, template, request.pairs, request.labels), tokenizer
 
 
 def write_folder(
@@ -150,7 +152,7 @@ def write_folder(
             folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
         sizes = [source.bytes for source in reading.sources]
         dtype = smallest_type(tokenizer.vocab_size)
-        unfinished = UnfinishedFolder(path, dtype, sizes, request.chat)
+        unfinished = UnfinishedFolder(path, dtype, sizes, request.chat or request.labels > 0)
         _fill(unfinished, path, request, reading, watcher, stop)
         _refuse_empty(unfinished.progress, request)
         unfinished.publish(request.out, _manifest(identity, tokenizer, whole, unfinished.progress))
@@ -286,6 +288,8 @@ def identity_of(
         identity["chat-template"] = hashlib.sha256(repr(reading.template).encode()).hexdigest()
     if reading.pairs:
         identity["pairs"] = True
+    if reading.labels:
+        identity["labels"] = reading.labels
     return {
         **identity,
         "field": reading.field,
@@ -298,17 +302,19 @@ def identity_of(
 def _manifest(
     identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: PreparationProgress
 ) -> dict[str, Any]:
-    file, chat = whole / TOKENIZER, (whole / TEMPLATE).exists()
+    file, labels = whole / TOKENIZER, identity.get("labels")
+    has_answers = bool(labels) or (whole / TEMPLATE).exists()
     return {
         "request": identity,
         "vocabulary": tokenizer.vocab_size,
         "eos": tokenizer.eos,
         "tokenizer": digest(file) if file.exists() else "byte",
         "type": str(smallest_type(tokenizer.vocab_size)),
-        "train": _counts(progress.train, chat),
-        "valid": _counts(progress.valid, chat),
-        **({"answers": "one byte a token"} if chat else {}),
+        "train": _counts(progress.train, has_answers),
+        "valid": _counts(progress.valid, has_answers),
+        **({"answers": "one byte a token"} if has_answers else {}),
         **({"pairs": True} if identity.get("pairs") else {}),
+        **({"labels": labels} if labels else {}),
         "text_bytes": progress.text_bytes,
         "empty": progress.empty,
         "bad": progress.bad,
@@ -316,9 +322,9 @@ def _manifest(
     }
 
 
-def _counts(count: folder.Count, chat: bool) -> dict[str, int]:
+def _counts(count: folder.Count, has_answers: bool) -> dict[str, int]:
     counts = {"documents": count.documents, "tokens": count.tokens}
-    return counts | ({"answers": count.answers} if chat else {})
+    return counts | ({"answers": count.answers} if has_answers else {})
 
 
 @contextmanager

@@ -60,6 +60,8 @@ class Chat:
     text: str
     answers: tuple[tuple[int, int], ...]
     """The begin and end of each answer in the text."""
+    label: int | None = None
+    """The class of the text, if it has one."""
 
 
 @dataclass(frozen=True)

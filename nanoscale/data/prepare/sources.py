@@ -40,6 +40,7 @@ _NAMED_ONLY = {".md", ".json", ".csv"}
 """Endings that are read if they are named or match a pattern; in a folder they may be descriptions of data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
+LABEL = "label"
 _BLOCK = 1 << 20
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes into the folder of several splits, and of one."""
@@ -87,6 +88,8 @@ class Reading:
     """The template that renders chats, whose messages are in `field`; None: records are texts."""
     pairs: bool = False
     """True if each record is a pair of chats, which become two documents, the chosen one first."""
+    labels: int = 0
+    """The number of classes of the records, each of which has a text and a LABEL; 0: they have no labels."""
 
     @property
     def is_chat(self) -> bool:
@@ -132,8 +135,10 @@ def problem(source: TextSource, reading: Reading) -> Bad | None:
         return _column_problem(source, dataset(source.name).data.schema, reading)
     if source.kind == "csv":
         return _csv_problem(source, reading)
-    if reading.is_chat and source.kind == "text":
-        what = "is plain text, which holds no chats; .jsonl, .json, .csv and .parquet do"
+    if (reading.is_chat or reading.labels) and source.kind == "text":
+        what = (
+            "is plain text, which holds no chats and no labels; .jsonl, .json, .csv and .parquet do"
+        )
         return Bad(source.name, what)
     return None
 
@@ -336,7 +341,7 @@ def _csv_problem(source: TextSource, reading: Reading) -> Bad | None:
 def _missing(reading: Reading) -> str:
     if reading.pairs:
         return "has no columns 'chosen' and 'rejected'"
-    return f"has no column {reading.field!r} (--field)"
+    return f"has no column {reading.field!r} (--field)" + f" or {LABEL!r}" * bool(reading.labels)
 
 
 @contextmanager
@@ -376,8 +381,9 @@ def columns_of(schema: Any, reading: Reading) -> list[str]:
     if reading.pairs:
         names = (*PAIR, QUESTION)
         return [name for name in names if name in schema.names] if holds_pair(schema.names) else []
-    if _type_of(schema, field) is not None:
-        return [field if field in schema.names else field.split(".")[0]]
+    labels = [LABEL] if reading.labels else []
+    if _type_of(schema, field) is not None and set(labels).issubset(schema.names):
+        return [field if field in schema.names else field.split(".")[0], *labels]
     pair = pair_in(schema.names) if reading.is_chat else None
     return [] if pair is None else [*pair, *(name for name in (INPUT,) if name in schema.names)]
 

@@ -31,6 +31,7 @@ _END_NAMES = (
     "<｜end▁of▁sentence｜>",
     "[EOS]",
     "<|im_end|>",
+    "[SEP]",
 )
 
 
@@ -51,8 +52,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of ids, without special tokens unless `keep_special`; never fails."""
 
-    def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
-        """Return the ids of each document (1-D), with `eos` at its end."""
+    def encode_documents(self, texts: Sequence[str], framed: bool = False) -> Iterable[np.ndarray]:
+        """Return the ids of each document (1-D), with `eos` at its end, or with `framed` between the
+        tokenizer's own special tokens, as [CLS] and [SEP]."""
 
 
 class ByteTokenizer:
@@ -75,10 +77,10 @@ class ByteTokenizer:
             return END.join(text.decode(errors="replace") for text in texts)
         return b"".join(texts).decode(errors="replace")
 
-    def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+    def encode_documents(self, texts: Sequence[str], framed: bool = False) -> Iterable[np.ndarray]:
         for text in texts:
-            raw = np.frombuffer(text.encode(), dtype=np.uint8)
-            yield np.append(raw.astype(np.uint16), np.uint16(self.eos))
+            raw = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
+            yield raw if framed else np.append(raw, np.uint16(self.eos))
 
 
 def bytes_native() -> Any:
@@ -126,14 +128,13 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(valid_ids, skip_special_tokens=not keep_special)
         return text
 
-    def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+    def encode_documents(self, texts: Sequence[str], framed: bool = False) -> Iterable[np.ndarray]:
         for start in range(0, len(texts), 64):
             batch = texts[start : start + 64]
             with _panics_explained():
-                results = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                results = self._tokenizer.encode_batch_fast(batch, add_special_tokens=framed)
             for encoded in results:
-                ids = encoded.ids
-                ids.append(self.eos)
+                ids = encoded.ids if framed else [*encoded.ids, self.eos]
                 yield np.array(ids, dtype=np.int64)
 
     def prefix_ids(self) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from nanoscale.runs.directory import RunDirectory
 IDENTITY = (
     "model.", "lora.", "optimizer.name", "data.source", "data.path", "data.valid_path", "data.mixture",
     "data.tokenizer", "data.bpe_vocab", "data.valid_fraction", "data.packing", "train.seq_len", "train.seed",
-    "run.from_", "optimizer.ema_decay", "train.objective", "train.mask_",
+    "run.from_", "optimizer.ema_decay", "train.objective", "train.mask_", "train.labels",
     "train.teacher", "train.distill_top_k",
 )  # fmt: skip
 """Keys that a checkpoint's tensors, or its number of consumed samples, depend on."""
