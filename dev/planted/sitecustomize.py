@@ -111,10 +111,10 @@ def plant(loop: Any) -> None:
     elif PLACE == "join":
         join = process_group.join
 
-        def stuck(*args: Any) -> None:
+        def stuck(*args: Any, **options: Any) -> None:
             if os.environ.get("RANK") == RANK:
                 strike()
-            join(*args)
+            join(*args, **options)
 
         process_group.join = stuck  # type: ignore[assignment]
     elif PLACE == "collective":

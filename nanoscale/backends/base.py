@@ -149,8 +149,10 @@ class Engine(ABC):
         }
 
     def preferences(self) -> dict[str, float]:
-        """Return the share of the pairs since the last call with a positive margin, and the mean margin;
-        without an objective of pairs nothing. Every rank calls it."""
+        """Return the share of the pairs since the last call with a positive margin, and the mean margin; of
+        labels the share that is predicted. With other objectives nothing. Every rank calls it."""
+        if self.config.train.objective == "classify":
+            return self._accuracy()
         if not is_paired(self.config.train):
             return {}
         objectives = [stage.objective for stage in self.stages.values()]
@@ -162,6 +164,16 @@ class Engine(ABC):
             dist.all_reduce(sums)  # ranks of tp and cp have the same pairs, all equally often
         pairs, preferred, margins = sums.tolist()
         return {"preferred": preferred / pairs, "margin": margins / pairs} if pairs else {}
+
+    def _accuracy(self) -> dict[str, float]:
+        (model,) = self.stages.values()
+        assert isinstance(model, HFModel), "the rules require it"
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums, model.hits = (sums if model.hits is None else model.hits), None
+        if dist.is_initialized():
+            dist.all_reduce(sums)  # ranks of tp have the same rows, all equally often
+        rows, hits = sums.tolist()
+        return {"accuracy": hits / rows} if rows else {}
 
     def _small_state(self) -> dict[str, Tensor]:
         """Return the state in addition to parameters and moments."""

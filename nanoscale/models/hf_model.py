@@ -41,6 +41,8 @@ class HFModel(Transformer):
     """A model of transformers from token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
 
     distillation: Distillation | None = None
+    hits: Tensor | None = None
+    """The number of rows with labels since the last reading, and that of those with the right class."""
 
     def __init__(self, shape: Model, *, real: bool = False) -> None:
         """Build the model; with `real`, parameters are allocated, and the caller makes sure that they fit into
@@ -95,7 +97,12 @@ class HFModel(Transformer):
         tokens = tokens.where(mask, self.hf.config.pad_token_id)
         logits = self.run_layers(self.layers, tokens, (None, None), (mask, None))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.gather(1, last).squeeze(1), reduction="sum")
+        labels = targets.gather(1, last).squeeze(1)
+        counted = labels != IGNORED
+        hits = (logits.detach().argmax(-1) == labels) & counted
+        new = torch.stack([counted.sum(), hits.sum()]).double()
+        self.hits = new if self.hits is None else self.hits + new
+        return F.cross_entropy(logits, labels, reduction="sum")
 
     def _build(self, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:
         return build(self.shape, dtype, real=real)

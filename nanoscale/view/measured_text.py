@@ -186,7 +186,7 @@ def evaluation_document(config: ResolvedConfig, task: Document, figures: Documen
         "perplexity": None if paired else _perplexity(loss),
         **{
             name: sum(share * part[name] for share, part in zip(shares, measured, strict=True))
-            for name in ("preferred", "margin")  # of the chosen answers, if samples are pairs
+            for name in ("preferred", "margin", "accuracy")  # of pairs, and of labels
             if name in measured[0]
         },
         "bits_per_byte": alone and alone["bits_per_byte"],
@@ -211,6 +211,8 @@ def print_loss(document: Document) -> None:
             f"  preferred      {document['preferred']:.1%} of {document['tokens']:,} pairs"
         )
         display.show(f"  margin         {document['margin']:.4f}")
+    elif "accuracy" in document:
+        display.show(f"  accuracy       {document['accuracy']:.1%} of {document['tokens']:,} texts")
     else:
         display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
     if document["bytes"]:

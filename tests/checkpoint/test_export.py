@@ -20,6 +20,7 @@ from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.hf.load import load
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.errors import UserError
+from nanoscale.config.hf.safetensors_headers import read_header
 from nanoscale.config.hf.shape import read_shape, write_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
 from nanoscale.data import vocabulary
@@ -86,7 +87,10 @@ def test_from_pretrained_gives_our_logits(family: str, tmp_path: Path) -> None:
     config = Config(model=replace(shape, init_from=None), data=Data(source="megatron"))
     written = export(stored, config, tmp_path / "out", "fp32", 20_000, quiet)
     assert len(written.files) > 2 and not written.tokenizer
-    assert all((tmp_path / "out" / name).stat().st_size < 25_000 for name in written.files)
+    for file in (tmp_path / "out" / name for name in written.files):
+        assert file.stat().st_size < 25_000 or len(read_header(file)) == 1, (
+            "one tensor may be larger"
+        )
     theirs = from_pretrained(tmp_path / "out")
     expected, found = model(tokens()), logits(theirs, tokens())
     assert expected.std() > 0.1

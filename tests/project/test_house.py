@@ -84,7 +84,7 @@ def test_no_room_is_too_large(imports):
 
 BUDGET = {
     "agent": 1179,
-    "backends": 2902,
+    "backends": 2914,
     "checkpoint": 3255,
     "cli": 5584,
     "common": 770,
@@ -94,7 +94,7 @@ BUDGET = {
     "launch": 6425,
     "measure": 603,
     "metrics": 1203,
-    "models": 2245,
+    "models": 2252,
     "parallel": 2216,
     "plan": 7031,
     "processes": 1068,
@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2844,
     "sweep": 1034,
     "train": 2159,
-    "view": 5019,
+    "view": 5021,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -88,8 +88,11 @@ def job(folder: Path, model: Model, **layout: Any) -> ResolvedConfig:
     )
 
 
-def plain_losses(config: ResolvedConfig, texts: list[tuple[list[int], int]]) -> list[float]:
-    """Train transformers' model in a plain loop on texts that are cut as by its tokenizers."""
+def plain_figures(
+    config: ResolvedConfig, texts: list[tuple[list[int], int]]
+) -> list[tuple[float, float]]:
+    """Train transformers' model in a plain loop on texts that are cut as by its tokenizers; losses and
+    accuracies."""
     from transformers import AutoModelForSequenceClassification
 
     padding = config.model.hf_config["pad_token_id"]
@@ -101,7 +104,7 @@ def plain_losses(config: ResolvedConfig, texts: list[tuple[list[int], int]]) -> 
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    losses, size = [], config.train.global_batch
+    figures, size = [], config.train.global_batch
     for step in range(config.train.steps):
         tokens = torch.full((size, SEQ_LEN), padding)
         mask, labels = torch.zeros_like(tokens), torch.zeros(size, dtype=torch.int64)
@@ -111,15 +114,16 @@ def plain_losses(config: ResolvedConfig, texts: list[tuple[list[int], int]]) -> 
             text = text if len(text) <= SEQ_LEN else [*text[: SEQ_LEN - 1], text[-1]]
             tokens[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
         update.zero_grad()
-        loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
-        loss.backward()
+        found = model(input_ids=tokens, attention_mask=mask, labels=labels)
+        found.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         falling = 0.1 + 0.9 * (1 + np.cos(np.pi * (step - 2) / (config.train.steps - 3))) / 2
         for group in update.param_groups:
             group["lr"] = 1e-2 * ((step + 1) / 3 if step < 2 else falling)
         update.step()
-        losses.append(loss.item())
-    return losses
+        right = (found.logits.argmax(-1) == labels).double().mean().item()
+        figures.append((found.loss.item(), right))
+    return figures
 
 
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
@@ -142,9 +146,10 @@ def test_every_layout_trains_what_transformers_trains(
     config = job(tmp_path, shape_of(tmp_path / "model"), **layout)
     run = make_run(config)
     train(run, config)
-    losses = [record["loss"] for record in read_metrics(run)]
+    losses, accuracies = zip(*plain_figures(config, texts), strict=True)
     tolerance = 1e-3 if "backend" in layout else 1e-9
-    assert losses == pytest.approx(plain_losses(config, texts), rel=tolerance)
+    assert [it["loss"] for it in read_metrics(run)] == pytest.approx(losses, rel=tolerance)
+    assert [it["accuracy"] for it in read_metrics(run)] == pytest.approx(accuracies)
 
 
 @pytest.mark.slow
