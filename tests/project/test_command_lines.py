@@ -174,6 +174,10 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": f"def {i}", "chosen": "f():", "rejected": "1"} for i in range(400)]
     text = "".join(json.dumps(pair) + "\n" for pair in pairs)
     (here / "preferences.jsonl").write_text(text)
+    reviews = [{"text": document, "label": i % 4} for i, document in enumerate(documents)]
+    (here / "reviews.jsonl").write_text("".join(json.dumps(each) + "\n" for each in reviews))
+    for name in ("bert", "models/bert"):
+        _write_encoder(here / name, documents)
     for name in ("text", "noise"):
         (here / f"{name}.txt").write_text("".join(documents))
     (here / "questions.jsonl").write_text('{"prompt": "def "}\n')
@@ -211,6 +215,16 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("generate.md-corpus", "models.md-corpus"):
         assert nanoscale([*prepare, str(here / "data" / name), "--validation", "0.1"]) == 0
     return here
+
+
+def _write_encoder(folder: Path, documents: list[str]) -> None:
+    """Write a small BERT of random weights, with a tokenizer."""
+    from transformers import AutoModelForMaskedLM, BertConfig
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=320, hidden_size=32, max_position_embeddings=256, **sizes)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    train_bpe(documents, 300, folder / "tokenizer.json")
 
 
 def _write_model(run: RunDirectory, folder: Path, documents: list[str]) -> None:
