@@ -96,10 +96,8 @@ class NativeEngine(Engine):
                 update_averages(self.optimizer, self.config.optimizer.ema_decay)
             if self.masters is not None:
                 self.masters.update_compute_copy()
-        elif self.qk_clip is not None:
-            self.qk_clip.end_step(
-                []
-            )  # a skipped step has scores that are not finite, and scales nothing
+        elif self.qk_clip is not None:  # a skipped step has scores that are not finite
+            self.qk_clip.end_step([])
         self._fill_state()  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:

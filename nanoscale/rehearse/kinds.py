@@ -81,13 +81,12 @@ def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
 def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield the rows of each matrix on a rank of tp and ep, and the number of ranks with other experts."""
     parallel, model = config.parallel, config.model
+    uneven = model.hidden % (ranks // parallel.ep)  # else matrices of experts are sharded evenly
     tables = [parameters.block(shape) for _, shape in parameters.kinds_of_blocks(model)]
     for each in (each for table in (parameters.ends(model), *tables) for each in table.values()):
         if not each.is_expert:
             yield -(-each.shape[0] // (parallel.tp if each.split == 0 else 1)), 1
-        elif each.is_vector or model.hidden % (
-            ranks // parallel.ep
-        ):  # else experts can be sharded evenly
+        elif each.is_vector or uneven:
             yield each.shape[0] // parallel.ep, parallel.ep
     if config.lora.rank:
         yield config.lora.rank, 1

@@ -18,6 +18,7 @@ from nanoscale.checkpoint import saver, sharded
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
+from nanoscale.config.hf.safetensors_headers import Stored
 from nanoscale.config.objectives import is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Guard
@@ -59,12 +60,12 @@ class Disk:
         patches.replace(load, "read_part", _without_numbers)
 
 
-def _without_numbers(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+def _without_numbers(_: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
     """Return an empty tensor with the shape and dtype of a slice of a file's tensor."""
-    stored = opened.get_slice(name)
-    shape = stored.get_shape()
+    shape = tensor.shape
     sizes = [len(range(*each.indices(size))) for each, size in zip(slices, shape, strict=False)]
-    return torch.empty([*sizes, *shape[len(sizes) :]], dtype=_BY_SAFETENSORS[stored.get_dtype()])
+    dtype = torch.bfloat16 if tensor.scales else _BY_SAFETENSORS[tensor.dtype]
+    return torch.empty([*sizes, *shape[len(sizes) :]], dtype=dtype)
 
 
 _BY_SAFETENSORS = {

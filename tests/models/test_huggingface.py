@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.hf.adapters import Merged
 from nanoscale.checkpoint.hf.names import shapes
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.hf.families import FAMILIES as SUPPORTED
@@ -22,7 +23,7 @@ from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError, read_folder
 from nanoscale.config.hf.shape import HEAD, read_shape, write_shape
 from nanoscale.config.model_math import parameters
-from nanoscale.config.schema import Model
+from nanoscale.config.schema import Config, Model
 from nanoscale.generate.weights import state_of
 from nanoscale.models.transformer import Transformer
 from tests.support.hf_families import COMMON, FAMILIES, logits, make, save, tokens
@@ -133,8 +134,13 @@ def test_matrices_in_mxfp4_are_read(tmp_path: Path, shard: str) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     document = theirs.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(document))
-    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
-    assert load.fingerprint(tmp_path, read_shape(tmp_path))
+    ours = ours_of(tmp_path)
+    assert_equal_logits(ours(tokens()), logits(theirs, tokens()))
+    assert load.fingerprint(tmp_path, ours.shape)
+    base = Config(model=replace(ours.shape, init_from=str(tmp_path)))  # of adapters that are merged
+    for name in ("layers.1.mlp.experts.up", "layers.1.mlp.experts.down"):
+        frozen = Merged(base, lambda *_: torch.empty(0))(name)
+        assert torch.equal(frozen.float(), ours.get_parameter(name))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

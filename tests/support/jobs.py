@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -262,3 +263,15 @@ class KillBefore(StopBefore):
         if StopBefore.requested.fget(self):  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGKILL)
         return False
+
+
+def trained_and_resumed(config: ResolvedConfig, step: int) -> RunDirectory:
+    """Train a run, and another from its checkpoint of a step, whose losses must be equal; return the first."""
+    whole, part = make_run(config, "whole"), make_run(config, "part")
+    train(whole, config)
+    shutil.copytree(whole.checkpoint(step), part.checkpoint(step))
+    train(part, config)
+    assert resumed_at(part) == [step]
+    losses = [[record["loss"] for record in read_metrics(run)] for run in (whole, part)]
+    assert losses[0][step:] == losses[1][-len(losses[0][step:]) :]
+    return whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from tests.support.jobs import (
     make_config,
     make_run,
     read_metrics,
-    resumed_at,
     train,
+    trained_and_resumed,
 )
 from tests.support.token_files import write_indexed
 
@@ -159,14 +158,7 @@ def test_a_resume_is_exact_and_an_export_predicts(tmp_path: Path, family: str) -
     saved(family, tmp_path / "model")
     shape = shape_of(tmp_path / "model")
     config = replace(job(tmp_path, shape), checkpoint=Checkpoint(every=3))
-    whole = make_run(config, "whole")
-    train(whole, config)
-    part = make_run(config, "part")
-    shutil.copytree(whole.checkpoint(3), part.checkpoint(3))
-    train(part, config)
-    assert resumed_at(part) == [3]
-    losses = [[record["loss"] for record in read_metrics(run)][-3:] for run in (whole, part)]
-    assert losses[0] == losses[1]
+    whole = trained_and_resumed(config, 3)
 
     from transformers import AutoModelForSequenceClassification
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from tests.support.jobs import (
     make_config,
     make_run,
     read_metrics,
-    resumed_at,
     train,
+    trained_and_resumed,
     write_tokens,
 )
 
@@ -105,14 +104,7 @@ def test_every_layout_trains_what_transformers_trains(
 def test_a_resume_is_exact_and_an_export_predicts(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     config = replace(job(tmp_path), checkpoint=Checkpoint(every=3))
-    whole = make_run(config, "whole")
-    train(whole, config)
-    part = make_run(config, "part")
-    shutil.copytree(whole.checkpoint(3), part.checkpoint(3))
-    train(part, config)
-    assert resumed_at(part) == [3]
-    losses = [[record["loss"] for record in read_metrics(run)][-3:] for run in (whole, part)]
-    assert losses[0] == losses[1]
+    whole = trained_and_resumed(config, 3)
 
     from transformers import AutoModelForMaskedLM
 

@@ -166,6 +166,6 @@ class Merged:
         for position, stored in self._stored[name]:
             slices = position.slices(size, (0,) * len(size), size)
             with safe_open(stored.file, "pt") as opened:
-                matrix = read_part(opened, stored.name, slices)
-            matrices.append(matrix.T if position.transposed else matrix)
+                matrix = read_part(opened, stored, slices)
+            matrices.append(matrix.mT if position.transposed else matrix)
         return matrices[0] if position.expert is None else torch.stack(matrices)

@@ -153,11 +153,7 @@ def read_parts(requests: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> 
                     reader = open_files.enter_context(safe_open(file, "pt"))
                 for box, memory in _boxes_of(target, position):
                     slices = position.slices(full_shape, box.offsets, box.sizes)
-                    values = (
-                        read_part(reader, tensor.name, slices)
-                        if tensor.scales is None
-                        else read_mxfp4(reader, tensor, slices)
-                    )
+                    values = read_part(reader, tensor, slices)
                     if tensor.name.endswith(IN_FP32):
                         values = (values.double() / BIAS_UNIT).round()
                     memory.copy_(values.mT if position.transposed else values)
@@ -186,13 +182,16 @@ def fingerprint(folder: Path, model: Model) -> str:
     return digest.hexdigest()
 
 
-def read_part(reader: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
-    """Read these elements of a tensor, and at most those between them, from an open file."""
-    values: Tensor = reader.get_slice(name)[tuple(slice(it.start, it.stop) for it in slices)]
+def read_part(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
+    """Read these elements of a tensor, and at most those between them, from its open file."""
+    if tensor.scales is not None:
+        return _read_mxfp4(reader, tensor, slices)
+    whole = tuple(slice(it.start, it.stop) for it in slices)
+    values: Tensor = reader.get_slice(tensor.name)[whole]
     return values[tuple(slice(None, None, it.step) for it in slices)]
 
 
-def read_mxfp4(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
+def _read_mxfp4(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
     """Read elements of a matrix in MXFP4, one expert after another, as bf16, which holds them exactly."""
     import torch
     from safetensors import safe_open
