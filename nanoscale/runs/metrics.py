@@ -17,7 +17,7 @@ NAMES = (
     "step", "time", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "samples_per_s", "mfu",
     "hfu", "memory_gib", "gpu_utilization", "gpu_power_w", "gpu_temperature_c", "gpu_clock_mhz",
     "gpu_memory_gib", "gpus_slowed", "eval_loss", "loss_scale", "skipped_steps", "moe_imbalance",
-    "attention_score", "preferred", "margin", "eval_preferred", "eval_margin",
+    "attention_score", "preferred", "margin", "eval_preferred", "eval_margin", "accuracy", "eval_accuracy",
 )  # fmt: skip
 """The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`, and those of
 tasks `eval_tasks/TASK/METRIC`."""
