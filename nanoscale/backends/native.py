@@ -153,8 +153,10 @@ class NativeEngine(Engine):
         for name, parameter in self._all_parameters():
             if isinstance(parameter, DTensor):
                 ranks = _replica_ranks(parameter.device_mesh, tuple(parameter.placements))
+            elif self.layout.data is not None:  # whole, or in 4 bits, on each rank of dp and cp
+                ranks = tuple(self.layout.data.mesh.flatten().tolist())
             else:
-                ranks = tuple(range(self.config.world_size if self.reducer is not None else 1))
+                ranks = (0,)
             moments = self.optimizer.state.get(parameter, {}).values()
             # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
             local = [local_tensor(it) for it in (parameter, *moments) if it.ndim]
@@ -301,7 +303,7 @@ def build_stages(
         if layout.data is None:  # FSDP2 casts what it gathers
             cast_frozen(stage, data_parallel.TORCH_DTYPES[config.precision.compute])
         if config.lora.base == "nf4":
-            nf4.quantize(stage, device)
+            nf4.quantize(stage, data_parallel.TORCH_DTYPES[config.precision.compute], device)
         if config.offloads:
             stage.materialize(torch.device("cpu"))
             stage.reset_buffers(device)

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from nanoscale.backends.torchao_log import silence_missing_extensions
+from nanoscale.models.lora import frozen_matrices
 from nanoscale.models.transformer import Transformer
 
 _BLOCK, _SCALES = 64, 256
 """Weights with a scale of their own, and scales with one, as in the paper."""
 
 
-def quantize(model: Transformer, device: torch.device) -> None:
-    """Give the blocks' linear layers, on the meta device, weights in 4 bits, in place.
+def quantize(model: Transformer, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the blocks' linear layers, on the meta device, weights in 4 bits for products in `dtype`, in place.
 
-    Whatever is copied into such a weight is quantized, so a loaded model is never whole in memory.
+    Whatever is copied into such a weight is quantized, so a loaded model is never whole in memory. FSDP2
+    ignores these weights (`parallel.fsdp`): each rank has them whole, in every stage of ZeRO.
     """
-    for block in model.layers.values():
-        for layer in block.modules():
-            if isinstance(layer, nn.Linear):
-                zeros = torch.zeros(layer.weight.shape, dtype=layer.weight.dtype, device=device)
-                layer.weight = nn.Parameter(to_nf4(zeros), requires_grad=False)
+    for layer in frozen_matrices(model):
+        zeros = torch.zeros(layer.weight.shape, dtype=dtype, device=device)
+        layer.weight = nn.Parameter(to_nf4(zeros), requires_grad=False)
 
 
 def to_nf4(weight: Tensor) -> Tensor:

@@ -323,8 +323,10 @@ def is_quantized(moment: Tensor) -> bool:
 
 
 def plain_tensors(local: Any) -> list[Tensor]:
-    """Return the tensors that a local parameter or moment consists of: the codes and the scales of 8 bits."""
-    return [local.codes, local.scale] if hasattr(local, "codes") else [local]
+    """Return the tensors that a local parameter or moment consists of: codes and scales of 8 or 4 bits."""
+    if not hasattr(local, "__tensor_flatten__"):
+        return [local]
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
 
 
 def dequantize(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) -> Tensor:

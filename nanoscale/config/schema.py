@@ -378,7 +378,7 @@ class Lora:
     )
     base: Literal["whole", "nf4"] = key(
         "whole",
-        "frozen weights of the blocks' linear layers; nf4: in 4 bits, on one device (QLoRA)",
+        "frozen weights of the blocks' linear layers; nf4: in 4 bits, whole on each rank (QLoRA)",
     )
     targets: list[str] | None = key(
         None,

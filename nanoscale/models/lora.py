@@ -68,6 +68,12 @@ def attach(model: Transformer, settings: Lora) -> None:
         block.register_forward_pre_hook(_update_norms)
 
 
+def frozen_matrices(model: Transformer) -> Iterator[nn.Linear]:
+    """Yield the layers of the blocks whose weights are in 4 bits with `lora.base=nf4`."""
+    for block in model.layers.values():
+        yield from (layer for layer in block.modules() if isinstance(layer, nn.Linear))
+
+
 def adapted_layers(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
     """Yield the layers that have adapters, or will have them."""
     for block in model.layers.values():

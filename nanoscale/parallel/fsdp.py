@@ -38,6 +38,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision
+from nanoscale.models.lora import frozen_matrices
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.expert import shard_dimension
@@ -62,6 +63,8 @@ def shard(
     }
     if config.offloads:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    if config.lora.base == "nf4":
+        options["ignored_params"] = {layer.weight for layer in frozen_matrices(model)}
     for layer in model.layers.values():
         fully_shard(layer, **options, shard_placement_fn=_expert_placement(layer, mesh, experts))
     if model.first and model.has_separate_head:

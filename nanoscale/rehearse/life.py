@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
+from nanoscale.backends.optimizer import plain_tensors
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.layout import coordinates
@@ -234,9 +235,7 @@ def _plain_tensors(tensor: Any) -> list[Tensor]:
     """Return the plain tensors of this rank that a DTensor or a tensor of another class consists of."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    if hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ != "FakeTensor":
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [tensor]
+    return [tensor] if type(tensor).__name__ == "FakeTensor" else plain_tensors(tensor)
 
 
 def _bytes(value: Tensor) -> int:

@@ -89,7 +89,8 @@ def _named(wrong: list[int], members: list[int]) -> str:
 
 def _sums(tensor: Tensor) -> Iterator[Tensor]:
     """Yield 64 bits of each chunk of a plain tensor. One flipped bit always changes them."""
-    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    # A view of one element keeps a stride that is not 1, so it is set here.
+    bits = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     if bits.storage_offset() % 4:
         bits = bits.clone()
     whole = bits.numel() // 4 * 4

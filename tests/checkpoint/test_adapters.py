@@ -25,6 +25,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.checkpoint.test_export import from_pretrained, quiet
 from tests.support.hf_families import logits, save
 from tests.support.jobs import (
+    PRECISIONS,
     SAMPLES,
     SEQ_LEN,
     StopBefore,
@@ -93,6 +94,41 @@ def test_a_base_in_4_bits(tmp_path: Path) -> None:
     train(run, config)
     (station,) = resumed_at(run)
     assert 0 < station < STEPS and curve(run) == curve(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_base_in_4_bits_in_other_layouts(precision: str, tmp_path: Path) -> None:
+    """The losses of one process, also after a resume by one process."""
+    pytest.importorskip("torchao")
+    write_tokens(tmp_path)
+    save("llama", tmp_path / "base")
+    bound = 1e-9 if precision == "fp64" else 1e-3
+    expected: list[float] = []
+    for number, layout in enumerate(IN_4_BITS):
+        config = config_for(tmp_path, tmp_path / "base", **layout)
+        config = replace(
+            config,
+            lora=replace(config.lora, base="nf4"),
+            precision=PRECISIONS[precision],
+        )
+        run = make_run(config, str(number))
+        train(run, config, StopBefore(STOP) if number else None)
+        if number:
+            alone = config_for(tmp_path, tmp_path / "base")
+            train(run, replace(config, parallel=alone.parallel, zero=alone.zero))
+        losses = [record["loss"] for record in curve(run)]
+        expected = expected or losses
+        assert losses == pytest.approx(expected, rel=bound), layout
+
+
+IN_4_BITS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dp": 2},
+    {"dp": 4, "dp_replicate": 2, "stage": 2},
+    {"dp": 2, "cp": 2, "stage": 3, "activation_checkpointing": "full"},
+    {"pp": 2, "dp": 2, "stage": 1},
+)
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ LAWS = [
     (["lora.rslora=true"], CPU, "lora.rslora"),
     (["lora.dora=true"], CPU, "lora.dora"),
     (["lora.base=nf4"], CPU, "lora.base"),
-    ([BASE, "lora.rank=4", "lora.base=nf4", "parallel.dp=2"], CPU, "lora.base"),
+    ([BASE, "lora.rank=4", "lora.base=nf4", "parallel.tp=2"], CPU, "lora.base"),
     ([BASE, "lora.rank=4", "lora.base=nf4", "lora.dora=true"], CPU, "lora.base"),
     ([BASE, "lora.targets=[wq]"], CPU, "lora.targets"),
     ([BASE, "lora.rank=4", "lora.alpha=0"], CPU, "lora.alpha"),

@@ -182,14 +182,19 @@ ROWS = [
         Row(
             f"LoRA, nf4{name}",
             degrees,
+            stage,
             precision=precision,
             shape=WIDE,
             lora=Lora(rank=8, base="nf4"),
         )
-        for name, degrees, precision in (
-            ("", {}, "fp32"),
-            (", bf16", {}, "bf16"),
-            (", full, bf16", recomputed("full"), "bf16"),
+        for name, degrees, stage, precision in (
+            ("", {}, 0, "fp32"),
+            (", bf16", {}, 0, "bf16"),
+            (", full, bf16", recomputed("full"), 0, "bf16"),
+            (", dp 2, stage 0, bf16", {"dp": 2}, 0, "bf16"),
+            (", dp 2, stage 1, fp32", {"dp": 2}, 1, "fp32"),
+            (", dp 2, stage 3, full, bf16", {"dp": 2} | recomputed("full"), 3, "bf16"),
+            (", pp 2, bf16", {"pp": 2}, 0, "bf16"),
         )
     ),
     Row("one process, adafactor", optimizer="adafactor"),

@@ -234,10 +234,9 @@ ADAPTERS = of_kind("config",
         "multiplies in torchao's layers, which do not support adapters",
         "precision=bf16", "lora.rank=0"),
     *(refused("lora.base", {**_ADAPTED, "lora.base": "nf4", key: value},
-        f"keeps weights in 4 bits on one device, which {key} does not support", "lora.base=whole")
+        f"keeps whole matrices in 4 bits, which {key} does not support", "lora.base=whole")
         for key, value in (
-            *((f"parallel.{axis}", several) for axis in ("dp", "tp", "pp", "cp")),
-            ("backend.compile", "on"), ("lora.dora", True),
+            ("parallel.tp", several), ("backend.compile", "on"), ("lora.dora", True),
             ("model.experts", bool))),
     Rule("lora.base",
         ("lora.base", "lora.rank", *(f"model.{name}" for name in ("hidden", "ffn", "heads", "head_dim"))),

@@ -30,6 +30,9 @@ from nanoscale.plan.memory.shards import RankParameters
 
 NF4 = 0.5 + 1 / 64
 """Bytes of a weight in 4 bits, with an 8-bit scale of 64 of them; the scales' own are left out."""
+_BACKWARD_OF_BLOCKS = (
+    "backward of the last block", "backward of the first block", "second micro batch's backward pass",
+)  # fmt: skip
 _ALONE, _EXCHANGED = 2.0, 5.5
 """The memory of an update of Muon for the shard of a matrix, in halves of a weight's width: directions and
 updates in one process; with several, also whole matrices on their way between the ranks."""
@@ -61,8 +64,12 @@ def native_phases(
         ((make(setting, params, acts), acts) for acts in moments),
         key=lambda moment: max(phase.allocated for phase in moment[0]),
     )
+    if offloads:
+        phases = tuple(_with_reduced(phase, setting) for phase in phases)
+    if setting.config.lora.base == "nf4":
+        phases = tuple(_with_quantized(phase, setting, params.blocks) for phase in phases)
     return RankPhases(
-        phases=tuple(_with_reduced(phase, setting) for phase in phases) if offloads else phases,
+        phases=phases,
         pools=0 if setting.single else gathers + reductions,
         host=(("activations", acts.offloaded), ("optimizer and weights", host)),
         explain=partial(_explain, setting, params, acts),
@@ -80,6 +87,18 @@ def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int
         host += int(states.gradients * unit) // setting.shards
     nothing = replace(states, weights=0, gradients=0, optimizer=0, in_blocks=0)
     return host, replace(setting, states=nothing)
+
+
+def _with_quantized(phase: Phase, setting: MemorySetting, blocks: int) -> Phase:
+    """Return the phase with the blocks' matrices in 4 bits, which every rank has whole, and with the largest
+    of them in the compute dtype while a block's backward pass multiplies with it."""
+    sizes = [it.numel for it in parameters.block(setting.config.model).values() if not it.is_vector]
+    multiplies = phase.name in _BACKWARD_OF_BLOCKS
+    return replace(
+        phase,
+        weights=phase.weights + int(NF4 * blocks * sum(sizes)),
+        gathered=phase.gathered + setting.compute * max(sizes) * multiplies,
+    )
 
 
 def _with_reduced(phase: Phase, setting: MemorySetting) -> Phase:
@@ -107,10 +126,6 @@ def _single(
     before = grads * trained.numel if setting.micro_batches > 1 else 0
     product, head = setting.compute * _product(setting, trained), grads * trained.head
     copies = int(states.copy * params.numel)
-    quantized = _quantized(setting)
-    spared = int(sum(quantized) * (setting.compute - NF4))
-    weights, copies = (weights, copies - spared) if states.copy else (weights - spared, copies)
-    dequantized = setting.compute * max(quantized, default=0)
     new_head = 0 if before else head
     # The last bucket includes the whole embedding. Until the first block only full buckets are reduced.
     bucket = min(GRADIENT_BUCKET + grads * trained.embedding, grads * trained.numel)
@@ -124,28 +139,17 @@ def _single(
         phase(
             "backward of the last block",
             gradients=before + new_head + product,
-            gathered=dequantized,
             activations=acts.activations - acts.ends + acts.extra,
         ),
         phase(
             "backward of the first block",
             gradients=max(before, computed) + product,
-            gathered=dequantized,
             activations=acts.last + acts.extra,
             communication=full_bucket,
         ),
         phase("end of the backward pass", gradients=grads * trained.numel, communication=bucket),
         _update(setting, params, phase(""), boundaries=0),
     )
-
-
-def _quantized(setting: MemorySetting) -> list[int]:
-    """Return the elements of the matrices that are kept in 4 bits."""
-    config = setting.config
-    if config.lora.base == "whole":
-        return []
-    table = parameters.block(config.model).values()
-    return config.model.layers * [it.numel for it in table if not it.is_vector]
 
 
 def _sharded(
@@ -404,7 +408,10 @@ def _explain(
         for held in (params, params.trained)
     )
     if name == "weights":
-        return f"{states.weights:g} B · {rank}"
+        quantized = (
+            f"; {NF4:.2g} B of a matrix in a block" if setting.config.lora.base == "nf4" else ""
+        )
+        return f"{states.weights:g} B · {rank}{quantized}"
     if name == "optimizer":
         each = f"{states.optimizer:g} B"
         if states.in_blocks != states.optimizer:

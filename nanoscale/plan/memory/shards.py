@@ -172,8 +172,9 @@ def rank_stages(
     return _rank_stages(*_key(config, whole_ends))
 
 
-_Adapters = tuple[int, tuple[str, ...], bool]
-"""The rank of LoRA's adapters, the names of a block's layers that have adapters, and True with DoRA."""
+_Adapters = tuple[int, tuple[str, ...], bool, bool]
+"""The rank of LoRA's adapters, the names of a block's layers that have adapters, True with DoRA, and True if
+the block's other matrices are in 4 bits, which are not among its parameters here."""
 _Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool, _Adapters]
 
 
@@ -192,6 +193,7 @@ def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
             config.lora.rank,
             tuple(model_math.adapted_layers(config.model, config.lora).values()),
             config.lora.dora,
+            config.lora.rank > 0 and config.lora.base == "nf4",
         ),
     )
 
@@ -319,7 +321,7 @@ def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> U
     if model.experts:
         each = sum(math.prod(shape[1:]) for shape in local if len(shape) == 3)
         experts = ExpertShards(model.experts // ep, each, model.hidden, ep)
-    own_matrices = (shape for shape in local if len(shape) == 2)
+    own_matrices = (shape for shape in local if len(shape) == 2 and not adapters[-1])
     matrices = (*_adapter_matrices(model, tp, adapters), *own_matrices)
     vectors = tuple(shape[0] for shape in local if len(shape) == 1)
     return Unit("block", count, matrices, vectors, experts)
@@ -328,7 +330,7 @@ def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> U
 def _adapter_matrices(model: Model, tp: int, adapters: _Adapters) -> tuple[parameters.Shape, ...]:
     """Return the matrices A and B of a block's adapters on a rank of tp (`parallel.tensor.divide_adapters`) and
     DoRA's magnitudes as matrices with one column."""
-    rank, modules, dora = adapters
+    rank, modules, dora, _ = adapters
     table = parameters.block(model)
     matrices: list[parameters.Shape] = []
     for name in modules:
