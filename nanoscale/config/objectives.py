@@ -6,6 +6,10 @@ from nanoscale.config.schema import Train
 
 PAIRED = ("dpo", "orpo")
 """Objectives of pairs: each sample is a chosen answer and a rejected one, a row of the batch each."""
+_EVALUATED = {
+    **dict.fromkeys(PAIRED, ("eval_preferred", "eval_margin")),
+    "classify": ("eval_accuracy",),
+}
 
 
 def is_paired(train: Train) -> bool:
@@ -36,3 +40,8 @@ def is_distilled(train: Train) -> bool:
 def needs_reference(train: Train) -> bool:
     """True if the loss compares with the likelihoods by the initial weights."""
     return train.objective == "dpo"
+
+
+def evaluated(train: Train) -> tuple[str, ...]:
+    """Return the metrics of every evaluation, without those of tasks."""
+    return ("eval_loss", *_EVALUATED.get(train.objective, ()))

@@ -742,7 +742,8 @@ class Checkpoint:
     )
     best_metric: str = key(
         "eval_loss",
-        "metric that checkpoint.keep_best compares: eval_loss, or eval_tasks/TASK/METRIC of train.eval_tasks",
+        "metric that checkpoint.keep_best compares: eval_loss, eval_accuracy of classify, eval_preferred or "
+        "eval_margin of pairs, or eval_tasks/TASK/METRIC of train.eval_tasks",
     )
     asynchronous: bool = key(
         False,

@@ -21,6 +21,11 @@ NAMES = (
 )  # fmt: skip
 """The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`, and those of
 tasks `eval_tasks/TASK/METRIC`."""
+RISING = frozenset({
+    "tokens_per_s", "samples_per_s", "mfu", "hfu", "preferred", "margin", "eval_preferred", "eval_margin",
+    "accuracy", "eval_accuracy",
+})  # fmt: skip
+"""The names of metrics that are better if higher."""
 WARM_UP = 3
 """Steps after each start that do not count: memory is allocated, code compiled, files are read first."""
 

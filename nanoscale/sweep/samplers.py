@@ -65,7 +65,7 @@ def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
     if settings.metric not in metrics.NAMES and not (group == "eval_loss" and data_set):
         advice = tuple(f"--metric {name}" for name in nearest(settings.metric, metrics.NAMES))
         refuse([Violation(*sources, "unknown metric of metrics.jsonl", advice)], kind="usage")
-    if settings.sampler != "grid" and group == "eval_loss" and not is_evaluated:
+    if settings.sampler != "grid" and group.startswith("eval_") and not is_evaluated:
         every = max(1, min(train.steps for train in trains) // 10)
         message = "is never measured with train.eval_every=0"
         advice = (f"train.eval_every={every}", "--metric loss")
@@ -100,7 +100,7 @@ class Study:
                 storage=f"sqlite:///{sweep.storage}",
                 study_name=sweep.name,
                 load_if_exists=True,
-                direction="minimize",
+                direction="maximize" if settings.metric in metrics.RISING else "minimize",
                 pruner=pruners[settings.pruner],
             )
         except Exception as error:  # those of SQLAlchemy, which optuna does not wrap

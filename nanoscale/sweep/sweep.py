@@ -49,7 +49,8 @@ class Settings:
     """Trials of a sampler; None for a grid, which has all combinations."""
     pruner: Pruner = "none"
     metric: str = ""
-    """The figure of metrics.jsonl that a sampler minimizes; empty until the trials are checked."""
+    """The figure of metrics.jsonl that a sampler minimizes, or maximizes if it is better if higher; empty until
+    the trials are checked."""
     seed: int = 0
     config_dir: str | None = None
     slurm: bool = False

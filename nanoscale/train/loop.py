@@ -32,6 +32,7 @@ from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence, jsonlines
 from nanoscale.runs.directory import RunDirectory, checkpoint_path
+from nanoscale.runs.metrics import RISING
 from nanoscale.runs.position import NOW
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import Callbacks
@@ -246,7 +247,7 @@ class Training:
             record["eval_loss"],
             self.config.checkpoint.keep_best,
             self.config.train.stop_when.min_delta,
-            rank=-record[metric] if metric in rising else record[metric],
+            rank=-record[metric] if metric in (*rising, *RISING) else record[metric],
         )
 
     def report_jump(self, jump: str) -> None:

@@ -271,6 +271,7 @@ LAWS = [
     (["data=random", "train.sample_tokens=5"], CPU, "train.sample_tokens"),
     (["checkpoint.keep_every=5"], CPU, "checkpoint.keep_every"),
     (["checkpoint.keep_best=2", "train.eval_every=0"], CPU, "checkpoint.keep_best"),
+    (["checkpoint.best_metric=eval_accuracy"], CPU, "checkpoint.best_metric"),
     (["train.stop_when.patience=2", "train.eval_every=0"], CPU, "train.stop_when.patience"),
     (["train.stop_when.eval_loss=2", "train.eval_every=0"], CPU, "train.stop_when.eval_loss"),
     (["checkpoint.every=3", "checkpoint.keep_every=5"], CPU, "checkpoint.keep_every"),

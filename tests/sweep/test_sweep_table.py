@@ -35,6 +35,11 @@ def test_the_lowest_metric_is_not_compared_with_another() -> None:
     assert best_row(rows, "eval_loss") == (rows[1], "eval_loss")
     assert best_row(rows, "loss") == (rows[0], "loss")
     assert best_row(rows[2:], "loss") is None
+    for number, one in enumerate(rows):
+        one["eval_accuracy"] = 0.5 + number / 10
+    assert best_row(rows, "eval_accuracy") == (rows[1], "eval_accuracy"), (
+        "the highest of those that ended"
+    )
 
 
 def test_running_trials_and_the_best_ones_are_among_many() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Data, Lora
+from nanoscale.config.schema import Backend, Checkpoint, Data, Lora
 from nanoscale.data.dataset import open_data
 from nanoscale.data.sampler import sample_indices
 from nanoscale.models.initialization import initialize
@@ -187,6 +188,17 @@ def test_every_layout_equals_a_plain_loop(
     expected = plain_loop(documents, objective, our_model())
     assert pytest.approx([record["lr"] for record in read_metrics(run)]) == RATES
     assert_equal(read_metrics(run), expected)
+
+
+def test_the_highest_margin_is_kept(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    best = Checkpoint(keep_best=1, best_metric="eval_margin")
+    config = with_objective(make_config(tmp_path, checkpoint=best), tmp_path, "dpo")
+    run = make_run(config)
+    train(run, config)
+    margins = {it["eval_margin"]: it["step"] for it in read_metrics(run) if "eval_margin" in it}
+    (kept,) = (step for _, step in list_checkpoints(run.checkpoints)[-1].manifest["best"])
+    assert len(margins) > 1 and kept == margins[max(margins)]
 
 
 @pytest.mark.slow

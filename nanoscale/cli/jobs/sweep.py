@@ -49,7 +49,7 @@ def sweep(
         "Stop bad trials of a sampler early", shown="none"
     ),
     metric: str | None = opt.option(
-        "Minimize this figure of metrics.jsonl", shown="eval_loss, or loss"
+        "Optimize this figure of metrics.jsonl", shown="eval_loss, or loss"
     ),
     seed: int | None = opt.option("Set the seed of the sampler", shown="0", min=0),
     at_once: int | None = opt.option(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from nanoscale.common.object_storage import problem
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import has_whole_documents, rows_of_sample
+from nanoscale.config.objectives import evaluated, has_whole_documents, rows_of_sample
 from nanoscale.config.reference import declared
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.layout import sequence_step
@@ -340,9 +340,12 @@ SAVING = of_kind("config",
         "needs a tokenizer, and data.source={c.data.source} has none", "train.eval_tasks=[]"),
     refused("train.eval_tasks", {"train.eval_tasks": other_than([]), "train.objective": ("masked", "classify")},
         "predicts the next token, and train.objective={c.train.objective} does not", "train.eval_tasks=[]"),
-    Rule("checkpoint.best_metric", ("checkpoint.best_metric", "train.eval_tasks"),
-        lambda config: config.checkpoint.best_metric == "eval_loss" or bool(config.train.eval_tasks),
-        "needs train.eval_tasks", ("checkpoint.best_metric=eval_loss", "train.eval_tasks=[arc_easy]")),
+    Rule("checkpoint.best_metric", ("checkpoint.best_metric", "train.eval_tasks", "train.objective"),
+        lambda config: (
+            config.checkpoint.best_metric in evaluated(config.train) or bool(config.train.eval_tasks)
+        ),
+        "is a metric of train.eval_tasks or of another objective",
+        lambda config: [override("checkpoint.best_metric", name) for name in evaluated(config.train)]),
     *(only_with(f"train.eval_tasks_{name}", {"train.eval_tasks": other_than([])}, "train.eval_tasks=[arc_easy]")
         for name in ("dir", "limit")),
     _needs_evaluations("train.stop_when.patience"),

@@ -22,6 +22,7 @@ from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import HEAD, has_own_head, read_shape
+from nanoscale.config.objectives import evaluated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.convert import fits
 from nanoscale.config.values.provenance import Composed
@@ -173,7 +174,7 @@ def check_tasks(composed: Composed, config: ResolvedConfig) -> None:
         key, instead = "train.eval_tasks", override("train.eval_tasks", found.get("instead", []))
         source, problem = composed.source(key), found["problem"]
         refuse([Violation(key, list(tasks), source, problem, (instead,))])
-    if metric not in ("eval_loss", *found["metrics"]):
+    if metric not in (*evaluated(config.train), *found["metrics"]):
         key, names = "checkpoint.best_metric", nearest(metric, found["metrics"])
         advice = tuple(override(key, name) for name in names or found["metrics"][:3])
         message = "is not a metric of train.eval_tasks"

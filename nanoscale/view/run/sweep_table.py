@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from nanoscale.common import display
 from nanoscale.common.units import counted, duration
 from nanoscale.runs import failure
+from nanoscale.runs.metrics import RISING
 from nanoscale.runs.tail import read_end
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from nanoscale.view.blocks import Column, rich_table, show_table, table
@@ -134,11 +135,12 @@ def show_end(
         failed: the trials that have failed since the sweep was started.
         stopped: True if a signal came before the last trial has ended.
     """
-    best = best_row(rows, settings.metric)
-    if best is not None:
-        row, metric = best
+    found = best_row(rows, settings.metric)
+    if found is not None:
+        row, metric = found
         name = "evaluation loss" if metric == "eval_loss" else metric
-        display.note(f"lowest {name}: {row['trial']} with {row[metric]:.4f}")
+        best = "highest" if metric in RISING else "lowest"
+        display.note(f"{best} {name}: {row['trial']} with {row[metric]:.4f}")
     for trial in failed[:_SHOWN_LOGS]:
         _show_failure(sweep, trial)
     if len(failed) > _SHOWN_LOGS:
@@ -169,12 +171,13 @@ def _show_failure(sweep: Sweep, trial: Trial) -> None:
 
 
 def best_row(rows: Sequence[Row], metric: str) -> tuple[Row, str] | None:
-    """Return the completed trial with the lowest metric, and the metric: the loss if no trial has it."""
+    """Return the completed trial with the best metric, and the metric: the loss if no trial has it."""
     for name in (metric, "loss"):
         completed = (row for row in rows if row["state"] == "completed")
         measured = [row for row in completed if row.get(name) is not None]
         if measured:
-            return min(measured, key=lambda row: float(row[name])), name
+            best = max if name in RISING else min
+            return best(measured, key=lambda row: float(row[name])), name
     return None
 
 
