@@ -239,13 +239,10 @@ def _run_grouped(
     matrices, biases = weights[:3], weights[3:]
     if _leaves_unused_unwritten(tokens.device):
         matrices = tuple(_ZeroUnused.apply(matrix, load) for matrix in matrices)
-    if (
-        biases
-    ):  # by a product, since the gradient of an index is not a sum in a fixed order on a GPU
+    if biases:
         experts = torch.arange(len(load), device=load.device)
         expert_of_row = experts.repeat_interleave(load, output_size=len(tokens))
-        chosen = (expert_of_row.unsqueeze(1) == experts).to(tokens.dtype)
-        biases = tuple(chosen @ bias for bias in biases)
+        biases = tuple(_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
     matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
     return _feed_forward(activations, matmul, tokens, *matrices, *biases)
 
@@ -273,6 +270,26 @@ class _ZeroUnused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (load,) = ctx.saved_tensors
         return grad.masked_fill_((load == 0).view(-1, 1, 1), 0), None  # nobody else has it
+
+
+class _BiasOfRows(torch.autograd.Function):
+    """The biases `[experts, width]` of each row's expert, `[rows, width]`.
+
+    The gradient of an index is not a sum in a fixed order on a GPU, so a product computes it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, expert_of_row: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_of_row)
+        ctx.experts = len(bias)
+        return bias[expert_of_row]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (expert_of_row,) = ctx.saved_tensors
+        experts = torch.arange(ctx.experts, device=grad.device)
+        return (experts.unsqueeze(1) == expert_of_row).to(grad.dtype) @ grad, None
 
 
 def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ from nanoscale.plan.memory.shards import RankParameters
 NF4 = 0.5 + 1 / 64
 """Bytes of a weight in 4 bits, with an 8-bit scale of 64 of them; the scales' own are left out."""
 _BACKWARD_OF_BLOCKS = (
-    "backward of the last block", "backward of the first block", "second micro batch's backward pass",
+    "backward of the last block", "backward of the second last block", "backward of the first block",
+    "second micro batch's backward pass",
 )  # fmt: skip
 _ALONE, _EXCHANGED = 2.0, 5.5
 """The memory of an update of Muon for the shard of a matrix, in halves of a weight's width: directions and
@@ -245,6 +246,21 @@ def _sharded(
         ),
         _update(setting, params, Phase("", weights, optimizer), boundaries=0),
     ]
+    if params.blocks > 2 and reduces_each:
+        # The last block is reduced during this backward pass, as the head during the last block's. Blocks with
+        # experts are often larger than the head.
+        freed = 0 if several or gathers else compute * (params.block + (0 if tied else params.head))
+        reduced_block = 0 if before else int(states.gradients * -(-trained.block // setting.shards))
+        later_blocks = phase(
+            "backward of the second last block",
+            compute_copies=copies - freed,
+            gradients=before + head + reduced_block + compute * _product(setting, trained),
+            gathered=compute * ((1 + depth) * params.block + params.rest) if gathers else 0,
+            activations=max(0, acts.activations - acts.ends - acts.last) + acts.extra,
+            communication=reduce * trained.block,
+            pooled=pooled_last_block + reduced_block,
+        )
+        phases.append(later_blocks)
     if several and reduces_each:
         # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered during the blocks.
         units = 2 * params.embedding + (2 * params.block if tied else 0)

@@ -120,5 +120,5 @@ class LiveMemory(TorchDispatchMode):
 
 def _is_alias(result: Any, source: Tensor) -> bool:
     """Return True if the result of an operation that may return a view has the storage of its source."""
-    first = result[0] if isinstance(result, (list, tuple)) else result
-    return bool(first.untyped_storage()._cdata == source.untyped_storage()._cdata)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return all(it.untyped_storage()._cdata == source.untyped_storage()._cdata for it in results[:1])
