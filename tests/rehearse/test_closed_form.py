@@ -12,7 +12,16 @@ from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from tests.support.layouts import OFFLOADED
-from tests.support.measured_memory import ADAPTERS, GPT2, Row, config_of, recomputed, vocabulary
+from tests.support.measured_memory import (
+    ADAPTERS,
+    GPT2,
+    GPT_OSS,
+    MIXTURE,
+    Row,
+    config_of,
+    recomputed,
+    vocabulary,
+)
 from tests.support.ranks import run_ranks
 from tests.support.rows import usual_rows
 
@@ -48,6 +57,12 @@ ROWS = {
     ),
     "LoRA, dp 2, stage 2, bf16": on_gpus(Row("", {"dp": 2}, 2, precision="bf16", lora=ADAPTERS)),
     "LoRA, dp 2, stage 3, bf16": on_gpus(Row("", {"dp": 2}, 3, precision="bf16", lora=ADAPTERS)),
+    "gpt-oss, bf16, selective": on_gpus(
+        Row("", recomputed("selective"), 0, 2, precision="bf16", shape=GPT_OSS)
+    ),
+    "experts larger than the head, dp 2, stage 3": on_gpus(
+        Row("", {"dp": 2}, 3, 1, shape=replace(MIXTURE, layers=6, ffn=1024), seq=32)
+    ),
 }
 for name, degrees, changes in (
     ("offloaded, dp 2, bf16", {"dp": 2}, {"precision": "bf16"}),
@@ -65,6 +80,8 @@ USUAL = (
     "bf16 without masters, dp 2, stage 3",
     "LoRA, bf16, selective",
     "LoRA, dp 2, stage 3, bf16",
+    "gpt-oss, bf16, selective",
+    "experts larger than the head, dp 2, stage 3",
 )
 
 

@@ -246,7 +246,7 @@ def _sharded(
         ),
         _update(setting, params, Phase("", weights, optimizer), boundaries=0),
     ]
-    if params.blocks > 2 and reduces_each:
+    if params.blocks > 2 and reduces_each and setting.shards > 1:
         # The last block is reduced during this backward pass, as the head during the last block's. Blocks with
         # experts are often larger than the head.
         freed = 0 if several or gathers else compute * (params.block + (0 if tied else params.head))
