@@ -66,12 +66,8 @@ class _Fixed(NamedTuple):
 
 _PYTORCH = _Fixed(None, "the optimizer is PyTorch's")
 _DEFAULT = "it is DeepSpeed's default"
-_FROM_0 = _Fixed(
-    (0, "auto"),
-    "the warm-up begins at 0",
-    "is above 0, where the warm-up begins here",
-    "set it to 0",
-)
+_FROM_0 = _Fixed((0, "auto"), "the warm-up begins at 0",
+    "is above 0, where the warm-up begins here", "set it to 0")  # fmt: skip
 _FIXED: dict[str, _Fixed] = {
     "zero_allow_untested_optimizer": _PYTORCH,
     "zero_force_ds_cpu_optimizer": _PYTORCH,

@@ -6,10 +6,7 @@ EXAMPLES = {
         "nanoscale train recipe=llama-8b zero=stage3 --dry-run",
         "nanoscale train recipe=llama-8b --hostfile hosts launcher=ssh",
     ),
-    "resume": (
-        "nanoscale resume first",
-        "nanoscale resume first train.steps=2400 parallel.dp=2",
-    ),
+    "resume": ("nanoscale resume first", "nanoscale resume first train.steps=2400 parallel.dp=2"),
     "submit": (
         "nanoscale submit recipe=llama-8b --num-nodes 4 --num-gpus 8 --dry-run",
         "nanoscale submit recipe=tiny train.seed=1,2,3 --num-gpus 1",

@@ -56,32 +56,27 @@ Overrides = Annotated[
     ),
 ]
 ConfigDir = Annotated[
-    Path | None,
-    _shared("Prefer this folder's groups and recipes to packaged ones", metavar="DIR"),
+    Path | None, _shared("Prefer this folder's groups and recipes to packaged ones", metavar="DIR")
 ]
 ConfigFile = Annotated[
-    Path | None,
-    _shared("Start from this frozen config.yaml, not from a recipe", metavar="FILE"),
+    Path | None, _shared("Start from this frozen config.yaml, not from a recipe", metavar="FILE")
 ]
 Trust = Annotated[bool, _shared("Run code that another user's run folder names", "--trust")]
 
 # --- the launch -----------------------------------------------------------------------------------
 
 Hostfile = Annotated[
-    str | None,
-    _shared("Read the hosts, `HOST slots=N` a line (launcher.hostfile)", metavar="FILE"),
+    str | None, _shared("Read the hosts, `HOST slots=N` a line (launcher.hostfile)", metavar="FILE")
 ]
 Include = Annotated[
     str | None,
     _shared("Use only these hosts or slots, h1@h2:0,2 (launcher.include)", metavar="HOSTS"),
 ]
 Exclude = Annotated[
-    str | None,
-    _shared("Use all hosts and slots except these (launcher.exclude)", metavar="HOSTS"),
+    str | None, _shared("Use all hosts and slots except these (launcher.exclude)", metavar="HOSTS")
 ]
 NumNodes = Annotated[
-    str | None,
-    _shared("Use N hosts, elastically MIN:MAX (launcher.nodes)", metavar="N"),
+    str | None, _shared("Use N hosts, elastically MIN:MAX (launcher.nodes)", metavar="N")
 ]
 NumGpus = Annotated[
     int | None, _shared("Start N ranks on every host (launcher.devices)", metavar="N")
@@ -140,8 +135,7 @@ Device = Annotated[
     ),
 ]
 Tokenizer = Annotated[
-    str | None,
-    _shared("Replace the model's own tokenizer", metavar="byte|PATH|NAME"),
+    str | None, _shared("Replace the model's own tokenizer", metavar="byte|PATH|NAME")
 ]
 
 Yes = Annotated[bool, _shared("Skip the question, for scripts", "--yes")]

@@ -201,11 +201,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 
 
 def require_writable(
-    option: str,
-    file: Path | None,
-    *,
-    overwrite: bool,
-    is_own: Callable[[Path], bool] | None = None,
+    option: str, file: Path | None, *, overwrite: bool, is_own: Callable[[Path], bool] | None = None
 ) -> None:
     """Refuse a file that exists already or cannot be written, before anything is computed.
 

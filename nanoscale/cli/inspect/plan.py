@@ -250,11 +250,7 @@ def _search(
 
 
 def _calibrate(
-    words: Sequence[str],
-    file: Path | None,
-    config_dir: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    words: Sequence[str], file: Path | None, config_dir: Path | None, overwrite: bool, as_json: bool
 ) -> int:
     """Fit the runs among the words on the hardware that the other words describe, and write the file.
 

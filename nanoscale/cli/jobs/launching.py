@@ -55,12 +55,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
 
 
 def attempt(
-    lock: RunLock,
-    request: Request,
-    number: int,
-    fleet: Fleet,
-    signals: Signals,
-    as_json: bool,
+    lock: RunLock, request: Request, number: int, fleet: Fleet, signals: Signals, as_json: bool
 ) -> int:
     """Launch, follow and report attempt `number` and its restarts; return the exit code of the command.
 
@@ -79,12 +74,7 @@ def attempt(
 
 
 def follow(
-    lock: RunLock,
-    request: Request,
-    number: int,
-    fleet: Fleet,
-    signals: Signals,
-    stream: TextIO,
+    lock: RunLock, request: Request, number: int, fleet: Fleet, signals: Signals, stream: TextIO
 ) -> Outcome:
     """Launch, follow and report an attempt and its restarts to people. Errors as of `attempt`."""
     run = lock.run

@@ -115,16 +115,9 @@ _DEVICE = ("launcher.device", "launcher.name", *_HOSTS)
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
 _CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)
 _CHOSEN_BY = (
-    *_CHOSEN,
-    "parallel.dp",
-    "train.micro_batch",
-    "train.global_batch",
-    "train.seq_len",
-    "backend.name",
-    "cluster.device",
-    "launcher.devices",
-    *_DEVICE,
-)
+    *_CHOSEN, "parallel.dp", "train.micro_batch", "train.global_batch", "train.seq_len",
+    "backend.name", "cluster.device", "launcher.devices", *_DEVICE,
+)  # fmt: skip
 """The keys on which the layout depends that the plan chooses."""
 
 FOLLOWS: dict[str, tuple[str, ...]] = {
@@ -140,28 +133,14 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "precision.tf32": ("precision.compute", *_DEVICE, "cluster.device"),
     "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
     "backend.compile": (
-        "launcher.device",
-        "parallel.pp",
-        "parallel.schedule",
-        "parallel.offload_activations",
-    ),
+        "launcher.device", "parallel.pp", "parallel.schedule", "parallel.offload_activations"),
     "train.micro_batch": (
-        *_LAYOUT,
-        "parallel.schedule",
-        "parallel.activation_checkpointing",
-        "train.global_batch",
-    ),
+        *_LAYOUT, "parallel.schedule", "parallel.activation_checkpointing", "train.global_batch"),
     "train.steps": (
-        "train.tokens",
-        "train.epochs",
-        "train.global_batch",
-        "train.seq_len",
-        "data.path",
-        "data.valid_path",
-        "data.valid_fraction",
-    ),
+        "train.tokens", "train.epochs", "train.global_batch", "train.seq_len", "data.path",
+        "data.valid_path", "data.valid_fraction"),
     "scheduler.decay_steps": ("scheduler.name", "train.steps"),
-}
+}  # fmt: skip
 """The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""
 
 

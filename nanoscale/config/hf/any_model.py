@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.errors import Violation
@@ -55,20 +54,21 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
     try:
         source, document = composed.source("model.hf_config"), model.hf_config
         if not frozen:
-            folder = _folder(composed)
-            source, document = (
-                str(folder / "config.json"),
-                reference.merged(read_config(folder), document),
-            )
+            if not model.name:
+                raise NoSuchModelError(
+                    "model=hf needs a folder, or a name at Hugging Face: model.name=…"
+                )
+            folder = locate(model.name, weights=False)
+            source = str(folder / "config.json")
+            document = reference.merged(read_config(folder), document)
         if composed.config.train.objective == "classify":
             document = as_classifier(document, composed.config.train.labels or 2)
         require_causal(document, or_masked=True)
     except (NoSuchModelError, UnsupportedError) as error:
         refuse_model(composed, KEY, model.name, error)
     known = sizes(document)
-    values = {name: getattr(Model(), name) for name in _shape_keys()} | _sizes(
-        composed, known, kept=frozen
-    )
+    values = {name: getattr(Model(), name) for name in _shape_keys()}
+    values |= _sizes(composed, known, kept=frozen)
     if violations := list(_conflicts(composed, values, known, document, source)):
         refuse(violations, kind="model")
     return source, values | {"hf_config": document}
@@ -90,13 +90,6 @@ def has_experts(document: Json) -> bool:
     """True if tokens pass through only a part of the parameters."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any(document.get(name) for name in names)
-
-
-def _folder(composed: Composed) -> Path:
-    name = composed.config.model.name
-    if not name:
-        raise NoSuchModelError("model=hf needs a folder, or a name at Hugging Face: model.name=…")
-    return locate(name, weights=False)
 
 
 def _shape_keys() -> list[str]:

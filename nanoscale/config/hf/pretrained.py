@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoscale.common.errors import Violation
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.hub import asking, is_name, missing_path, similar_paths, why_not
-from nanoscale.config.hf.shape import (
-    HEAD,
-    has_own_head,
-    read_config,
-    read_shape,
-    require_causal,
-)
+from nanoscale.config.hf.shape import HEAD, has_own_head, read_config, read_shape, require_causal
 from nanoscale.config.schema import Model
 from nanoscale.config.violations import override, refuse, shown
 
@@ -27,7 +21,7 @@ KEY = "model.init_from"
 _MODEL_BY_HAND = re.compile(r"\+*model=")
 _TRAINING = ("balance", "balance_rate")
 """Keys of MoE that no folder defines: they do not affect the shape of weights."""
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """The files that are downloaded for a model name."""
 
 
@@ -75,10 +69,7 @@ def locate(asked: str, *, weights: bool) -> Path:
 
         try:
             if weights:
-                patterns = list(_FILES)
-                found = snapshot_download(
-                    asked, allow_patterns=patterns, local_files_only=cache_only
-                )
+                found = snapshot_download(asked, allow_patterns=_FILES, local_files_only=cache_only)
                 return Path(found)
             found = hf_hub_download(asked, "config.json", local_files_only=cache_only)
             return Path(found).parent

@@ -34,15 +34,9 @@ _ROPE_KINDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": (
-        "factor",
-        "original_seq_len",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-    ),
+        "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("factor", "original_seq_len", "short_factor", "long_factor", "attention_factor"),
-}
+}  # fmt: skip
 """The keys of `model.rope_scaling` by `rope_type`."""
 _ORIGINAL = "original_max_position_embeddings"
 _NOT_SHAPE = ("name", "init_std", "init_from", "balance", "balance_rate")
@@ -162,9 +156,12 @@ def _read(family: Family, document: Json) -> Json:
     values: Json = {}
     for name, setting in family.settings.items():
         if isinstance(setting, HFKey):
-            needed = setting.usual is ...
-            given = _need(document, name) if needed else document.get(name, setting.usual)
-            values.setdefault(setting.name, _convert(setting, name, given))
+            usual = setting.usual
+            given = _need(document, name) if usual is ... else document.get(name, usual)
+            try:
+                values.setdefault(setting.name, setting.read(given))
+            except (TypeError, ArithmeticError) as error:
+                raise UnsupportedError(f"{name}={shown(given)} is not valid") from error
     for rule in family.rules:
         with suppress(TypeError):  # a value of a wrong type, which is refused when it is converted
             values |= rule.read(document, values)
@@ -172,13 +169,6 @@ def _read(family: Family, document: Json) -> Json:
     if "rope_theta" in values:
         values |= _read_rope(document, values)
     return values
-
-
-def _convert(setting: HFKey, name: str, given: Any) -> Any:
-    try:
-        return setting.read(given)
-    except (TypeError, ArithmeticError) as error:
-        raise UnsupportedError(f"{name}={shown(given)} is not valid") from error
 
 
 def _read_rope(document: Json, values: Json) -> Json:
@@ -218,12 +208,7 @@ def _read_rope(document: Json, values: Json) -> Json:
 def _read_scaling(kind: str, rope: Json, document: Json) -> Json:
     length = document.get("max_position_embeddings")
     original = document.get(_ORIGINAL, rope.get(_ORIGINAL, length))
-    usual: Json = {
-        "original_seq_len": original,
-        "truncate": True,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    }
+    usual = {"original_seq_len": original, "truncate": True, "beta_fast": 32.0, "beta_slow": 1.0}
     values = usual | {name: value for name, value in rope.items() if value is not None}
     if kind in ("yarn", "longrope"):
         try:

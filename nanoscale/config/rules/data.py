@@ -108,10 +108,7 @@ PAIRS = of_kind("data",
 def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = resolution.config.data
-    resolution.apply(PAIRS)
-    resolution.apply(MASKED)
-    resolution.apply(CLASSIFIED)
-    resolution.apply(DISTILLED)
+    resolution.apply((*PAIRS, *MASKED, *CLASSIFIED, *DISTILLED))
     if data.source in ("stdlib", "random", "hooks"):
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):

@@ -31,19 +31,14 @@ def copies(layout: Parallel, ranks: int) -> int | None:
 
 def keeps_ranks(ranks: int) -> Rule:
     """Return the rule that the degrees make as many ranks as now, for advice on other degrees."""
-    layout = ("dp", "tp", "pp", "cp")
 
     def advice(config: Config) -> list[str]:
         dp = copies(config.parallel, ranks)
         return [] if dp is None else [f"parallel.dp={dp}"]
 
-    return Rule(
-        "parallel.dp",
-        tuple(f"parallel.{name}" for name in layout),
-        lambda config: copies(config.parallel, ranks) == config.parallel.dp,
-        "",
-        advice,
-    )
+    return Rule("parallel.dp",
+        tuple(f"parallel.{name}" for name in ("dp", "tp", "pp", "cp")),
+        lambda config: copies(config.parallel, ranks) == config.parallel.dp, "", advice)  # fmt: skip
 
 
 def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
@@ -125,14 +120,9 @@ def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) ->
 
 
 def _too_large(
-    resolution: Resolution,
-    copy: int,
-    available: int,
-    devices: str,
-    instead: str | None,
-    *,
-    exact: bool,
-) -> None:
+    resolution: Resolution, copy: int, available: int, devices: str, instead: str | None,
+    *, exact: bool,
+) -> None:  # fmt: skip
     """Refuse a layout of which one copy does not fit the devices; `exact`: all devices must be used."""
     layout = resolution.config.parallel
     axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))

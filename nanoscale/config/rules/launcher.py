@@ -38,10 +38,7 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
 """Keys that only some launchers use."""
 
 _MAY_BE_ZERO = {
-    "cluster.context_gib",
-    "cluster.intra_host_us",
-    "cluster.inter_host_us",
-    "cluster.price",
+    f"cluster.{name}" for name in ("context_gib", "intra_host_us", "inter_host_us", "price")
 }
 """Hardware figures that may be 0; the others are divisors."""
 
@@ -255,17 +252,9 @@ _KEYS = {
 }
 """Options of sbatch that a key replaces."""
 _OUR_OPTIONS = (
-    "array",
-    "no-requeue",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "parsable",
-    "requeue",
-    "test-only",
-    "wait",
-    "wrap",
-)
+    "array", "no-requeue", "ntasks-per-node", "open-mode", "output", "parsable", "requeue",
+    "test-only", "wait", "wrap",
+)  # fmt: skip
 """Options of sbatch by which a run is followed and resumed."""
 _LINES = ("partition", "account", "qos", "constraint", "gpus")
 

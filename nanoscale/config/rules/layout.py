@@ -54,25 +54,16 @@ def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
             yield f"{key}={-(-rows(config.model) // step) * step}"
         yield "parallel.tp<"
 
-    return Rule(
-        key,
+    return Rule(key,
         (
-            "parallel.tp",
-            "model.vocab",
-            "model.max_seq_len",
-            "model.position",
-            "model.dense_layers",
-            "model.source",
-            *_BLOCKS,
+            *("parallel.tp", "model.vocab", "model.max_seq_len", "model.position"),
+            *("model.dense_layers", "model.source", *_BLOCKS),
         ),
         lambda config: rows(config.model) % config.parallel.tp == 0 or not _divides_blocks(config),
-        message,
-        advice,
-    )
+        message, advice)  # fmt: skip
 
 
 # --- context parallelism --------------------------------------------------------------------------
-
 
 _RING = {"parallel.cp": several, "parallel.cp_method": "ring"}
 
@@ -153,7 +144,6 @@ _MODE = "parallel.activation_checkpointing"
 _SPLITS = {"parallel.pp": several, "parallel.schedule": tuple(SPLIT_BACKWARD)}
 _OFF = "backend.compile=off"
 _COMPILED = {"backend.compile": "on"}
-
 
 EXECUTION = (
     Rule("parallel.checkpoint_every", ("parallel.checkpoint_every", _MODE, "model.layers"),

@@ -141,10 +141,10 @@ def _check_scaling(resolution: Resolution, model: Model) -> None:
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)
         if scaling.kind == "longrope" and (len(factors) != pairs or min(factors, default=0) <= 0):
+            key = f"{section}.{name}"
             message = (
                 f"must be {pairs} numbers above 0, one for each pair of a head that is rotated"
             )
-            key = f"{section}.{name}"
             resolution.refuse(key, message, override(key, [1.0] * pairs))
 
 
@@ -159,12 +159,8 @@ def _groups_hold(config: Config) -> bool:
         return True
     size, left = divmod(model.experts, model.expert_groups)
     chosen = model.expert_groups_per_token
-    return (
-        not left
-        and size > 1
-        and model.experts_per_token <= chosen * size
-        and chosen <= model.expert_groups
-    )
+    has_room = model.experts_per_token <= chosen * size and chosen <= model.expert_groups
+    return not left and size > 1 and has_room
 
 
 EXPERTS = of_kind("config",

@@ -183,8 +183,6 @@ _KERNEL = "backend.attention"
 _FREE = f"{_KERNEL}=auto"
 _ON_GPU = {"launcher.device": "cuda"}
 _NARROW = ("bf16", "fp16")
-
-
 _CHOICES = (_FREE, f"{_KERNEL}=math")
 _FLASH = {_KERNEL: "flash", **_ON_GPU}
 
@@ -267,7 +265,6 @@ def check_kernel(resolution: Resolution) -> None:
 
 
 # --- optimizer ------------------------------------------------------------------------------------
-
 
 _QUANTIZED = tuple(name for name, rule in OPTIMIZERS.items() if rule.quantized)
 _AVERAGED = tuple(name for name, rule in OPTIMIZERS.items() if rule.averages)

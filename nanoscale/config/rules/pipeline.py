@@ -138,13 +138,10 @@ _AXIS = ("parallel.pp", "parallel.schedule")
 
 def _needs_micro_batches(key: str, is_open: bool) -> Rule:
     """Return the rule that a schedule has enough micro batches, for the key that is to be changed."""
-    return Rule(
-        key,
+    return Rule(key,
         (*_AXIS, "train.global_batch", "train.micro_batch", "parallel.dp", "train.objective"),
         lambda config: (config.train.micro_batch == "auto") != is_open or _feeds_schedule(config),
-        _misfed_schedule,
-        _near_micro_batches,
-    )
+        _misfed_schedule, _near_micro_batches)  # fmt: skip
 
 
 RULES = (

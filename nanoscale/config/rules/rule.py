@@ -43,12 +43,9 @@ class Rule:
 
 
 def refused(
-    key: str,
-    where: Where,
-    message: str | Callable[[Config], str],
-    *advice: str | Near,
+    key: str, where: Where, message: str | Callable[[Config], str], *advice: str | Near,
     supported: str = "",
-) -> Rule:
+) -> Rule:  # fmt: skip
     """Return the rule that values do not hold together."""
     match = matches(where)
     reads, holds = tuple(where), lambda config: not match(config)
@@ -76,13 +73,9 @@ def only_with(key: str, where: Where, *instead: str) -> Rule:
         return ignored(" and ".join(others))
 
     value = attrgetter(key)
-    return Rule(
-        key,
-        (key, *where),
+    return Rule(key, (key, *where),
         lambda config: value(config) == usual or concerns(config),
-        message,
-        (reset(key), *instead),
-    )
+        message, (reset(key), *instead))  # fmt: skip
 
 
 def ignored(choice: str) -> str:
