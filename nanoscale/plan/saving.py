@@ -173,7 +173,8 @@ class SavingPlan:
         if not saving.keep_best:
             return newest + every.replace(", ", ", and ", 1)
         best = "the best" if saving.keep_best == 1 else f"the best {saving.keep_best}"
-        return f"{newest}{every}, and {best} by evaluation loss"
+        metric = "evaluation loss" if saving.best_metric == "eval_loss" else saving.best_metric
+        return f"{newest}{every}, and {best} by {metric}"
 
 
 def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) -> SavingPlan:

@@ -84,6 +84,8 @@ def test_the_last_the_regular_and_the_best_are_one_policy() -> None:
     assert saving.sentences()[0].endswith(
         "the newest 2 are kept, every 50th step, and the best 3 by evaluation loss"
     )
+    by_margin = replace(saving, config=replace(saving.config, best_metric="eval_margin"))
+    assert by_margin.sentences()[0].endswith("and the best 3 by eval_margin")
     assert saving.most == 2 + 100 // 50 + 3 + 1
     everything = plan_saving(job(*words[:3], "checkpoint.keep_last=null"), 1e-3)
     assert everything.most == 100 // 10 + 1

@@ -96,13 +96,13 @@ BUDGET = {
     "metrics": 1203,
     "models": 2275,
     "parallel": 2219,
-    "plan": 7056,
+    "plan": 7057,
     "processes": 1068,
     "rehearse": 3246,
     "runs": 2849,
     "sweep": 1035,
     "train": 2161,
-    "view": 5024,
+    "view": 5026,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

@@ -219,8 +219,10 @@ def figures(record: Object) -> dict[str, str]:
         "skipped": known("loss_scale", lambda _: counted(record.get("skipped_steps") or 0, "step")),
         "expert imbalance": known("moe_imbalance", "{:.2f}".format),
         "preferred": known("preferred", "{:.1%}".format),
+        "accuracy": known("accuracy", "{:.1%}".format),
         "eval loss": known("eval_loss", "{:.4f}".format),
         "eval preferred": known("eval_preferred", "{:.1%}".format),
+        "eval accuracy": known("eval_accuracy", "{:.1%}".format),
     }
     for name, loss in record.items():
         if name.startswith("eval_tasks/"):
