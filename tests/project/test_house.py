@@ -102,7 +102,7 @@ BUDGET = {
     "runs": 2849,
     "sweep": 1035,
     "train": 2161,
-    "view": 5026,
+    "view": 5032,
     "": 187,
 }
 """The most lines of each folder ("" is the package itself); growth is a decision, and the goal is 51,000."""

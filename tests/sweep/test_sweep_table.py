@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
-from nanoscale.view.run.sweep_table import SweepTable, best_row, most_important
+from nanoscale.view.run.sweep_table import SweepTable, best_row, most_important, print_table
 from tests.cli import Capsys
 
 
@@ -26,6 +27,13 @@ def test_states_go_to_the_given_stream(capsys: Capsys) -> None:
         "seed=2  running",
     ]
     assert capsys.readouterr().out == ""
+
+
+def test_the_metric_has_a_column(capsys: Capsys) -> None:
+    rows = [row("a", "completed", 1.0) | {"eval_accuracy": 0.75}]
+    print_table(rows, sys.stdout)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("eval_accuracy") and second.endswith("0.7500")
 
 
 def test_the_lowest_metric_is_not_compared_with_another() -> None:

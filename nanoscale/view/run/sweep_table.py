@@ -15,10 +15,9 @@ from nanoscale.runs import failure
 from nanoscale.runs.metrics import RISING
 from nanoscale.runs.tail import read_end
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
-from nanoscale.view.blocks import Column, rich_table, show_table, table
+from nanoscale.view.blocks import Column, Table, rich_table, show_table, table
 
 Row = dict[str, Any]
-_FIGURES = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
 _MOST_ROWS = 40
 """The most trials in the live table; those that run come first, then those with the lowest loss."""
 _SHOWN_LOGS, _LOG_LINES, _LOG_BYTES = 3, 3, 4096
@@ -51,7 +50,7 @@ class SweepTable:
     def show(self, rows: Sequence[Row], *, stopping: bool = False) -> None:
         """Show the rows as they are now, and whether their trials are being stopped."""
         if self._live is not None:
-            shown = rich_table(table(_COLUMNS, most_important(rows)), self._console.width)
+            shown = rich_table(_table(most_important(rows)), self._console.width)
             shown.caption, shown.caption_justify = _STOPPING if stopping else None, "left"
             self._live.update(shown, refresh=True)
             return
@@ -81,7 +80,7 @@ def most_important(rows: Sequence[Row]) -> Sequence[Row]:
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print all trials."""
-    show_table(display.console(stream), table(_COLUMNS, rows))
+    show_table(display.console(stream), _table(rows))
 
 
 def _figure(name: str, header: str = "") -> Column:
@@ -102,6 +101,13 @@ _COLUMNS = (
     _figure("eval_loss", "eval loss"),
     Column("tokens/s", lambda it: "" if (n := it["tokens_per_s"]) is None else f"{n:,.0f}"),
 )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Return the table of trials, with the sweep's metric if it has no column of its own."""
+    names = list(rows[0]) if rows else []
+    after = names.index("memory_gib") + 1 if names else 0
+    return table((*_COLUMNS, *map(_figure, names[after:])), rows)
 
 
 def show_plan(
