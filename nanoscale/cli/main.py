@@ -208,11 +208,8 @@ def _with_value(option: str, value: str | None, context: typer.Context | None) -
     """Return an option with the value of a mistyped one, if it takes one."""
     parameters = context.command.params if context is not None else ()
     flags = {name for it in parameters if getattr(it, "is_flag", False) for name in it.opts}
-    return (
-        option
-        if value is None or option in {*flags, "-h", "--help"}
-        else f"{option} {shlex.quote(value)}"
-    )
+    takes_none = option in {*flags, "-h", "--help"}
+    return option if value is None or takes_none else f"{option} {shlex.quote(value)}"
 
 
 def _as_overrides(

@@ -218,11 +218,7 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
 
 
 def _check_types(settings: Mapping[str, Any], result: Translation) -> None:
-    """Refuse values that the translation cannot read.
-
-    Raises:
-        UserError: with all of them.
-    """
+    """Refuse values that the translation cannot read."""
     for path in _OBJECTS:
         value = _value(settings, path, {})
         if not isinstance(value, Mapping):

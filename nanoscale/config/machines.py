@@ -86,8 +86,7 @@ def problem(name: str) -> str:
         if percent and (not zone or _FOREIGN.search(zone)):
             return "has an IPv6 zone that names no interface"
         return ""
-    foreign = _FOREIGN.search(plain)
-    if foreign:
+    if foreign := _FOREIGN.search(plain):
         return f"holds {foreign[0]!r}; letters, digits, dots, dashes and underscores make a name"
     return ""
 

@@ -36,11 +36,8 @@ def overrides(incomplete: str) -> list[tuple[str, str]]:
         if not further or further.keys() == candidates.keys():
             break
         candidates = further if len(further) > 1 else candidates | further
-    return [
-        (text.removeprefix(kept), about)
-        for text, about in candidates.items()
-        if text.startswith(kept)
-    ]
+    starting = _starting(candidates, kept)
+    return [(text.removeprefix(kept), about) for text, about in starting.items()]
 
 
 def recipes(incomplete: str) -> list[tuple[str, str]]:

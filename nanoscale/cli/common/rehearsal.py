@@ -29,14 +29,8 @@ def with_memory(plan: Prediction, result: dict[str, Any] | None) -> Prediction:
     if result is None:
         return plan
     worst = next(rank for rank in result["ranks"] if rank["rank"] == result["worst_rank"])
-    memory = RehearsedMemory(
-        rank=worst["rank"],
-        phase=worst["peak_phase"],
-        allocated=worst["allocated"],
-        reserved=worst["reserved"],
-        total=worst["total"],
-        upper_bound=result["eager"],
-    )
+    figures = {name: worst[name] for name in ("rank", "allocated", "reserved", "total")}
+    memory = RehearsedMemory(**figures, phase=worst["peak_phase"], upper_bound=result["eager"])
     return replace(plan, rehearsed=memory)
 
 
@@ -138,11 +132,7 @@ def rehearsed(
 
 
 def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
-    """Return the ranks to play, and how many each stands for.
-
-    Raises:
-        UserError: there are no such ranks.
-    """
+    """Return the ranks to play, and how many each stands for."""
     from nanoscale.rehearse.kinds import played_ranks
 
     world = config.world_size

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
-if TYPE_CHECKING:
-    from nanoscale.runs.directory import RunDirectory
-
 app = typer.Typer(no_args_is_help=True, help="Show, verify, export and prune a run's checkpoints.")
 app.command("prune")(prune_checkpoints)
 
@@ -28,9 +25,10 @@ app.command("prune")(prune_checkpoints)
 def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """List the checkpoints of a run, the oldest first."""
     from nanoscale.checkpoint.store import list_checkpoints
+    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.checkpoint_text import line, set_aside, summary
 
-    directory = _open(run)
+    directory = RunDirectory.open(run)
     rows = [summary(stored) for stored in list_checkpoints(directory.checkpoints)]
     rows += set_aside(directory.checkpoints).values()
     if as_json:
@@ -46,9 +44,10 @@ def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
 def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
     """Show a checkpoint's progress, the shape and dtype of each tensor, and each file."""
     from nanoscale.checkpoint.store import DamagedCheckpointError, find_checkpoint, find_damage
+    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.checkpoint_text import print_manifest
 
-    stored = find_checkpoint(_open(run).checkpoints, step)
+    stored = find_checkpoint(RunDirectory.open(run).checkpoints, step)
     try:
         document = {"path": str(stored.path), **stored.manifest}
     except DamagedCheckpointError as error:
@@ -65,9 +64,10 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
     aside as damaged are read too, and do not change the exit code.
     """
     from nanoscale.checkpoint.store import find_checkpoint, find_damage, list_checkpoints
+    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.checkpoint_text import print_damage, set_aside
 
-    folder = _open(run).checkpoints
+    folder = RunDirectory.open(run).checkpoints
     aside = set_aside(folder) if step is None else {}
     chosen = [] if aside else [find_checkpoint(folder, step)]  # which refuses a folder without any
     if step is None:
@@ -133,9 +133,10 @@ def export_checkpoint(
     from nanoscale.checkpoint.hf.peft_adapters import export_adapters
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
+    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.checkpoint_text import print_exported
 
-    directory, largest = _open(run), _bytes(max_shard_size)
+    directory, largest = RunDirectory.open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
     folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
     if base is not None:
@@ -185,9 +186,3 @@ def _progress(as_json: bool) -> Any:
             display.progress(f"{number} of {count}  {name}", end=end)
 
     return note
-
-
-def _open(run: str) -> RunDirectory:
-    from nanoscale.runs.directory import RunDirectory
-
-    return RunDirectory.open(run)

@@ -181,11 +181,7 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
 
 
 def _named(name: str) -> list[str]:
-    """Return the keys of a key or a section.
-
-    Raises:
-        UserError: there is none of this name.
-    """
+    """Return the keys of a key or a section."""
     from nanoscale.config.reference import declared, sections
     from nanoscale.config.values.equivalents import equivalent
     from nanoscale.config.violations import nearest, nearest_key

@@ -177,9 +177,8 @@ def _one(
         content["remedy"] = remedy(request.composed, prediction, request.devices)
         about.append(content["remedy"])
     if html is not None:
-        write_page(
-            html, prediction_report(prediction, explain=True, about=about), overwrite=overwrite
-        )
+        page = prediction_report(prediction, explain=True, about=about)
+        write_page(html, page, overwrite=overwrite)
     report = prediction_report(prediction, explain=explain, about=about)
     answer(as_json, content, show_report, report)
     return DONE if prediction.fits else DOES_NOT_FIT

@@ -191,9 +191,7 @@ def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch
     wanted = f"attempt {run.last_attempt() if attempt is None else attempt}"
     wanted += "" if rank is None else f", rank {rank}"
     what = "output of a batch script" if batch else wanted
-    printed = not batch and batch_logs(run)
-    other = (
-        (shlex.join(["nanoscale", "runs", "logs", run.reference, "--batch"]),) if printed else ()
-    )
+    command = shlex.join(["nanoscale", "runs", "logs", run.reference, "--batch"])
+    other = (command,) if not batch and batch_logs(run) else ()
     violation = Violation("logs", what, "command line", "does not exist", other)
     raise UserError("run", message, [violation])

@@ -103,11 +103,6 @@ def _asked(
 
 
 def _checked(task: Task, model: str, data: str) -> FirstRecipe:
-    """Return the answers.
-
-    Raises:
-        UserError: the model or the data does not exist.
-    """
     if task == "pretrain":
         shape = _own_shape(model)
         vocab, longest = shape["vocab"], shape["max_seq_len"]

@@ -38,11 +38,8 @@ def replay(
 
     wanted = find_replay(RunDirectory.open(run), steps)
     typed = {word.partition("=")[0] for word in line.overrides or ()}
-    settings = {
-        key: Setting(value, "replay")
-        for key, value in wanted.settings().items()
-        if key not in typed
-    }
+    chosen = {key: it for key, it in wanted.settings().items() if key not in typed}
+    settings = {key: Setting(value, "replay") for key, value in chosen.items()}
     line = replace(line, config_file=wanted.config, options={**settings, **line.options})
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force)
@@ -51,8 +48,7 @@ def replay(
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         wanted.link(lock.run)
-        stream = sys.stderr if as_json else sys.stdout
-        outcome = follow(lock, request, 1, fleet, signals, stream)
+        outcome = follow(lock, request, 1, fleet, signals, sys.stderr if as_json else sys.stdout)
     about = document(wanted, lock.run, tolerance)
     differs = about["differing_steps"] or any(row["differing"] for row in about["checkpoints"])
     code = outcome.exit_code or (FAILED if differs else DONE)

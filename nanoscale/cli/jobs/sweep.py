@@ -71,16 +71,10 @@ def sweep(
     known: list[Trial] | None = None
     if resume is not None:
         given = {
-            "overrides": overrides,
-            "--name": name,
-            "--sampler": sampler,
-            "--trials": trials,
-            "--pruner": pruner,
-            "--metric": metric,
-            "--seed": seed,
-            "--config-dir": line.config_dir,
-            "--slurm": slurm or None,
-        }
+            "overrides": overrides, "--name": name, "--sampler": sampler, "--trials": trials,
+            "--pruner": pruner, "--metric": metric, "--seed": seed,
+            "--config-dir": line.config_dir, "--slurm": slurm or None,
+        }  # fmt: skip
         if kept := [option for option, value in given.items() if value not in (None, [])]:
             message = (
                 f"--resume takes no {', '.join(kept)}: a sweep keeps those that it was started with"
@@ -265,11 +259,7 @@ def _report(
 
 @contextmanager
 def _removed_on_refusal(new: Sweep | None) -> Iterator[None]:
-    """Remove a new sweep's folder if SLURM does not take its trials.
-
-    Raises:
-        UserError: SLURM cannot be asked here, or has refused.
-    """
+    """Remove a new sweep's folder if SLURM does not take its trials."""
     from nanoscale.launch.slurm.slurm import SlurmError
 
     try:
@@ -324,11 +314,7 @@ def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
 
 
 def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
-    """Check and plan every trial that has no run yet; examples, if a sampler chooses them.
-
-    Raises:
-        UserError: with what is wrong in any of them.
-    """
+    """Check and plan every trial that has no run yet; examples, if a sampler chooses them."""
     from nanoscale.cli.jobs.train import request_for_slurm, through_slurm
     from nanoscale.config.composing.compose import Setting
 
@@ -370,11 +356,7 @@ def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
 def _require_disk(
     start: _Start, requests: Sequence[Request], left: int, at_once: int | None
 ) -> None:
-    """Require that the disk has room for the checkpoints of all trials that are left.
-
-    Raises:
-        UserError: of kind `plan`, it does not.
-    """
+    """Require that the disk has room for the checkpoints of all trials that are left."""
     from nanoscale.sweep.disk import fits, refuse
 
     space, savings = start.space, [one.saving for one in requests]

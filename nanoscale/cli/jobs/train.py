@@ -231,12 +231,9 @@ def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
     line = on_described_nodes(line)
     request = request_job(line, verify=_refuse_other_launchers, hosts=requested_nodes)
     checked = with_weights(request.composed, request.config, fetch=fetch)
-    resolved = replace(
-        checked,
-        launcher=replace(checked.launcher, devices=request.hosts[0].slots),
-        run=replace(checked.run, root=str(Path(checked.run.root).absolute())),
-    )
-    return replace(request, config=resolved)
+    launcher = replace(checked.launcher, devices=request.hosts[0].slots)
+    run = replace(checked.run, root=str(Path(checked.run.root).absolute()))
+    return replace(request, config=replace(checked, launcher=launcher, run=run))
 
 
 def _refuse_other_launchers(composed: Composed) -> None:

@@ -232,7 +232,6 @@ def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tupl
 
 
 def _merged(layers: list[Layer], settings: list[tuple[str, Setting]]) -> dict[str, Any]:
-    """Merge the files in their order, then the keys of the command line."""
     values: dict[str, Any] = {}
     for layer in layers:
         values = reference.merged(values, layer.content)

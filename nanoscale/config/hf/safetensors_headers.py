@@ -51,9 +51,8 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        return (
-            math.prod(self.shape) // 2 if self.scales else WIDTH[self.dtype] * math.prod(self.shape)
-        )
+        numel = math.prod(self.shape)
+        return numel // 2 if self.scales else WIDTH[self.dtype] * numel
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
@@ -94,11 +93,8 @@ def _with_matrices(tensors: dict[str, Stored]) -> dict[str, Stored]:
         if stem == name or scales is None or len(blocks.shape) != 4:
             continue
         experts, rows, groups, width = blocks.shape
-        if (
-            {blocks.dtype, scales.dtype} == {"U8"}
-            and scales.shape == blocks.shape[:3]
-            and width == 16
-        ):
+        are_bytes = {blocks.dtype, scales.dtype} == {"U8"}
+        if are_bytes and scales.shape == blocks.shape[:3] and width == 16:
             del whole[name], whole[scales.name]
             shape = (experts, 32 * groups, rows)
             whole[stem] = replace(blocks, dtype=MXFP4, shape=shape, scales=scales)

@@ -135,17 +135,14 @@ DEEPSPEED = (
         "parallel.sequence_parallel=false", _NATIVE),
     _limit("model.qk_norm", "with tp = 1", {**_TENSOR, "model.qk_norm": True},
         "has weights that the heads of all ranks share, and DeepSpeed's layers would not sum their "
-        "gradients",
-        "parallel.tp=1", _NATIVE),
+        "gradients", "parallel.tp=1", _NATIVE),
     _limit("model.attention_sinks", "with tp = 1", {**_TENSOR, "model.attention_sinks": True},
         "are scores of heads, and DeepSpeed divides only the layers before and after them",
         "parallel.tp=1", _NATIVE),
     _limit("parallel.schedule", "1f1b", {**_PIPELINE, "parallel.schedule": other_than("1f1b")},
-        "is not among DeepSpeed's pipeline schedules",
-        "parallel.schedule=1f1b", _NATIVE),
+        "is not among DeepSpeed's pipeline schedules", "parallel.schedule=1f1b", _NATIVE),
     _limit("zero.stage", "0 and 1 with pp > 1", {**_PIPELINE, "zero.stage": (2, 3)},
-        "shards gradients, which DeepSpeed's pipeline does not",
-        "zero.stage=1", _NATIVE),
+        "shards gradients, which DeepSpeed's pipeline does not", "zero.stage=1", _NATIVE),
     Rule("precision.compute",
         ("backend.name", "precision.compute", "zero.stage", "parallel.pp", "parallel.tp"),
         lambda config: (
@@ -168,8 +165,7 @@ DEEPSPEED = (
         "compiler's back",
         ("backend.compile=off", _NATIVE), supported="with stages 0 to 2, tp = pp = 1"),
     _limit("precision.params", "fp32", {"precision.params": other_than("fp32")},
-        "is not supported by DeepSpeed, whose master weights are fp32",
-        "precision=fp32", _NATIVE),
+        "is not supported by DeepSpeed, whose master weights are fp32", "precision=fp32", _NATIVE),
     _limit("precision.fp8", "no", {"precision.fp8": True},
         "is done by torchao, whose layers DeepSpeed's engine does not know",
         "precision=bf16", _NATIVE),
@@ -197,8 +193,7 @@ DEEPSPEED = (
         "adds a loss inside the blocks, and DeepSpeed sets its scale",
         "model.balance=bias", _NATIVE),
     _limit("model.experts", "with tp = 1", {**_TENSOR, "model.experts": bool},
-        "cannot be divided by DeepSpeed's tensor-parallel layers",
-        "parallel.tp=1", _NATIVE),
+        "cannot be divided by DeepSpeed's tensor-parallel layers", "parallel.tp=1", _NATIVE),
     _limit("lora.rank", "with tp = 1", {**_TENSOR, "lora.rank": bool},
         "has no adapters for DeepSpeed's tensor-parallel layers",
         "parallel.tp=1", _NATIVE, "lora.rank=0"),
@@ -230,8 +225,7 @@ RULES = (
         lambda config: (
             config.backend.name != "deepspeed" or data_parallel(config) % config.zero.hpz == 0
         ),
-        "must divide parallel.dp, which is {c.parallel.dp}",
-        ("zero.hpz",)),
+        "must divide parallel.dp, which is {c.parallel.dp}", ("zero.hpz",)),
     refused("zero.offload_param", {**_ON, "lora.rank": bool, "zero.offload_param": "nvme"},
         "keeps frozen weights on a disk, and a model cannot be loaded there",
         "zero.offload_param=cpu", "lora.rank=0"),
@@ -260,9 +254,8 @@ def check_backend(resolution: Resolution) -> None:
         if rest := unowned(extra):
             overrides.append(override("backend.extra", rest))
         has_equivalents = all(fits(key, it) for key, it in values)
-        resolution.refuse(
-            "backend.extra", message, " ".join(overrides) if has_equivalents else None
-        )
+        advice = " ".join(overrides) if has_equivalents else None
+        resolution.refuse("backend.extra", message, advice)
     keys, path = ("zero.offload_optimizer", "zero.offload_param"), resolution.config.zero.nvme_path
     offloaded = [key for key in keys if value_of(resolution.config, key) == "nvme"]
     if not offloaded:

@@ -364,11 +364,7 @@ def _samples_instead(source: MixtureSource, config: Config) -> Iterator[str]:
     attempts: list[list[dict[str, Any]]] = [
         [{"data.valid_fraction": share} for share in shares],
         [{"train.seq_len": length} for length in lengths],
-        [
-            {"train.seq_len": length, "data.valid_fraction": share}
-            for length in lengths
-            for share in shares
-        ],
+        [{"train.seq_len": n, "data.valid_fraction": share} for n in lengths for share in shares],
         [{"train.eval_every": 0}, {"train.eval_every": 0, "data.valid_fraction": 0}],
     ]
     for kind in attempts:

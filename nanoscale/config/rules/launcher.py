@@ -140,9 +140,8 @@ def _check_nodes(resolution: Resolution) -> None:
     if forms.elastic(count) and dp != "auto":
         message = f"must be auto with launcher.nodes={count}: it follows from the number of remaining hosts"
         most = str(count).partition(":")[2]
-        resolution.refuse(
-            "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}", kind="layout"
-        )
+        advice = "parallel.dp=auto", f"launcher.nodes={most}"
+        resolution.refuse("parallel.dp", message, *advice, kind="layout")
 
 
 def _check_master(resolution: Resolution) -> None:

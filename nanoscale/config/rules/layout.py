@@ -160,15 +160,13 @@ EXECUTION = (
         f"{_MODE}=full", f"{_MODE}=none", "parallel.schedule=interleaved-1f1b"),
     refused("backend.compile", {**_COMPILED, **_SPLITS},
         "cannot hold with parallel.schedule={c.parallel.schedule}: the backward pass of a compiled "
-        "block cannot be split",
-        _OFF, "parallel.schedule=interleaved-1f1b"),
+        "block cannot be split", _OFF, "parallel.schedule=interleaved-1f1b"),
     refused("backend.compile", {**_COMPILED, "parallel.offload_activations": True},
         "cannot hold with parallel.offload_activations=true: a compiled block keeps its activations itself",
         _OFF, "parallel.offload_activations=false"),
     refused("backend.compile", {**_COMPILED, "model.experts": bool},
         "cannot hold with model.experts={c.model.experts}: how many tokens an expert has is known "
-        "only when a block runs",
-        _OFF),
+        "only when a block runs", _OFF),
     refused("backend.attention",
         {"backend.attention": other_than("auto"), **_RING},
         "would be ignored by parallel.cp_method=ring, which has kernels of its own",
@@ -178,8 +176,7 @@ EXECUTION = (
 RULES = (
     Rule("parallel.dp_replicate", ("parallel.dp", "parallel.dp_replicate"),
         lambda config: data_parallel(config) % config.parallel.dp_replicate == 0,
-        "must divide parallel.dp, which is {c.parallel.dp}",
-        ("parallel.dp_replicate",)),
+        "must divide parallel.dp, which is {c.parallel.dp}", ("parallel.dp_replicate",)),
     refused("parallel.dp_replicate", {"parallel.dp_replicate": several, "zero.stage": 0},
         "replicates a sharded model, and zero.stage=0 shards nothing",
         "zero.stage=3", "parallel.dp_replicate=1"),

@@ -45,9 +45,8 @@ def check_hooks(resolution: Resolution) -> None:
     for name, key in hooks.CHOSEN_BY.items():
         if name in chosen and name not in names:
             usual = override(key, declared()[key].default)
-            resolution.refuse(
-                "hooks.path", f"defines no {_call(name)}, which {key}=hooks needs", usual
-            )
+            message = f"defines no {_call(name)}, which {key}=hooks needs"
+            resolution.refuse("hooks.path", message, usual)
         elif name in names and name not in chosen:
             message = f"defines {name}(), which would be ignored"
             group = {"model.source": "model", "optimizer.name": "optimizer", "data.source": "data"}

@@ -168,8 +168,7 @@ RULES = (
         )),
     refused("model.tie_embeddings", {"model.tie_embeddings": True, "parallel.pp": several},
         "cannot hold with parallel.pp={c.parallel.pp}: the embedding belongs to the first stage "
-        "and the head to the last",
-        "model.tie_embeddings=false", "parallel.pp=1"),
+        "and the head to the last", "model.tie_embeddings=false", "parallel.pp=1"),
     _needs_micro_batches("train.global_batch", is_open=True),
     _needs_micro_batches("train.micro_batch", is_open=False),
 )  # fmt: skip

@@ -170,10 +170,8 @@ def _check_end(
     for name, end in ends.items():
         least = done + 1 if name == "until" else 1
         if type(end) is not int or end < least:
-            better = f"{key}.{name}={least + 99}"
-            resolution.refuse_value(
-                f"{key}.{name}", end, f"must be an integer from {least}", better
-            )
+            message, better = f"must be an integer from {least}", f"{key}.{name}={least + 99}"
+            resolution.refuse_value(f"{key}.{name}", end, message, better)
     if bool(ends) == is_last:
         message = "is the last phase, and lasts to the end" if is_last else "has no end"
         others = {name: value for name, value in entry.items() if name not in ends}
@@ -186,17 +184,11 @@ def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> Non
     train, backend = config.train, config.backend.name
     step = sequence_step(config)
     legal: dict[str, tuple[Callable[[int], bool], str, int]] = {
-        "global_batch": (
-            lambda size: size % train.global_batch == 0,
-            f"a multiple of train.global_batch={train.global_batch}",
-            train.global_batch,
-        ),
-        "seq_len": (
-            lambda size: train.seq_len % size == 0 and size % step == 0,
-            f"a multiple of {step} that divides train.seq_len={train.seq_len}",
-            train.seq_len,
-        ),
-    }
+        "global_batch": (lambda size: size % train.global_batch == 0,
+            f"a multiple of train.global_batch={train.global_batch}", train.global_batch),
+        "seq_len": (lambda size: train.seq_len % size == 0 and size % step == 0,
+            f"a multiple of {step} that divides train.seq_len={train.seq_len}", train.seq_len),
+    }  # fmt: skip
     for name, (holds, rule, usual) in legal.items():
         size = entry.get(name, usual)
         if type(size) is not int or size < 1 or not holds(size):

@@ -169,10 +169,8 @@ def _plain(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
 
 
 def _scalar(node: yaml.ScalarNode, name: str) -> object:
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    text = node.value
     try:
-        return _SCALARS[kind](text)
+        return _SCALARS[node.tag.removeprefix("tag:yaml.org,2002:")](node.value)
     except (ValueError, KeyError):
         _refuse_tag(node, name)
 
