@@ -25,6 +25,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run import top_table
 from nanoscale.view.run.top_table import RunsAtAGlance, curve
 from tests.cli import Capsys
+from tests.support.browser import browser
 from tests.support.waiting import wait_until
 
 LIMIT_S = 60.0
@@ -153,6 +154,26 @@ def test_a_page_is_for_who_knows_its_token() -> None:
             with pytest.raises(HTTPError) as caught:
                 urllib.request.urlopen(other, timeout=LIMIT_S)
             assert caught.value.code == 404
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_browser_shows_the_page(runs: list[RunDirectory], width: int) -> None:
+    """The page fits the screen of a phone, shows both runs, and treats markup in a run as text."""
+    events.append(runs[1], "note", "<u>marked</u> <script>document.title = 'run'</script>")
+    process = subprocess.Popen(**ours("--web"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout is not None
+        with browser(width) as page:
+            page.open(process.stdout.readline().decode().strip())
+            assert page.ask("window.innerWidth") == width
+            assert page.ask("document.documentElement.scrollWidth") <= width
+            text = page.ask("document.body.innerText")
+            assert "old" in text and "new" in text and "<u>marked</u>" in text
+            assert page.ask("document.querySelectorAll('u, script').length") == 0
     finally:
         process.terminate()
         process.wait(LIMIT_S)
