@@ -162,9 +162,8 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise UserError(
-                "usage", f"{path} has more than {_MOST_BYTES >> 20} MiB: too much for settings"
-            )
+            what = f"has more than {_MOST_BYTES >> 20} MiB: too much for settings"
+            raise UserError("usage", f"{path} {what}")
         content = parse(text)
     except OSError as error:
         raise UserError("usage", f"{path}: {error.strerror}") from error

@@ -51,9 +51,8 @@ def read_index(path: Path) -> tuple[int, int]:
     with path.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if not raw.startswith(MAGIC):
-        raise DamagedError(
-            path, "it does not start with the header of an .idx", "not a Megatron index"
-        )
+        what = "it does not start with the header of an .idx"
+        raise DamagedError(path, what, "not a Megatron index")
     if len(raw) < HEADER.size:
         raise DamagedError(path, f"it ends within its header, after {size} bytes")
     _, version, code, sequences, documents = HEADER.unpack(raw)
@@ -238,7 +237,6 @@ def _texts(file: Path) -> dict[int, str]:
 
 StartOf = Callable[[int], int]
 """Returns the start of the document that holds the token at a position."""
-
 
 STDLIB_TOKENS = {"byte": 9.9e6, "bpe": 3.7e6}
 """About how many tokens the embedded corpus has, by tokenizer: CPython 3.11's library, and 1,024 tokens."""

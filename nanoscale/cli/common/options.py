@@ -146,7 +146,6 @@ AsJson = Annotated[bool, _shared("Print one JSON document and nothing else", "--
 Html = Annotated[Path | None, _shared("Write a page with charts", metavar="FILE")]
 Overwrite = Annotated[bool, _shared("Replace the named file if it exists", "--overwrite")]
 
-
 KEYS = {
     "--hostfile": "launcher.hostfile",
     "--include": "launcher.include",

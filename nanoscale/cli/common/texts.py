@@ -113,9 +113,8 @@ def _prepared(request: PreparationRequest) -> Path:
     except LostProcessError as error:
         message = f"{request.sources[0]}: a worker ended by {error}"
         what = "cannot be prepared with one worker a core"
-        wrong = Violation(
-            "data.path", request.sources[0], "", what, (f"{_command(request)} --workers 1",)
-        )
+        command = f"{_command(request)} --workers 1"
+        wrong = Violation("data.path", request.sources[0], "", what, (command,))
         raise UserError("data", message, [wrong]) from error
     except UserError:
         display.note(f"to choose how the texts are read: {_command(request)}")

@@ -170,9 +170,8 @@ def _bytes(text: str) -> int:
         base = 1024 if parts[3] else 1000
         size = int(float(parts[1]) * base ** " KMGT".index(parts[2].upper() or " "))
     if size < 1:
-        raise UserError(
-            "usage", f"--max-shard-size {text}: must be a size, as in 500MB, 5GB or 4GiB"
-        )
+        what = "must be a size, as in 500MB, 5GB or 4GiB"
+        raise UserError("usage", f"--max-shard-size {text}: {what}")
     return size
 
 

@@ -85,9 +85,8 @@ def plan(
     require_writable("--html", html, overwrite=overwrite)
     if calibrate:
         if any((line.options, line.config_file, html, search, explain, budget, inference)):
-            raise UserError(
-                "usage", "--calibrate goes with RUN…, cluster=…, --write and --json alone"
-            )
+            what = "--calibrate goes with RUN…, cluster=…, --write and --json alone"
+            raise UserError("usage", what)
         return _calibrate(line.overrides or [], write, line.config_dir, overwrite, as_json)
     if write is not None:
         require_writable("--write", write, overwrite=overwrite)
@@ -139,14 +138,9 @@ def _with_length(line: CommandLine) -> CommandLine:
 
 
 def _one(
-    line: CommandLine,
-    software: Software,
-    explain: bool,
-    budget: str | None,
-    html: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
+    line: CommandLine, software: Software, explain: bool, budget: str | None, html: Path | None,
+    overwrite: bool, as_json: bool,
+) -> int:  # fmt: skip
     from nanoscale.plan.budget import within_budget
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.hardware.software import NANOSCALE
@@ -215,13 +209,9 @@ def _inference(line: CommandLine, as_json: bool) -> int:
 
 
 def _search(
-    composed: Composed,
-    software: Software,
-    write: Path | None,
-    html: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
+    composed: Composed, software: Software, write: Path | None, html: Path | None,
+    overwrite: bool, as_json: bool,
+) -> int:  # fmt: skip
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.planned_devices import planned_devices, planned_ranks
     from nanoscale.plan.search.search import search, search_other_backend

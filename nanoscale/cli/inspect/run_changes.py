@@ -198,9 +198,8 @@ def _is_agreed(key: str, sizes: dict[str, int], *, yes: bool) -> bool:
         return True
     total = f"{byte_size(sum(sizes.values()))} would be deleted for good"
     if not can_ask():
-        found = [
-            Violation(key, name, "command line", byte_size(size)) for name, size in sizes.items()
-        ]
+        each = sizes.items()
+        found = [Violation(key, name, "command line", byte_size(size)) for name, size in each]
         question = Violation("--yes", None, "", "answers the question in scripts", ("--yes",))
         raise UserError("usage", f"{total}, and nobody can be asked", [*found, question])
     for name, size in sizes.items():

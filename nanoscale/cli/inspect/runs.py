@@ -141,9 +141,8 @@ def report_run(
         try:
             write_atomically(file, page(report))
         except OSError as error:
-            display.note(
-                f"{file} cannot be written: {error.strerror}; choose another file with --html FILE"
-            )
+            what = f"{file} cannot be written: {error.strerror}"
+            display.note(f"{what}; choose another file with --html FILE")
     answer(as_json, about, show_report, report, file)
 
 

@@ -203,13 +203,9 @@ class Writer:
         self.say_end(written, seconds)
 
     def answer_all(
-        self,
-        records: list[dict[str, Any]],
-        questions: list[list[int]],
-        run_all: RunAll,
-        out: Path | None,
-        as_json: bool,
-    ) -> None:
+        self, records: list[dict[str, Any]], questions: list[list[int]], run_all: RunAll,
+        out: Path | None, as_json: bool,
+    ) -> None:  # fmt: skip
         """Answer every prompt with the same seed, so that its answer does not depend on the others."""
         from nanoscale.generate.writing import batches
 

@@ -50,9 +50,8 @@ def init(
         data = _asked("data", None if tunes else _STDLIB, lambda it: _tokens_of(task, it))
     name = _asked("name", task) if name is None else name
     if not _NAME.fullmatch(name):
-        refuse_option(
-            "--name", name, "must begin with a letter or digit, and have only these, -, _ and ."
-        )
+        message = "must begin with a letter or digit, and have only these, -, _ and ."
+        refuse_option("--name", name, message)
     recipe = _checked(task, model, data)
     target = folder / f"{name}.yaml"
     if target.exists():

@@ -233,12 +233,9 @@ def _run_array(start: _Start, requests: Sequence[Request]) -> int:
 
 
 def _report(
-    start: _Start,
-    rows: Sequence[dict[str, Any]],
-    failed: Sequence[Trial],
-    stopped_by: Signals | None,
-    more: Mapping[str, Any] | None = None,
-) -> int:
+    start: _Start, rows: Sequence[dict[str, Any]], failed: Sequence[Trial],
+    stopped_by: Signals | None, more: Mapping[str, Any] | None = None,
+) -> int:  # fmt: skip
     """Keep and show the result; return the exit code of the command.
 
     Args:

@@ -128,11 +128,7 @@ def resume(
 
 
 def _request(run: RunDirectory, line: CommandLine) -> Request:
-    """Return the request of the run's configuration with the changes.
-
-    Raises:
-        UserError: the changes are wrong, or would make it another run.
-    """
+    """Return the request of the run's configuration with the changes, which must not make it another run."""
     from nanoscale.checkpoint.hf.adapters import require_base
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.lifecycle.continuation import require_recorded, require_same_run

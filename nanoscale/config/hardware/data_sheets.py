@@ -33,9 +33,6 @@ class UnknownHardwareError(UserError):
     """
 
 
-_NOT_A_DEVICE = frozenset({"local"})
-
-
 def kind(precision: Precision) -> str:
     """Return the dtype in which a block's products are computed."""
     return "fp8" if precision.fp8 else wide_kind(precision)
@@ -113,7 +110,6 @@ def recognise(device_name: str) -> str | None:
 
 _MAKER = re.compile(r"^((NVIDIA|GeForce|Tesla|AMD|Instinct) )*", re.IGNORECASE)
 
-
 REQUIRED_KEYS = (
     "devices_per_host", "memory_gib", "memory_gbs", "multiprocessors", "intra_host_gbs", "inter_host_gbs",
     "host_link_gbs", "host_memory_gib",
@@ -125,7 +121,7 @@ REQUIRED_KEYS = (
 def known_devices() -> tuple[str, ...]:
     """Return the devices of the table, by name."""
     folder = packaged()[0] / "cluster"
-    return tuple(sorted({path.stem for path in folder.glob("*.yaml")} - _NOT_A_DEVICE))
+    return tuple(sorted({path.stem for path in folder.glob("*.yaml")} - {"local"}))
 
 
 @cache
@@ -188,7 +184,6 @@ def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
 
 
 # --- the measured speed of this machine's CPU -----------------------------------------------------
-
 
 _SPEED_FILE = "cpu-speed.json"
 

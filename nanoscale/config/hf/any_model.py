@@ -55,9 +55,8 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
         source, document = composed.source("model.hf_config"), model.hf_config
         if not frozen:
             if not model.name:
-                raise NoSuchModelError(
-                    "model=hf needs a folder, or a name at Hugging Face: model.name=…"
-                )
+                what = "model=hf needs a folder, or a name at Hugging Face: model.name=…"
+                raise NoSuchModelError(what)
             folder = locate(model.name, weights=False)
             source = str(folder / "config.json")
             document = reference.merged(read_config(folder), document)

@@ -48,9 +48,8 @@ def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
         if settings.get(name, usual) not in (usual, None):
             raise UnsupportedError(f"{SETTINGS}: {name}={shown(settings[name])} is not supported")
     if isinstance(targets, str) or any(name not in LAYERS for name in names):
-        raise UnsupportedError(
-            f"{SETTINGS}: target_modules={shown(targets)}: not all of them are known"
-        )
+        what = f"target_modules={shown(targets)}: not all of them are known"
+        raise UnsupportedError(f"{SETTINGS}: {what}")
     if not isinstance(base, str) or not base:
         raise UnsupportedError(f"{SETTINGS} names no base_model_name_or_path")
     order = list(LAYERS.values())

@@ -151,9 +151,8 @@ def _tensors(file: Path, header: Any, begin: int, size: int) -> dict[str, Stored
             first, last = entry["data_offsets"]
             width = WIDTH.get(entry["dtype"])
             if width is not None and last - first != width * math.prod(shape):
-                raise BadFileError(
-                    f"{file.name} is damaged: the bytes of {name} do not fit its shape"
-                )
+                what = f"the bytes of {name} do not fit its shape"
+                raise BadFileError(f"{file.name} is damaged: {what}")
             stored[name] = Stored(file, name, entry["dtype"], shape, begin + first)
             end = max(end, last)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -28,7 +28,6 @@ HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """The endings of the names of their embeddings."""
 
-
 _ROPE_KINDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len"),
     "linear": ("factor",),
@@ -229,9 +228,8 @@ def _attention_factor(kind: str, values: Json) -> float:
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original))
     if values.get("mscale") and values.get("mscale_all_dim"):
-        one, all_dims = (
-            0.1 * values[name] * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")
-        )
+        scales = values["mscale"], values["mscale_all_dim"]
+        one, all_dims = (0.1 * scale * math.log(factor) + 1 for scale in scales)
         return float(one / all_dims)
     return 0.1 * math.log(factor) + 1
 

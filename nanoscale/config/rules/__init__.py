@@ -31,7 +31,6 @@ from nanoscale.config.values.provenance import Composed
 
 __all__ = ["Devices", "Host", "check", "check_machines"]
 
-
 RULES: tuple[Rule, ...] = (
     *model.FOREIGN,
     *only_with.OF_LAYOUT,
@@ -148,7 +147,5 @@ def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...]
         launcher = replace(launcher, devices=devices.count if launcher.device == "cuda" else 1)
     run = training.resolve_run(resolution)
     resolution.refuse_all()
-    cache_dir = data.absolute(config.data.cache_dir)
-    return replace(
-        config, run=run, data=replace(config.data, cache_dir=cache_dir), launcher=launcher
-    )
+    section = replace(config.data, cache_dir=data.absolute(config.data.cache_dir))
+    return replace(config, run=run, data=section, launcher=launcher)

@@ -34,7 +34,6 @@ from nanoscale.config.violations import nearest, override
 BYTE_VOCAB = 257
 """256 bytes and the end of a document."""
 
-
 RANDOM = of_kind("data",
     *OF_TEXT,
     refused("train.sample_tokens", {"data.source": "random", "train.sample_tokens": bool},

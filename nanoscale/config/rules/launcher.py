@@ -95,14 +95,12 @@ def _name(resolution: Resolution) -> LauncherName:
 def _check_concerns(resolution: Resolution) -> None:
     launcher, way = resolution.config.launcher, requested_launcher(resolution.composed)
     if way in ("ssh", "pdsh") and launcher.hostfile is None:
-        message = (
-            f"is needed by launcher.name={way}: a file with a line `HOST slots=N` for each host"
-        )
+        file = "a file with a line `HOST slots=N` for each host"
+        message = f"is needed by launcher.name={way}: {file}"
         resolution.refuse("launcher.hostfile", message, "--hostfile hosts", "launcher.name=local")
     if way == "env" and resolution.config.run.name is None:
-        message = (
-            "is needed by launcher.name=env: the same command, started again, continues the run"
-        )
+        why = "the same command, started again, continues the run"
+        message = f"is needed by launcher.name=env: {why}"
         resolution.refuse("run.name", message, "run.name=first")
     for key, ways in _CONCERNS.items():
         if way not in ways:
@@ -221,9 +219,8 @@ def check_environment(resolution: Resolution) -> None:
         resolution.refuse("launcher.notify", message, "launcher.notify=null")
     for entry in resolution.config.launcher.pass_env:
         if not _PASSED.fullmatch(entry):
-            message = (
-                f"holds {entry!r}, which is neither a variable's name nor its beginning with `*`"
-            )
+            what = "which is neither a variable's name nor its beginning with `*`"
+            message = f"holds {entry!r}, {what}"
             resolution.refuse("launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'")
 
 

@@ -167,8 +167,7 @@ EXECUTION = (
     refused("backend.compile", {**_COMPILED, "model.experts": bool},
         "cannot hold with model.experts={c.model.experts}: how many tokens an expert has is known "
         "only when a block runs", _OFF),
-    refused("backend.attention",
-        {"backend.attention": other_than("auto"), **_RING},
+    refused("backend.attention", {"backend.attention": other_than("auto"), **_RING},
         "would be ignored by parallel.cp_method=ring, which has kernels of its own",
         "backend.attention=auto", "parallel.cp_method=ulysses"),
 )  # fmt: skip

@@ -138,9 +138,8 @@ def _check_scaling(resolution: Resolution, model: Model) -> None:
         factors = getattr(scaling, name)
         if scaling.kind == "longrope" and (len(factors) != pairs or min(factors, default=0) <= 0):
             key = f"{section}.{name}"
-            message = (
-                f"must be {pairs} numbers above 0, one for each pair of a head that is rotated"
-            )
+            what = "one for each pair of a head that is rotated"
+            message = f"must be {pairs} numbers above 0, {what}"
             resolution.refuse(key, message, override(key, [1.0] * pairs))
 
 

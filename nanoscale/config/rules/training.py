@@ -366,7 +366,6 @@ def resolve_scheduler(config: Config) -> Scheduler:
 
 # --- the run and its loggers ----------------------------------------------------------------------
 
-
 _LOGGERS = (
     ("tensorboard", ("on",), "TensorBoard", "logger=none"),
     ("mlflow", ("on",), "MLflow", "logger.mlflow=off"),

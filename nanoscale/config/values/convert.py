@@ -63,9 +63,8 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
     keys = []
     for key in near:
         keys += [it for it in reference.declared() if it.startswith(f"{key}.")] or [key]
-    settings = tuple(_settings(keys, value)) or tuple(
-        f"nanoscale config explain {key}" for key in near
-    )
+    explain = tuple(f"nanoscale config explain {key}" for key in near)
+    settings = tuple(_settings(keys, value)) or explain
     return Violation(name, value, source, message, settings[:3])
 
 
