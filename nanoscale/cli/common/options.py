@@ -18,14 +18,9 @@ if TYPE_CHECKING:
 
 
 def option(
-    help: str,
-    *names: str,
-    default: Any = None,
-    metavar: str | None = None,
-    shown: str | None = None,
-    min: float | None = None,
-    max: float | None = None,
-) -> Any:
+    help: str, *names: str, default: Any = None, metavar: str | None = None,
+    shown: str | None = None, min: float | None = None, max: float | None = None,
+) -> Any:  # fmt: skip
     """Declare an option, as the default of a command's parameter or in an `Annotated` type.
 
     Args:
@@ -158,13 +153,9 @@ KEYS = {
 
 
 def as_settings(
-    hostfile: str | None = None,
-    include: str | None = None,
-    exclude: str | None = None,
-    num_nodes: str | None = None,
-    num_gpus: int | None = None,
-    no_preflight: bool = False,
-) -> dict[str, Setting]:
+    hostfile: str | None = None, include: str | None = None, exclude: str | None = None,
+    num_nodes: str | None = None, num_gpus: int | None = None, no_preflight: bool = False,
+) -> dict[str, Setting]:  # fmt: skip
     """Return the keys that the options of the launch set, in the form of `compose`'s `options`."""
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE

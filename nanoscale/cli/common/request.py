@@ -213,16 +213,10 @@ def _other_machine(request: Request) -> str | None:
 
 
 def request_new_run(
-    line: CommandLine,
-    refusals: Refusals | None = None,
-    *,
-    force: bool = False,
-    rehearse: bool = False,
-    fetch: bool = True,
-    saves: bool = True,
-    continues: bool = False,
+    line: CommandLine, refusals: Refusals | None = None, *, force: bool = False,
+    rehearse: bool = False, fetch: bool = True, saves: bool = True, continues: bool = False,
     verify: Callable[[Composed], None] | None = None,
-) -> Request:
+) -> Request:  # fmt: skip
     """Return the request of a new run with its name, its initial weights and its plan.
 
     Args:

@@ -147,16 +147,9 @@ def report_run(
 
 
 _COMMANDS: dict[str, Callable[..., int | None]] = {
-    "ls": list_runs,
-    "compare": compare_runs,
-    "tag": tag_run,
-    "rm": remove_runs,
-    "stop": stop_run,
-    "watch": watch_run,
-    "explain": explain_run,
-    "report": report_run,
-    "show": show_run,
+    "ls": list_runs, "compare": compare_runs, "tag": tag_run, "rm": remove_runs, "stop": stop_run,
+    "watch": watch_run, "explain": explain_run, "report": report_run, "show": show_run,
     "logs": show_logs,
-}
+}  # fmt: skip
 for _name, _verb in _COMMANDS.items():
     app.command(_name)(_verb)

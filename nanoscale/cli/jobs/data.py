@@ -93,21 +93,12 @@ def prepare_data(
     opt.refuse_unused((chat, "is for texts, and these records are chats", {"--labels": labels}))
     opt.refuse_unused((not chat, "is for chats; add --chat", {"--chat-template": chat_template}))
     request = PreparationRequest(
-        sources=tuple(sources),
-        out=out,
+        sources=tuple(sources), out=out, vocab_size=vocab_size, eos=eos, validation=validation,
         tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos, chat),
-        vocab_size=vocab_size,
-        eos=eos,
-        field=field or ("messages" if chat else "text"),
-        separator=_unescaped(separator),
-        validation=validation,
-        skip_bad=bad == "skip",
-        chat=chat,
-        pairs=pairs,
-        chat_template=chat_template,
-        workers=workers or cores(),
-        labels=labels or 0,
-    )
+        field=field or ("messages" if chat else "text"), separator=_unescaped(separator),
+        skip_bad=bad == "skip", chat=chat, pairs=pairs, chat_template=chat_template,
+        workers=workers or cores(), labels=labels or 0,
+    )  # fmt: skip
     with PreparationScreen() as screen:
         try:
             manifest = prepare(request, screen)
