@@ -98,7 +98,7 @@ BUDGET = {
     "parallel": 2219,
     "plan": 7057,
     "processes": 1068,
-    "rehearse": 3246,
+    "rehearse": 3250,
     "runs": 2849,
     "sweep": 1035,
     "train": 2161,
