@@ -18,7 +18,7 @@ from tests.cli import Capsys
 
 FIRST_WORDS = {
     "Add", "Grow", "Measure", "Remove", "Resume",
-    "Minimize",
+    "Optimize",
     "Stop",
     "Keep",
     "Choose", "Compare", "Compute", "Continue", "Copy", "Decode", "Divide", "Draw", "End", "Find", "Give",

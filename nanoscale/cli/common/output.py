@@ -145,7 +145,7 @@ def error_document(error: UserError) -> dict[str, Any]:
 
 
 def _as_json(value: object) -> object:
-    """Replace infinity and NaN, which JSON lacks, by null."""
+    """Replace infinity and NaN, which JSON lacks, by their names."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
