@@ -11,13 +11,16 @@ import torch
 
 from nanoscale.backends.base import StepResult
 from nanoscale.backends.gradients import local_tensor
+from nanoscale.backends.optimizer import plain_tensors
 from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Checkpoint, Guard
+from nanoscale.config.schema import Checkpoint, Guard, Lora
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.guard import _CHUNK, _differing, _sums
 from nanoscale.train.loop import Training
+from tests.support.hf_families import save
 from tests.support.jobs import make_config, make_run, train_rank, write_tokens
 from tests.support.ranks import run_ranks
 
@@ -30,9 +33,9 @@ FLIPPED_AT = 3
 def flip(training: Training, name: str, moment: str = "") -> None:
     """Flip the lowest bit of one element of a rank's shard."""
     engine: Any = training.engine
-    parameter = dict(engine.parameters())[name]
+    parameter = dict(engine._all_parameters())[name]
     tensor = engine.optimizer.state[parameter][moment] if moment else parameter
-    local_tensor(tensor).view(-1)[:1].view(torch.int64).bitwise_xor_(1)
+    plain_tensors(local_tensor(tensor))[0].view(-1).view(torch.uint8)[:1].bitwise_xor_(1)
 
 
 def train_flipped(rank: int, path: Path, wrong: int, name: str, moment: str) -> str:
@@ -92,6 +95,16 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(
     assert wrong in guilty
     assert all(f" {rank}" in expected for rank in guilty)
     assert steps_of(config) == [2]
+
+
+def test_a_base_in_4_bits_is_compared(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    save("llama", tmp_path / "base")
+    model = replace(read_shape(tmp_path / "base"), init_from=str(tmp_path / "base"))
+    config = saving(tmp_path, dp=2, stage=3, model=model, lora=Lora(rank=3, base="nf4"))
+    texts = outcomes(config, 1, MATRIX)
+    place = f"must be equal at step 4; the first parameter that differs is {MATRIX}"
+    assert all("ranks 0 and 1 differ" in text and place in text for text in texts), texts
 
 
 def test_every_step_or_never(tmp_path: Path) -> None:

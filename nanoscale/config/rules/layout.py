@@ -56,8 +56,8 @@ def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
 
     return Rule(key,
         (
-            *("parallel.tp", "model.vocab", "model.max_seq_len", "model.position"),
-            *("model.dense_layers", "model.source", *_BLOCKS),
+            "parallel.tp", "model.vocab", "model.max_seq_len", "model.position",
+            "model.dense_layers", "model.source", *_BLOCKS,
         ),
         lambda config: rows(config.model) % config.parallel.tp == 0 or not _divides_blocks(config),
         message, advice)  # fmt: skip
