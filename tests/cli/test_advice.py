@@ -195,6 +195,8 @@ def test_a_wrong_value_of_an_option_is_answered_in_our_words(capsys: Capsys) -> 
     assert "type instead: --bad skip\n" in shown
     assert run(shlex.split("data inspect x --samples many")) == 2
     assert "'--samples': must be a valid integer\n" in capsys.readouterr().err
+    assert run(shlex.split("train recipe=tiny --hostfile")) == 2
+    assert capsys.readouterr().err == "error: Option '--hostfile' requires an argument\n"
 
 
 def test_an_option_is_not_taken_for_one_that_only_begins_alike(capsys: Capsys) -> None:
