@@ -164,9 +164,8 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
         violation = Violation(name, wrong, "command line", what, advice)
         return UserError("usage", f"{name} {wrong}: {what}", [violation])
     option = getattr(error, "option_name", None)
-    if not isinstance(option, str) or not hasattr(
-        error, "possibilities"
-    ):  # an option without its value
+    is_unknown = hasattr(error, "possibilities")  # else it lacks its value
+    if not isinstance(option, str) or not is_unknown:
         return UserError("usage", message)
     value = _value_of(option, arguments)
     if value is not None and option in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):

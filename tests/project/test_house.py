@@ -86,7 +86,7 @@ BUDGET = {
     "agent": 1179,
     "backends": 2916,
     "checkpoint": 3254,
-    "cli": 5442,
+    "cli": 5443,
     "common": 770,
     "config": 11269,
     "data": 5085,

@@ -198,8 +198,9 @@ def _is_agreed(key: str, sizes: dict[str, int], *, yes: bool) -> bool:
         return True
     total = f"{byte_size(sum(sizes.values()))} would be deleted for good"
     if not can_ask():
-        each = sizes.items()
-        found = [Violation(key, name, "command line", byte_size(size)) for name, size in each]
+        found = [
+            Violation(key, name, "command line", byte_size(size)) for name, size in sizes.items()
+        ]
         question = Violation("--yes", None, "", "answers the question in scripts", ("--yes",))
         raise UserError("usage", f"{total}, and nobody can be asked", [*found, question])
     for name, size in sizes.items():

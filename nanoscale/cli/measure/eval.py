@@ -180,8 +180,9 @@ def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_j
         redirect_stdout(sys.stderr),
     ):
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
-        limits = request.limit, request.few_shot
-        found = evaluate_tasks(answers, request.names, *limits, request.folder)
+        found = evaluate_tasks(
+            answers, request.names, request.limit, request.few_shot, request.folder
+        )
     if as_json:
         tasks = plain_numbers(found["results"])
         print_json({"model": opened.source, "limit": request.limit, "tasks": tasks})

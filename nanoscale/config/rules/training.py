@@ -336,7 +336,7 @@ SAVING = of_kind("config",
         lambda config: (
             config.checkpoint.best_metric in evaluated(config.train) or bool(config.train.eval_tasks)
         ),
-        "is a metric of train.eval_tasks or of another objective",
+        "is not measured by evaluations of train.objective={c.train.objective} without train.eval_tasks",
         lambda config: [override("checkpoint.best_metric", name) for name in evaluated(config.train)]),
     *(only_with(f"train.eval_tasks_{name}", {"train.eval_tasks": other_than([])}, "train.eval_tasks=[arc_easy]")
         for name in ("dir", "limit")),
