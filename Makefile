@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive test-oldest lint format bench bench-plan faults docs schemas docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest lint size format bench bench-plan faults docs schemas docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -42,6 +42,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python dev/docstrings.py
+
+# Lines and tokens of Python by folder, and what differs from main.
+size: $(READY)
+	@$(BIN)/python dev/size.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
