@@ -70,7 +70,7 @@ def test_explain_says_what_an_open_value_becomes(capsys):
     assert explained("parallel.tp=3")["becomes"] is None  # which breaks a law
     shown = output(capsys, "config", "explain", "precision.compute", "recipe=debug", "cluster=h200")
     assert "precision.compute = auto\n" in shown and "becomes  bf16\n" in shown
-    assert "set by   nanoscale/conf/precision/auto.yaml:4" in shown
+    assert "set by   default" in shown
 
 
 def test_explain_says_who_set_a_value_and_what_that_overrode(capsys):

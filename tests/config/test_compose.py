@@ -45,7 +45,6 @@ def test_a_recipe_wins_over_the_defaults_and_the_command_line_over_the_recipe():
     composed = compose(["recipe=mine", "train.steps=9"])
     assert writers(composed, "train.steps") == [
         (None, "default"),
-        (None, "nanoscale/conf/train/default.yaml:3"),
         (7, "recipes/mine.yaml:2"),
         (9, "command line"),
     ]

@@ -12,7 +12,7 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import RECIPE, Library, packaged
-from nanoscale.config.reference import declared, defaults, is_mapping, sections
+from nanoscale.config.reference import declared, defaults, flat, is_mapping, sections
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import RopeScaling
 from nanoscale.config.values.convert import value_of
@@ -57,15 +57,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
 
 
-def leaves(values: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in values.items():
-        key = prefix + name
-        nested = isinstance(value, dict) and not is_mapping(key)
-        flat |= leaves(value, f"{key}.") if nested else {key: value}
-    return flat
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_legal(name):
     needed = []
@@ -84,7 +75,7 @@ def test_every_recipe_is_legal(name):
 @pytest.mark.parametrize("name", sorted({*RECIPES} - {*FINE_TUNING}))
 def test_the_last_writer_of_every_key_is_who_set_it(name):
     composed = compose([f"recipe={name}", "zero=stage1", "train.seed=7", "model.max_seq_len=128k"])
-    values = leaves(asdict(composed.config))
+    values = flat(asdict(composed.config), stop=is_mapping)
     assert set(composed.history) == set(values)
     for key, settings in composed.history.items():
         chosen_later = key in composed.left_to_plan
@@ -126,6 +117,19 @@ def test_every_file_says_what_it_is_and_how_to_use_it(path):
     assert second.startswith("#   nanoscale ")
     name = path.stem if path.stem != "config" else "recipe="
     assert name in second
+
+
+CHOICES = {"launcher/local": "launcher.name", "zero/stage0": "zero.stage"}
+"""Keys for which rules ask whether somebody chose the option (`Composed.asked_for`)."""
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_holds_only_what_differs_from_the_defaults(group, option):
+    default = flat(defaults(sections()[""]), stop=is_mapping)
+    content = Library().serve(f"{group}/{option}").content
+    values = flat({group: content}, stop=is_mapping)
+    repeated = {key for key, it in values.items() if key in default and it == default[key]}
+    assert repeated - {CHOICES.get(f"{group}/{option}")} == set()
 
 
 def test_every_model_and_recipe_of_the_brief_is_there():

@@ -29,7 +29,8 @@ def changed(*words: str, options: Mapping[str, Setting] | None = None) -> Compos
     assert not asked.violations
     raw, history = asdict(base.config), dict(base.history)
     for group, option in asked.choices.items():
-        raw[group] = {**raw[group], **library.serve(f"{group}/{option}").content}
+        section = reference.defaults(reference.sections()[group])
+        raw[group] = reference.merged(section, library.serve(f"{group}/{option}").content)
     said = [(key, Setting(value, "command line")) for key, value in asked.settings]
     for key, setting in [*said, *(options or {}).items()]:
         _set(raw, key, setting.value)

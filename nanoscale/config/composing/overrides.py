@@ -191,14 +191,15 @@ def _choose_several(
             yield from _choose(group, str(option), library, into)
         return
     into.choices[group] = "none"
-    off = library.serve(f"{group}/none").content
+    defaults = reference.defaults(reference.sections()[group])
+    off = {**defaults, **library.serve(f"{group}/none").content}
     contents = [library.serve(f"{group}/{option}").content for option in options]
     # In front: a key wins over its group, wherever the two stand.
     into.settings[:0] = [
         (f"{group}.{name}", value)
         for content in contents
         for name, value in content.items()
-        if value != off.get(name)
+        if value != off[name]
     ]
 
 
