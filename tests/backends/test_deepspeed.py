@@ -23,7 +23,7 @@ from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
 from tests.conftest import Deviations
 from tests.support.jobs import (
-    SHORT_STEPS,
+    LONG_STEPS,
     STEPS,
     KillBefore,
     StopBefore,
@@ -54,10 +54,10 @@ def config_for(
     folder: Path,
     stage: int,
     zero: dict[str, Any] | None = None,
-    steps: int = SHORT_STEPS,
+    steps: int = STEPS,
     **changes: Any,
 ) -> ResolvedConfig:
-    """Return a job of SHORT_STEPS steps with accumulation and active clipping."""
+    """Return a job of STEPS steps with accumulation and active clipping."""
     changes.setdefault("precision", "fp32")
     changes.setdefault("model", SHALLOW)
     changes.setdefault("micro_batch", 8 // changes.get("dp", 1) // 2)
@@ -70,13 +70,13 @@ def config_for(
     )
 
 
-def native_config(folder: Path, steps: int = SHORT_STEPS, **changes: Any) -> ResolvedConfig:
+def native_config(folder: Path, steps: int = STEPS, **changes: Any) -> ResolvedConfig:
     """Return the same job on the native backend."""
     config = make_config(folder, **{"model": SHALLOW, **changes})
     return replace(config, train=replace(config.train, steps=steps))
 
 
-def loop(shape: Model = SHALLOW, lora: Lora = TRAINS_ALL, steps: int = SHORT_STEPS) -> CURVE:
+def loop(shape: Model = SHALLOW, lora: Lora = TRAINS_ALL, steps: int = STEPS) -> CURVE:
     return plain_loop("fp32", shape=shape, lora=lora, steps=steps)
 
 
@@ -94,9 +94,9 @@ def test_equals_plain_loop(
     tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: Deviations
 ) -> None:
     write_tokens(tmp_path)
-    config = config_for(tmp_path, stage, zero, STEPS, dp=dp)
+    config = config_for(tmp_path, stage, zero, LONG_STEPS, dp=dp)
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
-    reference = loop(steps=STEPS)
+    reference = loop(steps=LONG_STEPS)
     name = f"deepspeed, dp {dp}, stage {stage}{', offload' if zero else ''}"
     deviations(name, "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
@@ -180,7 +180,7 @@ def test_packed_documents_equal_each_alone(
     layout = {"dp": degrees.get("dp", 1), "parallel": degrees, "micro_batch": 2}
     config = config_for(tmp_path, stage, data=packed_data(tmp_path), **layout)
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
-    reference = documents_alone("fp32", SHALLOW, *documents, SHORT_STEPS)
+    reference = documents_alone("fp32", SHALLOW, *documents, STEPS)
     deviations(f"deepspeed, packed documents, {name}", "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
 
@@ -229,7 +229,7 @@ def test_lion_equals_plain_loop(tmp_path: Path, stage: int, zero: dict[str, Any]
     lion = Optimizer(name="lion", lr=1e-2, clip_norm=0.5)
     config = config_for(tmp_path, stage, zero, dp=2, optimizer=lion)
     (ours,) = run_ranks(train_all, 2, [config])[0]
-    reference = plain_loop("fp32", "lion", shape=SHALLOW, steps=SHORT_STEPS)
+    reference = plain_loop("fp32", "lion", shape=SHALLOW, steps=STEPS)
     # A gradient near 0 rounds to another sign, and then a weight moves the other way.
     for (loss, *_), (expected, *_) in zip(ours, reference, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
@@ -315,10 +315,10 @@ def scales(config: ResolvedConfig) -> list[tuple[float, int]]:
 @pytest.mark.parametrize("stage", [exhaustive(1), 2, exhaustive(3)])
 def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)
-    ours = scales(config_for(tmp_path, stage, steps=STEPS, dp=2))
+    ours = scales(config_for(tmp_path, stage, steps=LONG_STEPS, dp=2))
     assert ours[0] == (2.0**19, 1)
     assert any(later > earlier for (earlier, _), (later, _) in pairwise(ours)), "it doubles"
-    assert ours == scales(native_config(tmp_path, STEPS, dp=2, stage=stage))
+    assert ours == scales(native_config(tmp_path, LONG_STEPS, dp=2, stage=stage))
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_overflows_in_a_pipeline(tmp_path: Path) -> None:
 def test_overflows_under_stage_0(tmp_path: Path) -> None:
     """Autocast overflows at other steps than fp16 throughout, but what follows is the same."""
     write_tokens(tmp_path)
-    ours = scales(config_for(tmp_path, 0, steps=STEPS, dp=2))
+    ours = scales(config_for(tmp_path, 0, steps=LONG_STEPS, dp=2))
     assert ours[0] == (2.0**19, 1)
     good = 0
     for (scale, skipped), (next_scale, next_skipped) in pairwise(ours):
@@ -414,8 +414,8 @@ def test_offload_to_a_disk_is_the_same_training(
     disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
     large = replace(SHALLOW, ffn=6000)  # tensors smaller than a block of the disk stay in memory
     common = {"model": large, "optimizer": GENTLE, "checkpoint": Checkpoint(keep_last=None)}
-    whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, STEPS, dp=2, **common))
-    config = config_for(tmp_path, 3, disk, STEPS, dp=2, **common)
+    whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, LONG_STEPS, dp=2, **common))
+    config = config_for(tmp_path, 3, disk, LONG_STEPS, dp=2, **common)
     run = make_run(config)
     assert train(run, config, StopBefore(8)) == ["stopped"] * 2
     assert list(tmp_path.rglob("*.swp")), "something is on the disk"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.hf import any_model
 from nanoscale.config.schema import Model
-from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE
+from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 from tests.support.reference import CURVE
 
 COMMON: dict[str, Any] = {
@@ -64,7 +64,7 @@ def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
 
 
-def plain_loop(folder: Path, dtype: torch.dtype, steps: int) -> CURVE:
+def plain_loop(folder: Path, dtype: torch.dtype, steps: int = STEPS) -> CURVE:
     """Train like `tests.support.reference`, with transformers' model."""
     from transformers import AutoModelForCausalLM
 

@@ -44,9 +44,10 @@ from tests.support.token_files import write_indexed
 
 SEQ_LEN = 16
 SAMPLES = 8
-STEPS = 20
-SHORT_STEPS = 6
-"""The whole schedule, from its warm-up to its end, where a wrong computation shows within three steps."""
+STEPS = 4
+"""A warm-up of three steps and the last step: a wrong computation shows within three steps."""
+LONG_STEPS = 20
+"""The steps of law 1, in a row for each way of dividing a model."""
 SAVED_STEPS = 9
 SHAPE = Model(
     layers=4,
@@ -97,7 +98,7 @@ def packed_data(folder: Path) -> Data:
 
 
 def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> ResolvedConfig:
-    """Return a resolved configuration: 20 steps of 8 samples, with accumulation and active clipping.
+    """Return a resolved configuration: STEPS steps of 8 samples, with accumulation and active clipping.
 
     `parallel`: keys of that section beside dp and dp_replicate; other sections are given whole.
     """

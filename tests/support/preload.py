@@ -13,6 +13,7 @@ import torch._functorch._aot_autograd.runtime_wrappers
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.optim
+from transformers import BertForSequenceClassification, GPTNeoXForCausalLM, Qwen3ForCausalLM
 
 import nanoscale.backends.deepspeed
 import nanoscale.backends.native

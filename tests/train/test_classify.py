@@ -25,7 +25,6 @@ from nanoscale.models.hf_model import RandomWeights
 from tests.support.hf_models import COMMON
 from tests.support.jobs import (
     SEQ_LEN,
-    SHORT_STEPS,
     make_config,
     make_run,
     read_metrics,
@@ -81,7 +80,7 @@ def shape_of(folder: Path) -> Model:
 def job(folder: Path, model: Model, **layout: Any) -> ResolvedConfig:
     config = make_config(folder, model=model, **layout)
     where = {"source": "megatron", "path": str(folder / "tokens"), "valid_fraction": 0.0}
-    objective = {"objective": "classify", "labels": LABELS, "steps": SHORT_STEPS}
+    objective = {"objective": "classify", "labels": LABELS}
     return replace(
         config, data=Data(**where, loss_on="answers"), train=replace(config.train, **objective)
     )

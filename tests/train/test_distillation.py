@@ -23,7 +23,7 @@ from tests.support import hf_models, reference
 from tests.support.jobs import (
     SEQ_LEN,
     SHAPE,
-    SHORT_STEPS,
+    STEPS,
     StopBefore,
     assert_same_training,
     assert_same_weights,
@@ -85,7 +85,7 @@ def plain_loop(folder: Path, temperature: float, packed: bool = True) -> referen
             losses.append((1 - WEIGHT) * hard + WEIGHT * temperature**2 * divergence)
         return torch.cat(losses).mean()
 
-    return reference._train(loss_of, "fp64", "adamw", SHAPE, reference.EVERYTHING, SHORT_STEPS)
+    return reference._train(loss_of, "fp64", "adamw", SHAPE, reference.EVERYTHING, STEPS)
 
 
 def assert_equal(run: RunDirectory, expected: reference.CURVE, tolerance: float = 1e-9) -> None:
@@ -114,7 +114,7 @@ def test_every_layout_equals_a_plain_loop(
     expected = plain_loop(teacher, temperature, packed)
     config = make_config(tmp_path, dp=degrees.get("dp", 1), stage=stage, parallel=degrees)
     stream = config.data
-    config = distilled(config, teacher, temperature, steps=SHORT_STEPS)
+    config = distilled(config, teacher, temperature)
     config = config if packed else replace(config, data=stream)
     run = make_run(config)
     train(run, config)
@@ -131,7 +131,7 @@ def test_deepspeed_equals_a_plain_loop(
     config = make_config(
         tmp_path, dp=dp, stage=stage, parallel=degrees, precision="fp32", backend=backend
     )
-    config = distilled(config, teacher, 1.0, steps=SHORT_STEPS)
+    config = distilled(config, teacher, 1.0)
     run = make_run(config)
     train(run, config)
     assert_equal(run, expected, 1e-3)

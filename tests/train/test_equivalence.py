@@ -1,10 +1,9 @@
 """Law 1: the equivalence matrix. Every layout trains the same model as a plain loop on one device.
 
-Each row trains in real processes, with clipping active and with accumulation: in fp64, where rounding hides no
-wrong collective, and where one shows within three steps. So most rows train SHORT_STEPS steps in `make test`.
-All rows train STEPS steps in `make test-exhaustive`, and rows of the usual shapes do so in fp32 too. Replicas
-are compared bit by bit after each step. The summary at the end of the tests prints how far each row went from
-the loop.
+Each row trains in real processes, with clipping active and with accumulation, in fp64, where rounding hides
+no wrong collective. Most rows train STEPS steps in `make test`. All rows train LONG_STEPS steps in
+`make test-exhaustive`, and rows of the usual shapes do so in fp32 too. Replicas are compared bit by bit after
+each step. The summary at the end of the tests prints how far each row went from the loop.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Deviations
-from tests.support.jobs import SHORT_STEPS, STEPS, write_documents, write_tokens
+from tests.support.jobs import LONG_STEPS, STEPS, write_documents, write_tokens
 from tests.support.layouts import ROWS, Row, row_config, train_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_equal_curves, documents_alone, plain_loop, worst
@@ -32,14 +31,18 @@ LONG = (
     "MoE aux, dp 2, pp 2, stage 0",
     "LoRA, dp 2, tp 2, activation_checkpointing full, stage 3",
 )
-"""Rows that train STEPS steps in `make test` too."""
+"""Rows that train LONG_STEPS steps in `make test` too."""
 
 
 def cases(row: Row) -> list[Any]:
     """Return the precisions and numbers of steps in which a row trains, with their marks."""
-    usual = [("fp64", STEPS if row.name in LONG else SHORT_STEPS)]
-    usual += [("fp32", STEPS)] if row.name in QUICK else []
-    rest = [(precision, STEPS) for precision in row.precisions if (precision, STEPS) not in usual]
+    usual = [("fp64", LONG_STEPS if row.name in LONG else STEPS)]
+    usual += [("fp32", LONG_STEPS)] if row.name in QUICK else []
+    rest = [
+        (precision, LONG_STEPS)
+        for precision in row.precisions
+        if (precision, LONG_STEPS) not in usual
+    ]
     return [
         pytest.param(
             row, *case, marks=marks(row, case in rest), id=f"{row.name}-{case[0]}-{case[1]}"

@@ -19,7 +19,6 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from tests.support import hf_models
 from tests.support.jobs import (
-    SHORT_STEPS,
     StopBefore,
     assert_same_training,
     assert_same_weights,
@@ -55,10 +54,9 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
     hf_models.save(family, tmp_path / family)
     shape = hf_models.shape_of(tmp_path / family)
     configs = [make_config(tmp_path, dp=2, model=shape, **layout) for layout in LAYOUTS]
-    configs = [replace(each, train=replace(each.train, steps=SHORT_STEPS)) for each in configs]
     curves = run_ranks(curves_of, 2, configs)[0]
     expected = {
-        name: hf_models.plain_loop(tmp_path / family, dtype, SHORT_STEPS)
+        name: hf_models.plain_loop(tmp_path / family, dtype)
         for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32))
     }
     for config, found in zip(configs, curves, strict=True):
@@ -78,9 +76,8 @@ def test_plans_of_transformers_divide_layers(tmp_path: Path, family: str) -> Non
     recomputed = divided | {"activation_checkpointing": "full"}
     for dp, stage, parallel in ((1, 0, divided), (2, 3, recomputed)):
         config = make_config(tmp_path, dp=dp, stage=stage, model=shape, parallel=parallel)
-        config = replace(config, train=replace(config.train, steps=SHORT_STEPS))
         (found,) = run_ranks(curves_of, 2 * dp, [config])[0]
-        expected = hf_models.plain_loop(tmp_path / family, torch.float64, SHORT_STEPS)
+        expected = hf_models.plain_loop(tmp_path / family, torch.float64)
         assert_equal_curves(found, expected, "fp64")
     config, alone = (
         saving_config(long, model=shape, parallel=divided),

@@ -21,7 +21,6 @@ from nanoscale.data.dataset import open_data
 from nanoscale.data.samples import Masked, RandomSamples
 from tests.support.hf_models import COMMON
 from tests.support.jobs import (
-    SHORT_STEPS,
     make_config,
     make_run,
     read_metrics,
@@ -49,7 +48,7 @@ def encoder(folder: Path) -> Model:
 def job(folder: Path, **layout: Any) -> ResolvedConfig:
     config = make_config(folder, model=encoder(folder / "bert"), **layout)
     objective = {"objective": "masked", "mask_share": 0.3, "mask_token": MASK}
-    return replace(config, train=replace(config.train, steps=SHORT_STEPS, **objective))
+    return replace(config, train=replace(config.train, **objective))
 
 
 def plain_losses(config: ResolvedConfig) -> list[float]:
