@@ -15,12 +15,12 @@ from statistics import mean
 from typing import Literal
 
 from benchmarks.plan.published_speed import OLDER_RUNS
+from benchmarks.plan.software import MEGATRON, TORCH_WHOLELOSS, memory_of, software_setting
 from nanoscale.common.units import GIB
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model
-from nanoscale.plan.hardware.software import MEGATRON, TORCH_WHOLELOSS
-from nanoscale.plan.memory.peak import RankMemory, setting_memory
-from nanoscale.plan.memory.setting import MemorySetting, setting_of
+from nanoscale.plan.memory.peak import RankMemory
+from nanoscale.plan.memory.setting import MemorySetting
 
 Row = dict[str, str]
 RECOMPUTATION: dict[str, Literal["none", "full", "selective"]] = {
@@ -155,7 +155,7 @@ def torchtitan(row: Row) -> Prediction:
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
     micro_batches = stages if stages > 1 else 1
     config = config_of(row, samples // micro_batches, micro_batches, stage=3)
-    setting = setting_of(config, TORCH_WHOLELOSS)
+    setting = software_setting(config, TORCH_WHOLELOSS)
     gathered = config.train.micro_batch * config.train.seq_len * (config.parallel.cp > 1)
     run = replace(setting.run, gathered_keys=gathered)
     setting = replace(setting, run=run, keep=frozenset(("wq", "v", "gate", "down")))
@@ -170,14 +170,14 @@ def megatron(row: Row) -> Prediction:
     layers = [config.model.layers // pp] * pp
     method: Literal["ring", "ulysses"] = "ulysses" if config.parallel.cp > 1 else "ring"
     parallel = replace(config.parallel, layers_per_stage=layers, cp_method=method)
-    setting = setting_of(replace(config, parallel=parallel), MEGATRON)
+    setting = software_setting(replace(config, parallel=parallel), MEGATRON)
     return _worst(setting, max(micro_batches, pp), lambda rank: rank.allocated)
 
 
 def _worst(
     setting: MemorySetting, micro_batches: int, measure: Callable[[RankMemory], int]
 ) -> Prediction:
-    ranks = setting_memory(setting, under_way(setting.config, micro_batches))
+    ranks = memory_of(setting, under_way(setting.config, micro_batches))
     worst = max(ranks, key=measure)
     return Prediction(worst, measure(worst))
 

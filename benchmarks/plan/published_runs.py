@@ -31,6 +31,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.plan.software import RECORDS, predict
 from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.model_math import parameters
@@ -46,8 +47,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
-from nanoscale.plan.hardware.software import RECORDS
-from nanoscale.plan.predict import Prediction, predict
+from nanoscale.plan.predict import Prediction
 
 RUNS = Path(__file__).with_name("published_runs.csv")
 """Published figures, one row a run; `overrides` says how its machine and recipe differ from the cluster's."""
@@ -62,7 +62,7 @@ PAGE = """# Errors of the planner
 
 `python -m benchmarks.plan.published_runs --page docs/planner-errors.md` writes
 this page. It compares [the planner](planner.md) with published runs whose whole layout is stated, by
-software (the record that `plan --as` names), GPU, precision and layout. Only the errors of the building
+software (a record of `benchmarks/plan/software.py`), GPU, precision and layout. Only the errors of the building
 half were used to change the planner. The bias is the mean of the errors with their signs: below zero, the
 plan is too fast, or its memory is too small.
 """
@@ -129,7 +129,7 @@ def main() -> None:
 def compare() -> tuple[Comparison, ...]:
     """Plan every row."""
     return tuple(
-        Comparison(row, predict(resolved(config_of(row)), software=RECORDS[row["software"]]))
+        Comparison(row, predict(resolved(config_of(row)), RECORDS[row["software"]]))
         for row in read()
     )
 

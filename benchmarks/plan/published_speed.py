@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
+from benchmarks.plan.software import MEGATRON, TORCH_WHOLELOSS
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import (
     Backend,
@@ -32,7 +33,7 @@ from nanoscale.config.schema import (
     Zero,
 )
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH_WHOLELOSS, Software
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.time.step import step_time
 
 OLDER_RUNS = Path(__file__).with_name("older_runs.csv")

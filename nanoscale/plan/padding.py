@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.hardware.software import Software
 from nanoscale.plan.time.step import step_time
 
 _MULTIPLES = (64, 128)
@@ -27,20 +26,20 @@ class Padding:
     """The share of the step's time that the larger size would save."""
 
 
-def paddings(config: ResolvedConfig, hardware: Hardware, software: Software) -> Iterator[Padding]:
+def paddings(config: ResolvedConfig, hardware: Hardware) -> Iterator[Padding]:
     """Yield each size that makes a step slower than a larger size would.
 
     Pretrained models keep their sizes, and CPUs have no tiles.
     """
     if config.model.init_from is not None or hardware.multiprocessors == 1:
         return
-    now = step_time(config, hardware, software=software).seconds
+    now = step_time(config, hardware).seconds
     for name, ranks in (("hidden", 1), ("ffn", config.parallel.tp), ("vocab", config.parallel.tp)):
         size = getattr(config.model, name)
         larger = {-(-size // (ranks * each)) * ranks * each for each in _MULTIPLES} - {size}
         models = {padded: replace(config.model, **{name: padded}) for padded in larger}
         times = {
-            padded: step_time(replace(config, model=model), hardware, software=software).seconds
+            padded: step_time(replace(config, model=model), hardware).seconds
             for padded, model in models.items()
         }
         best = min(times, key=times.__getitem__, default=None)

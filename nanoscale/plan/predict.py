@@ -13,7 +13,6 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
 from nanoscale.plan.pipeline.in_flight import in_flight
 from nanoscale.plan.pipeline.simulation import Costs, Timeline, simulate_schedule
@@ -94,7 +93,6 @@ class Prediction:
 
     config: ResolvedConfig
     hardware: Hardware
-    software: Software
     memory: Memory
     time: StepTime
     timeline: Timeline | None
@@ -154,26 +152,23 @@ class Prediction:
         return training(self.config, self.hardware, self.time)
 
 
-def predict(
-    config: ResolvedConfig, hardware: Hardware | None = None, software: Software = NANOSCALE
-) -> Prediction:
+def predict(config: ResolvedConfig, hardware: Hardware | None = None) -> Prediction:
     """Predict a configuration that `rules.check` has resolved, and simulate its pipeline if `is_simulated`.
 
     Args:
         hardware: None: the hardware that `config.cluster` describes.
-        software: the engine that runs the job.
 
     Raises:
         UserError: the hardware is unknown or does not support the precision.
     """
     hardware = hardware or hardware_of(config)
     if not is_simulated(config):
-        memory = estimate_memory(config, hardware, software)
-        return with_time(config, hardware, memory, software)
-    timeline = simulated(config, stage_costs(config, hardware, software))
-    memory = _memory(config, hardware, software, timeline.held)
-    time = step_time(config, hardware, timeline.makespan, software)
-    return Prediction(config, hardware, software, memory, time, timeline)
+        memory = estimate_memory(config, hardware)
+        return with_time(config, hardware, memory)
+    timeline = simulated(config, stage_costs(config, hardware))
+    memory = _memory(config, hardware, timeline.held)
+    time = step_time(config, hardware, timeline.makespan)
+    return Prediction(config, hardware, memory, time, timeline)
 
 
 def is_simulated(config: ResolvedConfig) -> bool:
@@ -188,7 +183,7 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
     possible = config.launcher.device == "cuda" and "bf16" in plan.hardware.peaks
     if precision.compute != "fp32" or not possible or not honored(narrow):
         return None
-    return predict(narrow, software=plan.software).time.tokens_per_s_per_gpu
+    return predict(narrow).time.tokens_per_s_per_gpu
 
 
 def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
@@ -199,9 +194,7 @@ def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     return step_time(config, hardware, makespan).seconds
 
 
-def estimate_memory(
-    config: ResolvedConfig, hardware: Hardware, software: Software = NANOSCALE
-) -> Memory:
+def estimate_memory(config: ResolvedConfig, hardware: Hardware) -> Memory:
     """Return the memory in closed form, for a search through thousands of layouts.
 
     Only the first ranks, which have the most in-flight micro batches, and the last, which has the logits, are
@@ -209,18 +202,16 @@ def estimate_memory(
     """
     layout = config.parallel
     if layout.pp == 1:
-        return _memory(config, hardware, software, None)
+        return _memory(config, hardware, None)
     count = config.accumulation
     counts = in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
-    return _memory(config, hardware, software, counts, sorted({0, 1, layout.pp - 1}))
+    return _memory(config, hardware, counts, sorted({0, 1, layout.pp - 1}))
 
 
-def with_time(
-    config: ResolvedConfig, hardware: Hardware, memory: Memory, software: Software = NANOSCALE
-) -> Prediction:
+def with_time(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> Prediction:
     """Return a prediction in closed form from memory that was computed before."""
-    time = step_time(config, hardware, software=software)
-    return Prediction(config, hardware, software, memory, time, None)
+    time = step_time(config, hardware)
+    return Prediction(config, hardware, memory, time, None)
 
 
 def simulated(config: ResolvedConfig, stages: Sequence[StageCost]) -> Timeline:
@@ -286,11 +277,8 @@ def highest(memory: Memory) -> RankMemory:
 def _memory(
     config: ResolvedConfig,
     hardware: Hardware,
-    software: Software,
     in_flight: Sequence[Sequence[int]] | None,
     ranks: Sequence[int] | None = None,
 ) -> Memory:
     context = int(hardware.context_gib * GIB) if config.launcher.device == "cuda" else 0
-    return tuple(
-        rank_memory(config, in_flight, software=software, ranks=ranks, context_bytes=context)
-    )
+    return tuple(rank_memory(config, in_flight, ranks=ranks, context_bytes=context))

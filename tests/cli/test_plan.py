@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.inspect.plan import SoftwareName
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import detect
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import packaged
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.request import Request
-from nanoscale.plan.hardware.software import RECORDS
 from nanoscale.plan.predict import predict
 from nanoscale.plan.search.choice import MARGIN
 from nanoscale.view.plan.prediction import document
@@ -57,25 +55,6 @@ def test_the_document_has_what_others_rely_on(capsys):
     assert sum(plan["step_parts_s"].values()) == pytest.approx(plan["step_time_s"])
     assert plan["tokens_per_s_per_gpu"] * 8 == pytest.approx(512 * 8192 / plan["step_time_s"])
     assert 0 < plan["mfu_causal"] < plan["mfu"] <= plan["hfu"] < 1
-
-
-def test_another_software_can_be_planned(capsys):
-    ours, megatron = (
-        json.loads(output(capsys, *H100, "parallel.tp=8", *words, "--json"))
-        for words in ((), ("--as", "megatron"))
-    )
-    assert ours.keys() == megatron.keys()
-    assert (ours["software"]["name"], megatron["software"]["name"]) == ("nanoscale", "megatron")
-    assert megatron["step_time_s"] < ours["step_time_s"]
-    assert megatron["memory"]["allocated_gib"] != ours["memory"]["allocated_gib"]
-    assert "as megatron" in output(capsys, *H100, "--as", "megatron", code=3)
-    assert "torch-wholeloss" in refusal(capsys, *H100, "--as", "jax")
-
-
-def test_the_software_records_can_all_be_asked_for():
-    assert [name.value for name in SoftwareName] == list(RECORDS)
-    for name in RECORDS:
-        assert nanoscale(["plan", "recipe=gpt2", "cluster=a100-80", "--as", name, "--json"]) == 0
 
 
 def test_a_layout_that_does_not_fit_is_told(capsys):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan.software import MEGATRON, TORCH
 from nanoscale.common.units import GIB
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import (
@@ -27,7 +28,8 @@ from nanoscale.config.schema import (
     Zero,
 )
 from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH, Software
+from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import setting_memory
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.predict import ENOUGH, capacity, fits_probability, spread
@@ -240,7 +242,9 @@ def test_what_ran_out_of_memory_is_not_said_to_fit(
     )  # fmt: skip
     hardware = hardware_of(config)
     setting = setting_of(config)
-    (rank,) = setting_memory(setting, context_bytes=int(hardware.context_gib * GIB))
+    (rank,) = setting_memory(
+        setting, None, native_phases, context_bytes=int(hardware.context_gib * GIB)
+    )
     probability = fits_probability(rank.total, capacity(hardware), spread(config))
     assert (probability >= ENOUGH) is fits
     assert probability < 0.01 or probability > 0.9

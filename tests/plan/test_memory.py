@@ -15,6 +15,7 @@ from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model, Optimizer, Precision
 from nanoscale.plan.memory.activations import block_memory, products, saved, stage_activations
 from nanoscale.plan.memory.block_shape import Execution, Shape
+from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import HOLES, rank_memory, setting_memory
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shards import rank_stages
@@ -263,7 +264,7 @@ def test_bert_large_on_a_v100_uses_14949_mb(batch: int, mode: str, published: in
     setting = setting_of(replace(config, model=bert))
     run = replace(setting.run, attention="scores", dropout=True, keeps_softmax_input=True)
     setting = replace(setting, run=run, vocabulary=2, micro_batches=2)
-    (rank,) = setting_memory(setting, context_bytes=1343 * 2**20)
+    (rank,) = setting_memory(setting, None, native_phases, context_bytes=1343 * 2**20)
     assert rank.total / 2**20 == pytest.approx(published, rel=0.05)
 
 

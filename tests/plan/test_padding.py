@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from nanoscale.config.schema import Cluster
 from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.padding import paddings
 from nanoscale.plan.predict import predict
 from nanoscale.view.plan.prediction import document, outcome
@@ -14,7 +13,7 @@ from tests.plan.machines import job, model
 
 
 def found(config):
-    return list(paddings(config, hardware_of(config), NANOSCALE))
+    return list(paddings(config, hardware_of(config)))
 
 
 def test_a_vocabulary_whose_rows_are_not_aligned_names_the_next_multiple_and_its_cost():

@@ -15,13 +15,11 @@ from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.planned_devices import planned_devices
-from nanoscale.plan.hardware.software import MEGATRON
 from nanoscale.plan.predict import SURE, fits_probability, predict, spread
 from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
 from nanoscale.plan.search.search import SearchResult, search, search_other_backend
 from nanoscale.plan.search.search_space import recipe_of, search_space, to_type
 from nanoscale.view.plan.reasons import advice, reasons
-from nanoscale.view.plan.search_text import search_document
 from tests.plan.machines import job
 
 MIDDLE = ("recipe=llama-8b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")
@@ -379,16 +377,3 @@ def test_selective_recomputation_may_keep_fewer_products() -> None:
     held = (*words, "parallel.activation_checkpointing=full")
     modes = {plan.config.parallel.activation_checkpointing for plan in found(*held)[1].ranked}
     assert modes == {"full"}
-
-
-@pytest.mark.slow
-def test_the_layout_of_published_runs_is_shown() -> None:
-    """NVIDIA's dgxc-benchmarking: Llama-3 70B on 64 H100 with tp 4, pp 4 and cp 2, 1,121 tokens/s each."""
-    words = ("recipe=llama-70b", "cluster=h100-sxm", "cluster.hosts=8", "train.global_batch=128")
-    composed, where = looked_in(*words)
-    result = search(where, hardware_of(composed.config), MEGATRON)
-    shown = search_document(composed, result, None)["layouts"]
-    published = {"dp": 2, "dp_replicate": 1, "tp": 4, "pp": 4, "cp": 2, "ep": 1}
-    (first, *_) = [plan for plan in shown if plan["layout"] == published]
-    assert first["tokens_per_s_per_gpu"] == pytest.approx(1121, rel=0.06)
-    assert first["tokens_per_s_per_gpu"] > 0.98 * shown[0]["tokens_per_s_per_gpu"]

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.plan.software import MEGATRON, TORCH, memory_of, software_setting
+from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Backend, Launcher, Zero
 from nanoscale.plan.hardware.hardware import Efficiency
-from nanoscale.plan.hardware.software import DTENSOR_S, MEGATRON, NANOSCALE, TORCH, Software
+from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.plan.time import block, collectives, moe
 from nanoscale.plan.time.step import StepBreakdown, step_time
@@ -127,9 +129,11 @@ def test_fp8_keeps_what_a_compiler_would_compute_again():
 def test_a_norm_of_single_operations_keeps_its_steps_in_fp32_until_it_is_compiled():
     eager, compiled = (
         [
-            rank_memory(
-                job(backend=Backend(compile=on), launcher=Launcher(device="cuda")),
-                software=software,
+            memory_of(
+                software_setting(
+                    job(backend=Backend(compile=on), launcher=Launcher(device="cuda")), software
+                ),
+                None,
             )[0].allocated
             for software in (NANOSCALE, TORCH)
         ]
@@ -158,3 +162,13 @@ def test_permutations_of_one_kernel_move_less():
         moe.traffic(replace(part, software=software)) for software in (MEGATRON, NANOSCALE)
     )
     assert fused[0] < single[0] and fused[1] < 0.6 * single[1]
+
+
+def test_megatron_s_master_weights_of_experts_are_divided_by_the_ranks_that_have_them():
+    """Two ranks have the same experts with dp 8 and ep 4."""
+    layout = {"dp": 8, "ep": 4, "seq_len": 4096, "zero": Zero(stage=1)}
+    config = job("qwen3-30b-a3b", **layout, launcher=Launcher(device="cuda"))
+    (rank,) = memory_of(software_setting(config, MEGATRON), None)
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = parameters(config.model) - experts
+    assert rank.part("weights").bytes == pytest.approx(4 * (others / 8 + experts / 8), rel=0.001)

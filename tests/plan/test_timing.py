@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from benchmarks.plan.software import MEGATRON, TORCH
 from nanoscale.common.devices import Devices
 from nanoscale.config.model_math import (
     flops_per_token,
@@ -17,7 +18,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Cluster, Lora, Optimizer, Precision, Zero
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH
+from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.time import block as blocks

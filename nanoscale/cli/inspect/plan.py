@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,17 +29,7 @@ from nanoscale.common.errors import UserError
 if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
-    from nanoscale.plan.hardware.software import Software
     from nanoscale.plan.predict import Prediction
-
-
-class SoftwareName(StrEnum):
-    """The names of the records in `plan.hardware.software`."""
-
-    NANOSCALE = "nanoscale"
-    TORCH = "torch"
-    TORCH_WHOLELOSS = "torch-wholeloss"
-    MEGATRON = "megatron"
 
 
 @requesting("config", "config_dir", *HOSTS)
@@ -51,11 +40,6 @@ def plan(
     ),
     search: bool = opt.option(
         "Rank all legal layouts; keys set here keep their values", "--search", default=False
-    ),
-    software: SoftwareName = opt.option(
-        "Predict what another engine reaches: its overlaps, kernels and memory",
-        "--as",
-        default=SoftwareName.NANOSCALE,
     ),
     calibrate: bool = opt.option(
         "Learn the efficiencies of the machine from these runs, for later plans",
@@ -80,8 +64,6 @@ def plan(
 
     The hardware is what `cluster` describes, or this machine.
     """
-    from nanoscale.plan.hardware.software import RECORDS
-
     require_writable("--html", html, overwrite=overwrite)
     if calibrate:
         if any((line.options, line.config_file, html, search, explain, budget, inference)):
@@ -93,7 +75,7 @@ def plan(
         if html is not None and html.resolve() == write.resolve():
             raise UserError("usage", f"--write and --html both name {html}")
     hosts = {name: line.options.get(key) for name, key in opt.KEYS.items()}
-    engine = {"--explain": explain, "--html": html, "--as": software is not SoftwareName.NANOSCALE}
+    engine = {"--explain": explain, "--html": html}
     opt.refuse_unused(
         (search, "is for one plan, not for --search", {"--budget": budget, "--inference": inference}),
         (inference, "is for a training, not for --inference", {"--budget": budget, **engine, **hosts}),
@@ -101,10 +83,10 @@ def plan(
     )  # fmt: skip
     line = on_described_hosts(_on_reference(line))
     if search:
-        return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
+        return _search(line.compose(), write, html, overwrite, as_json)
     if inference:
         return _inference(_with_length(line), as_json)
-    return _one(line, RECORDS[software.value], explain, budget, html, overwrite, as_json)
+    return _one(line, explain, budget, html, overwrite, as_json)
 
 
 def _on_reference(line: CommandLine) -> CommandLine:
@@ -138,12 +120,11 @@ def _with_length(line: CommandLine) -> CommandLine:
 
 
 def _one(
-    line: CommandLine, software: Software, explain: bool, budget: str | None, html: Path | None,
+    line: CommandLine, explain: bool, budget: str | None, html: Path | None,
     overwrite: bool, as_json: bool,
 ) -> int:  # fmt: skip
     from nanoscale.plan.budget import within_budget
     from nanoscale.plan.hardware.planned_devices import planned_devices
-    from nanoscale.plan.hardware.software import NANOSCALE
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.choice_text import choice_line
@@ -153,9 +134,7 @@ def _one(
     asked = line if budget is None else _with_length(line)
     request = request_job(asked, starts=False, devices=planned_devices, hosts=planned_hosts)
     config, choice = request.config, request.choice
-    prediction = predict(config, software=software)
-    if software is NANOSCALE:
-        prediction = with_memory(prediction, known_of(config))
+    prediction = with_memory(predict(config), known_of(config))
     bought = None if budget is None else within_budget(budget, prediction)
     if asked is not line and bought is not None:
         prediction = bought
@@ -167,7 +146,7 @@ def _one(
     if choice is not None:
         content["choice"] = choice_line(choice)
         about.append(f"layout chosen by the plan: {content['choice']}")
-    if not prediction.fits and software is NANOSCALE:
+    if not prediction.fits:
         content["remedy"] = remedy(request.composed, prediction, request.devices)
         about.append(content["remedy"])
     if html is not None:
@@ -209,7 +188,7 @@ def _inference(line: CommandLine, as_json: bool) -> int:
 
 
 def _search(
-    composed: Composed, software: Software, write: Path | None, html: Path | None,
+    composed: Composed, write: Path | None, html: Path | None,
     overwrite: bool, as_json: bool,
 ) -> int:  # fmt: skip
     from nanoscale.plan.hardware.hardware import hardware_of
@@ -222,9 +201,9 @@ def _search(
     ranks = planned_ranks(composed, devices, planned_hosts(composed))
     space = search_space(composed, devices, hardware_of(composed.config), ranks)
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
-    result, other = search(space, hardware, software), None
+    result, other = search(space, hardware), None
     if not composed.by_hand("backend.name"):
-        other = search_other_backend(space, hardware, software)
+        other = search_other_backend(space, hardware)
     if html is not None and result.best is not None:
         write_page(html, search_report(result), overwrite=overwrite)
     if write is not None and result.best is not None:

@@ -1,8 +1,8 @@
-"""The software that a plan is made for: nanoscale or another engine (`plan --as`)."""
+"""The software that a plan is made for: nanoscale, or other software in `benchmarks.plan.software`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 DTENSOR_S = 150e-6
@@ -15,9 +15,6 @@ class Software:
     """The properties of a training engine that memory and time depend on. Compared by identity."""
 
     name: str
-    """The name in `plan --as NAME`."""
-    about: str
-    """One sentence for people."""
     composed_norm: bool = False
     """True if RMSNorm without a compiler consists of single operations in fp32 (PyTorch before 2.9)."""
     fused: bool = False
@@ -38,38 +35,9 @@ class Software:
     one_copy: bool = False
     """True if a token is sent once to each host that has one of its experts, and within the host once to each
     such rank (DeepEP, arXiv:2412.19437, section 3.2.2)."""
-    flat: bool = False
+    distributed_optimizer: bool = False
     """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
     unsharded, master weights and moments are sharded."""
-    whole_logits: bool = False
-    """True if all logits of a micro batch exist at once, with their gradients."""
 
 
-NANOSCALE = Software("nanoscale", "this engine: its own operations, kernels and overlaps")
-TORCH = Software(
-    "torch",
-    "PyTorch-native software with FSDP2 and DTensor, such as torchtitan",
-    composed_norm=True,
-    dtensor=True,
-    narrow_gathers=True,
-)
-TORCH_WHOLELOSS = replace(
-    TORCH,
-    name="torch-wholeloss",
-    about="the same, with all logits of a micro batch in memory at once",
-    whole_logits=True,
-)
-MEGATRON = Software(
-    "megatron",
-    "Megatron-LM or NeMo with Transformer Engine: what the hardware has been shown to reach",
-    fused=True,
-    one_copy=True,
-    sums_in_products=True,
-    hidden_tp="both",
-    narrow_gathers=True,
-    cast_bytes=3,
-    flat=True,
-    whole_logits=True,
-)
-RECORDS = {record.name: record for record in (NANOSCALE, TORCH, TORCH_WHOLELOSS, MEGATRON)}
-"""The records by name."""
+NANOSCALE = Software("nanoscale")

@@ -44,7 +44,7 @@ def deepspeed_phases(
     )
 
 
-def _phases(
+def phases_of_step(
     acts: InFlightActivations,
     static: tuple[int, int, int],
     gradients: tuple[int, int, int],
@@ -94,7 +94,7 @@ def _stage_0(
     static = int(states.weights * numel), copies, int(states.optimizer * numel)
     bucket = int(states.gradients) * min(numel, ALL_REDUCED) if setting.peers > 1 else 0
     before = gradients if setting.micro_batches > 1 else 0
-    return _phases(acts, static, (before, before, gradients), 0, 0, bucket), 0
+    return phases_of_step(acts, static, (before, before, gradients), 0, 0, bucket), 0
 
 
 def _stages_1_2(
@@ -107,7 +107,7 @@ def _stages_1_2(
     masters = int(states.weights * share)
     optimizer = int(states.optimizer * share)
     stage1 = setting.stage == 1
-    accumulates = setting.micro_batches > 1 or setting.keeps_gradients
+    accumulates = setting.micro_batches > 1
     before = (unsharded if stage1 else sharded) if accumulates else 0
     # If gradients are accumulated in the compute dtype, stage 2 has a second buffer for each micro batch.
     buffered = not stage1 and setting.reduce == setting.compute
@@ -125,9 +125,8 @@ def _stages_1_2(
     buckets = bucket * (2 if config.backend.overlap_comm == "on" else 1)
     static = masters, setting.compute * numel, optimizer
     # The optimizer gets one flat copy of this rank's gradients.
-    step = sharded if stage1 and not offloaded and setting.copies_gradients else 0
-    units = setting.compute * block if setting.placeholders else 0
-    return _phases(acts, static, (before, before + buffer, after), units, buckets, step), host
+    step = sharded if stage1 and not offloaded else 0
+    return phases_of_step(acts, static, (before, before + buffer, after), 0, buckets, step), host
 
 
 def _stage_3(
@@ -155,7 +154,7 @@ def _stage_3(
     static, gradients = (masters, weights, optimizer), (sharded, sharded, sharded)
     # The optimizer updates at most 10⁹ elements at a time, from a flat copy of their gradients.
     step = min(sharded, setting.reduce * REUSED_WITHIN) + bucket
-    return _phases(acts, static, gradients, gathered, bucket, step), host
+    return phases_of_step(acts, static, gradients, gathered, bucket, step), host
 
 
 def _explain(setting: MemorySetting, numel: int, share: int, name: str, phase: Phase) -> str:

@@ -9,13 +9,12 @@ So reserved memory is the sum of the peaks of all pools, plus fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.deepspeed import deepspeed_phases
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.phases import MemoryPart, Phase, RankPhases
@@ -86,7 +85,6 @@ def rank_memory(
     config: ResolvedConfig,
     in_flight: Sequence[Sequence[int]] | None = None,
     *,
-    software: Software = NANOSCALE,
     ranks: Sequence[int] | None = None,
     context_bytes: int | None = None,
 ) -> list[RankMemory]:
@@ -99,19 +97,20 @@ def rank_memory(
         ranks: the pipeline ranks to return; None: all.
         context_bytes: bytes outside of PyTorch's allocator; None: `CONTEXT` on a GPU, 0 on a CPU.
     """
-    setting = setting_of(config, software)
-    return setting_memory(setting, in_flight, ranks=ranks, context_bytes=context_bytes)
+    setting = setting_of(config)
+    phases_of = deepspeed_phases if setting.flat else native_phases
+    return setting_memory(setting, in_flight, phases_of, ranks=ranks, context_bytes=context_bytes)
 
 
 def setting_memory(
     setting: MemorySetting,
-    in_flight: Sequence[Sequence[int]] | None = None,
+    in_flight: Sequence[Sequence[int]] | None,
+    phases_of: Callable[[MemorySetting, RankParameters, Sequence[int]], RankPhases],
     *,
     ranks: Sequence[int] | None = None,
     context_bytes: int | None = None,
 ) -> list[RankMemory]:
-    """Return every pipeline rank's memory for the setting of nanoscale or of other software."""
-    phases_of = deepspeed_phases if setting.flat else native_phases
+    """Return every pipeline rank's memory from a backend's function of the phases of a rank."""
     if context_bytes is None:
         context_bytes = CONTEXT if setting.gpu else 0
     holdings = rank_holdings(setting.config, setting.shards, setting.whole_ends)

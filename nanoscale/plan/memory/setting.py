@@ -9,7 +9,6 @@ from nanoscale.config import model_math
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.activations import shape_of
 from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.states import BytesPerParameter, bytes_per_parameter
@@ -48,19 +47,12 @@ class MemorySetting:
     """Bytes of a number in the loss."""
     keep: frozenset[str] | None = None
     """Other software: the products that selective recomputation keeps."""
-    copies_gradients: bool = True
-    """Flat buffers: True if the optimizer gets a copy of this rank's gradients."""
-    keeps_gradients: bool = False
-    """Flat buffers: True if the buffer of gradients exists during the whole step."""
-    placeholders: bool = False
-    """Flat buffers: True if every matrix of a block has a gradient tensor that is not used (Transformer Engine,
-    if products accumulate gradients)."""
     whole_logits: tuple[int, int] | None = None
     """Other software: bytes of a logit from the forward pass on, and bytes that the loss's backward pass adds;
     None: logits are computed in chunks."""
 
 
-def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MemorySetting:
+def setting_of(config: ResolvedConfig) -> MemorySetting:
     """Return the setting of a configuration that `rules.check` has resolved."""
     layout, precision, train = config.parallel, config.precision, config.train
     deepspeed = config.backend.name == "deepspeed"
@@ -78,7 +70,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         tensor_parallel=layout.tp > 1,
         turned=config.model.position == "rope" and layout.cp == 1,
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
-        composed_norm=not gpu or (software.composed_norm and not compiled),
+        composed_norm=not gpu,
         # The cast to 8 bits needs a maximum, so a compiler saves the cast's input.
         fused=compiled and not precision.fp8,
         offloaded=layout.offload_activations and gpu,
@@ -89,7 +81,7 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
     masked, masks = _masks(config)
-    setting = MemorySetting(
+    return MemorySetting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
         shape=replace(
@@ -115,46 +107,6 @@ def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> Memory
         vocabulary=config.model.vocab // (layout.tp if divided else 1),
         vocabulary_parallel=divided,
         loss=max(4, compute),
-    )
-    return _distributed_optimizer(setting) if software.flat else _with_logits(setting, software)
-
-
-def _with_logits(setting: MemorySetting, software: Software) -> MemorySetting:
-    """Return the setting for software that computes all logits at once, or else the same setting.
-
-    The forward pass keeps the log-softmax in fp32 or better. The backward pass adds the gradients of the
-    log-softmax and of the logits, and one more tensor if tp divides the vocabulary
-    (torch.distributed.tensor.parallel.loss).
-    """
-    if not software.whole_logits:
-        return setting
-    backward = setting.loss * (3 if setting.vocabulary_parallel else 2)
-    return replace(setting, whole_logits=(setting.loss, backward))
-
-
-def _distributed_optimizer(setting: MemorySetting) -> MemorySetting:
-    """Return Megatron-LM's setting, with Transformer Engine's fused blocks and a fused cross-entropy.
-
-    Weights in the compute dtype and gradients in fp32 are unsharded flat buffers. Master weights and moments
-    are sharded. Products save this rank's shard of their input, and gather the input again in the backward pass
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
-    """
-    config, compute = setting.config, setting.compute
-    backend = replace(config.backend, reduce_bucket=0, overlap_comm="off")
-    stage = min(config.zero.stage, 1)
-    return replace(
-        setting,
-        config=replace(config, backend=backend),
-        run=replace(setting.run, gathered=False, turned=False, fused=False, fused_activation=True),
-        flat=True,
-        whole_ends=False,
-        single=False,
-        stage=stage,
-        copies_gradients=False,
-        keeps_gradients=True,
-        placeholders=True,
-        states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8),
-        whole_logits=(compute, setting.loss),
     )
 
 

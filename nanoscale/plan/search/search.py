@@ -20,7 +20,6 @@ from itertools import islice
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.predict import (
     ENOUGH,
     SURE,
@@ -101,9 +100,9 @@ def _keeping_all() -> Iterator[None]:
 
 
 @_keeping_all()
-def search(space: SearchSpace, hardware: Hardware, software: Software = NANOSCALE) -> SearchResult:
+def search(space: SearchSpace, hardware: Hardware) -> SearchResult:
     """Search the whole space in closed form, and simulate the pipelines of the best layouts."""
-    tried = _Tried(hardware, software)
+    tried = _Tried(hardware)
     for shape in shapes(space):
         tried.add_all(space, shape)
     if space.base.model.experts:
@@ -120,9 +119,7 @@ def search(space: SearchSpace, hardware: Hardware, software: Software = NANOSCAL
     return SearchResult(tuple(ranked), tried.nearest, tried.considered)
 
 
-def search_other_backend(
-    space: SearchSpace, hardware: Hardware, software: Software = NANOSCALE
-) -> SearchResult | None:
+def search_other_backend(space: SearchSpace, hardware: Hardware) -> SearchResult | None:
     """Search the same job on the backend that it does not use.
 
     There is no result if that backend cannot train the job, or DeepSpeed is not installed.
@@ -136,7 +133,7 @@ def search_other_backend(
         return None
     else:
         other = replace(base, backend=replace(base.backend, name="deepspeed", compile="off"))
-    result = search(replace(space, base=other), hardware, software)
+    result = search(replace(space, base=other), hardware)
     some = result.best or result.nearest
     return result if some is not None and honored(some.config) else None
 
@@ -145,8 +142,7 @@ def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
     """Simulate the pipelines of the fastest layouts, until the first layouts are all simulated."""
     while any(map(_is_estimate, ranked[:SIMULATED])):
         exact = [
-            predict(p.config, p.hardware, p.software) if _is_estimate(p) else p
-            for p in ranked[:SIMULATED]
+            predict(p.config, p.hardware) if _is_estimate(p) else p for p in ranked[:SIMULATED]
         ]
         fitting = [plan for plan in exact if plan.fits]
         ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_rank)
@@ -158,9 +154,8 @@ def _is_estimate(plan: Prediction) -> bool:
 
 
 class _Tried:
-    def __init__(self, hardware: Hardware, software: Software) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._software = software
         self.fitting: list[Prediction] = []
         self.considered = 0
         self._least = sys.maxsize
@@ -178,7 +173,7 @@ class _Tried:
         fastest = math.inf
         for config in micro_batches(space, recomputed):
             self.considered += 1
-            memory = estimate_memory(config, self._hardware, self._software)
+            memory = estimate_memory(config, self._hardware)
             needed = highest(memory).total
             room = capacity(self._hardware)
             is_enough = fits_host(config, self._hardware, memory)
@@ -186,7 +181,7 @@ class _Tried:
                 if needed < self._least:
                     self._least, self._nearest = needed, (config, memory)
                 break
-            plan = with_time(config, self._hardware, memory, self._software)
+            plan = with_time(config, self._hardware, memory)
             self.fitting.append(plan)
             if plan.time.seconds > _GAIN * fastest:
                 break
@@ -198,7 +193,7 @@ class _Tried:
         if self._nearest is None:
             return None
         config, memory = self._nearest
-        return with_time(config, self._hardware, memory, self._software)
+        return with_time(config, self._hardware, memory)
 
 
 def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Prediction]:

@@ -132,7 +132,7 @@ def plan(
     each_micro_batch = zero.stage == 3 and layout.pp == 1
     # One rank whose weights have the dtype of its products computes with the weights themselves.
     same_dtype = config.precision.compute == config.precision.params
-    copied = 0 if software.flat or (peers == 1 and same_dtype) else 1
+    copied = 0 if software.distributed_optimizer or (peers == 1 and same_dtype) else 1
     return Plan(
         gather=gather,
         gather_backward=gather,
@@ -145,7 +145,7 @@ def plan(
         gathers=micro_batches if each_micro_batch else 1,
         gathers_backward=micro_batches if each_micro_batch else 0,
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
-        overlapped=layout.pp == 1 or software.flat,
+        overlapped=layout.pp == 1 or software.distributed_optimizer,
         after_update=0.0,
         device_share=collectives.device_share(hardware, _shard_ranks(config, hardware, 1)),
         replica_share=collectives.device_share(hardware, _replica_ranks(config, hardware, 1)),

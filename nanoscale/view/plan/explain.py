@@ -5,7 +5,6 @@ from __future__ import annotations
 from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.activations import products
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.time import block, collectives, data_parallel, moe, operations
@@ -13,11 +12,9 @@ from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 from nanoscale.plan.time.step import StepTime
 
 
-def how(
-    config: ResolvedConfig, hardware: Hardware, step: StepTime, software: Software = NANOSCALE
-) -> dict[str, str]:
+def how(config: ResolvedConfig, hardware: Hardware, step: StepTime) -> dict[str, str]:
     """Explain each part of the step that takes any time, in one or more lines each."""
-    shape, count = block.micro_batch_shape(config, software), config.accumulation
+    shape, count = block.micro_batch_shape(config), config.accumulation
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if shape.compiled else efficiency.eager_s
     texts = {
@@ -33,7 +30,7 @@ def how(
         "ep": _ep(hardware, shape),
         "pp": "waiting for transfers of neighboring stages: at the start and the end of the step, with 1F1B "
         "for every micro batch",
-        "dp": _dp(config, hardware, count, software),
+        "dp": _dp(config, hardware, count),
         "bubble": _bubble(config),
         "optimizer": _optimizer(config, hardware),
         "offload": f"copies from and to host memory at {hardware.host_bandwidth / 1e9:g} GB/s; the part that "
@@ -120,8 +117,8 @@ def _ep(hardware: Hardware, shape: MicroBatchShape) -> str:
     )
 
 
-def _dp(config: ResolvedConfig, hardware: Hardware, count: int, software: Software) -> str:
-    plan = data_parallel.plan(config, hardware, count, software)
+def _dp(config: ResolvedConfig, hardware: Hardware, count: int) -> str:
+    plan = data_parallel.plan(config, hardware, count)
     return (
         f"a block's parameters are gathered in {duration(plan.gather)}, {plan.gathers} times forward and "
         f"{plan.gathers_backward} backward; its gradients are reduced in "

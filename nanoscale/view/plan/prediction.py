@@ -11,7 +11,6 @@ from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, u
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.schema import Parallel
 from nanoscale.config.training_phases import samples_after
-from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.padding import Padding, paddings
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
@@ -63,11 +62,14 @@ def document(plan: Prediction) -> dict[str, Any]:
         "pipeline_utilization": plan.timeline.utilization if plan.timeline is not None else None,
         "training": asdict(plan.training),
         "checkpoints": plan_saving(plan.config, time.seconds).document(),
-        "paddings": [asdict(one) for one in paddings(plan.config, plan.hardware, plan.software)],
+        "paddings": [asdict(one) for one in paddings(plan.config, plan.hardware)],
         "parameters": parameters(plan.config.model),
         "active_parameters": active_parameters(plan.config.model),
         "layout": shape(plan.config)["layout"],
-        "software": {"name": plan.software.name, "about": plan.software.about},
+        "software": {
+            "name": "nanoscale",
+            "about": "this engine: its own operations, kernels and overlaps",
+        },
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
 
@@ -168,7 +170,7 @@ def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
     size = Column("size", lambda row: byte_size(row[1]))
     yield table([_PART, size, *([_HOW] if explain else [])], sizes, title)
     time = plan.time
-    reasons = how(plan.config, plan.hardware, time, plan.software) if explain else {}
+    reasons = how(plan.config, plan.hardware, time) if explain else {}
     parts = {name: getattr(time.parts, name) for name in MEANINGS}
     times = [
         *(
@@ -197,8 +199,6 @@ def _head(plan: Prediction) -> list[str]:
     hosts = -(-config.world_size // hardware.devices_per_host)
     on = f"on {hosts} hosts" if hosts > 1 else "on one host"
     job = shape(config) | {"recompute": recomputation(layout)}
-    if plan.software is not NANOSCALE:
-        job["backend"] = f"as {plan.software.name}"
     if config.model.experts:
         job["active"] = active_parameters(config.model)
     if layout.pp > 1 and layout.virtual_stages != 1:
@@ -236,7 +236,7 @@ def verdict(plan: Prediction) -> str:
 
 def undecided(plan: Prediction) -> str:
     """Return that a rehearsal must decide whether the job fits; empty if the plan can, or none is possible."""
-    if not plan.is_open or plan.software is not NANOSCALE or why_unplayable(plan.config):
+    if not plan.is_open or why_unplayable(plan.config):
         return ""
     return f"the plan cannot decide whether the job fits ({plan.fits_probability:.0%})"
 
@@ -277,7 +277,7 @@ def outcome(plan: Prediction) -> list[str]:
         *([usual] if usual else []),
         *([advice] if advice else []),
         *([_IDLE_RECOMPUTATION] if recomputes_idly else []),
-        *map(_padding, paddings(plan.config, plan.hardware, plan.software)),
+        *map(_padding, paddings(plan.config, plan.hardware)),
         length,
         *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
         *(f"warning: {warning}" for warning in saving.warnings()),

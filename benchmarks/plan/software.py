@@ -1,0 +1,116 @@
+"""Training engines other than nanoscale, for comparing the planner with what was published of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.plan.hardware.hardware import hardware_of
+from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.memory.deepspeed import phases_of_step
+from nanoscale.plan.memory.in_flight_activations import activations_at_peaks
+from nanoscale.plan.memory.native import native_phases
+from nanoscale.plan.memory.peak import RankMemory, setting_memory
+from nanoscale.plan.memory.phases import RankPhases
+from nanoscale.plan.memory.setting import MemorySetting, setting_of
+from nanoscale.plan.memory.shards import RankParameters
+from nanoscale.plan.memory.states import BytesPerParameter
+from nanoscale.plan.predict import Prediction, is_simulated, simulated
+from nanoscale.plan.time.step import stage_costs, step_time
+
+TORCH = Software("torch", composed_norm=True, dtensor=True, narrow_gathers=True)
+"""PyTorch-native software with FSDP2 and DTensor, such as torchtitan."""
+TORCH_WHOLELOSS = replace(TORCH, name="torch-wholeloss")
+"""The same, with all logits of a micro batch in memory at once."""
+MEGATRON = Software(
+    "megatron",
+    fused=True,
+    one_copy=True,
+    sums_in_products=True,
+    hidden_tp="both",
+    narrow_gathers=True,
+    cast_bytes=3,
+    distributed_optimizer=True,
+)
+"""Megatron-LM or NeMo with Transformer Engine: what the hardware has been shown to reach."""
+RECORDS = {record.name: record for record in (NANOSCALE, TORCH, TORCH_WHOLELOSS, MEGATRON)}
+"""The records by name."""
+
+
+def predict(config: ResolvedConfig, software: Software) -> Prediction:
+    """Return `plan.predict.predict` of a job of at most `MOST_SIMULATED` micro batches for other software."""
+    hardware, timeline, held, makespan = hardware_of(config), None, None, None
+    if is_simulated(config):
+        timeline = simulated(config, stage_costs(config, hardware, software))
+        held, makespan = timeline.held, timeline.makespan
+    memory = memory_of(software_setting(config, software), held)
+    time = step_time(config, hardware, makespan, software)
+    return Prediction(config, hardware, tuple(memory), time, timeline)
+
+
+def memory_of(
+    setting: MemorySetting, in_flight: Sequence[Sequence[int]] | None
+) -> list[RankMemory]:
+    """Return every pipeline rank's memory for a setting of other software."""
+    return setting_memory(setting, in_flight, megatron_phases if setting.flat else native_phases)
+
+
+def software_setting(config: ResolvedConfig, software: Software) -> MemorySetting:
+    """Return the memory setting of a job for other software.
+
+    If the software computes all logits at once, the forward pass keeps the log-softmax in fp32 or better. The
+    backward pass adds the gradients of the log-softmax and of the logits, and one more tensor if tp divides the
+    vocabulary (torch.distributed.tensor.parallel.loss).
+    """
+    setting = setting_of(config)
+    if software.distributed_optimizer:
+        return _megatron_setting(setting)
+    run = setting.run
+    composed = run.composed_norm or (software.composed_norm and config.backend.compile != "on")
+    setting = replace(setting, run=replace(run, composed_norm=composed))
+    if software.name != TORCH_WHOLELOSS.name:
+        return setting
+    backward = setting.loss * (3 if setting.vocabulary_parallel else 2)
+    return replace(setting, whole_logits=(setting.loss, backward))
+
+
+def _megatron_setting(setting: MemorySetting) -> MemorySetting:
+    """Return Megatron-LM's setting, with Transformer Engine's fused blocks and a fused cross-entropy.
+
+    Weights in the compute dtype and gradients in fp32 are unsharded flat buffers. Master weights and moments
+    are sharded. Products save this rank's shard of their input, and gather the input again in the backward pass
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+    """
+    compute = setting.compute
+    return replace(
+        setting,
+        run=replace(setting.run, gathered=False, turned=False, fused=False, fused_activation=True),
+        flat=True,
+        single=False,
+        states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8),
+        whole_logits=(compute, setting.loss),
+    )
+
+
+def megatron_phases(
+    setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
+) -> RankPhases:
+    """Return the phases of Megatron-LM with its distributed optimizer.
+
+    Every matrix of a block has a gradient tensor that is not used (Transformer Engine, if products accumulate
+    gradients).
+    """
+    (acts,) = activations_at_peaks(setting, params.stages, in_flight)
+    ep, shards = setting.config.parallel.ep, setting.shards
+    units = (unit for stage in params.stages for unit in stage.units)
+    experts = sum(unit.count * unit.experts.numel for unit in units if unit.experts)
+    share = -(-(params.numel - experts) // shards) - -experts // max(1, shards // ep)
+    states, gradients = setting.states, setting.reduce * params.numel
+    weights, optimizer = int(states.weights * share), int(states.optimizer * share)
+    static, placeholders = (weights, setting.compute * params.numel, optimizer), params.block
+    phases = phases_of_step(
+        acts, static, (gradients,) * 3, setting.compute * placeholders, 0, step=0
+    )
+    return RankPhases(phases, pools=0, host=(), explain=partial("{} of {}".format))
