@@ -252,6 +252,22 @@ def test_a_path_below_the_home_of_nobody_is_refused(key: str) -> None:
     assert python.config.cluster.python == "~nobody-of-this-name/python"  # of other hosts
 
 
+def test_a_recipe_on_a_path_based_on_a_recipe_by_name():
+    write(
+        "recipes/by-name.yaml",
+        "defaults: [debug, override /zero: stage1, override /zero: stage2]\n",
+    )
+    write(
+        "recipes/deep/by-path.yaml",
+        "defaults: [_self_, ../by-name.yaml]\ntrain: {steps: 3, seed: 7}\n",
+    )
+    composed = compose(["recipe=deep/by-path"])
+    assert composed.config.train.seed == 7 and composed.config.train.steps == 20
+    assert composed.source("zero.stage") == "nanoscale/conf/zero/stage1.yaml:3"
+    write("recipes/twice.yaml", "defaults: [_self_, debug, _self_]\n")
+    assert violations("recipe=twice") == [("defaults", "recipes/twice.yaml:1")]
+
+
 def test_recipes_in_a_circle():
     write("recipes/a.yaml", "defaults: [b]\n")
     write("recipes/b.yaml", "defaults: [a]\n")

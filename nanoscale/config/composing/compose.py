@@ -19,6 +19,7 @@ from nanoscale.config import reference
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.interpolation import escape, resolve
 from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, misplaced
+from nanoscale.config.composing.merge_order import merge_order
 from nanoscale.config.hf import any_model, peft, pretrained
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.schema import Config, RopeScaling
@@ -62,7 +63,6 @@ def compose(
     Raises:
         UserError: with all problems of the overrides and the files.
     """
-    from nanoscale.config.composing.merge_order import merge_order
     from nanoscale.config.composing.overrides import read_words, with_good_advice
 
     library = Library(config_dir, config_file)

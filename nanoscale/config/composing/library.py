@@ -9,7 +9,6 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +110,7 @@ class Library:
         return dict(sorted(found.items()))
 
     def find(self, config: str) -> Path | None:
-        """Return the file of a Hydra config path such as `model/llama-8b` or `recipe/./mine.yaml`."""
+        """Return the file of a path in the groups, such as `model/llama-8b` or `recipe/./mine.yaml`."""
         group, _, name = config.partition("/")
         if not name:
             return packaged()[0] / "config.yaml" if config == ROOT else None
@@ -129,7 +128,7 @@ class Library:
         return None
 
     def serve(self, config: str) -> YamlDocument:
-        """Return the content that Hydra merges; its problems are removed and kept in `violations`."""
+        """Return the content to merge; its problems are removed and kept in `violations`."""
         if config not in self.served:
             self.served[config] = self._load(config)
         return self.served[config]
@@ -147,21 +146,6 @@ class Library:
             for config, document in self.served.items()
             if config == frozen or config.partition("/")[0] not in chosen
         )
-
-    def circle(self) -> str:
-        """Return the name of a served file that is based on itself, directly or indirectly; empty if there is
-        none."""
-        bases = {}
-        for config, document in self.served.items():
-            group = config.partition("/")[0]
-            entries = document.content.get("defaults", []) if config != ROOT else []
-            names = [it for it in entries if isinstance(it, str) and it != "_self_"]
-            bases[config] = [f"{group}/{name}" for name in names]
-        try:
-            TopologicalSorter(bases).prepare()
-        except CycleError as error:
-            return next(it.name for config, it in self.served.items() if config in error.args[1])
-        return ""
 
     def _load(self, config: str) -> YamlDocument:
         from nanoscale.config.composing.frozen import reopen, unknown_names
@@ -185,7 +169,7 @@ class Library:
             last = []
             for chosen, option in self.choices.items():
                 if chosen != RECIPE:
-                    last.append(f"{SCHEMA}/{chosen}@{chosen}")
+                    last.append(f"{SCHEMA}/{chosen}")
                     last += [f"{chosen}/{option}"] if option is not None else []
             return replace(document, content={"defaults": [SCHEMA, *entries, *last]})
         if group == RECIPE:
@@ -268,7 +252,9 @@ class Library:
         overrides: list[Any] = []
         for index, entry in enumerate(entries):
             where = f"defaults.{index}"
-            if isinstance(entry, str):
+            if entry == "_self_" and entry in bases:
+                self._wrong_entry(document, where, entry, "is in the list twice")
+            elif isinstance(entry, str):
                 bases += self._base(document, where, entry, group, path)
             elif isinstance(entry, dict) and len(entry) == 1:
                 overrides += self._override(document, where, *next(iter(entry.items())), group)
