@@ -12,7 +12,7 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.plan.published_speed import OLDER_RUNS
 from benchmarks.plan.software import MEGATRON, TORCH_WHOLELOSS, memory_of, software_setting
@@ -158,7 +158,9 @@ def torchtitan(row: Row) -> Prediction:
     setting = software_setting(config, TORCH_WHOLELOSS)
     gathered = config.train.micro_batch * config.train.seq_len * (config.parallel.cp > 1)
     run = replace(setting.run, gathered_keys=gathered)
-    setting = replace(setting, run=run, keep=frozenset(("wq", "v", "gate", "down")))
+    kept: Any = frozenset(("wq", "v", "gate", "down"))
+    parallel = replace(config.parallel, selective_keep=kept)
+    setting = replace(setting, run=run, config=replace(config, parallel=parallel))
     return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 

@@ -54,7 +54,7 @@ def memory_of(
     setting: MemorySetting, in_flight: Sequence[Sequence[int]] | None
 ) -> list[RankMemory]:
     """Return every pipeline rank's memory for a setting of other software."""
-    return setting_memory(setting, in_flight, megatron_phases if setting.flat else native_phases)
+    return setting_memory(setting, in_flight, megatron_phases if setting.flat else torch_phases)
 
 
 def software_setting(config: ResolvedConfig, software: Software) -> MemorySetting:
@@ -92,6 +92,22 @@ def _megatron_setting(setting: MemorySetting) -> MemorySetting:
         states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8),
         whole_logits=(compute, setting.loss),
     )
+
+
+def torch_phases(
+    setting: MemorySetting, params: RankParameters, in_flight: Sequence[int]
+) -> RankPhases:
+    """Return the phases of FSDP2.
+
+    If all logits of a micro batch exist at once, the allocator cannot use the freed logits again: all tensors
+    of the loss are larger.
+    """
+    rank = native_phases(setting, params, in_flight)
+    if setting.whole_logits is None or not params.last:
+        return rank
+    loss, *others = rank.phases
+    unusable = setting.shape.tokens * setting.vocabulary * setting.compute
+    return replace(rank, phases=(replace(loss, pooled=loss.pooled - unusable), *others))
 
 
 def megatron_phases(

@@ -17,6 +17,7 @@ from nanoscale.plan.memory.activations import block_memory, products, saved, sta
 from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import HOLES, rank_memory, setting_memory
+from nanoscale.plan.memory.phases import Event, phases_of
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shards import rank_stages
 from nanoscale.plan.memory.states import bytes_per_parameter
@@ -114,6 +115,28 @@ def test_shards_are_padded_to_whole_rows():
     stage = rank_stages(job("model=llama-8b"))[0][0]
     assert stage.shard(8) == stage.numel / 8
     assert stage.shard(8192) > 1.3 * stage.numel / 8192
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def test_levels_stay_and_what_an_event_adds_does_not():
+    start = {"weights": 10, "activations": 4}
+    phases = phases_of(
+        start,
+        [
+            Event("loss", logits=3, pooled=1),
+            Event("backward", {"activations": 1}, gradients=2, weights=-5),
+            Event("update", {"gradients": 6}),
+        ],
+    )
+    assert [(phase.name, phase.allocated, phase.pooled) for phase in phases] == [
+        ("loss", 17, 1),
+        ("backward", 8, 0),
+        ("update", 17, 0),
+    ]
+    assert phases[1].parts["weights"] == 5 and phases[2].parts["gradients"] == 6
+    assert start == {"weights": 10, "activations": 4}
 
 
 # --- activations ----------------------------------------------------------------------------------

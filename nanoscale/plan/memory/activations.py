@@ -454,11 +454,9 @@ def stage_activations(
     shape: Shape,
     run: Execution,
     parallel: Parallel,
-    keep: frozenset[str] | None = None,
     dense: int = 0,
 ) -> StageActivations:
-    """Return the bytes of a stage's blocks, of which the first `dense` have no experts. `keep` replaces
-    `parallel.selective_keep` for other software."""
+    """Return the bytes of a stage's blocks, of which the first `dense` have no experts."""
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
     mode = parallel.activation_checkpointing
@@ -473,7 +471,7 @@ def stage_activations(
         recomputed = ceil(layers / groups) * plain.recomputed - last
         extra = recomputed + plain.working
     else:
-        block = block_memory(shape, run, mode, keep or parallel.selective_keep)
+        block = block_memory(shape, run, mode, parallel.selective_keep)
         count = ceil(layers / parallel.checkpoint_every)
         kept = count * block.kept + (layers - count) * plain.kept
         checkpointed = (layers - 1) % parallel.checkpoint_every == 0
@@ -481,8 +479,8 @@ def stage_activations(
         extra = block.working + recomputed
         last = block.kept if checkpointed else plain.kept
     if dense and mode != "sqrt":
-        block = block_memory(shape, run, mode, keep or parallel.selective_keep)
-        other = block_memory(_dense(shape, parallel.tp), run, mode, keep or parallel.selective_keep)
+        block = block_memory(shape, run, mode, parallel.selective_keep)
+        other = block_memory(_dense(shape, parallel.tp), run, mode, parallel.selective_keep)
         kept += dense * (other.kept - block.kept)
         if dense == layers:
             extra = other.working + other.recomputed - other.kept

@@ -19,7 +19,7 @@ from functools import partial
 from nanoscale.common.units import byte_size
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
-from nanoscale.plan.memory.phases import Phase, RankPhases
+from nanoscale.plan.memory.phases import Event, Phase, RankPhases, phases_of
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
@@ -62,24 +62,30 @@ def phases_of_step(
     """
     weights, copies, optimizer = static
     before, during, after = gradients
-    phase = partial(
-        Phase,
-        weights=weights,
-        optimizer=optimizer,
-        compute_copies=copies,
-        gathered=units,
-        communication=buffers + acts.boundaries,
-    )
-    return (
-        acts.loss_phase(phase, gradients=before),
-        phase(
-            "backward of the last block",
-            gradients=before,
-            activations=acts.activations - acts.ends + acts.extra,
+    start = {
+        "weights": weights,
+        "optimizer": optimizer,
+        "compute_copies": copies,
+        "gradients": before,
+        "gathered": units,
+        "activations": acts.activations,
+        "communication": buffers + acts.boundaries,
+    }
+    last_block = {"activations": acts.activations - acts.ends}
+    updated = {"activations": 0, "gathered": 0, "communication": acts.boundaries}
+    return phases_of(
+        start,
+        (
+            acts.loss_event(),
+            Event("backward of the last block", last_block, activations=acts.extra),
+            Event(
+                "backward of the first block",
+                {"gradients": during, "activations": acts.last},
+                activations=acts.extra,
+            ),
+            Event("end of the backward pass", {"gradients": after}),
+            Event("update", updated, gradients=step),
         ),
-        phase("backward of the first block", gradients=during, activations=acts.last + acts.extra),
-        phase("end of the backward pass", gradients=after, activations=acts.last),
-        phase("update", gradients=after + step, gathered=0, communication=acts.boundaries),
     )
 
 
@@ -173,5 +179,5 @@ def _explain(setting: MemorySetting, numel: int, share: int, name: str, phase: P
         f"'{phase.name}'",
         "logits and loss": f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from "
         f"the forward pass on, and at most {LOGITS_AT_ONCE:,} logits at once",
-        "communication buffers": f"buckets of {bucket:,} elements: {byte_size(phase.communication)}",
+        "communication buffers": f"buckets of {bucket:,} elements: {byte_size(phase.parts[name])}",
     }[name]

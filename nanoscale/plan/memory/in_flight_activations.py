@@ -3,14 +3,14 @@ passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from nanoscale.config.layout import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.memory.activations import StageActivations, stage_activations
 from nanoscale.plan.memory.loss import loss_memory
-from nanoscale.plan.memory.phases import Phase
+from nanoscale.plan.memory.phases import Event
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import Stage
 from nanoscale.plan.pipeline.boundaries import NONE, KeptBoundary, boundaries
@@ -40,17 +40,13 @@ class InFlightActivations:
     """The part of `loss_kept` that is freed before the backward pass reaches the blocks."""
     loss: int
     """The memory that the loss adds to `loss_kept` at its peak."""
-    fragmented: int
-    """See `LossMemory`."""
     boundaries: int
     """Inputs, outputs and gradients of stages that torch keeps, apart from the in-flight micro batches."""
     offloaded: int
 
-    def loss_phase(self, phase: Callable[..., Phase], **other_parts: int) -> Phase:
-        """Return the phase of the loss, which `phase` makes of its parts."""
-        logits, fragmented = self.loss_kept + self.loss, self.fragmented
-        parts = {"activations": self.activations, "logits": logits, "fragmented": fragmented}
-        return phase("loss", **parts, **other_parts)
+    def loss_event(self, pooled: int = 0, **during: int) -> Event:
+        """Return the event of the loss, with other parts that are added during the loss."""
+        return Event("loss", pooled=pooled, logits=self.loss_kept + self.loss, **during)
 
 
 def activations_at_peaks(
@@ -86,9 +82,7 @@ class _Kept:
 
 def _kept(setting: MemorySetting, stage: Stage, boundary: KeptBoundary) -> _Kept:
     layout = setting.config.parallel
-    blocks = stage_activations(
-        stage.layers, setting.shape, setting.run, layout, setting.keep, stage.dense
-    )
+    blocks = stage_activations(stage.layers, setting.shape, setting.run, layout, stage.dense)
     waiting = _waiting(setting, stage, blocks)
     return _Kept(stage, boundary, blocks, waiting, *_outside_blocks(setting, stage))
 
@@ -99,7 +93,7 @@ def _activations(
     """Return the in-flight activations during the pass of a moment; None: during any full backward pass."""
     shape, run = setting.shape, setting.run
     activations = extra = last = ends = 0
-    loss_kept = loss_freed = loss = fragmented = boundaries = offloaded = 0
+    loss_kept = loss_freed = loss = boundaries = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
     loss_bytes = loss_memory(setting)
     for index, (one, flying) in enumerate(zip(kept, in_flight, strict=True)):
@@ -123,7 +117,6 @@ def _activations(
                 extra, last = working, blocks.last
         if stage.last:
             loss_kept = (flying - awaiting) * loss_bytes.kept
-            fragmented = loss_bytes.fragmented
             if computes:
                 loss = loss_bytes.extra if full or (moment and moment.kind == "I") else 0
                 # A pass for inputs frees nothing before its end.
@@ -141,7 +134,6 @@ def _activations(
         loss_kept,
         loss_freed,
         loss,
-        fragmented,
         boundaries,
         offloaded,
     )

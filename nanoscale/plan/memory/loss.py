@@ -20,15 +20,13 @@ class LossMemory:
     """Bytes from the forward pass to the head's backward pass, without the gradient of the head's input."""
     extra: int
     """Bytes that the loss adds to `kept` at its peak."""
-    fragmented: int = 0
-    """Bytes of freed logits that the allocator cannot use again: all tensors of the loss are larger."""
 
 
 def loss_memory(setting: MemorySetting) -> LossMemory:
     logits = setting.shape.tokens * setting.vocabulary
     if setting.whole_logits is not None:
         kept, extra = setting.whole_logits
-        return LossMemory(logits * kept, logits * extra, logits * setting.compute)
+        return LossMemory(logits * kept, logits * extra)
     shape, run, compute, loss = setting.shape, setting.run, setting.compute, setting.loss
     chunks = ceil(logits / LOGITS_AT_ONCE)
     chunk = ceil(shape.tokens / chunks) * setting.vocabulary

@@ -13,27 +13,26 @@ The memory of FSDP2 follows from torch.distributed.fsdp._fully_shard as of 2.13 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from nanoscale.common.units import byte_size
 from nanoscale.config import parameters
 from nanoscale.config.layout import GRADIENT_BUCKET
 from nanoscale.config.optimizers import ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
+from nanoscale.plan.memory.block_shape import Sizes
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
-from nanoscale.plan.memory.phases import Phase, RankPhases
+from nanoscale.plan.memory.phases import Event, Phase, RankPhases, phases_of
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
 NF4 = 0.5 + 1 / 64
 """Bytes of a weight in 4 bits, with an 8-bit scale of 64 of them; the scales' own are left out."""
-_BACKWARD_OF_BLOCKS = (
-    "backward of the last block", "backward of the second last block", "backward of the first block",
-    "second micro batch's backward pass",
-)  # fmt: skip
 _ALONE, _EXCHANGED = 2.0, 5.5
 """The memory of an update of Muon for the shard of a matrix, in halves of a weight's width: directions and
 updates in one process; with several, also whole matrices on their way between the ranks."""
@@ -60,15 +59,13 @@ def native_phases(
     gathers = setting.compute * buffers if setting.shards > 1 else 0
     reductions = int(setting.states.gradients * params.trained.shard)
     reductions += setting.reduce * params.trained.block // setting.shards
-    moments = activations_at_peaks(setting, params.stages, in_flight)
-    phases, acts = max(
-        ((make(setting, params, acts), acts) for acts in moments),
-        key=lambda moment: max(phase.allocated for phase in moment[0]),
-    )
-    if offloads:
-        phases = tuple(_with_reduced(phase, setting) for phase in phases)
-    if setting.config.lora.base == "nf4":
-        phases = tuple(_with_quantized(phase, setting, params.blocks) for phase in phases)
+    moments = []
+    for acts in activations_at_peaks(setting, params.stages, in_flight):
+        start, events = make(setting, params, acts)
+        if offloads or setting.config.lora.base == "nf4":
+            events = [_added(setting, params.blocks, it) for it in events]
+        moments.append((phases_of(start, events), acts))
+    phases, acts = max(moments, key=lambda moment: max(phase.allocated for phase in moment[0]))
     return RankPhases(
         phases=phases,
         pools=0 if setting.single else gathers + reductions,
@@ -90,189 +87,222 @@ def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int
     return host, replace(setting, states=nothing)
 
 
-def _with_quantized(phase: Phase, setting: MemorySetting, blocks: int) -> Phase:
-    """Return the phase with the blocks' matrices in 4 bits, which every rank has whole, and with the largest
-    of them in the compute dtype while a block's backward pass multiplies with it."""
-    sizes = [it.numel for it in parameters.block(setting.config.model).values() if not it.is_vector]
-    multiplies = phase.name in _BACKWARD_OF_BLOCKS
-    return replace(
-        phase,
-        weights=phase.weights + int(NF4 * blocks * sum(sizes)),
-        gathered=phase.gathered + setting.compute * max(sizes) * multiplies,
-    )
+def _added(setting: MemorySetting, blocks: int, it: Event) -> Event:
+    """Return the event with what offloading and 4-bit weights add to it.
+
+    The result of an offloaded reduction is on the device until it is copied. The blocks' matrices in 4 bits are
+    whole on every rank, and the largest is in the compute dtype while a block's backward pass multiplies with
+    it.
+    """
+    during = Counter(it.during)
+    if setting.config.offloads and setting.gpu and it.name.startswith("reduction"):
+        during["gradients"] += it.during.get("communication", 0) // setting.shards
+    if setting.config.lora.base == "nf4":
+        table = parameters.block(setting.config.model).values()
+        sizes = [matrix.numel for matrix in table if not matrix.is_vector]
+        during["weights"] += int(NF4 * blocks * sum(sizes))
+        if "activations" in it.during:  # the backward pass of a block
+            during["gathered"] += setting.compute * max(sizes)
+    return Event(it.name, it.levels, pooled=it.pooled, **during)
 
 
-def _with_reduced(phase: Phase, setting: MemorySetting) -> Phase:
-    """Return the phase with the result of its reduction, which is on the device until it is copied."""
-    result = phase.communication // setting.shards if phase.name.startswith("reduction") else 0
-    return replace(phase, gradients=phase.gradients + result)
+# --- events ---------------------------------------------------------------------------------------
 
 
-# --- phases ---------------------------------------------------------------------------------------
+Events = tuple[Sizes, list[Event]]
+"""The sizes of the parts before the first event, and the events of a step."""
 
 
-def _single(
-    setting: MemorySetting, params: RankParameters, acts: InFlightActivations
-) -> tuple[Phase, ...]:
-    """Return the phases of a process that has the whole model: compute copies of all weights, and fp32
+def _single(setting: MemorySetting, params: RankParameters, acts: InFlightActivations) -> Events:
+    """Return the events of a process that has the whole model: compute copies of all weights, and fp32
     gradients.
 
     With several such processes, gradients are copied into communication buckets.
     """
     states, trained = setting.states, params.trained
-    # Frozen weights have no fp32 master weights.
-    weights = int(states.weights * (trained if states.copy else params).numel)
-    optimizer = states.moments(trained.numel, trained.in_blocks)
     grads = int(states.gradients)
     before = grads * trained.numel if setting.micro_batches > 1 else 0
-    product, head = setting.compute * _product(setting, trained), grads * trained.head
-    copies = int(states.copy * params.numel)
-    new_head = 0 if before else head
+    product = setting.compute * _product(setting, trained)
     # The last bucket includes the whole embedding. Until the first block only full buckets are reduced.
     bucket = min(GRADIENT_BUCKET + grads * trained.embedding, grads * trained.numel)
     computed = grads * (trained.numel - trained.block - trained.embedding)
     full_bucket = GRADIENT_BUCKET if computed > GRADIENT_BUCKET else 0
     if setting.peers == 1:
         bucket = full_bucket = 0
-    phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
-    return (
-        acts.loss_phase(phase, gradients=before),
-        phase(
-            "backward of the last block",
-            gradients=before + new_head + product,
-            activations=acts.activations - acts.ends + acts.extra,
-        ),
-        phase(
-            "backward of the first block",
-            gradients=max(before, computed) + product,
-            activations=acts.last + acts.extra,
-            communication=full_bucket,
-        ),
-        phase("end of the backward pass", gradients=grads * trained.numel, communication=bucket),
-        _update(setting, params, phase(""), boundaries=0),
-    )
+    start = {
+        # Frozen weights have no fp32 master weights.
+        "weights": int(states.weights * (trained if states.copy else params).numel),
+        "optimizer": states.moments(trained.numel, trained.in_blocks),
+        "compute_copies": int(states.copy * params.numel),
+        "gradients": before,
+        "activations": acts.activations,
+    }
+    after_head = {
+        "gradients": before or grads * trained.head,
+        "activations": acts.activations - acts.ends,
+    }
+    first_block = {"gradients": max(before, computed), "activations": acts.last}
+    complete = {"gradients": grads * trained.numel, "activations": 0}
+    working = {"gradients": product, "activations": acts.extra}
+    return start, [
+        acts.loss_event(),
+        Event("backward of the last block", after_head, **working),
+        Event("backward of the first block", first_block, **working, communication=full_bucket),
+        Event("end of the backward pass", complete, communication=bucket),
+        _update(setting, params),
+    ]
 
 
-def _sharded(
-    setting: MemorySetting, params: RankParameters, acts: InFlightActivations
-) -> tuple[Phase, ...]:
-    """Return the phases of FSDP2 without a pipeline: a unit's gradients are reduced when they are complete."""
-    states, compute, reduce = setting.states, setting.compute, setting.reduce
-    trained, tied = params.trained, setting.config.model.tie_embeddings
-    several, stage2 = setting.micro_batches > 1, setting.stage >= 2
-    gathers = setting.stage == 3
-    reduces_each = not several or stage2  # every micro batch, not only the last
-    weights = int(states.weights * params.shard)
-    optimizer = states.moments(trained.shard, trained.in_blocks_shard)
-    sharded = int(states.gradients * trained.shard)
-    before = 0
-    if several:
-        before = sharded if stage2 else reduce * trained.numel
-    head_sharded = int(states.gradients * trained.head_shard)
-    head = (0 if before else head_sharded) + (compute * trained.head if tied else 0)
+class _Sharding(NamedTuple):
+    """FSDP2's communication in a step without a pipeline."""
+
+    several: bool
+    """True if a step has several micro batches."""
+    gathers: bool
+    """True if every pass gathers parameters: ZeRO stage 3. Otherwise there is a copy of all weights."""
+    reduces_each: bool
+    """True if every micro batch reduces gradients, not only the last."""
+    sharded: int
+    """Bytes of the reduced gradients of this rank."""
+    before: int
+    """Bytes of gradients before the last backward pass."""
+
+
+def _sharded(setting: MemorySetting, params: RankParameters, acts: InFlightActivations) -> Events:
+    """Return the events of FSDP2 without a pipeline: a unit's gradients are reduced when they are complete."""
+    several, stage2, gathers = setting.micro_batches > 1, setting.stage >= 2, setting.stage == 3
+    sharded = int(setting.states.gradients * params.trained.shard)
+    before = several * (sharded if stage2 else setting.reduce * params.trained.numel)
+    how = _Sharding(several, gathers, not several or stage2, sharded, before)
+    start = _sharded_start(setting, params, acts) | {"gradients": before}
+    if gathers:
+        start["compute_copies"] = 0
+    last_units = _last_units(setting, params, acts, how)
+    first_units = _first_units(setting, params, acts, how)
+    return start, [*last_units, *first_units, _update(setting, params)]
+
+
+def _last_units(
+    setting: MemorySetting, params: RankParameters, acts: InFlightActivations, how: _Sharding
+) -> Iterator[Event]:
+    """Yield the events of the loss, the head and the last blocks. A tied head is reduced at the end."""
+    compute, reduce, trained, before = setting.compute, setting.reduce, params.trained, how.before
+    tied, gathers, reducing = setting.config.model.tie_embeddings, how.gathers, _reducing(setting)
     depth = min(setting.config.zero.prefetch, max(1, params.blocks - 1))
     depth = depth if setting.shards > 1 else 0  # a single rank gathers nothing ahead
-    prefetched = compute * depth * params.block if gathers else 0
-    last_units = compute * (params.block + max(params.embedding, params.rest))
-    gathered_last = last_units if gathers else 0
-    # A step's last backward pass frees the compute copy of each unit after the unit's gradients.
-    copies = 0 if gathers else compute * params.numel
-    remaining_copies = copies if several else min(copies, last_units)
-    # During the first block's backward pass only the embedding has no gradient yet, and the second block's
-    # gradients are being reduced.
-    reduced = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
-    accumulated = max(before, reduced)
-    reducing = _reducing(setting)
+    prefetched = compute * depth * params.block * gathers
+    block_units = compute * ((1 + depth) * params.block + params.rest) * gathers
+    head_sharded = int(setting.states.gradients * trained.head_shard)
+    untied_head = 0 if tied else trained.head
+    head = (0 if before else head_sharded) + compute * (trained.head - untied_head)
+    product = compute * _product(setting, trained)
     # Reduced gradients were allocated on the stream of reductions. Those that wait until stage 1 were not.
-    pooled_before, pooled_accumulated = (before, accumulated) if reduces_each else (0, 0)
-    pooled_last_block = prefetched + (before if stage2 else head)
-    phase = partial(Phase, weights=weights, optimizer=optimizer, compute_copies=copies)
-    final = partial(phase, compute_copies=remaining_copies)
-    phases = [
-        acts.loss_phase(
-            phase,
-            gradients=before,
-            gathered=compute * params.head if gathers else 0,
-            pooled=pooled_before,
-        ),
-        phase(
-            "reduction of the head",
-            compute_copies=copies
-            - (0 if gathers or tied else _resharded_head(setting, params, before)),
-            gradients=before
-            + (0 if tied else head_sharded + (compute * trained.head if reduces_each else 0)),
-            gathered=prefetched,
-            activations=acts.activations,
-            communication=0 if tied else reducing * trained.head,
-            pooled=prefetched + (before if stage2 else head_sharded),
-        ),
-        phase(
-            "backward of the last block",
-            gradients=before + head + compute * _product(setting, trained),
-            gathered=compute * ((1 + depth) * params.block + params.rest) if gathers else 0,
-            activations=acts.activations - acts.ends + acts.extra,
-            communication=0 if tied else reduce * trained.head,
-            pooled=pooled_last_block,
-        ),
-        phase(
-            "reduction of the last block",
-            gradients=before + head + compute * trained.block,
-            gathered=prefetched,
-            activations=max(0, acts.activations - acts.ends - acts.last),
-            communication=reducing * trained.block,
-            pooled=pooled_last_block,
-        ),
-        final(
-            "backward of the first block",
-            gradients=accumulated + compute * _product(setting, trained),
-            gathered=gathered_last,
-            activations=acts.last + acts.extra,
-            communication=reduce * trained.block if reduces_each else 0,
-            pooled=pooled_accumulated,
-        ),
-        final(
-            "backward of the embedding",
-            # A tied table has two gradients and their sum.
-            gradients=accumulated + compute * trained.embedding * (3 if tied else 1),
-            gathered=gathered_last,
-            pooled=pooled_accumulated,
-        ),
-        phase(
-            "reduction of the embedding",
-            compute_copies=copies if several and reduces_each else 0,
-            gradients=max(sharded, before) + compute * trained.embedding,
-            communication=reducing * trained.embedding,
-            pooled=sharded,
-        ),
-        _update(setting, params, Phase("", weights, optimizer), boundaries=0),
-    ]
-    if params.blocks > 2 and reduces_each and setting.shards > 1:
+    reduces_early = setting.stage >= 2
+    pooled = prefetched + (before if reduces_early else head)
+    yield acts.loss_event(before * how.reduces_each, gathered=compute * params.head * gathers)
+    yield Event(
+        "reduction of the head",
+        compute_copies=0 if gathers or tied else -_resharded_head(setting, params, before),
+        gradients=0 if tied else head_sharded + compute * trained.head * how.reduces_each,
+        gathered=prefetched,
+        communication=reducing * untied_head,
+        pooled=prefetched + (before if reduces_early else head_sharded),
+    )
+    yield Event(
+        "backward of the last block",
+        {"gradients": before + head, "activations": acts.activations - acts.ends},
+        gradients=product,
+        activations=acts.extra,
+        gathered=block_units,
+        communication=reduce * untied_head,
+        pooled=pooled,
+    )
+    yield Event(
+        "reduction of the last block",
+        {"activations": max(0, acts.activations - acts.ends - acts.last)},
+        gradients=compute * trained.block,
+        gathered=prefetched,
+        communication=reducing * trained.block,
+        pooled=pooled,
+    )
+    if params.blocks > 2 and how.reduces_each and setting.shards > 1:
         # The last block is reduced during this backward pass, as the head during the last block's. Blocks with
         # experts are often larger than the head.
-        freed = 0 if several or gathers else compute * (params.block + (0 if tied else params.head))
-        reduced_block = 0 if before else int(states.gradients * -(-trained.block // setting.shards))
-        later_blocks = phase(
+        freed = compute * (params.block + (0 if tied else params.head))
+        reduced_block = int(setting.states.gradients * -(-trained.block // setting.shards))
+        reduced_block = 0 if before else reduced_block
+        yield Event(
             "backward of the second last block",
-            compute_copies=copies - freed,
-            gradients=before + head + reduced_block + compute * _product(setting, trained),
-            gathered=compute * ((1 + depth) * params.block + params.rest) if gathers else 0,
-            activations=max(0, acts.activations - acts.ends - acts.last) + acts.extra,
+            compute_copies=0 if how.several or gathers else -freed,
+            gradients=reduced_block + product,
+            activations=acts.extra,
+            gathered=block_units,
             communication=reduce * trained.block,
-            pooled=pooled_last_block + reduced_block,
+            pooled=pooled + reduced_block,
         )
-        phases.append(later_blocks)
-    if several and reduces_each:
+
+
+def _first_units(
+    setting: MemorySetting, params: RankParameters, acts: InFlightActivations, how: _Sharding
+) -> Iterator[Event]:
+    """Yield the events of the first block and the embedding, and of the next micro batch's forward pass."""
+    compute, reduce, trained, sharded = setting.compute, setting.reduce, params.trained, how.sharded
+    tied, copies = setting.config.model.tie_embeddings, compute * params.numel * (not how.gathers)
+    last_units = compute * (params.block + max(params.embedding, params.rest))
+    # Only the embedding has no gradient yet, and the second block's gradients are being reduced.
+    reduced = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
+    accumulated = max(how.before, reduced)
+    pooled = accumulated * how.reduces_each
+    yield Event(
+        "backward of the first block",
+        {
+            # A step's last backward pass frees the compute copy of each unit after the unit's gradients.
+            "compute_copies": copies if how.several else min(copies, last_units),
+            "gradients": accumulated,
+            "gathered": last_units * how.gathers,
+            "activations": acts.last,
+        },
+        gradients=compute * _product(setting, trained),
+        activations=acts.extra,
+        communication=reduce * trained.block * how.reduces_each,
+        pooled=pooled,
+    )
+    # A tied table has two gradients and their sum.
+    of_embedding = compute * trained.embedding * (3 if tied else 1)
+    no_blocks = {"activations": 0}
+    yield Event("backward of the embedding", no_blocks, gradients=of_embedding, pooled=pooled)
+    is_repeated = how.several and how.reduces_each
+    complete = {"compute_copies": copies * is_repeated, "gathered": 0}
+    yield Event(
+        "reduction of the embedding",
+        complete | {"gradients": max(sharded, how.before)},
+        gradients=compute * trained.embedding,
+        communication=_reducing(setting) * trained.embedding,
+        pooled=sharded,
+    )
+    if is_repeated:
         # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered during the blocks.
         units = 2 * params.embedding + (2 * params.block if tied else 0)
-        later = phase(
+        yield Event(
             "forward of a later micro batch",
-            gradients=sharded,
-            gathered=compute * units if gathers else 0,
+            gathered=compute * units * how.gathers,
             communication=reduce * trained.embedding,
             pooled=sharded,
         )
-        phases.append(later)
-    return tuple(phases)
+
+
+def _sharded_start(
+    setting: MemorySetting, params: RankParameters, acts: InFlightActivations
+) -> Sizes:
+    """Return the sizes of the parts before FSDP2's first event, without gradients."""
+    trained = params.trained
+    return {
+        "weights": int(setting.states.weights * params.shard),
+        "optimizer": setting.states.moments(trained.shard, trained.in_blocks_shard),
+        "compute_copies": setting.compute * params.numel,
+        "activations": acts.activations,
+        "communication": acts.boundaries,
+    }
 
 
 def _reducing(setting: MemorySetting) -> int:
@@ -293,69 +323,54 @@ def _resharded_head(setting: MemorySetting, params: RankParameters, before: int)
     return min(before, head) if setting.micro_batches == 2 else 0
 
 
-def _pipelined(
-    setting: MemorySetting, params: RankParameters, acts: InFlightActivations
-) -> tuple[Phase, ...]:
-    """Return the phases of FSDP2 in a pipeline.
+def _pipelined(setting: MemorySetting, params: RankParameters, acts: InFlightActivations) -> Events:
+    """Return the events of FSDP2 in a pipeline.
 
     Weights and gradients are unsharded during all micro batches, and gradients are reduced after the last.
     """
-    states, compute, reduce = setting.states, setting.compute, setting.reduce
-    reducing = _reducing(setting)
-    trained = params.trained
-    weights = int(states.weights * params.shard)
-    optimizer = states.moments(trained.shard, trained.in_blocks_shard)
-    copies = compute * params.numel
+    compute, reduce, trained = setting.compute, setting.reduce, params.trained
     waiting = reduce * trained.numel
-    sharded = int(states.gradients * trained.shard)
-    most = max(acts.micro_batches)
-    per_micro_batch = acts.activations // max(1, most)
+    sharded = int(setting.states.gradients * trained.shard)
+    most = max(1, *acts.micro_batches)
+    per_micro_batch, kept_by_loss = acts.activations // most, acts.loss_kept
     # If all micro batches are in flight before the first backward pass, no gradients exist at the peak.
     before = waiting if setting.micro_batches > most else 0
-    phase = partial(
-        Phase,
-        weights=weights,
-        optimizer=optimizer,
-        compute_copies=copies,
-        communication=acts.boundaries,
-    )
-    phases = [
-        acts.loss_phase(phase, gradients=before),
-        phase(
-            "backward of the last block",
-            gradients=before + compute * _product(setting, trained),
-            activations=acts.activations - acts.ends + acts.extra,
-            logits=acts.loss_kept - acts.loss_freed,
-        ),
-        phase(
-            "reduction",
-            gradients=max(waiting, sharded) + reduce * trained.block // setting.shards,
-            communication=acts.boundaries
-            + reducing * max(trained.block, trained.head, trained.embedding),
-            pooled=sharded,
-        ),
-        _update(setting, params, Phase("", weights, optimizer), acts.boundaries),
+    start = _sharded_start(setting, params, acts) | {"gradients": before}
+    after_head = {
+        "activations": acts.activations - acts.ends,
+        "logits": kept_by_loss - acts.loss_freed,
+    }
+    product = compute * _product(setting, trained)
+    events = [
+        acts.loss_event(),
+        Event("backward of the last block", after_head, gradients=product, activations=acts.extra),
     ]
+    if not before:
+        second = {
+            "gradients": waiting,
+            "activations": max(0, acts.activations - per_micro_batch - acts.ends),
+            "logits": max(0, kept_by_loss - kept_by_loss // most - acts.loss_freed),
+        }
+        name = "second micro batch's backward pass"
+        events.append(Event(name, second, activations=acts.extra))
     if trained.embedding and setting.micro_batches > 1:
         # A later micro batch's gradient of the whole table is added to the accumulated gradient.
         freed = per_micro_batch if before else 2 * per_micro_batch
-        phases.append(
-            phase(
-                "backward of the embedding",
-                gradients=waiting + compute * trained.embedding,
-                activations=max(0, acts.activations - freed),
-            )
-        )
-    if not before:
-        phases.append(
-            phase(
-                "second micro batch's backward pass",
-                gradients=waiting,
-                activations=max(0, acts.activations - per_micro_batch - acts.ends) + acts.extra,
-                logits=max(0, acts.loss_kept - acts.loss_kept // max(1, most) - acts.loss_freed),
-            )
-        )
-    return tuple(phases)
+        later = {
+            "gradients": waiting,
+            "activations": max(0, acts.activations - freed),
+            "logits": 0,
+        }
+        of_table = compute * trained.embedding
+        events.append(Event("backward of the embedding", later, gradients=of_table))
+    reduction = Event(
+        "reduction",
+        {"gradients": max(waiting, sharded), "activations": 0, "logits": 0},
+        gradients=reduce * trained.block // setting.shards,
+        communication=_reducing(setting) * max(trained.block, trained.head, trained.embedding),
+        pooled=sharded,
+    )
+    return start, [*events, reduction, _update(setting, params)]
 
 
 def _product(setting: MemorySetting, params: RankParameters) -> int:
@@ -367,10 +382,8 @@ def _product(setting: MemorySetting, params: RankParameters) -> int:
     return 0 if separate_experts else params.largest_product
 
 
-def _update(
-    setting: MemorySetting, params: RankParameters, before: Phase, boundaries: int
-) -> Phase:
-    """Return the phase of the update. Its temporary tensors are as large as the largest parameter.
+def _update(setting: MemorySetting, params: RankParameters) -> Event:
+    """Return the event of the update. Its temporary tensors are as large as the largest parameter.
 
     The update of 8-bit AdamW is compiled on GPUs and consists of single operations on CPUs.
     """
@@ -390,15 +403,10 @@ def _update(
         alone = setting.config.world_size == setting.pp
         held = setting.states.weights / 2 * (_ALONE if alone else _EXCHANGED)
         temporary = int(held * params.trained.in_blocks_shard)
-    return Phase(
-        "update",
-        before.weights,
-        before.optimizer + temporary,
-        before.compute_copies,
-        gradients,
-        communication=boundaries,
-        pooled=0 if setting.single else gradients,
-    )
+    levels = {"gradients": gradients, "activations": 0}
+    if setting.single:
+        return Event("update", levels, optimizer=temporary)
+    return Event("update", levels | {"compute_copies": 0}, optimizer=temporary, pooled=gradients)
 
 
 def _largest_shard(setting: MemorySetting, params: RankParameters) -> int:
@@ -423,48 +431,36 @@ def _explain(
         f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
         for held in (params, params.trained)
     )
-    if name == "weights":
-        quantized = (
-            f"; {NF4:.2g} B of a matrix in a block" if setting.config.lora.base == "nf4" else ""
-        )
-        return f"{states.weights:g} B · {rank}{quantized}"
-    if name == "optimizer":
-        each = f"{states.optimizer:g} B"
-        if states.in_blocks != states.optimizer:
-            each += f" ({states.in_blocks:g} B of a matrix in a block)"
-        return f"{each} · {trained}; {setting.config.optimizer.name}'s states"
-    if name == "compute copies":
-        return (
-            f"{setting.compute} B · {params.numel:,}: unsharded weights in the compute dtype, "
-            f"{'in addition to the fp32 master weights' if setting.single else 'by FSDP2'}"
-        )
-    if name == "gradients":
-        return (
-            f"{states.gradients:g} B · {trained} after the reduction; {setting.reduce} B · "
-            f"{params.trained.numel:,} before it; at '{phase.name}' in addition the unit being computed"
-        )
-    if name == "units in flight":
-        return (
-            f"{setting.compute} B · (2 · {params.block:,} of a block + {params.rest:,} of the root), or "
-            f"the head's {params.head:,}"
-        )
-    if name == "activations":
-        return _explain_activations(setting, params, acts)
-    if name == "logits and loss":
-        widths = f"{setting.compute} B + {setting.loss} B"
-        logits = f"at most {LOGITS_AT_ONCE:,} logits at once in {widths}"
-        if setting.config.lora.rank:
-            return logits
-        return (
-            f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
-            f"pass on, and {logits}"
-        )
-    if setting.single:
-        return f"a bucket of gradients being reduced, at most {byte_size(GRADIENT_BUCKET)} and one matrix"
-    return (
+    quantized = f"; {NF4:.2g} B of a matrix in a block" if setting.config.lora.base == "nf4" else ""
+    of_blocks = f" ({states.in_blocks:g} B of a matrix in a block)"
+    moments = f"{states.optimizer:g} B{of_blocks * (states.in_blocks != states.optimizer)}"
+    in_addition = "in addition to the fp32 master weights" if setting.single else "by FSDP2"
+    head = (
+        f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
+        f"pass on, and "
+    )
+    widths = f"{setting.compute} B + {setting.loss} B"
+    buffers = (
         f"reductions {setting.reduce} B · {params.block:,} of a block or {params.head:,} of the head; "
         f"boundaries of the pipeline {byte_size(acts.boundaries)}"
     )
+    if setting.single:
+        bucket = byte_size(GRADIENT_BUCKET)
+        buffers = f"a bucket of gradients being reduced, at most {bucket} and one matrix"
+    return {
+        "weights": f"{states.weights:g} B · {rank}{quantized}",
+        "optimizer": f"{moments} · {trained}; {setting.config.optimizer.name}'s states",
+        "compute copies": f"{setting.compute} B · {params.numel:,}: unsharded weights in the compute "
+        f"dtype, {in_addition}",
+        "gradients": f"{states.gradients:g} B · {trained} after the reduction; {setting.reduce} B · "
+        f"{params.trained.numel:,} before it; at '{phase.name}' in addition the unit being computed",
+        "units in flight": f"{setting.compute} B · (2 · {params.block:,} of a block + {params.rest:,} "
+        f"of the root), or the head's {params.head:,}",
+        "activations": _explain_activations(setting, params, acts),
+        "logits and loss": f"{head * (setting.config.lora.rank == 0)}at most {LOGITS_AT_ONCE:,} logits "
+        f"at once in {widths}",
+        "communication buffers": buffers,
+    }[name]
 
 
 def _explain_activations(
@@ -474,7 +470,7 @@ def _explain_activations(
         f"stage {stage.number}: {number} · {stage.layers} blocks"
         for stage, number in zip(params.stages, acts.micro_batches, strict=True)
     )
-    block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
+    block = stage_activations(1, setting.shape, setting.run, setting.config.parallel)
     return (
         f"micro batches in flight · their activations ({counts}; a block {byte_size(block.kept)}) = "
         f"{byte_size(acts.activations)}, and {byte_size(acts.extra)} during a block's backward pass; "

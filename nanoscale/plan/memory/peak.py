@@ -113,7 +113,7 @@ def setting_memory(
     """Return every pipeline rank's memory from a backend's function of the phases of a rank."""
     if context_bytes is None:
         context_bytes = CONTEXT if setting.gpu else 0
-    holdings = rank_holdings(setting.config, setting.shards, setting.whole_ends)
+    holdings = rank_holdings(setting.config, setting.shards)
     memory = []
     for rank in range(setting.pp) if ranks is None else ranks:
         params = holdings[rank]
@@ -125,7 +125,7 @@ def setting_memory(
         peak = max(phases.phases, key=lambda phase: phase.allocated)
         allocated = reserved = peak.allocated
         if setting.gpu:
-            default = max(it.allocated - it.pooled + it.fragmented for it in phases.phases)
+            default = max(it.allocated - it.pooled for it in phases.phases)
             reserved = int(max(allocated, default + phases.pools) * (1 + HOLES))
         sizes = allocated, reserved, context_bytes
         memory.append(RankMemory(rank, numbers, peak.name, *sizes, peak, phases))

@@ -1,9 +1,11 @@
-"""The phases of a step in which memory may peak, and their allocated bytes."""
+"""The events of a step in which memory may peak, and the fold over them that gives the allocated bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from nanoscale.plan.memory.block_shape import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,43 +22,56 @@ class MemoryPart:
         return self.why()
 
 
+PARTS = {
+    "weights": "weights",
+    "compute_copies": "compute copies",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "units in flight",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "communication": "communication buffers",
+}
+"""The parts of a rank's memory, and the names that a plan shows."""
+
+
+class Event:
+    """An event of a step in which memory may peak.
+
+    Args:
+        name: the name of the phase that a plan shows.
+        levels: the new sizes of the parts that changed since the last event.
+        pooled: bytes, counted in the parts, that are allocated on the streams of gathers and reductions.
+        during: bytes that are added while the event lasts; negative if they are free.
+    """
+
+    def __init__(
+        self, name: str, levels: Sizes | None = None, /, *, pooled: int = 0, **during: int
+    ) -> None:
+        self.name, self.levels, self.pooled, self.during = name, levels or {}, pooled, during
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a step, with the bytes that a rank has allocated at the phase's peak."""
+    """The bytes that a rank has allocated at the peak of an event."""
 
     name: str
-    weights: int
-    optimizer: int
-    compute_copies: int = 0
-    gradients: int = 0
-    gathered: int = 0
-    """Temporarily gathered parameters."""
-    activations: int = 0
-    logits: int = 0
-    communication: int = 0
-    pooled: int = 0
-    """Bytes, counted in the fields above, that are allocated on the streams of gathers and reductions."""
-    fragmented: int = 0
-    """Bytes of freed blocks that are too small for the next allocation."""
+    parts: Sizes
+    """Bytes of each part, by the name that a plan shows."""
+    allocated: int
+    """The sum of all parts."""
+    pooled: int
+    """See `Event`."""
 
-    @property
-    def allocated(self) -> int:
-        """The sum of all parts, in bytes."""
-        return sum(self.parts.values())
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """The bytes of each part, by the name that a plan shows."""
-        return {
-            "weights": self.weights,
-            "compute copies": self.compute_copies,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "units in flight": self.gathered,
-            "activations": self.activations,
-            "logits and loss": self.logits,
-            "communication buffers": self.communication,
-        }
+def phases_of(levels: Sizes, events: Iterable[Event]) -> tuple[Phase, ...]:
+    """Return the phases of events in their order, from the sizes of the parts before the first event."""
+    phases, levels = [], dict.fromkeys(PARTS, 0) | levels
+    for it in events:
+        levels.update(it.levels)
+        parts = {name: levels[part] + it.during.get(part, 0) for part, name in PARTS.items()}
+        phases.append(Phase(it.name, parts, sum(parts.values()), it.pooled))
+    return tuple(phases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,6 @@ class MemorySetting:
     """Bytes of a gradient in a reduction across ranks."""
     flat: bool
     """True for DeepSpeed's flat buffers, in place of FSDP2."""
-    whole_ends: bool
-    """True if tp does not divide embedding and head."""
     single: bool
     """True for one process, or for several processes that each have the whole model: without FSDP2."""
     shards: int
@@ -45,8 +43,6 @@ class MemorySetting:
     vocabulary_parallel: bool
     loss: int
     """Bytes of a number in the loss."""
-    keep: frozenset[str] | None = None
-    """Other software: the products that selective recomputation keeps."""
     whole_logits: tuple[int, int] | None = None
     """Other software: bytes of a logit from the forward pass on, and bytes that the loss's backward pass adds;
     None: logits are computed in chunks."""
@@ -96,7 +92,6 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         compute=compute,
         reduce=DTYPES[precision.reduce].bytes,
         flat=deepspeed,
-        whole_ends=deepspeed,
         single=single,
         shards=config.parallel.dp * layout.cp // layout.dp_replicate if stage else 1,
         peers=config.parallel.dp * layout.cp,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from nanoscale.config import model_math, parameters
 from nanoscale.config.layout import stage_layers, stages_of
@@ -102,9 +103,6 @@ class Stage:
         """Return the elements of all units on the rank with the largest shard."""
         return sum(unit.count * unit.shard(ranks) for unit in self.units)
 
-    def unit(self, name: str) -> Unit | None:
-        return next((unit for unit in self.units if unit.name == name), None)
-
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
@@ -142,17 +140,14 @@ class RankParameters:
         return self if self.adapters is None else self.adapters
 
 
-def rank_holdings(
-    config: ResolvedConfig, shards: int, whole_ends: bool | None = None
-) -> tuple[RankParameters, ...]:
-    """Return the parameters of every pipeline rank if ZeRO shards over `shards` ranks. See `rank_stages` for
-    `whole_ends`."""
-    return _rank_holdings(_key(config, whole_ends), shards)
+def rank_holdings(config: ResolvedConfig, shards: int) -> tuple[RankParameters, ...]:
+    """Return the parameters of every pipeline rank if ZeRO shards over `shards` ranks."""
+    return _rank_holdings(_key(config), shards)
 
 
 def kinds_of_ranks(config: ResolvedConfig, shards: int) -> tuple[RankParameters, ...]:
     """Return one rank for each combination of blocks, embedding and head. Other ranks take the same time."""
-    return _kinds(_key(config, None), shards)
+    return _kinds(_key(config), shards)
 
 
 def all_stages(config: ResolvedConfig) -> list[Stage]:
@@ -161,26 +156,34 @@ def all_stages(config: ResolvedConfig) -> list[Stage]:
     return sorted(stages, key=lambda stage: stage.number)
 
 
-def rank_stages(
-    config: ResolvedConfig, whole_ends: bool | None = None
-) -> tuple[tuple[Stage, ...], ...]:
-    """Return the stages of every pipeline rank, in the order of the model's layers.
-
-    Args:
-        whole_ends: True if tp does not divide embedding and head; None: as the job's backend does.
-    """
-    return _rank_stages(*_key(config, whole_ends))
+def rank_stages(config: ResolvedConfig) -> tuple[tuple[Stage, ...], ...]:
+    """Return the stages of every pipeline rank, in the order of the model's layers."""
+    return _rank_stages(_key(config))
 
 
-_Adapters = tuple[int, tuple[str, ...], bool, bool]
-"""The rank of LoRA's adapters, the names of a block's layers that have adapters, True with DoRA, and True if
-the block's other matrices are in 4 bits, which are not among its parameters here."""
-_Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool, _Adapters]
+class _Key(NamedTuple):
+    """The model, degrees and adapters that determine the stages of all ranks."""
+
+    model: Model
+    tp: int
+    ep: int
+    pp: int
+    virtual_stages: int
+    schedule: str
+    layers_per_stage: tuple[int, ...] | None
+    whole_ends: bool
+    """True if tp does not divide embedding and head, as in the DeepSpeed backend."""
+    adapter_rank: int
+    adapted: tuple[str, ...]
+    """The names of a block's layers that have adapters."""
+    dora: bool
+    quantized: bool
+    """True if the block's other matrices are in 4 bits, which are not among its parameters here."""
 
 
-def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
-    layout = config.parallel
-    return (
+def _key(config: ResolvedConfig) -> _Key:
+    layout, lora = config.parallel, config.lora
+    return _Key(
         config.model,
         layout.tp,
         layout.ep,
@@ -188,47 +191,35 @@ def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
         layout.virtual_stages,
         layout.schedule,
         tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
-        config.backend.name == "deepspeed" if whole_ends is None else whole_ends,
-        (
-            config.lora.rank,
-            tuple(model_math.adapted_layers(config.model, config.lora).values()),
-            config.lora.dora,
-            config.lora.rank > 0 and config.lora.base == "nf4",
-        ),
+        config.backend.name == "deepspeed",
+        lora.rank,
+        tuple(model_math.adapted_layers(config.model, lora).values()),
+        lora.dora,
+        lora.rank > 0 and lora.base == "nf4",
     )
 
 
 @lru_cache(maxsize=4096)
-def _rank_stages(
-    model: Model,
-    tp: int,
-    ep: int,
-    pp: int,
-    virtual: int,
-    schedule: str,
-    layers: tuple[int, ...] | None,
-    whole_ends: bool,
-    adapters: _Adapters,
-) -> tuple[tuple[Stage, ...], ...]:
-    count = pp * virtual
-    blocks = stage_layers(model, count, list(layers) if layers is not None else None)
-    starts = list(accumulate(blocks, initial=0))
-    dense = [min(max(0, model.dense_layers - starts[k]), blocks[k]) for k in range(count)]
+def _rank_stages(key: _Key) -> tuple[tuple[Stage, ...], ...]:
+    layers = list(key.layers_per_stage) if key.layers_per_stage is not None else None
+    blocks = stage_layers(key.model, key.pp * key.virtual_stages, layers)
+    starts = accumulate(blocks, initial=0)
     stages = [
-        _stage(model, k, blocks[k], dense[k], count, tp, ep, whole_ends, adapters)
-        for k in range(count)
+        _stage(key, number, count, min(max(0, key.model.dense_layers - start), count))
+        for number, (count, start) in enumerate(zip(blocks, starts, strict=False))
     ]
     return tuple(
-        tuple(stages[k] for k in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)
+        tuple(stages[k] for k in stages_of(key.schedule, key.pp, key.virtual_stages, rank))
+        for rank in range(key.pp)
     )
 
 
 @lru_cache(maxsize=4096)
 def _rank_holdings(key: _Key, shards: int) -> tuple[RankParameters, ...]:
-    model, tp, *_, adapters = key
-    ranks = [_parameters(stages, shards, model.tie_embeddings) for stages in _rank_stages(*key)]
-    if adapters[0]:
-        matrices = _adapter_matrices(model, tp, adapters)
+    tied = key.model.tie_embeddings
+    ranks = [_parameters(stages, shards, tied) for stages in _rank_stages(key)]
+    if key.adapter_rank:
+        matrices = _adapter_matrices(key)
         ranks = [replace(rank, adapters=_adapters(rank, shards, matrices)) for rank in ranks]
     return tuple(ranks)
 
@@ -277,29 +268,17 @@ def _parameters(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParam
     )
 
 
-def _stage(
-    model: Model,
-    number: int,
-    layers: int,
-    dense: int,
-    stages: int,
-    tp: int,
-    ep: int,
-    whole_ends: bool,
-    adapters: _Adapters,
-) -> Stage:
-    """Return a stage. With `whole_ends` tp does not divide embedding and head, as in the DeepSpeed backend."""
-    first, last = number == 0, number == stages - 1
-    local = {
-        name: parameter.local(1 if whole_ends else tp)
-        for name, parameter in parameters.ends(model).items()
-    }
+def _stage(key: _Key, number: int, layers: int, dense: int) -> Stage:
+    """Return a stage, whose first `dense` layers have no experts."""
+    model, tp = key.model, 1 if key.whole_ends else key.tp
+    first, last = number == 0, number == key.pp * key.virtual_stages - 1
+    local = {name: parameter.local(tp) for name, parameter in parameters.ends(model).items()}
     norm = tuple(length for shape in local.values() if len(shape) == 1 for length in shape)
     vocabulary = (local["embed.weight"],)
     rest = (local["positions.weight"],) if first and "positions.weight" in local else ()
-    units = [_block(model, tp, ep, layers - dense, adapters)]
+    units = [_block(key, model, layers - dense)]
     if dense:
-        units.append(_block(model.dense, tp, ep, dense, adapters))
+        units.append(_block(key, model.dense, dense))
     if model.tie_embeddings and (first or last):  # never with a pipeline
         units.append(Unit("rest", 1, vocabulary + rest, norm))
     else:
@@ -313,27 +292,27 @@ def _stage(
     return Stage(number, layers, dense, first, last, tuple(units), numel)
 
 
-def _block(model: Model, tp: int, ep: int, count: int, adapters: _Adapters) -> Unit:
+def _block(key: _Key, model: Model, count: int) -> Unit:
     """Return the unit of `count` equal blocks."""
+    ep = key.ep
     table = parameters.block(model).values()
-    local = [parameter.local(tp, ep) for parameter in table]
+    local = [parameter.local(key.tp, ep) for parameter in table]
     experts = None
     if model.experts:
         each = sum(math.prod(shape[1:]) for shape in local if len(shape) == 3)
         experts = ExpertShards(model.experts // ep, each, model.hidden, ep)
-    own_matrices = (shape for shape in local if len(shape) == 2 and not adapters[-1])
-    matrices = (*_adapter_matrices(model, tp, adapters), *own_matrices)
+    own_matrices = (shape for shape in local if len(shape) == 2 and not key.quantized)
+    matrices = (*_adapter_matrices(key), *own_matrices)
     vectors = tuple(shape[0] for shape in local if len(shape) == 1)
     return Unit("block", count, matrices, vectors, experts)
 
 
-def _adapter_matrices(model: Model, tp: int, adapters: _Adapters) -> tuple[parameters.Shape, ...]:
+def _adapter_matrices(key: _Key) -> tuple[parameters.Shape, ...]:
     """Return the matrices A and B of a block's adapters on a rank of tp (`parallel.tensor.divide_adapters`) and
     DoRA's magnitudes as matrices with one column."""
-    rank, modules, dora, _ = adapters
-    table = parameters.block(model)
+    table, rank = parameters.block(key.model), key.adapter_rank
     matrices: list[parameters.Shape] = []
-    for name in modules:
-        outputs, inputs = table[f"{name}.weight"].local(tp)
-        matrices += [*([(outputs, 1)] if dora else []), (rank, inputs), (outputs, rank)]
+    for name in key.adapted:
+        outputs, inputs = table[f"{name}.weight"].local(key.tp)
+        matrices += [*([(outputs, 1)] if key.dora else []), (rank, inputs), (outputs, rank)]
     return tuple(matrices)
