@@ -4,8 +4,8 @@
 set -uo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 
-packages=(openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client iproute2 iputils-ping)
-programs=(sshd ssh pdsh munged slurmctld slurmd sbatch ip ping)
+packages=(openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client slurm-wlm-torque iproute2 iputils-ping)
+programs=(sshd ssh pdsh munged slurmctld slurmd sbatch qsub ip ping)
 
 missing=()
 for program in "${programs[@]}"; do

@@ -905,6 +905,35 @@ class Cluster:
     )
 
 
+BatchName = Literal["slurm", "pbs", "lsf"]
+"""The batch systems, each a class of `nanoscale/launch/batch/`."""
+LauncherName = Literal["local", "ssh", "pdsh", BatchName, "env", "kubernetes", "skypilot"]
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """The settings of launcher=pbs and lsf; null or empty: the site's default."""
+
+    queue: str | None = key(None, "queue")
+    account: str | None = key(None, "account or project to charge")
+    time: str | None = key(None, "time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
+    resources: str | None = key(
+        None, "resources of a node: pbs, as in `ncpus=64:ngpus=8`; lsf, the value of -gpu"
+    )
+    setup: list[str] = key(
+        [], "shell lines to run first in the batch script, as in `module load`", executes=True
+    )
+    directives: list[str] = key(
+        [], "further options of qsub or bsub, each as in `-m ae`", executes=True
+    )
+    signal_before_s: int = key(
+        120, "time before the limit at which to save and stop", unit="s", at_least=0
+    )
+    max_requeues: int = key(
+        10, "how often a job stopped by its time limit is queued again automatically", at_least=0
+    )
+
+
 @dataclass(frozen=True)
 class Slurm:
     """The settings of launcher=slurm; null or empty: the site's default."""
@@ -936,10 +965,11 @@ class Slurm:
 class Launcher:
     """The start of the ranks: hosts, devices and time limits."""
 
-    name: Literal["local", "ssh", "pdsh", "slurm", "env", "kubernetes", "skypilot"] = key(
+    name: LauncherName = key(
         "local",
-        "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM · env: in the "
-        "processes that another program has started, each with RANK and WORLD_SIZE · kubernetes, skypilot: "
+        "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM · pbs, lsf: on the "
+        "hosts of a job of PBS or LSF, through ssh · env: in the processes "
+        "that another program has started, each with RANK and WORLD_SIZE · kubernetes, skypilot: "
         "`nanoscale submit` writes a file for them",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
@@ -1018,6 +1048,7 @@ class Launcher:
     )
     ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`", executes=True)
     slurm: Slurm = field(default_factory=Slurm)
+    batch: BatchSettings = field(default_factory=BatchSettings)
 
 
 @dataclass(frozen=True)

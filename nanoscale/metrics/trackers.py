@@ -37,7 +37,7 @@ _FILE = Lock()
 """Held while trackers.json changes: each tracker has a thread."""
 _QUEUE_LENGTH = 100_000
 """The most records that wait for a tracker."""
-_NOT_SENT = ("launcher.env", "launcher.pass_env", "launcher.slurm.setup")
+_NOT_SENT = ("launcher.env", "launcher.pass_env", "launcher.slurm.setup", "launcher.batch.setup")
 """Keys whose values are the environment's, and may be secrets."""
 _MLFLOW_TEXT = 6000
 """MLflow's limit of a parameter's characters."""

@@ -1,4 +1,4 @@
-"""The file slurm.json: the SLURM job of a run."""
+"""The file slurm.json: the job of a run in SLURM or another batch system."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import cast, get_args
 
 from nanoscale.common.errors import UserError
+from nanoscale.config.schema import BatchName
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import read_record
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job of SLURM, or one task of an array of jobs."""
+    """A job of a batch system, or one task of an array of jobs."""
 
     job: str
     """The number of the job, or of the array."""
@@ -29,6 +31,11 @@ class Submission:
     cancelled: float | None = None
     """The time of our cancellation: SLURM may forget the job at once."""
 
+    system: BatchName = "slurm"
+    """The batch system, as in `launcher.name`."""
+    requeues: int = 0
+    """The number of times that its batch script submitted itself again."""
+
     def __str__(self) -> str:
         return self.job if self.task is None else f"{self.job}_{self.task}"
 
@@ -38,7 +45,7 @@ def write(run: RunDirectory, submission: Submission) -> None:
 
 
 def read(run: RunDirectory) -> Submission | None:
-    """Return the newest job of the run; None if it was never submitted to SLURM.
+    """Return the newest job of the run; None if it was never submitted.
 
     Raises:
         UserError: slurm.json is damaged.
@@ -62,13 +69,18 @@ def note(run: RunDirectory, environment: Mapping[str, str] = os.environ) -> None
 
     Our scripts set NANOSCALE_BATCH. A user's own script may do more than this run.
     """
-    job = environment.get("SLURM_JOB_ID")
-    if job is None or environment.get("NANOSCALE_BATCH") != job:
+    system, _, job = environment.get("NANOSCALE_BATCH", "").rpartition(":")
+    if not job or (not system and environment.get("SLURM_JOB_ID") != job):
         return
     recorded = find(run)
     script = recorded.script if recorded is not None else None
-    task = environment.get("SLURM_ARRAY_TASK_ID")
-    if task is None:
+    task = None if system else environment.get("SLURM_ARRAY_TASK_ID")
+    if system in get_args(BatchName):
+        requeues = recorded.requeues if recorded is not None else 0
+        present = Submission(
+            job, script=script, system=cast("BatchName", system), requeues=requeues
+        )
+    elif task is None:
         present = Submission(job, script=script)
     else:
         present = Submission(environment["SLURM_ARRAY_JOB_ID"], int(task), script)

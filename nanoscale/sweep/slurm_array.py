@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
+from nanoscale.launch.batch.jobs import ASK_S, jobs_of
+from nanoscale.launch.batch.system import BatchError
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.request import Request
-from nanoscale.launch.slurm import slurm
-from nanoscale.launch.slurm.jobs import ASK_S, jobs_of
-from nanoscale.launch.slurm.slurm import SlurmError
 from nanoscale.launch.submission.batch_job import BatchJob, refused
 from nanoscale.runs import submission
 from nanoscale.runs.directory import ARRAY
@@ -26,13 +27,13 @@ def states(sweep: Sweep, trials: Sequence[Trial]) -> list[State]:
     """Return the state of every trial; those that wait or run in SLURM are queued or running.
 
     Raises:
-        SlurmError: SLURM cannot be asked here.
+        BatchError: SLURM cannot be asked here.
     """
     runs = [sweep.run(trial) for trial in trials]
     jobs = jobs_of(runs)
     for job in jobs.values():
         if job.problem:
-            raise SlurmError(job.problem)
+            raise BatchError(job.problem)
     states: list[State] = []
     for trial, run in zip(trials, runs, strict=True):
         state, is_there = sweep.state(trial), run in jobs and jobs[run].is_there
@@ -67,9 +68,9 @@ def submit(
     for script, tasks in scripts.items():
         numbers = [task for task in tasks if task is not None]
         try:
-            job = slurm.submit(script, numbers, at_once)
-        except SlurmError as error:
-            raise refused(error) from error
+            job = SYSTEMS["slurm"].submit(Path(script), numbers, at_once)
+        except BatchError as error:
+            raise refused(error, SYSTEMS["slurm"]) from error
         for task, trial in tasks.items():
             submission.write(sweep.run(trial), replace(job, task=task))
         jobs.append(job)
@@ -85,7 +86,7 @@ def submit(
 def follow(sweep: Sweep, trials: Sequence[Trial], signals: Signals, show: Show) -> bool:
     """Show the trials until none is in SLURM any more; False if a signal came before."""
     while signals.first is None:
-        with suppress(SlurmError):  # a controller that is busy or restarts
+        with suppress(BatchError):  # a controller that is busy or restarts
             present = states(sweep, trials)
             show(present)
             if not any(state in ("queued", "running") for state in present):

@@ -15,8 +15,8 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
-from nanoscale.launch.slurm import jobs
-from nanoscale.launch.slurm.slurm import JobState, SlurmError
+from nanoscale.launch.batch.system import BatchError, JobState
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.runs import fence, status, submission
 from nanoscale.runs.changes import size_of
 from nanoscale.runs.directory import RunDirectory
@@ -131,20 +131,20 @@ def test_an_active_run_is_refused(
     submission.write(run, Submission("7"))
     before = files(run.path)
     states: dict[str, JobState] = {"7": JobState("7", "PENDING", "Priority", "", None, 0)}
-    monkeypatch.setattr(jobs, "job_states", lambda jobs: states)
+    monkeypatch.setattr(SYSTEMS["slurm"], "states", lambda jobs: states)
     assert nanoscale(words) == 2
     assert "nanoscale runs stop first" in capsys.readouterr().err
     status.write(run, status.prepared())
 
     def no_answer(jobs: object) -> dict[str, JobState]:
-        raise SlurmError("no route to the controller")
+        raise BatchError("no route to the controller")
 
-    monkeypatch.setattr(jobs, "job_states", no_answer)
+    monkeypatch.setattr(SYSTEMS["slurm"], "states", no_answer)
     assert nanoscale(words) == 2
     assert "no route to the controller" in capsys.readouterr().err
     assert files(run.path).keys() == before.keys()
     states.clear()
-    monkeypatch.setattr(jobs, "job_states", lambda jobs: states)
+    monkeypatch.setattr(SYSTEMS["slurm"], "states", lambda jobs: states)
     assert nanoscale(words) == 0
 
 

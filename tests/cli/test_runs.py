@@ -17,9 +17,9 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
+from nanoscale.launch.batch.jobs import Job, in_words, way_on
+from nanoscale.launch.batch.system import JobState
 from nanoscale.launch.lifecycle.attempt import Outcome
-from nanoscale.launch.slurm.jobs import Job, in_words, way_on
-from nanoscale.launch.slurm.slurm import JobState
 from nanoscale.processes.proc import start_ticks
 from nanoscale.runs import events, failure, lock, status, submission, trust
 from nanoscale.runs.directory import RunDirectory
@@ -223,7 +223,9 @@ def test_stop_ends_no_job_that_a_forged_file_names(runs, tmp_path, monkeypatch, 
     assert nanoscale(["runs", "stop", "b"]) == 2
     said = capsys.readouterr().err
     assert "was not made by your own runs" in said
-    assert ("scancel 12" if state == "PENDING" else "scancel --batch --signal=TERM 12") in said
+    assert (
+        "scancel --state=PENDING 12" if state == "PENDING" else "scancel --batch --signal=TERM 12"
+    ) in said
     assert not (programs / "called").exists()
     assert way_on(runs[0]) == "nanoscale resume b"
 

@@ -129,7 +129,7 @@ def test_an_older_run_in_the_folder_outlives_a_refusal(
         (("recipe=debug",), "launcher.devices=auto: must be set here", "launcher.devices=8"),
         ((*CPU, "launcher=ssh"), "launcher.name=ssh: is chosen", "launcher=slurm"),
         ((*CPU, "launcher=local"), "launcher.name=local: is chosen", "launcher=slurm"),
-        ((*CPU, "launcher.name=pdsh"), "both given", None),
+        ((*CPU, "launcher.name=pdsh"), "launcher.name=pdsh: is chosen", "launcher=slurm"),
         ((*CPU, "launcher.nodes=3", "parallel.dp=4"), "must be the same number", None),
         ((*CPU, "launcher.nodes=0"), "launcher.nodes=0", None),
         ((*CPU, "train.seed=range(1,5)"), "list them", "train.seed=A,B,C"),
@@ -154,3 +154,93 @@ def test_what_is_refused(
 def test_gpus_may_be_counted_from_what_slurm_is_asked_for(types: Typed) -> None:
     code, out, err = types("recipe=debug", "launcher.slurm.gpus='h100:4'", "--dry-run")
     assert code == 0 and "#SBATCH --gpus-per-node=h100:4\n" in out and "4 ranks on 1 node" in err
+
+
+# --- the launcher that the composed configuration has ------------------------------------------------
+
+
+def forms(name: str) -> list[tuple[str, ...]]:
+    """Return the ways to choose a launcher: as an option, as a key, and in a recipe."""
+    return [(f"launcher={name}",), (f"launcher.name={name}",), (f"recipe=./{name}.yaml",)]
+
+
+@pytest.mark.parametrize("name", ["slurm", "pbs", "lsf", "kubernetes"])
+@pytest.mark.parametrize("form", range(3))
+def test_a_launcher_is_chosen_in_any_form(
+    types: Typed, tmp_path: Path, name: str, form: int
+) -> None:
+    text = f"defaults:\n  - debug\n  - override /launcher: {name}\n"
+    (tmp_path / f"{name}.yaml").write_text(text)
+    words = [*forms(name)[form], "launcher.device=cpu", "run.name=x", "--dry-run"]
+    if form < 2:
+        words.insert(0, "recipe=debug")
+    if name == "kubernetes":
+        mounts = "launcher.container_mounts=[runs:/runs]"
+        words += ["launcher.container=image", mounts, "run.root=/runs", "launcher.devices=1"]
+    code, out, err = types(*words)
+    lines = {"slurm": "#SBATCH --nodes=1", "pbs": "#PBS -l select=1", "lsf": "#BSUB -n 1"}
+    assert code == 0 and lines.get(name, "kind: JobSet") in out, err
+    if name == "kubernetes":
+        assert "- launcher=env\n" in out
+
+
+@pytest.mark.parametrize("form", range(3))
+def test_train_follows_the_launcher_in_any_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, form: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("env", "kubernetes"):
+        text = f"defaults:\n  - debug\n  - override /launcher: {name}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    words = ["launcher.device=cpu", "run.name=x", "--dry-run"]
+    others = ["recipe=debug"] if form < 2 else []
+    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(variable, value)
+    assert nanoscale(["train", *others, *forms("env")[form], *words]) == 0, capsys.readouterr().err
+    assert nanoscale(["bench", *others, *forms("env")[form]]) == 2
+    assert "launcher=env is for `nanoscale train` alone" in capsys.readouterr().err
+    assert nanoscale(["train", *others, *forms("kubernetes")[form], *words]) == 2
+    assert "is for `nanoscale submit --dry-run`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "program"), [("pbs", "qsub"), ("lsf", "bsub")])
+def test_a_batch_system_takes_a_run_and_is_asked_about_it(
+    types: Typed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    name: str,
+    program: str,
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    words = (*CPU, f"launcher={name}", "run.name=x")
+    code, _, err = types(*words)
+    assert code == 2 and f"{program} is not installed here" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+    assert types(*words, "train.seed=1,2")[0] == 2
+    accepts = {
+        "qsub": f'/bin/cat "$1" > {programs}/script; echo 12.host',
+        "bsub": f"/bin/cat > {programs}/script; echo 'Job <12> is submitted to queue <normal>.'",
+        "qstat": "printf 'Job Id: 12.host\n    job_state = Q\n    comment = no\n\troom\n'",
+        "bjobs": "echo '12|RUN|8*h1:8*h2|Nov 27 13:00'",
+        "qdel": f'echo "qdel $*" > {programs}/called',
+        "bkill": f'echo "bkill $*" > {programs}/called',
+    }
+    for each, answer in accepts.items():
+        (programs / each).write_text(f"#!/bin/bash\n{answer}\n")
+        (programs / each).chmod(0o755)
+    assert types(*words)[0] == 0
+    run = RunDirectory(tmp_path / "runs" / "x")
+    assert (programs / "script").read_text() == run.script.read_text()
+    assert nanoscale(["runs", "show", "x"]) == 0
+    shown = capsys.readouterr().out
+    expected = {
+        "pbs": "job 12.host: PENDING (noroom), queued since",
+        "lsf": "job 12: RUNNING, on h1,h2 since Nov 27 13:00",
+    }
+    assert expected[name] in shown
+    nanoscale(["runs", "stop", "x", "--timeout", "0.1"])
+    called = {"pbs": "qdel 12.host\n", "lsf": "bkill -s TERM 12\n"}
+    assert (programs / "called").read_text() == called[name]

@@ -133,6 +133,8 @@ def test_every_key_that_names_code_or_programs_is_marked():
         "hooks.path",
         "hooks.settings",
         "hooks.sha256",
+        "launcher.batch.directives",
+        "launcher.batch.setup",
         "launcher.container",
         "launcher.container_mounts",
         "launcher.env",

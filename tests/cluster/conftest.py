@@ -30,6 +30,7 @@ SLURM = {
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
 }
+PBS = dict.fromkeys(("qsub", "qstat", "qdel", "generate_pbs_nodefile"), "slurm-wlm-torque")
 
 _PROBE = """
 mount -t tmpfs tmpfs /run && mount -t sysfs sysfs /sys && mount -t proc proc /proc
@@ -63,6 +64,13 @@ def slurm(slurm_of_the_session: Slurm) -> Iterator[Slurm]:
     """A SLURM of two nodes and a login node. The next test finds them on, connected and without jobs."""
     yield slurm_of_the_session
     slurm_of_the_session.restore()
+
+
+@pytest.fixture
+def pbs(slurm: Slurm) -> Slurm:
+    """The same SLURM, with the commands of PBS."""
+    _skip_without(PBS)
+    return slurm
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,7 @@ ReturnToService=2
 SlurmdTimeout=10
 MessageTimeout=5
 KillWait=5
+PlugStackConfig={folder}/plugstack.conf
 NodeName=s1 NodeAddr={s1} CPUs=4 State=UNKNOWN
 NodeName=s2 NodeAddr={s2} CPUs=4 State=UNKNOWN
 PartitionName=low Nodes=s1,s2 Default=YES PriorityTier=1 GraceTime=30 DefaultTime=10
@@ -151,6 +152,8 @@ class Slurm(Machines):
             (self.folder / node / "spool").mkdir()
         addresses = {node: self.address(node) for node in self.names}
         (self.folder / "slurm.conf").write_text(_CONFIG.format(folder=self.folder, **addresses))
+        # With Debian's package slurm-wlm-torque, jobs have the variables of PBS too.
+        (self.folder / "plugstack.conf").write_text("optional spank_pbs.so\n")
         self._munge_key.write_bytes(os.urandom(128))
         self._munge_key.chmod(0o400)
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from nanoscale.common.errors import UserError
+from nanoscale.config import schema
 from nanoscale.config.schema import Config
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.runs.directory import RunDirectory
 from tests.support.batch import LIMIT_S, NASTY, STAND_IN, Batch, config
@@ -247,3 +249,60 @@ def test_a_stop_is_no_preemption(batch: Any) -> None:
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75
     assert not job.requeued
+
+
+# --- PBS and LSF ----------------------------------------------------------------------------------
+
+
+def batch_config(name: Any, **settings: Any) -> Config:
+    launcher = replace(
+        config(python=str(STAND_IN)).launcher, name=name, batch=schema.BatchSettings(**settings)
+    )
+    return replace(config(python=str(STAND_IN)), launcher=launcher)
+
+
+def test_the_options_of_pbs_and_lsf() -> None:
+    settings = {
+        "queue": "q", "account": "me", "time": "1-00:00:30", "directives": ["-m ae"],
+    }  # fmt: skip
+    run = RunDirectory(Path("/runs/a b"))
+    changes: dict[str, Any] = {"nodes": "2:4", "device": "cuda", "devices": 8, "threads": 3}
+    for name, expected in {
+        "pbs": [
+            "-j oe", "-r y", "-l place=scatter:excl", "-N a-b", "-o '/runs/a b/logs/pbs.out'",
+            "-l select=4:ncpus=24:ngpus=8:mpiprocs=1", "-l walltime=86430", "-q q", "-A me", "-m ae",
+        ],
+        "lsf": [
+            "-r", "-x", "-J a-b", "-o '/runs/a b/logs/lsf.out'", "-n 96", "-R 'span[ptile=24]'",
+            "-gpu num=8", "-W 1441", "-q q", "-P me", "-m ae",
+        ],
+    }.items():  # fmt: skip
+        script = batch_script(launcher(batch_config(name, **settings), **changes), run)
+        head = script.split("\n\n")[0].splitlines()[1:]
+        mark = f"#{'PBS' if name == 'pbs' else 'BSUB'} "
+        assert [line.removeprefix(mark) for line in head] == expected
+    nnodes = launcher(batch_config("lsf", directives=["-nnodes 2"]), nodes=2)
+    script = batch_script(nnodes, run)
+    assert "#BSUB -nnodes 2\n" in script and "ptile" not in script
+
+
+def test_the_hosts_of_a_job_of_pbs_and_lsf(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("h2\nh2\nh1\n")
+    file = str(tmp_path / "hosts")
+    assert SYSTEMS["pbs"].hosts({"PBS_NODEFILE": file}) == ["h2", "h1"]
+    assert SYSTEMS["lsf"].hosts({"LSB_DJOB_HOSTFILE": file}) == ["h2", "h1"]
+    assert SYSTEMS["lsf"].hosts({"LSB_MCPU_HOSTS": "h1 8 h2 8"}) == ["h1", "h2"]
+    assert SYSTEMS["pbs"].hosts({}) is SYSTEMS["lsf"].hosts({}) is None
+
+
+def test_the_alarm_of_pbs_and_lsf_comes_before_the_limit(tmp_path: Path, batch: Any) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    script = batch_script(batch_config("lsf", time="0:02:01", signal_before_s=120), run)
+    again = f"{STAND_IN} -P -m nanoscale.launch.submission.requeue"
+    assert again in script
+    script = script.replace(again, "echo >> again")
+    job = batch(script, LSB_JOBID="7")
+    assert job.end() == 75
+    assert (job.folder / "again").read_text() == f"{run.path}\n"
+    assert (run.logs / "lsf-7.out").exists()

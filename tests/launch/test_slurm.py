@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.launch.slurm import slurm
-from nanoscale.launch.slurm.slurm import (
-    SlurmError,
-    job_states,
-    without_job_variables,
-)
+from nanoscale.launch.batch.slurm import SlurmSystem
+from nanoscale.launch.batch.system import BatchError, query, without_job_variables
 from nanoscale.runs.submission import Submission
 
 
@@ -40,23 +36,23 @@ def test_of_an_inherited_job_nothing_is_left_but_the_way_to_slurm() -> None:
 
 def test_no_sbatch_is_the_users_to_mend(bin_folder: Path) -> None:
     with pytest.raises(UserError) as caught:
-        slurm.submit(bin_folder / "script")
+        SlurmSystem().submit(bin_folder / "script")
     assert "login node" in str(caught.value)
 
 
 def test_one_of_several_clusters_is_remembered_and_asked(bin_folder: Path) -> None:
     program(bin_folder, "sbatch", 'echo "sbatch: a note" >&2; echo "12;north"')
-    job = slurm.submit(bin_folder / "script")
+    job = SlurmSystem().submit(bin_folder / "script")
     assert (job.job, job.cluster) == ("12", "north")
     program(bin_folder, "scancel", f'echo "$*" > {bin_folder}/said')
-    slurm.cancel(job)
-    assert (bin_folder / "said").read_text() == "--clusters=north 12\n"
+    query(SlurmSystem().cancel(job))
+    assert (bin_folder / "said").read_text() == "--clusters=north --state=PENDING 12\n"
 
 
 def test_what_sbatch_says_is_the_error(bin_folder: Path) -> None:
     program(bin_folder, "sbatch", "printf 'sbatch: error: one\\nsbatch: error: two\\n' >&2; exit 1")
-    with pytest.raises(SlurmError, match="^one; two$"):
-        slurm.submit(bin_folder / "script")
+    with pytest.raises(BatchError, match="^one; two$"):
+        SlurmSystem().submit(bin_folder / "script")
 
 
 def test_a_wide_answer_is_read_whole(bin_folder: Path) -> None:
@@ -66,7 +62,7 @@ def test_a_wide_answer_is_read_whole(bin_folder: Path) -> None:
         "12_4  |PENDING |Resources|  |N/A|0 |",
     ]
     program(bin_folder, "squeue", "\n".join(f"echo '{row}'" for row in rows))
-    states = job_states([Submission("12", 3), Submission("12", 4), Submission("13")])
+    states = SlurmSystem().states([Submission("12", 3), Submission("12", 4), Submission("13")])
     assert sorted(states) == ["12_3", "12_4"]
     running, waiting = states["12_3"], states["12_4"]
     assert (running.nodes, running.start, running.reason) == (nodes, "2026-11-21 20:13:06", "")
@@ -78,19 +74,19 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(bin_folder: Path) -> None:
     program(
         bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     )
-    assert job_states([Submission("12")]) == {}
+    assert SlurmSystem().states([Submission("12")]) == {}
 
 
 def test_a_program_of_slurm_that_cannot_be_run_is_no_internal_error(bin_folder: Path) -> None:
     (bin_folder / "squeue").write_text("neither a script nor a program")
     (bin_folder / "squeue").chmod(0o755)
-    with pytest.raises(SlurmError, match="squeue cannot be run: Exec format error"):
-        job_states([Submission("12")])
+    with pytest.raises(BatchError, match="squeue cannot be run: Exec format error"):
+        SlurmSystem().states([Submission("12")])
 
 
 @pytest.mark.parametrize("text", [None, "echo 'squeue: error: Unable to contact' >&2; exit 1"])
 def test_a_slurm_that_cannot_be_asked_is_told_from_that(bin_folder: Path, text: str | None) -> None:
     if text is not None:
         program(bin_folder, "squeue", text)
-    with pytest.raises(SlurmError):
-        job_states([Submission("12")])
+    with pytest.raises(BatchError):
+        SlurmSystem().states([Submission("12")])

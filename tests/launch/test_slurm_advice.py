@@ -20,7 +20,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import check
-from nanoscale.launch.slurm.jobs import way_on
+from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.submission.batch_job import _BLAMED
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory

@@ -12,9 +12,9 @@ from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import check
+from nanoscale.launch.batch import jobs
+from nanoscale.launch.batch.jobs import Activity, job_of
 from nanoscale.launch.lifecycle import stopping
-from nanoscale.launch.slurm import jobs
-from nanoscale.launch.slurm.jobs import Activity, job_of
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission

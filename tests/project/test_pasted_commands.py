@@ -13,7 +13,7 @@ import nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.violations import override
 from nanoscale.data.prepare.folder import _check_request
-from nanoscale.launch.slurm.jobs import way_on
+from nanoscale.launch.batch.jobs import way_on
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory, check_free, check_name
 from nanoscale.runs.lock import RunLock

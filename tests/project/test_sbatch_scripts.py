@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nanoscale.launch.submission.batch_script import FOLLOW, LISTEN, REQUEUE
+from nanoscale.launch.batch.slurm import LISTEN, REQUEUE
+from nanoscale.launch.submission.batch_script import FOLLOW
 from tests.support.batch import STAND_IN, Batch
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "sbatch"

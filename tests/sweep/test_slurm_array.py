@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from nanoscale.launch.slurm import jobs
-from nanoscale.launch.slurm.slurm import JobState, SlurmError
+from nanoscale.launch.batch.system import BatchError, JobState
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
@@ -40,7 +40,7 @@ def waiting(submissions: list[Submission]) -> dict[str, JobState]:
 def test_trials_that_were_submitted_again_are_queued(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "job_states", waiting)
+    monkeypatch.setattr(SYSTEMS["slurm"], "states", waiting)
     queued, ended = ["queued"] * 3, ["completed", "failed", "interrupted", "queued"]
     assert slurm_array.states(sweep, TRIALS) == [*queued, *ended]
     for name in ("failed", "stopped"):
@@ -52,8 +52,8 @@ def test_a_controller_that_does_not_answer_is_an_error(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_answer(submissions: list[Submission]) -> dict[str, JobState]:
-        raise SlurmError("no controller")
+        raise BatchError("no controller")
 
-    monkeypatch.setattr(jobs, "job_states", no_answer)
-    with pytest.raises(SlurmError, match="no controller"):
+    monkeypatch.setattr(SYSTEMS["slurm"], "states", no_answer)
+    with pytest.raises(BatchError, match="no controller"):
         slurm_array.states(sweep, TRIALS)

@@ -1,4 +1,4 @@
-"""The machines that `cluster` describes, as those of a plan, of a rehearsal or of a job of SLURM."""
+"""The machines that `cluster` describes, as those of a plan, of a rehearsal or of a job of a batch system."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ def on_described_hosts(line: CommandLine) -> CommandLine:
 
 
 def planned_hosts(composed: Composed) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile, or the nodes that SLURM would be asked for."""
-    from nanoscale.config.rules.launcher import requested_launcher
-    from nanoscale.launch.slurm.allocation import requested_nodes
+    """Return the hosts of the hostfile, or the nodes that the batch system would be asked for."""
+    from nanoscale.config.rules.launcher import BATCH_NAMES, requested_launcher
+    from nanoscale.launch.batch.allocation import requested_nodes
     from nanoscale.launch.transport.transport import read_hosts
 
-    return (requested_nodes if requested_launcher(composed) == "slurm" else read_hosts)(composed)
+    is_batch = requested_launcher(composed) in BATCH_NAMES
+    return (requested_nodes if is_batch else read_hosts)(composed)
 
 
 def on_described_nodes(line: CommandLine) -> CommandLine:
-    """Return the line of a job of SLURM with the nodes and devices of the cluster, unless it sets others."""
+    """Return a line with the nodes and devices of the cluster, unless it sets others."""
     from nanoscale.config.hardware.data_sheets import described
 
     config = line.compose().config

@@ -76,6 +76,10 @@ class CommandLine:
                 composed = self._compose(others, {**self.options, **local})
         return replace(composed, words=words)
 
+    def compose_settings(self) -> Composed:
+        """Compose the configuration as it is written, and fetch nothing."""
+        return self._compose(tuple(self.overrides or ()), self.options)
+
     def _compose(self, words: Sequence[str], options: Mapping[str, Setting]) -> Composed:
         from nanoscale.config.composing.compose import compose
 
@@ -89,12 +93,9 @@ class CommandLine:
         Raises:
             UserError: another program starts this command many times, or nobody trusts the file.
         """
-        from nanoscale.launch.hosts.outer_processes import is_asked
-        from nanoscale.launch.slurm.allocation import require_one_launcher
+        from nanoscale.launch.batch.allocation import require_one_launcher
 
         if not self.one_of_many:
-            if is_asked(self.overrides):
-                raise UserError("usage", "launcher=env is for `nanoscale train` alone")
             require_one_launcher()
         if self.config_file is not None:
             require_trust(self.config_file, self.compose, trust=self.trust)
@@ -186,6 +187,8 @@ def request_job(
     if starts:
         line.require_startable()
     composed = line.compose()
+    if starts and not line.one_of_many and composed.config.launcher.name == "env":
+        raise UserError("usage", "launcher=env is for `nanoscale train` alone")
     if verify is not None:
         verify(composed)
     checked = check_request(

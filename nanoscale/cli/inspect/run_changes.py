@@ -68,8 +68,8 @@ def stop_run(
 ) -> int:
     """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.batch.jobs import job_of, require_known
     from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
-    from nanoscale.launch.slurm.jobs import job_of, require_known
     from nanoscale.runs import lock, status
     from nanoscale.runs.directory import RunDirectory
 
@@ -103,7 +103,7 @@ _KEEP = "checkpoint.keep_"
 
 def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = False) -> int:
     """Delete runs with all their files, after a question. An active run is refused."""
-    from nanoscale.launch.slurm.jobs import require_inactive
+    from nanoscale.launch.batch.jobs import require_inactive
     from nanoscale.runs.changes import remove, size_of
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock
@@ -149,7 +149,7 @@ def prune_checkpoints(
     """
     from nanoscale.checkpoint import store
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.slurm.jobs import require_inactive
+    from nanoscale.launch.batch.jobs import require_inactive
     from nanoscale.runs import fence, status
     from nanoscale.runs.changes import size_of
     from nanoscale.runs.directory import RunDirectory

@@ -15,8 +15,8 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
+    from nanoscale.launch.batch.jobs import Job
     from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
     from nanoscale.runs.tail import LineTail
@@ -58,7 +58,7 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
 
 def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     """Show the run's events until nobody works on it; return the state of its job."""
-    from nanoscale.launch.slurm.jobs import ASK_S, job_of
+    from nanoscale.launch.batch.jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
     said, job = "", None
@@ -154,7 +154,7 @@ def show_logs(
     follow: bool = opt.option("Continue until the run ends", "--follow", "-f", default=False),
 ) -> None:
     """Print the output of the ranks, each line with its host and rank."""
-    from nanoscale.launch.slurm.jobs import Activity, batch_logs
+    from nanoscale.launch.batch.jobs import Activity, batch_logs
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.tail import LineTail
 
@@ -184,7 +184,7 @@ def _print_lines(path: Path, tail: LineTail, last: bool) -> None:
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:
-    from nanoscale.launch.slurm.jobs import batch_logs
+    from nanoscale.launch.batch.jobs import batch_logs
 
     have = [path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*"))]
     message = f"{run.name} has no such log; its attempts: {', '.join(have) or 'none'}"

@@ -30,7 +30,7 @@ app = typer.Typer(
 def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Show the state of a run, its figures and its events."""
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.slurm.jobs import job_of
+    from nanoscale.launch.batch.jobs import job_of
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.run_table import document, print_run
 
@@ -60,7 +60,7 @@ def list_runs(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the runs, the oldest first. Several --where must all hold."""
-    from nanoscale.launch.slurm.jobs import jobs_of
+    from nanoscale.launch.batch.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.sweep.sweep import ROOT
     from nanoscale.view.run.run_table import column, condition, print_runs, row

@@ -257,11 +257,11 @@ def _report(
 @contextmanager
 def _removed_on_refusal(new: Sweep | None) -> Iterator[None]:
     """Remove a new sweep's folder if SLURM does not take its trials."""
-    from nanoscale.launch.slurm.slurm import SlurmError
+    from nanoscale.launch.batch.system import BatchError
 
     try:
         yield
-    except (SlurmError, UserError) as error:
+    except (BatchError, UserError) as error:
         if new is not None:
             shutil.rmtree(new.path)
         if isinstance(error, UserError):
@@ -312,7 +312,7 @@ def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
 
 def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
     """Check and plan every trial that has no run yet; examples, if a sampler chooses them."""
-    from nanoscale.cli.jobs.train import request_for_slurm, through_slurm
+    from nanoscale.cli.jobs.train import request_for_batch, through_batch
     from nanoscale.config.composing.compose import Setting
 
     sweep, space, settings = start.sweep, start.space, start.settings
@@ -330,8 +330,8 @@ def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
         line = CommandLine(overrides, config_dir=_config_dir(settings), options=own)
         try:
             if settings.slurm:
-                line = replace(line, options=through_slurm(line.options), trust=True)
-                request = request_for_slurm(line, fetch=not start.dry_run)
+                line = replace(through_batch(line), trust=True)
+                request = request_for_batch(line, fetch=not start.dry_run)
             else:
                 request = request_job(line)
             requests.append(planned(request, Refusals(), force=start.force))

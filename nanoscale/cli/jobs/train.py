@@ -1,9 +1,8 @@
-"""`nanoscale train`, `resume` and `submit`: one job, here, on hosts or through SLURM."""
+"""`nanoscale train`, `resume` and `submit`: one job, here, on hosts or through a batch system."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
-    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.runs.directory import RunDirectory
@@ -43,10 +41,9 @@ def train(
     """Check, plan, launch and follow a job until its end."""
     from nanoscale.cli.jobs.launching import attempt, ready_fleet, show_plan
     from nanoscale.launch.fleet.signals import Signals
-    from nanoscale.launch.hosts.outer_processes import is_asked
     from nanoscale.launch.lifecycle.prepare import new_run
 
-    if is_asked(line.overrides):
+    if _launches_outside(line):
         from nanoscale.cli.jobs.outer import train_as_one_of_many
 
         return train_as_one_of_many(line, dry_run, as_json, force=force, rehearse=rehearse)
@@ -56,6 +53,18 @@ def train(
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return attempt(lock, request, 1, fleet, signals, as_json)
+
+
+def _launches_outside(line: CommandLine) -> bool:
+    """True if another program has started this process for launcher=env."""
+    from nanoscale.launch.hosts.outer_processes import is_follower
+
+    try:
+        return line.compose_settings().config.launcher.name == "env"
+    except UserError:
+        if not is_follower():
+            raise
+        return True  # the first process says what is wrong
 
 
 @requesting(*LAUNCH)
@@ -155,20 +164,21 @@ def submit(
     rehearse: opt.Rehearse = False,
     as_json: opt.AsJson = False,
 ) -> int:
-    """Submit a job to SLURM; lists of values make an array."""
+    """Submit a job to SLURM, PBS or LSF; lists of values make an array (SLURM)."""
     from nanoscale.config.composing.variants import expand
+    from nanoscale.config.rules.launcher import BATCH_NAMES
     from nanoscale.launch.submission.batch_job import batch_job
-
-    if ORCHESTRATORS & set(line.overrides or ()):
-        return _write_file(line, dry_run, force, as_json)
     from nanoscale.view.run import launch_text as text
 
     variants = expand(line.overrides or [])
-    line = replace(line, overrides=variants[0].words, options=through_slurm(line.options))
+    first = replace(line, overrides=variants[0].words)
+    if first.compose_settings().config.launcher.name in ORCHESTRATORS:
+        return _write_file(line, dry_run, force, as_json)
+    line = through_batch(first, BATCH_NAMES)
     line.require_startable()
     line = replace(line, trust=True)
     requests = [
-        request_for_slurm(replace(line, overrides=one.words), fetch=not dry_run) for one in variants
+        request_for_batch(replace(line, overrides=one.words), fetch=not dry_run) for one in variants
     ]
     refusals = Refusals(postponed=dry_run)
     requests = [planned(one, refusals, force=force, rehearse=rehearse) for one in requests]
@@ -188,14 +198,14 @@ def submit(
     return DONE
 
 
-ORCHESTRATORS = {"launcher=kubernetes", "launcher=skypilot"}
+ORCHESTRATORS = ("kubernetes", "skypilot")
 
 
 def _write_file(line: CommandLine, dry_run: bool, force: bool, as_json: bool) -> int:
     """Print the file of a job for Kubernetes or SkyPilot."""
     from nanoscale.config.values.yaml_file import to_yaml
+    from nanoscale.launch.batch.allocation import requested_nodes
     from nanoscale.launch.lifecycle.prepare import name_run
-    from nanoscale.launch.slurm.allocation import requested_nodes
     from nanoscale.launch.submission.orchestrators import render
 
     if not dry_run or line.config_file is not None:
@@ -211,34 +221,34 @@ def _write_file(line: CommandLine, dry_run: bool, force: bool, as_json: bool) ->
     return refusals.show()
 
 
-def through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the options with SLURM as the launcher."""
+def through_batch(line: CommandLine, launchers: Sequence[str] = ("slurm",)) -> CommandLine:
+    """Return the line with one of the launchers of batch systems: SLURM, if it chooses none.
+
+    Raises:
+        UserError: another launcher was chosen.
+    """
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
+    from nanoscale.config.violations import refuse
 
-    return {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
+    key, composed = "launcher.name", line.compose_settings()
+    name = composed.config.launcher.name
+    if name in launchers:
+        return line
+    if composed.asked_for(key):
+        message = "is chosen, and submit launches through SLURM"
+        refuse([Violation(key, name, composed.source(key), message, ("launcher=slurm",))])
+    slurm = Setting("slurm", f"{COMMAND_LINE}: submit")
+    return replace(line, options={key: slurm, **line.options})
 
 
-def request_for_slurm(line: CommandLine, *, fetch: bool) -> Request:
-    """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
+def request_for_batch(line: CommandLine, *, fetch: bool) -> Request:
+    """Return one run, checked against the nodes to request; `fetch` as in `with_weights`."""
+    from nanoscale.launch.batch.allocation import requested_nodes
     from nanoscale.launch.preflight.by_library import with_weights
-    from nanoscale.launch.slurm.allocation import requested_nodes
 
-    line = on_described_nodes(line)
-    request = request_job(line, verify=_refuse_other_launchers, hosts=requested_nodes)
+    request = request_job(on_described_nodes(line), hosts=requested_nodes)
     checked = with_weights(request.composed, request.config, fetch=fetch)
     launcher = replace(checked.launcher, devices=request.hosts[0].slots)
     run = replace(checked.run, root=str(Path(checked.run.root).absolute()))
     return replace(request, config=replace(checked, launcher=launcher, run=run))
-
-
-def _refuse_other_launchers(composed: Composed) -> None:
-    """Refuse another launcher that was chosen explicitly, instead of ignoring it silently."""
-    from nanoscale.config.violations import refuse
-
-    before = composed.history["launcher.name"][:-1]
-    file = re.sub(r":[0-9]+$", "", before[-1].source)
-    if before[-1].value != "slurm" and file not in composed.unasked:
-        message = "is chosen, and submit launches through SLURM"
-        value, source = before[-1].value, before[-1].source
-        refuse([Violation("launcher.name", value, source, message, ("launcher=slurm",))])

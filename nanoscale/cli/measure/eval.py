@@ -162,7 +162,7 @@ class _TasksRequest:
 
 def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_json: bool) -> int:
     calm_threads()
-    from nanoscale.launch.slurm.allocation import require_one_launcher
+    from nanoscale.launch.batch.allocation import require_one_launcher
 
     require_one_launcher()
     from nanoscale.generate.harness import Answers, evaluate_tasks, require_library

@@ -18,7 +18,7 @@ from nanoscale.config import reference
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import override, refuse
 
-_WITHOUT_COMMAS = {"launcher.nodes", "launcher.slurm.time"}
+_WITHOUT_COMMAS = {"launcher.nodes", "launcher.slurm.time", "launcher.batch.time"}
 """keys whose texts hold no comma"""
 
 

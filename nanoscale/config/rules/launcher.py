@@ -1,5 +1,5 @@
 """Rules of the launcher: the machines of the ranks, the keys of each launcher, the ranks' environment, and
-SLURM's settings, each of which must fit in one line of a batch script."""
+the settings of batch systems, each of which must fit in one line of a batch script."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ import re
 import socket
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from nanoscale.common.units import listed
 from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.schema import Launcher, Slurm
+from nanoscale.config.schema import BatchName, BatchSettings, Launcher, LauncherName, Slurm
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 
-LauncherName = Literal["local", "ssh", "pdsh", "slurm", "env", "kubernetes", "skypilot"]
+BATCH_NAMES: tuple[str, ...] = get_args(BatchName)
+_BATCH = tuple(name for name in BATCH_NAMES if name != "slurm")
+"""The launchers that read `launcher.batch`."""
 _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.hostfile": ("ssh", "pdsh"),
     "launcher.include": ("ssh", "pdsh"),
     "launcher.exclude": ("ssh", "pdsh"),
-    "launcher.nodes": ("ssh", "pdsh", "slurm", "kubernetes", "skypilot"),
-    "launcher.container": ("ssh", "pdsh", "slurm", "kubernetes", "skypilot"),
-    "launcher.container_mounts": ("ssh", "pdsh", "slurm", "kubernetes"),
-    "launcher.container_runtime": ("ssh", "pdsh", "slurm"),
-    "launcher.master_addr": ("ssh", "pdsh", "slurm"),
-    "launcher.ssh_args": ("ssh", "pdsh"),
-    "cluster.python": ("ssh", "pdsh", "slurm"),
-    "cluster.pythons": ("ssh", "pdsh"),
+    "launcher.nodes": ("ssh", "pdsh", *BATCH_NAMES, "kubernetes", "skypilot"),
+    "launcher.container": ("ssh", "pdsh", *BATCH_NAMES, "kubernetes", "skypilot"),
+    "launcher.container_mounts": ("ssh", "pdsh", *BATCH_NAMES, "kubernetes"),
+    "launcher.container_runtime": ("ssh", "pdsh", *BATCH_NAMES),
+    "launcher.master_addr": ("ssh", "pdsh", *BATCH_NAMES),
+    "launcher.ssh_args": ("ssh", "pdsh", *_BATCH),
+    "cluster.python": ("ssh", "pdsh", *BATCH_NAMES),
+    "cluster.pythons": ("ssh", "pdsh", *_BATCH),
     **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(Slurm)},
+    **{f"launcher.batch.{name}": _BATCH for name in reference.members(BatchSettings)},
 }
 """Keys that only some launchers use."""
 
@@ -50,7 +53,7 @@ def resolve_launcher(resolution: Resolution) -> Launcher:
     _check_master(resolution)
     _check_cluster(resolution)
     check_environment(resolution)
-    check_slurm(resolution)
+    check_batch(resolution)
     _check_container(resolution)
     launcher = resolution.config.launcher
     return replace(launcher, name=_name(resolution), hostfile=absolute(launcher.hostfile))
@@ -106,8 +109,8 @@ def _check_concerns(resolution: Resolution) -> None:
         if way not in ways:
             others = "--hostfile hosts" if launcher.hostfile is None else "launcher.name=ssh"
             instead = others if "ssh" in ways and way == "local" else None
-            for_slurm = "launcher.name=slurm" if ways == ("slurm",) else None
-            resolution.refuse_idle(key, f"launcher.name={way}", instead, for_slurm)
+            for_batch = f"launcher.name={ways[0]}" if set(ways) < {*BATCH_NAMES} else None
+            resolution.refuse_idle(key, f"launcher.name={way}", instead, for_batch)
     if way == "pdsh" and any(len(word.split()) != 1 for word in launcher.ssh_args):
         message = "cannot hold an argument with a space, at which pdsh would split it"
         resolution.refuse("launcher.ssh_args", message, "launcher.name=ssh")
@@ -224,7 +227,7 @@ def check_environment(resolution: Resolution) -> None:
             resolution.refuse("launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'")
 
 
-# --- SLURM ----------------------------------------------------------------------------------------
+# --- batch systems ----------------------------------------------------------------------------------------
 
 _TIME = re.compile(
     r"(?P<minutes>[0-9]+)"
@@ -252,7 +255,7 @@ _OUR_OPTIONS = (
     "test-only", "wait", "wrap",
 )  # fmt: skip
 """Options of sbatch by which a run is followed and resumed."""
-_LINES = ("partition", "account", "qos", "constraint", "gpus")
+_LINES = ("partition", "account", "qos", "constraint", "gpus", "queue", "resources")
 
 
 def time_limit_s(text: str) -> int | None:
@@ -266,19 +269,26 @@ def time_limit_s(text: str) -> int | None:
     return minutes * 60 + values["ds"] + values["s"]
 
 
-def check_slurm(resolution: Resolution) -> None:
-    """Check the forms of its values."""
-    slurm = resolution.config.launcher.slurm
+def check_batch(resolution: Resolution) -> None:
+    """Check the forms of the settings of batch systems."""
+    launcher = resolution.config.launcher
+    _check_settings(resolution, "launcher.slurm", launcher.slurm, "--", "long option of sbatch")
+    _check_settings(resolution, "launcher.batch", launcher.batch, "-", "option")
+
+
+def _check_settings(
+    resolution: Resolution, section: str, settings: Slurm | BatchSettings, dashes: str, what: str
+) -> None:
     for name in _LINES:
-        value = getattr(slurm, name)
+        value = getattr(settings, name, None)
         if value is not None and not is_line(value):
-            key = f"launcher.slurm.{name}"
+            key = f"{section}.{name}"
             resolution.refuse(key, "must be one line of printable characters", f"{key}=null")
-    key, given = "launcher.slurm.directives", slurm.directives
-    wrong = [text for text in given if not text.startswith("--") or not is_line(text)]
+    key, given = f"{section}.directives", settings.directives
+    wrong = [text for text in given if not text.startswith(dashes) or not is_line(text)]
     if wrong:
-        corrected = ",".join(f'"--{text.lstrip("- ")}"' for text in given if is_line(text))
-        message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
+        corrected = ",".join(f'"{dashes}{text.lstrip("- ")}"' for text in given if is_line(text))
+        message = f"holds {wrong[0]!r}; each is one {what}, beginning with `{dashes}`"
         resolution.refuse(key, message, f"'{key}=[{corrected}]'" if corrected else None)
     for text in given:
         option = _OPTION.match(text)
@@ -288,10 +298,10 @@ def check_slurm(resolution: Resolution) -> None:
             resolution.refuse(key, message, f"{_KEYS[name]}={value or '…'}")
         elif name in _OUR_OPTIONS:
             resolution.refuse(key, f"holds --{name}, which nanoscale sets itself", None)
-    if slurm.time is None:
+    if settings.time is None:
         return
-    key, text = "launcher.slurm.time", slurm.time
-    limit, before = time_limit_s(text), slurm.signal_before_s
+    key, text = f"{section}.time", settings.time
+    limit, before = time_limit_s(text), settings.signal_before_s
     if limit is None:
         message, meant = "must be minutes, H:MM:SS or D-HH:MM:SS", ["1:30:00", "2-00:00:00"]
         if short := _SHORT_TIME.fullmatch(text):
@@ -303,8 +313,8 @@ def check_slurm(resolution: Resolution) -> None:
         resolution.refuse(key, "must be above 0", f"{key}=null")
     elif before >= limit:
         message = f"is not shorter than the time limit, {limit} s ({key}={text})"
-        shorter = f"launcher.slurm.signal_before_s={limit // 2}"
-        resolution.refuse("launcher.slurm.signal_before_s", message, shorter)
+        shorter = f"{section}.signal_before_s={limit // 2}"
+        resolution.refuse(f"{section}.signal_before_s", message, shorter)
 
 
 def is_line(text: str) -> bool:

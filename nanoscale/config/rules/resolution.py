@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import Violation
@@ -17,7 +17,7 @@ from nanoscale.config.machines import Host
 from nanoscale.config.reference import value_of
 from nanoscale.config.rules.neighbors import advice, completed
 from nanoscale.config.rules.rule import Rule, ignored, reset
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import BatchName, Config
 from nanoscale.config.values.provenance import COMMAND_LINE, Composed
 from nanoscale.config.violations import refuse
 
@@ -43,7 +43,7 @@ class Resolution:
     @cached_property
     def remote(self) -> bool:
         """True if ranks are started on other machines, whose devices are not known here."""
-        if self.config.launcher.name == "slurm":
+        if self.config.launcher.name in get_args(BatchName):
             return bool(self.hosts)
         return any(not machines.is_here(host.name) for host in self.hosts)
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from nanoscale.config.machines import Host
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
-from nanoscale.launch.slurm.slurm import SlurmError, host_names
+from nanoscale.launch.batch.slurm import host_names
+from nanoscale.launch.batch.system import BatchError
 
 AGENT_NAME = "NANOSCALE_AGENT_NAME"
 """The name of the variable with the name by which a host's agent introduces itself."""
@@ -59,9 +60,12 @@ class OuterProcess:
         return self.host == self.local == 0
 
 
-def is_asked(words: Sequence[str] | None) -> bool:
-    """True if the command line says that another program has started its processes."""
-    return not {"launcher=env", "launcher.name=env"}.isdisjoint(words or ())
+def is_follower() -> bool:
+    """True if another program has started this process and an earlier one."""
+    try:
+        return not this_process().launches
+    except UserError:
+        return False
 
 
 def this_process(env: Mapping[str, str] = os.environ) -> OuterProcess:
@@ -111,7 +115,7 @@ def names(process: OuterProcess, env: Mapping[str, str] = os.environ) -> list[st
         try:
             if len(found := host_names(nodes)) == process.hosts:
                 return found
-        except SlurmError:
+        except BatchError:
             pass
     return [f"host{number}" for number in range(process.hosts)]
 

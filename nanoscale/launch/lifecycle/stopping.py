@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.launch.slurm.jobs import ASK_S, Job, job_of, require_known
-from nanoscale.launch.slurm.slurm import SlurmError, cancel, signal_batch
+from nanoscale.launch.batch.jobs import ASK_S, Job, job_of, require_known
+from nanoscale.launch.batch.system import BatchError, query
 from nanoscale.runs import events, lock, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import Owner
@@ -25,11 +25,12 @@ def leave_queue(run: RunDirectory, job: Job) -> Job | None:
     """Cancel a job that waits; return the job if it has begun meanwhile.
 
     Raises:
-        UserError: the job may be another run's, SLURM refuses, or it cannot be asked whether the job has begun.
+        UserError: the job may be another run's, the batch system refuses, or it cannot be asked whether the
+            job has begun.
     """
     _require_own(run, job)
     with _refused(run, job):
-        cancel(job.submission, only_waiting=True)
+        query(job.system.cancel(job.submission))
     after = job_of(run)
     require_known(run, after)
     if after is not None and after.is_there:
@@ -40,16 +41,16 @@ def leave_queue(run: RunDirectory, job: Job) -> Job | None:
 
 
 def active(owner: Owner | None, job: Job | None) -> Owner | Job | None:
-    """Return the launcher or the SLURM job that can be asked to stop a run; None if it is not active."""
+    """Return the launcher or the job that can be asked to stop a run; None if it is not active."""
     present = job if job is not None and job.is_there else None
     return owner if owner is not None and owner.is_here else present or owner
 
 
 def ask_to_stop(run: RunDirectory, target: Owner | Job) -> None:
-    """Ask the launcher or the SLURM job of a run to save and stop.
+    """Ask the launcher or the job of a run to save and stop.
 
     Raises:
-        UserError: the launcher is on another host, the job may be another run's, or SLURM refuses.
+        UserError: the launcher is on another host, the job may be another run's, or the batch system refuses.
     """
     if isinstance(target, Owner):
         if target.is_here:
@@ -59,7 +60,7 @@ def ask_to_stop(run: RunDirectory, target: Owner | Job) -> None:
     _require_own(run, target)
     with _refused(run, target):
         _note(run)
-        signal_batch(target.submission, "TERM")
+        query(target.system.signal(target.submission, "TERM"))
 
 
 def wait_for_end(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float) -> bool:
@@ -79,14 +80,12 @@ def _require_own(run: RunDirectory, job: Job) -> None:
     """Raise a UserError if slurm.json may name the job of another run, since another user wrote it."""
     if is_own(run):
         return
-    number = str(job.submission)
-    cluster = job.submission.cluster
-    there = [] if cluster is None else [f"--clusters={cluster}"]
-    signal = [] if job.waits else ["--batch", "--signal=TERM"]
-    command = shlex.join(["scancel", *there, *signal, number])
-    suggestions = (command,) if re.fullmatch(r"[0-9]+(_[0-9]+)?", number) else ()
+    system, one = job.system, job.submission
+    command = system.cancel(one) if job.waits else system.signal(one, "TERM")
+    is_number = re.fullmatch(r"[0-9]+(_[0-9]+|\.[A-Za-z0-9.-]+)?", str(one))
+    suggestions = (shlex.join(command),) if is_number else ()
     message = f"{run.path} was not made by your own runs, and {job} may be another run's"
-    raise UserError("slurm", message, [Violation("RUN", run.name, "", message, suggestions)])
+    raise UserError(system.name, message, [Violation("RUN", run.name, "", message, suggestions)])
 
 
 def _note(run: RunDirectory) -> None:
@@ -100,6 +99,7 @@ def _note(run: RunDirectory) -> None:
 def _refused(run: RunDirectory, job: Job) -> Iterator[None]:
     try:
         yield
-    except SlurmError as error:
+    except BatchError as error:
         message = f"{job} cannot be stopped: {error}"
-        raise UserError("slurm", message, [Violation("RUN", run.name, "", message)]) from error
+        violation = Violation("RUN", run.name, "", message)
+        raise UserError(job.system.name, message, [violation]) from error

@@ -1,4 +1,4 @@
-"""Runs that are prepared here and launched by a SLURM job."""
+"""Runs that are prepared here and launched by a job of a batch system."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import differences
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
+from nanoscale.launch.batch.system import BatchError, BatchSystem
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.lifecycle.prepare import (
     check_new_run,
     check_new_runs,
@@ -20,8 +22,6 @@ from nanoscale.launch.lifecycle.prepare import (
     new_run,
 )
 from nanoscale.launch.request import Request
-from nanoscale.launch.slurm import slurm
-from nanoscale.launch.slurm.slurm import SlurmError
 from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.runs import submission
 from nanoscale.runs.directory import ARRAY, RunDirectory, removed_on_error, write_atomically
@@ -47,12 +47,16 @@ _ALIKE = ("launcher.", "cluster.python", "run.root")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job for one run, or an array of jobs for several with the same request to SLURM."""
+    """One job for one run, or an array of jobs for several with the same request to the batch system."""
 
     name: str
     requests: Sequence[Request]
     at_once: int | None = None
     """For an array, the number of runs at the same time."""
+
+    @property
+    def system(self) -> BatchSystem:
+        return SYSTEMS[self.requests[0].config.launcher.name]
 
     @property
     def is_array(self) -> bool:
@@ -102,10 +106,10 @@ class BatchJob:
         return array_script(one.config, self.path.parent, self.name, count, self.at_once)
 
     def submit(self) -> Submission:
-        """Create the run directories and submit them; if SLURM refuses, they are removed.
+        """Create the run directories and submit them; if they are refused, they are removed.
 
         Raises:
-            UserError: a run cannot be created, there is no sbatch here, or SLURM refused.
+            UserError: a run cannot be created, or the batch system is not installed here or refused.
         """
         script = self.script
         with removed_on_error(self.root) as made:
@@ -119,9 +123,9 @@ class BatchJob:
                 write_atomically(runs_list(self.path.parent), runs)
             write_atomically(self.path, script)
             try:
-                job = slurm.submit(self.path)
-            except SlurmError as error:
-                raise refused(error, self.requests[0].composed) from error
+                job = self.system.submit(self.path)
+            except BatchError as error:
+                raise refused(error, self.system, self.requests[0].composed) from error
         for number, request in enumerate(self.requests):
             task = number if self.is_array else None
             submission.write(request.run, replace(job, task=task))
@@ -131,6 +135,9 @@ class BatchJob:
 def batch_job(requests: Sequence[Request], at_once: int | None) -> BatchJob:
     """Return the job of one run or of an array, with their names."""
     if len(requests) > 1:
+        if (name := requests[0].config.launcher.name) != "slurm":
+            message = f"several values make an array of SLURM; submit one run at a time with launcher={name}"
+            raise UserError("usage", message)
         return BatchJob(*name_runs(requests), at_once)
     if at_once is not None:
         raise UserError("usage", "--at-once needs an array of runs, as in train.seed=1,2,3")
@@ -144,18 +151,18 @@ def _refuse_unlike(one: Request, other: Request) -> None:
     for key, values in differences(one.config, other.config).items():
         if key.startswith(_ALIKE):
             them, source = " and ".join(map(shown, values)), other.composed.source(key)
-            rule = f"differs between the runs ({them}), and one script asks SLURM for what they all need"
+            rule = f"differs between the runs ({them}), and one script asks for what they all need"
             violations.append(Violation(key, None, source, rule, (override(key, values[1]),)))
     refuse(violations)
 
 
-def refused(error: SlurmError, composed: Composed | None = None) -> UserError:
-    """Return sbatch's message as an error, with the key of a configuration that it may be about."""
+def refused(error: BatchError, system: BatchSystem, composed: Composed | None = None) -> UserError:
+    """Return a batch system's message as an error, with the key of a configuration that it may be about."""
     said = str(error).replace("Batch job submission failed: ", "")
-    if composed is not None:
+    if composed is not None and system.name == "slurm":
         for pattern, key, command in _BLAMED:
             if re.search(pattern, said, re.IGNORECASE):
                 value = value_of(composed.config, key)
                 cause = Violation(key, value, composed.source(key), said, (command,))
                 return UserError("slurm", "SLURM rejected the job", [cause])
-    return UserError("slurm", f"SLURM rejected the job: {said}")
+    return UserError(system.name, f"{system.title} rejected the job: {said}")

@@ -22,6 +22,8 @@ from nanoscale.config.rules.launcher import requested_launcher
 from nanoscale.config.schema import Config
 from nanoscale.config.values.forms import elastic
 from nanoscale.config.values.provenance import Composed
+from nanoscale.launch.batch.allocation import allocated_nodes, cpus_a_node, idle_nodes
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.hosts.hosts import read_hostfile
 from nanoscale.launch.hosts.outer_processes import (
     names,
@@ -29,7 +31,6 @@ from nanoscale.launch.hosts.outer_processes import (
     session_file,
     this_process,
 )
-from nanoscale.launch.slurm.allocation import allocated_nodes, cpus_a_node, idle_nodes
 from nanoscale.launch.transport.container import container_prefix, srun_options
 from nanoscale.processes import session
 from nanoscale.processes.session import Session
@@ -227,6 +228,20 @@ class Pdsh(Ssh):
         return ("pdsh", "-S", "-t", timeout, "-f", str(len(hosts)), "-w", names, remote)
 
 
+class BatchSsh(Ssh):
+    """A connection of ssh for each other host of a job of a batch system."""
+
+    hosts = staticmethod(allocated_nodes)
+
+    def exclusion_remedy(self, host: Host) -> str:
+        return Transport.exclusion_remedy(self, host)
+
+    def _command(self, host: Host, *arguments: str) -> Command:
+        if machines.is_here(host.name):
+            return ("sh", "-c", self._remote(host, *arguments))
+        return super()._command(host, *arguments)
+
+
 class Srun(Transport):
     """One command of srun for all nodes of a job, with one task per node, which gets all of its allocation."""
 
@@ -292,6 +307,7 @@ class Elsewhere(Env):
 
 
 _BY_LAUNCHER: dict[str, type[Transport]] = {
+    **dict.fromkeys(SYSTEMS, BatchSsh),
     "local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun, "env": Env,
     "kubernetes": Elsewhere, "skypilot": Elsewhere,
 }  # fmt: skip

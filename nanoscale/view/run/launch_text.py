@@ -1,4 +1,4 @@
-"""The description of a launch and of a job of SLURM, for people and as a document."""
+"""The description of a launch and of a job of a batch system, for people and as a document."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def saving_lines(request: Request) -> list[str]:
     return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]
 
 
-# --- jobs of SLURM ---------------------------------------------------------------------------------
+# --- jobs of batch systems ---------------------------------------------------------------------------------
 
 
 def script_document(batch: BatchJob, variants: Sequence[Variant]) -> dict[str, Any]:
@@ -204,15 +204,15 @@ def print_script(batch: BatchJob, variants: Sequence[Variant]) -> None:
     display.note(f"{ranks} {noun} on {counted(len(batch.requests[0].hosts), 'node')}")
     if batch.is_array:
         _print_runs(batch, variants)
-    if shutil.which("sbatch") is None:
-        display.note("sbatch is not installed here: submit from a login node")
+    if shutil.which(batch.system.program) is None:
+        display.note(f"{batch.system.program} is not installed here: submit from a login node")
     for line in _batch_lines(batch):
         display.note(line)
     display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
 
 def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submission) -> None:
-    """Print the job that SLURM has accepted, and what to type next."""
+    """Print the job that was accepted, and what to type next."""
     runs = [request.run for request in batch.requests]
     what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"
     display.show(f"{what} queued as job {job}")

@@ -9,8 +9,8 @@ from typing import Any, TextIO
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, counted, duration
+from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
 from nanoscale.launch.lifecycle.attempt import Outcome
-from nanoscale.launch.slurm.jobs import Job, in_words, output_of, way_on
 from nanoscale.runs import failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure

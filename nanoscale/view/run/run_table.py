@@ -14,7 +14,7 @@ from nanoscale.common.units import clock
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.violations import nearest_key, shown
-from nanoscale.launch.slurm.jobs import Job, in_words, output_of
+from nanoscale.launch.batch.jobs import Job, in_words, output_of
 from nanoscale.runs import events, failure, lock, metrics, status
 from nanoscale.runs.changes import TAGS_KEY, current_tags, read_tags
 from nanoscale.runs.directory import RunDirectory

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, duration
-from nanoscale.launch.slurm.jobs import Job, jobs_of
+from nanoscale.launch.batch.jobs import Job, jobs_of
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import read_document
 from nanoscale.runs.tail import read_end

@@ -1,4 +1,4 @@
-"""The SLURM jobs of runs, as far as they are known here."""
+"""The jobs of runs in batch systems, as far as they are known here."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import clock
-from nanoscale.launch.slurm.slurm import JobState, SlurmError, job_states
+from nanoscale.launch.batch.system import BatchError, BatchSystem, JobState
+from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.runs import lock, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.runs.trust import is_own
 
 ASK_S = 2.0
-"""Seconds between two queries to SLURM, which serves many users."""
+"""Seconds between two queries to a batch system, which serves many users."""
 
 _UNSETTLED = ("prepared", "starting", "running", "preempted")
-"""States in which SLURM may know more about a run than its directory."""
+"""States in which the batch system may know more about a run than its directory."""
 
 _ENDS = {
     "CANCELLED": "cancelled",
@@ -30,21 +31,25 @@ _ENDS = {
     "PREEMPTED": "preempted",
     "TIMEOUT": "out of time",
 }
-"""SLURM's end states, in words."""
+"""End states, in words."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a run, and its state in SLURM."""
+    """The job of a run, and its state in the batch system."""
 
     submission: Submission
     state: JobState | None
-    """None if SLURM no longer knows it, or could not be asked."""
+    """None if the batch system no longer knows it, or could not be asked."""
     problem: str = ""
-    """The reason why SLURM could not be asked."""
+    """The reason why the batch system could not be asked."""
 
     def __str__(self) -> str:
         return f"job {self.submission}"
+
+    @property
+    def system(self) -> BatchSystem:
+        return SYSTEMS[self.submission.system]
 
     @property
     def waits(self) -> bool:
@@ -58,18 +63,20 @@ class Job:
     @property
     def end(self) -> str:
         """Its end, in words."""
+        if self.submission.cancelled is not None:
+            return "cancelled"
         if self.state is None:
-            return "gone" if self.submission.cancelled is None else "cancelled"
+            return "gone"
         return _ENDS.get(self.state.state, self.state.state.lower())
 
     def sentence(self) -> str:
         """Return all that is known of it, in one line."""
         if self.problem:
-            return f"{self}: SLURM cannot be asked here: {self.problem}"
+            return f"{self}: {self.system.title} cannot be asked here: {self.problem}"
         if self.state is None and self.submission.cancelled is not None:
             return f"{self}: removed from the queue at {clock(self.submission.cancelled)}"
         if self.state is None:
-            return f"{self}: SLURM no longer knows it"
+            return f"{self}: {self.system.title} no longer knows it"
         state = self.state
         words = [f"{self}: {state.state}"]
         if state.reason:
@@ -96,7 +103,7 @@ def output_of(run: RunDirectory, one: Submission) -> Path | None:
     if one.script is None:
         return None
     folder = run.logs if one.task is None else Path(one.script).parent
-    return folder / f"slurm-{one}.out"
+    return folder / f"{one.system}-{one}.out"
 
 
 def way_on(run: RunDirectory) -> str:
@@ -104,15 +111,14 @@ def way_on(run: RunDirectory) -> str:
     one = submission.read(run)
     if one is None or one.script is None or not is_own(run):
         return shlex.join(["nanoscale", "resume", run.reference])
-    task = [] if one.task is None else [f"--array={one.task}"]
-    return shlex.join(["sbatch", *task, one.script])
+    return SYSTEMS[one.system].submission_command(one.script, one.task)
 
 
 def job_of(run: RunDirectory, previous: Job | None = None) -> Job | None:
-    """Return the newest job of a run; None if it was never submitted to SLURM.
+    """Return the newest job of a run; None if it was never submitted.
 
     Args:
-        previous: the previous answer, which is returned if SLURM cannot be asked.
+        previous: the previous answer, which is returned if the batch system cannot be asked.
     """
     one = submission.read(run)
     job = None if one is None else _ask([one])[str(one)]
@@ -120,17 +126,17 @@ def job_of(run: RunDirectory, previous: Job | None = None) -> Job | None:
 
 
 def require_inactive(run: RunDirectory) -> None:
-    """Raise a UserError if a launcher holds the run, or its SLURM job waits or runs, or may do so."""
+    """Raise a UserError if a launcher holds the run, or its job waits or runs, or may do so."""
     lock.refuse_if_held(run)
     job = job_of(run)
     require_known(run, job)
     if job is not None and job.is_there:
         stop = shlex.join(["nanoscale", "runs", "stop", run.reference])
-        raise _active(run, f"{job} waits in SLURM's queue or runs", stop)
+        raise _active(run, f"{job} waits in {job.system.title}'s queue or runs", stop)
 
 
 def require_known(run: RunDirectory, job: Job | None) -> None:
-    """Raise a UserError if SLURM could not be asked, and may know more about a run than its directory."""
+    """Raise a UserError if a batch system could not be asked that may know more about a run."""
     if job is None or not job.problem or job.submission.cancelled is not None:
         return
     if status.read(run).state in _UNSETTLED:
@@ -143,24 +149,28 @@ def _active(run: RunDirectory, what: str, *suggestions: str) -> UserError:
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
-    """Return the jobs of those runs that have one; SLURM is asked once, about runs that may wait or run."""
+    """Return the jobs of those runs that have one; a batch system is asked once, about those that may run."""
     handed = {run: one for run in runs if (one := submission.find(run)) is not None}
-    jobs = _ask([one for run, one in handed.items() if _may_be_in_slurm(run, one)])
+    jobs = _ask([one for run, one in handed.items() if _may_be_queued(run, one)])
     return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
 
 
-def _may_be_in_slurm(run: RunDirectory, one: Submission) -> bool:
+def _may_be_queued(run: RunDirectory, one: Submission) -> bool:
     """True if the run has not ended since the job was submitted."""
     recorded = status.read(run)
     return recorded.state in _UNSETTLED or recorded.ended is None or recorded.ended < one.time
 
 
 def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
-    try:
-        states, problem = job_states(handed), ""
-    except SlurmError as error:
-        states, problem = {}, str(error)
-    return {str(one): Job(one, states.get(str(one)), problem) for one in handed}
+    jobs: dict[str, Job] = {}
+    for system in {one.system for one in handed}:
+        ours = [one for one in handed if one.system == system]
+        try:
+            states, problem = SYSTEMS[system].states(ours), ""
+        except BatchError as error:
+            states, problem = {}, str(error)
+        jobs |= {str(one): Job(one, states.get(str(one)), problem) for one in ours}
+    return jobs
 
 
 def in_words(state: str, in_progress: bool, job: Job | None) -> str:
@@ -186,7 +196,7 @@ def batch_logs(run: RunDirectory) -> list[Path]:
 
 
 class Activity:
-    """A test whether a run is active, or waits in SLURM's queue."""
+    """A test whether a run is active, or waits in a queue."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

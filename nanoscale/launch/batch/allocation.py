@@ -1,4 +1,4 @@
-"""The nodes of a SLURM job: the requested ones, and the allocated ones."""
+"""The nodes of a job of a batch system: the requested ones, and the allocated ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from nanoscale.config.rules import Host
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
-from nanoscale.launch.slurm.slurm import SlurmError, host_names
+from nanoscale.launch.batch.system import BatchError
+from nanoscale.launch.batch.systems import SYSTEMS
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 """SLURM's own steps have numbers from here on: 4294967290 is that of an interactive shell."""
@@ -38,27 +39,26 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     """Return the nodes of the job that this process is a part of, `launcher.nodes` of them.
 
     Raises:
-        UserError: this is not a job of SLURM, or it has too few nodes.
+        UserError: this is not a job of the batch system, or it has too few nodes.
     """
     violation = forms.nodes_violation(composed)
     if violation is not None:
         refuse([violation])
-    node_list = os.environ.get("SLURM_JOB_NODELIST")
-    key = "launcher.name"
-    if node_list is None:
-        message = "starts ranks within a SLURM job, and this shell is not in one"
-        remedy = "put `salloc --nodes=2` before the command; to queue a training, type "
-        remedy += "`nanoscale submit` instead of `nanoscale train`"
-        refuse([Violation(key, "slurm", composed.source(key), message, remedy=remedy)])
+    key, system = "launcher.name", SYSTEMS[composed.config.launcher.name]
     try:
-        names = host_names(node_list)
-    except SlurmError as error:
-        message = f"SLURM cannot expand the list of nodes {node_list}: {error}"
-        raise UserError("slurm", message) from error
+        names = system.hosts(os.environ)
+    except (BatchError, OSError) as error:
+        message = f"{system.title} does not list the nodes of this job: {error}"
+        raise UserError(system.name, message) from error
+    if names is None:
+        message = f"starts ranks within a {system.title} job, and this shell is not in one"
+        remedy = f"{system.interactive}; to queue a training, type "
+        remedy += "`nanoscale submit` instead of `nanoscale train`"
+        refuse([Violation(key, system.name, composed.source(key), message, remedy=remedy)])
     least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
         key = "launcher.nodes"
-        message = f"is more than the {len(names)} nodes of this job ({node_list})"
+        message = f"is more than the {len(names)} nodes of this job ({','.join(names)})"
         value, source = composed.config.launcher.nodes, composed.source(key)
         refuse([Violation(key, value, source, message, (f"launcher.nodes={len(names)}",))])
     used = names[:most]

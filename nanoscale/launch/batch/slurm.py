@@ -1,0 +1,195 @@
+"""SLURM: its commands, and its part of a batch script."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.values.forms import elastic
+from nanoscale.launch.batch.system import TRAPS, BatchSystem, JobState, query
+from nanoscale.runs.submission import Submission
+
+_COLUMNS = {
+    "JobArrayID": 64,
+    "State": 32,
+    "Reason": 256,
+    "NodeList": 8192,
+    "StartTime": 32,
+    "RestartCnt": 12,
+}
+"""The columns requested from squeue, with widths; by default it cuts a column at 20 characters."""
+
+_PLAIN = re.compile(r"[\w./:,=@+%^*\[\]-]+", re.ASCII)
+"""Values that sbatch reads unchanged."""
+
+_INSTEAD_OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+
+LISTEN = f"""\
+# SLURM sends USR1 before the time limit; `nanoscale runs stop` and scancel send TERM.
+# The launcher saves and stops on either, and ends with code 75, or 130 after `nanoscale runs stop`.
+export NANOSCALE_BATCH=$SLURM_JOB_ID # tells runs that this job forwards signals
+{TRAPS}"""
+
+REQUEUE = """\
+# If SLURM preempts the nodes with a grace time, it signals only the agents.
+preempted() {
+    scontrol show job "$SLURM_JOB_ID" | grep -q '^ *PreemptEligibleTime=.* PreemptTime=[0-9]'
+}
+if [ "$code" = 75 ] && { [ "$heard" = USR1 ] || { [ -z "$heard" ] && preempted; }; }; then
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
+        echo "the job is queued again and will resume the run"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "the job was queued again $max_requeues times already; it is not queued again"
+    fi
+fi
+exit "$code"
+"""
+
+Option = tuple[str, str | None]
+"""Name and value of an option of sbatch; None: it takes no value."""
+
+
+class SlurmSystem(BatchSystem):
+    """SLURM, whose srun starts the agents."""
+
+    name = "slurm"
+    title = "SLURM"
+    commands = ("sbatch --parsable", "scancel", "scancel")
+    directive = "#SBATCH "
+    interactive = "put `salloc --nodes=2` before the command"
+
+    def arguments(self, script: str, tasks: Sequence[int], at_once: int | None = None) -> list[str]:
+        limit = "" if at_once is None else f"%{at_once}"
+        return [*([f"--array={','.join(map(str, tasks))}{limit}"] if tasks else []), script]
+
+    def states(self, jobs: Iterable[Submission]) -> dict[str, JobState]:
+        states: dict[str, JobState] = {}
+        by_cluster = sorted(jobs, key=lambda job: job.cluster or "")
+        for cluster, cluster_jobs in groupby(by_cluster, key=lambda job: job.cluster):
+            numbers = [str(job) for job in cluster_jobs]
+            columns = ",".join(f"{name}:{width}|" for name, width in _COLUMNS.items())
+            command = ["squeue", "--noheader", "--array", "--states=all", "--Format", columns]
+            command += [*_cluster_option(cluster), "--jobs", ",".join(numbers)]
+            lines = query(command, "Invalid job id").splitlines()
+            rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+            found = [_state(*row[: len(_COLUMNS)]) for row in rows if len(row) >= len(_COLUMNS)]
+            states |= {state.job: state for state in found if state.job in numbers}
+        return states
+
+    def cancel(self, job: Submission) -> list[str]:
+        # With a state, scancel cancels all waiting tasks of an array, not only the named one.
+        waiting = ["--state=PENDING"] if job.task is None else []
+        return ["scancel", *_cluster_option(job.cluster), *waiting, str(job)]
+
+    def signal(self, job: Submission, name: str) -> list[str]:
+        batch = ["--batch", f"--signal={name}"]
+        return ["scancel", *_cluster_option(job.cluster), *batch, str(job)]
+
+    def hosts(self, env: Mapping[str, str]) -> list[str] | None:
+        nodes = env.get("SLURM_JOB_NODELIST")
+        return None if nodes is None else host_names(nodes)
+
+    def listening(self, config: ResolvedConfig, logs: Path) -> str:
+        return LISTEN
+
+    def requeueing(self, config: ResolvedConfig, python: str, run: str) -> str:
+        return f"max_requeues={config.launcher.slurm.max_requeues}\n{REQUEUE}"
+
+    def options(
+        self, config: ResolvedConfig, name: str, logs: Path, array: str | None = None
+    ) -> list[str]:
+        """Return the options of a script; `array` has the tasks of an array, whose folder is `logs`."""
+        output = f"{_pattern(logs)}/slurm-{'%j' if array is None else '%A_%a'}.out"
+        launcher, settings = config.launcher, config.launcher.slurm
+        assert isinstance(launcher.devices, int)
+        directives = [_split(directive) for directive in settings.directives]
+        options: list[Option] = [
+            ("job-name", name),
+            ("output", output),
+            ("open-mode", "append"),
+            ("nodes", str(launcher.nodes or 1).replace(":", "-")),
+            ("ntasks-per-node", "1"),
+        ]
+        if not any(option in _INSTEAD_OF_GPUS for option, _ in directives):
+            gpus = str(launcher.devices) if launcher.device == "cuda" else None
+            options += _optional("gpus-per-node", settings.gpus or gpus)
+        if elastic(launcher.nodes):
+            options.append(("no-kill", None))  # the job continues with the remaining nodes
+        if settings.exclusive:
+            options.append(("exclusive", None))
+            if not any(option.startswith("mem") for option, _ in directives):
+                options.append(("mem", "0"))  # all of a node, not the site's default
+        elif isinstance(launcher.threads, int):
+            options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
+        for option in ("partition", "account", "qos", "time", "constraint"):
+            options += _optional(option, getattr(settings, option))
+        options.append(("requeue", None))
+        if settings.signal_before_s:
+            options.append(("signal", f"B:USR1@{settings.signal_before_s}"))
+        return [
+            _directive(*option) for option in (*options, *directives, *_optional("array", array))
+        ]
+
+
+def host_names(nodes: str) -> list[str]:
+    """Expand a node list such as `node[1-4]`.
+
+    Raises:
+        BatchError: SLURM does not answer.
+    """
+    if "[" not in nodes:
+        return nodes.split(",")
+    return query(["scontrol", "show", "hostnames", nodes]).split()
+
+
+def _cluster_option(cluster: str | None) -> list[str]:
+    return [] if cluster is None else [f"--clusters={cluster}"]
+
+
+def _state(job: str, state: str, reason: str, nodes: str, start: str, restarts: str) -> JobState:
+    return JobState(
+        job=job,
+        state=state,
+        reason="" if reason == "None" else reason,
+        nodes=nodes,
+        start=start.replace("T", " ") if start[:1].isdecimal() else None,
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def _optional(option: str, value: str | None) -> list[Option]:
+    return [] if value is None else [(option, value)]
+
+
+def _split(directive: str) -> Option:
+    name, equals, value = directive.removeprefix("--").partition("=")
+    return name, value if equals else None
+
+
+def _directive(option: str, value: str | None) -> str:
+    """Format an option for sbatch: no shell, but quotes, backslashes within them, and comments."""
+    if value is None:
+        return f"--{option}"
+    assert value.isprintable(), f"the rules let a control character pass in --{option}"
+    if _PLAIN.fullmatch(value):
+        return f"--{option}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{option}="{escaped}"'
+
+
+def _pattern(folder: Path) -> str:
+    """Escape a folder for a file name pattern of SLURM, in which % begins a placeholder."""
+    text = str(folder)
+    if text.isprintable() and "\\" not in text:
+        return text.replace("%", "%%")
+    message = (
+        "holds what jobs print; SLURM cannot write to a path with a backslash or control character"
+    )
+    violation = Violation("run.root", os.fspath(folder), "", message, ("run.root=/…",))
+    raise UserError("run", "SLURM cannot write there", [violation])
