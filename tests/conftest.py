@@ -71,6 +71,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Schedule(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.support.processor_time import ProcessorTime
+
+    config.pluginmanager.register(ProcessorTime(config))
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage again, and never search modules and tests for it."""
     gc.freeze()

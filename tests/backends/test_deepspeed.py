@@ -24,6 +24,7 @@ from nanoscale.train.job import make_engine
 from tests.conftest import Deviations
 from tests.support.jobs import (
     LONG_STEPS,
+    SHAPE,
     STEPS,
     KillBefore,
     StopBefore,
@@ -38,7 +39,7 @@ from tests.support.jobs import (
     write_documents,
     write_tokens,
 )
-from tests.support.layouts import GPT2, MOE, SHALLOW, record_all, train_all
+from tests.support.layouts import GPT2, MOE, record_all, train_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves, documents_alone, plain_loop, worst
 from tests.support.reference import EVERYTHING as TRAINS_ALL
@@ -59,7 +60,6 @@ def config_for(
 ) -> ResolvedConfig:
     """Return a job of STEPS steps with accumulation and active clipping."""
     changes.setdefault("precision", "fp32")
-    changes.setdefault("model", SHALLOW)
     changes.setdefault("micro_batch", 8 // changes.get("dp", 1) // 2)
     config = make_config(folder, stage=stage, **changes)
     return replace(
@@ -72,11 +72,11 @@ def config_for(
 
 def native_config(folder: Path, steps: int = STEPS, **changes: Any) -> ResolvedConfig:
     """Return the same job on the native backend."""
-    config = make_config(folder, **{"model": SHALLOW, **changes})
+    config = make_config(folder, **changes)
     return replace(config, train=replace(config.train, steps=steps))
 
 
-def loop(shape: Model = SHALLOW, lora: Lora = TRAINS_ALL, steps: int = STEPS) -> CURVE:
+def loop(shape: Model = SHAPE, lora: Lora = TRAINS_ALL, steps: int = STEPS) -> CURVE:
     return plain_loop("fp32", shape=shape, lora=lora, steps=steps)
 
 
@@ -180,7 +180,7 @@ def test_packed_documents_equal_each_alone(
     layout = {"dp": degrees.get("dp", 1), "parallel": degrees, "micro_batch": 2}
     config = config_for(tmp_path, stage, data=packed_data(tmp_path), **layout)
     (ours,) = run_ranks(train_all, config.world_size, [config])[0]
-    reference = documents_alone("fp32", SHALLOW, *documents, STEPS)
+    reference = documents_alone("fp32", SHAPE, *documents, STEPS)
     deviations(f"deepspeed, packed documents, {name}", "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
 
@@ -201,7 +201,7 @@ def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, A
     assert_equal_curves(ours, loop(GPT2), "fp32")
 
 
-ODD = replace(SHALLOW, ffn=SHALLOW.ffn + 1)
+ODD = replace(SHAPE, ffn=SHAPE.ffn + 1)
 """A model whose adapters have an odd number of elements, so that stage 3 pads the last shards."""
 ADAPTERS = Lora(rank=3, alpha=12.0, targets=("wq", "wk", "wv", "wo", "gate", "up", "down"))
 LORA = [
@@ -229,7 +229,7 @@ def test_lion_equals_plain_loop(tmp_path: Path, stage: int, zero: dict[str, Any]
     lion = Optimizer(name="lion", lr=1e-2, clip_norm=0.5)
     config = config_for(tmp_path, stage, zero, dp=2, optimizer=lion)
     (ours,) = run_ranks(train_all, 2, [config])[0]
-    reference = plain_loop("fp32", "lion", shape=SHALLOW, steps=STEPS)
+    reference = plain_loop("fp32", "lion")
     # A gradient near 0 rounds to another sign, and then a weight moves the other way.
     for (loss, *_), (expected, *_) in zip(ours, reference, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
@@ -377,7 +377,7 @@ def test_stopped_and_resumed_bit_for_bit(
 def test_resumed_across_backends(tmp_path: Path) -> None:
     """native, deepspeed in three layouts and stages, native: the losses of a run that never stopped."""
     write_tokens(tmp_path, samples=100)
-    common = {"precision": "fp32", "model": SHALLOW, "checkpoint": Checkpoint(keep_last=None)}
+    common = {"precision": "fp32", "checkpoint": Checkpoint(keep_last=None)}
     native = native_config(tmp_path, 10, **common)
     whole = never_stopped(tmp_path, native)
     run = make_run(native)
@@ -412,7 +412,7 @@ def test_offload_to_a_disk_is_the_same_training(
     monkeypatch.setattr("tests.support.ranks.LIMIT_S", 500)  # the compiler takes minutes, once
     write_tokens(tmp_path, samples=100)
     disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
-    large = replace(SHALLOW, ffn=6000)  # tensors smaller than a block of the disk stay in memory
+    large = replace(SHAPE, ffn=6000)  # tensors smaller than a block of the disk stay in memory
     common = {"model": large, "optimizer": GENTLE, "checkpoint": Checkpoint(keep_last=None)}
     whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, LONG_STEPS, dp=2, **common))
     config = config_for(tmp_path, 3, disk, LONG_STEPS, dp=2, **common)
@@ -472,7 +472,7 @@ def test_activation_checkpointing_equals_plain_loop(
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     saving = Checkpoint(every=3, keep_last=None)
-    config = config_for(tmp_path, 2, dp=2, checkpoint=saving)
+    config = config_for(tmp_path, 2, steps=6, dp=2, checkpoint=saving)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died"):

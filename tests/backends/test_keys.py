@@ -19,24 +19,24 @@ from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.train.job import make_engine
 from tests.support import hf_models
-from tests.support.jobs import make_config, write_tokens
-from tests.support.layouts import GPT2, GROUPED, MLA, MOE, SHALLOW
+from tests.support.jobs import SHAPE, make_config, write_tokens
+from tests.support.layouts import GPT2, GROUPED, MLA, MOE
 from tests.support.ranks import run_ranks
 
 NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters", "lora.init_from"}
 """A name, the engine's choice, a limit of sequences that a rule applies, a count, and a folder that the
 training job reads."""
 
-ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
-YARN = replace(SHALLOW, rope_scaling=RopeScaling(2.0, kind="yarn", attention_factor=1.1))
-FACTORS = [1.0] * (SHALLOW.head_width // 2)
+ROPE = replace(SHAPE, rope_scaling=RopeScaling(factor=2.0))
+YARN = replace(SHAPE, rope_scaling=RopeScaling(2.0, kind="yarn", attention_factor=1.1))
+FACTORS = [1.0] * (SHAPE.head_width // 2)
 LONGROPE = RopeScaling(2.0, kind="longrope", short_factor=FACTORS, long_factor=FACTORS)
 JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # make_config's arguments, whole sections
     ({"model": ROPE}, {}),
     ({"model": YARN}, {}),
-    ({"model": replace(SHALLOW, rope_scaling=LONGROPE)}, {}),
-    ({"model": replace(SHALLOW, rope_scaling=replace(LONGROPE, original_seq_len=4))}, {}),
+    ({"model": replace(SHAPE, rope_scaling=LONGROPE)}, {}),
+    ({"model": replace(SHAPE, rope_scaling=replace(LONGROPE, original_seq_len=4))}, {}),
     ({"model": GPT2}, {"optimizer": Optimizer("sgd", 1e-2)}),
     ({"model": MOE}, {}),
     ({"model": GROUPED}, {}),
@@ -69,7 +69,7 @@ def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
     for arguments, sections in [*JOBS, (theirs, {})] + (
         ONLY_NATIVE if backend == "native" else ONLY_DEEPSPEED
     ):
-        config = make_config(tmp_path, **{"precision": "fp32", "model": SHALLOW} | arguments)
+        config = make_config(tmp_path, **{"precision": "fp32"} | arguments)
         config = replace(config, **sections, backend=Backend(name=backend))  # type: ignore[arg-type]
         world = config.parallel.dp * config.parallel.tp * config.parallel.pp * config.parallel.cp
         read |= run_ranks(keys_read, world, config)[0]

@@ -50,7 +50,7 @@ LONG_STEPS = 20
 """The steps of law 1, in a row for each way of dividing a model."""
 SAVED_STEPS = 9
 SHAPE = Model(
-    layers=4,
+    layers=2,
     hidden=32,
     heads=8,
     kv_heads=4,
@@ -60,6 +60,9 @@ SHAPE = Model(
     max_seq_len=32,
     init_std=0.2,
 )
+"""The time of a row grows with its blocks, and two of them meet everything that a rank does with a block."""
+ZBV = {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "layers_per_stage": [0, 1, 1, 0]}
+"""A V of four stages; both stages of the second rank have a block."""
 BYTES = replace(SHAPE, vocab=257, max_seq_len=48)
 PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
@@ -97,8 +100,10 @@ def packed_data(folder: Path) -> Data:
     return Data(**where, packing="whole", document_mask=True, loss_on="answers")
 
 
-def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> ResolvedConfig:
-    """Return a resolved configuration: STEPS steps of 8 samples, with accumulation and active clipping.
+def make_config(
+    folder: Path, *, dp: int = 1, stage: int = 0, steps: int = STEPS, **changes: Any
+) -> ResolvedConfig:
+    """Return a resolved configuration: some steps of 8 samples, with accumulation and active clipping.
 
     `parallel`: keys of that section beside dp and dp_replicate; other sections are given whole.
     """
@@ -118,7 +123,7 @@ def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) ->
         checkpoint=changes.pop("checkpoint", Checkpoint(at_end=False)),
         launcher=Launcher(device="cpu", devices=dp, threads=1),
         train=Train(
-            steps=STEPS, global_batch=SAMPLES, micro_batch=micro_batch, seq_len=SEQ_LEN, seed=3
+            steps=steps, global_batch=SAMPLES, micro_batch=micro_batch, seq_len=SEQ_LEN, seed=3
         ),
     )
     return replace(base, **changes)

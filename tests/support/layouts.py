@@ -25,14 +25,12 @@ from tests.support.jobs import SHAPE, STEPS, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 
 OFFLOADED = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
-DEEP = SHAPE
+DEEP = replace(SHAPE, layers=4)
 """Four blocks: for four stages, and for groups of blocks."""
 UNEVEN = replace(SHAPE, layers=7)
 """No number of stages divides it."""
-SHALLOW = replace(SHAPE, layers=2)
-"""The time of a row grows with its blocks, and two of them meet everything that a rank does with a block."""
 GPT2 = replace(
-    SHALLOW,
+    SHAPE,
     kv_heads=8,
     norm="layernorm",
     mlp="gelu",
@@ -40,10 +38,10 @@ GPT2 = replace(
     bias=True,
     tie_embeddings=True,
 )
-QWEN2 = replace(SHALLOW, qkv_bias=True)
-QWEN3 = replace(SHALLOW, qk_norm=True)
+QWEN2 = replace(SHAPE, qkv_bias=True)
+QWEN3 = replace(SHAPE, qk_norm=True)
 GEMMA = replace(
-    SHALLOW,
+    SHAPE,
     norm="rmsnorm1p",
     norm_position="both",
     mlp="geglu",
@@ -57,19 +55,19 @@ GEMMA = replace(
     logit_softcap=0.9,
     embed_scale=3.0,
 )
-OLMO2 = replace(SHALLOW, norm_position="after", qk_norm=True, qk_norm_whole=True)
+OLMO2 = replace(SHAPE, norm_position="after", qk_norm=True, qk_norm_whole=True)
 GLM4 = replace(
-    SHALLOW, norm_position="both", qkv_bias=True, rope_fraction=0.5, rope_pairs="neighbors"
+    SHAPE, norm_position="both", qkv_bias=True, rope_fraction=0.5, rope_pairs="neighbors"
 )
 MLA = replace(
-    SHALLOW, kv_heads=8, kv_rank=20, q_rank=12, head_dim=10, rope_head_dim=4, v_head_dim=8,
+    SHAPE, kv_heads=8, kv_rank=20, q_rank=12, head_dim=10, rope_head_dim=4, v_head_dim=8,
     rope_pairs="neighbors", attention_scale=0.4,
 )  # fmt: skip
-SMOLLM3 = replace(SHALLOW, rope_skip=2, residual_scale=0.6, logit_scale=1.7)
+SMOLLM3 = replace(SHAPE, rope_skip=2, residual_scale=0.6, logit_scale=1.7)
 """SmolLM3 with the factors of Granite."""
 
 
-MOE = replace(SHALLOW, experts=4, experts_per_token=2, ffn=32, balance="bias", balance_rate=0.01)
+MOE = replace(SHAPE, experts=4, experts_per_token=2, ffn=32, balance="bias", balance_rate=0.01)
 
 
 AUX = replace(MOE, balance="aux", balance_rate=0.1)
@@ -93,7 +91,7 @@ class Row:
     degrees: dict[str, Any]
     stage: int = 0
     micro_batch: int = 4
-    shape: Model = field(default=SHALLOW)
+    shape: Model = field(default=SHAPE)
     packed: bool = False
     """True if it learns the answers of packed documents, with attention within each."""
     lora: Lora = EVERYTHING
@@ -107,7 +105,7 @@ class Row:
         Of experts none: a token's second and third one can come so near that layouts choose differently.
         """
         special = self.packed or self.lora.rank or self.offloaded
-        usual = self.shape in (SHALLOW, DEEP) and not special
+        usual = self.shape in (SHAPE, DEEP) and not special
         layout_alone = {"activation_checkpointing", "schedule"}.isdisjoint(self.degrees)
         return ("fp64", "fp32") if usual and layout_alone else ("fp64",)
 
@@ -122,7 +120,7 @@ def mixture(stage: int, micro_batch: int = 2, shape: Model = MOE, **degrees: Any
     return Row(f"MoE {shape.balance}, {words}, stage {stage}", degrees, stage, micro_batch, shape)
 
 
-def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: Any) -> Row:
+def lora(stage: int, micro_batch: int = 2, shape: Model = SHAPE, **degrees: Any) -> Row:
     """Return a row with adapters, whose rank nothing divides."""
     words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
     settings = Lora(rank=3, alpha=12.0, targets=adaptable_layers(shape))
@@ -145,11 +143,11 @@ def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
         {"activation_checkpointing": mode} | degrees,
         stage,
         micro_batch=8 // degrees.get("dp", 1) // 2,
-        shape=DEEP if mode == "sqrt" or "checkpoint_every" in degrees else SHALLOW,
+        shape=DEEP if mode == "sqrt" or "checkpoint_every" in degrees else SHAPE,
     )
 
 
-def packed(name: str, stage: int, micro_batch: int, shape: Model = SHALLOW, **degrees: Any) -> Row:
+def packed(name: str, stage: int, micro_batch: int, shape: Model = SHAPE, **degrees: Any) -> Row:
     return Row(f"packed documents, {name}", degrees, stage, micro_batch, shape, packed=True)
 
 

@@ -31,11 +31,11 @@ FLIPPED_AT = 3
 
 @torch.no_grad()
 def flip(training: Training, name: str, moment: str = "") -> None:
-    """Flip the lowest bit of one element of a rank's shard."""
+    """Flip a bit of one element of a rank's shard; rounding could undo a flip of the lowest one."""
     engine: Any = training.engine
     parameter = dict(engine._all_parameters())[name]
     tensor = engine.optimizer.state[parameter][moment] if moment else parameter
-    plain_tensors(local_tensor(tensor))[0].view(-1).view(torch.uint8)[:1].bitwise_xor_(1)
+    plain_tensors(local_tensor(tensor))[0].view(-1).view(torch.uint8)[:1].bitwise_xor_(16)
 
 
 def train_flipped(rank: int, path: Path, wrong: int, name: str, moment: str) -> str:

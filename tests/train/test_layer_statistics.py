@@ -16,7 +16,7 @@ from nanoscale.data.dataset import open_data
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import CausalAttention, Transformer
 from nanoscale.runs import jsonlines
-from tests.support.jobs import SHAPE, make_config, make_run, train, write_tokens
+from tests.support.jobs import make_config, make_run, train, write_tokens
 from tests.support.layouts import GEMMA, GPT2, MOE
 
 Figures = dict[str, dict[str, float | None]]
@@ -93,8 +93,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_they_are_those_of_a_plain_model(tmp_path: Path, layout: dict[str, Any]) -> None:
     write_tokens(tmp_path)
     config = make_config(tmp_path, **{"micro_batch": 4, **layout})
-    model = config.model if layout.get("model") else replace(SHAPE, layers=2)
-    config = replace(config, model=model, train=replace(config.train, steps=3, statistics_every=1))
+    config = replace(config, train=replace(config.train, steps=3, statistics_every=1))
     run = make_run(config)
     train(run, config)
     lines = jsonlines.read(run.statistics)
@@ -114,7 +113,7 @@ def test_they_do_not_change_the_training(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     losses = []
     for every in (0, 2):
-        config = make_config(tmp_path, model=replace(SHAPE, layers=2))
+        config = make_config(tmp_path)
         config = replace(config, train=replace(config.train, steps=4, statistics_every=every))
         run = make_run(config, f"every-{every}")
         train(run, config)

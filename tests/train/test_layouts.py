@@ -13,6 +13,7 @@ from nanoscale.config.schema import Lora, Model, Optimizer
 from tests.support.jobs import (
     LONG_STEPS,
     SHAPE,
+    ZBV,
     make_config,
     make_run,
     read_metrics,
@@ -153,7 +154,7 @@ def test_large_attention_scores_are_clipped(
         ({"tp": 2, "pp": 2}, 1),
         ({"cp": 2}, 3),
         ({"cp": 2, "cp_method": "ulysses"}, 2),
-        ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 0),
+        (ZBV, 0),
     ],
     ids=str,
 )

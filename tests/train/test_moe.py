@@ -11,6 +11,7 @@ import torch
 
 from nanoscale.config.schema import Config, Optimizer
 from tests.support.jobs import (
+    LONG_STEPS,
     KillBefore,
     StopBefore,
     assert_same_training,
@@ -75,11 +76,11 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
     """Preferences so strong that one expert takes all: the other rank has nothing to compute."""
     write_tokens(tmp_path)
     shape = replace(MOE, experts_per_token=1, balance_rate=10.0)
-    config = row_config(tmp_path, mixture(3, shape=shape, dp=2, ep=2), "fp64")
+    config = row_config(tmp_path, mixture(3, shape=shape, dp=2, ep=2), "fp64", LONG_STEPS)
     records = run_ranks(record_all, 2, config)[0]
     assert any(record["moe_imbalance"] == shape.experts for record in records)
     ours = [tuple(record[k] for k in ("loss", "grad_norm", "lr", "tokens")) for record in records]
-    assert_equal_curves(ours, plain_loop("fp64", shape=shape), "fp64")
+    assert_equal_curves(ours, plain_loop("fp64", shape=shape, steps=LONG_STEPS), "fp64")
 
 
 @pytest.mark.slow
@@ -134,7 +135,8 @@ def test_balancing_evens_the_loads_out(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     imbalance = {}
     for balance in ("none", "bias"):
-        config = make_config(tmp_path, precision="fp32", model=replace(MOE, balance=balance))
+        shape = replace(MOE, balance=balance)
+        config = make_config(tmp_path, steps=LONG_STEPS, precision="fp32", model=shape)
         run = make_run(config, balance)
         train(run, config)
         last = [record["moe_imbalance"] for record in read_metrics(run)[-5:]]

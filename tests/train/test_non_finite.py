@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,7 @@ def test_the_first_cause_is_named(
 ) -> None:
     write_tokens(tmp_path, samples=100)
     checkpoint = Checkpoint(every=every, at_end=False)
-    config = make_config(tmp_path, checkpoint=checkpoint, micro_batch=2, **layout)
-    config = replace(config, model=replace(config.model, layers=2))
+    config = make_config(tmp_path, steps=6, checkpoint=checkpoint, micro_batch=2, **layout)
     run = make_run(config)
     texts = run_ranks(train_failing, config.world_size, run.path, where)
     named = {

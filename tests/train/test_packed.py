@@ -17,12 +17,20 @@ from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
-from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, make_config, packed_data, write_documents
+from tests.support.jobs import (
+    SAMPLES,
+    SEQ_LEN,
+    SHAPE,
+    ZBV,
+    make_config,
+    packed_data,
+    write_documents,
+)
 from tests.support.ranks import run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"pp": 2, "schedule": "zbv", "virtual_stages": 2},
+    ZBV,
     {"tp": 2, "cp": 2, "cp_method": "ulysses"},
 ]
 

@@ -27,6 +27,7 @@ from tests.support.jobs import (
     SAMPLES,
     SEQ_LEN,
     SHAPE,
+    ZBV,
     Curve,
     StopBefore,
     assert_same_weights,
@@ -37,6 +38,7 @@ from tests.support.jobs import (
     saving_config,
     train,
 )
+from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
 LENGTHS = [
@@ -166,15 +168,20 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"tp": 2, "dp": 2}, 2),
     ({"tp": 2, "sequence_parallel": False}, 0),
     ({"pp": 2}, 0),
-    ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1),
+    (ZBV, 1),
     ({"cp": 2, "dp": 2}, 1),
     ({"cp": 2, "cp_method": "ulysses", "tp": 2}, 0),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("degrees", "stage"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+@pytest.mark.parametrize(
+    ("objective", "degrees", "stage"),
+    [("dpo", *layout) for layout in LAYOUTS]
+    + [("orpo", {}, 0), ("orpo", {"tp": 2, "dp": 2}, 2), ("orpo", ZBV, 1)]
+    + [exhaustive("orpo", *layout) for layout in LAYOUTS],
+    ids=str,
+)
 def test_every_layout_equals_a_plain_loop(
     tmp_path: Path, objective: str, degrees: dict[str, Any], stage: int
 ) -> None:
@@ -221,7 +228,7 @@ def test_deepspeed_equals_a_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", exhaustive("orpo")])
 def test_any_model_of_transformers_equals_a_plain_loop(tmp_path: Path, objective: str) -> None:
     from transformers import AutoModelForCausalLM
 

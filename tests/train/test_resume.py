@@ -17,6 +17,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.support import layouts
 from tests.support.jobs import (
     SAVED_STEPS,
+    ZBV,
     KillBefore,
     StopBefore,
     assert_same_training,
@@ -180,7 +181,7 @@ def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
         (3, {"dp": 2}),
         exhaustive(1, {"tp": 2, "pp": 2}),
         (3, {"dp": 2, "cp": 2}),
-        (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+        (0, ZBV),
     ],
     ids=str,
 )

@@ -30,6 +30,7 @@ from nanoscale.train.callbacks import Callbacks
 from nanoscale.train.job import make_note
 from nanoscale.train.loop import Training
 from tests.support.jobs import (
+    LONG_STEPS,
     KillBefore,
     curve,
     make_config,
@@ -45,7 +46,7 @@ from tests.support.rows import exhaustive
 
 def config_for(folder: Path, every: int, asynchronous: bool = True, **changes: Any) -> Config:
     saving = Checkpoint(every=every, keep_last=None, at_end=False, asynchronous=asynchronous)
-    return make_config(folder, checkpoint=saving, **changes)
+    return make_config(folder, steps=LONG_STEPS, checkpoint=saving, **changes)
 
 
 class Held(StopFlag):

@@ -14,6 +14,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train import agreement
 from tests.support.jobs import (
+    LONG_STEPS,
     KillBefore,
     curve,
     make_config,
@@ -67,7 +68,7 @@ def config_for(folder: Path, every: int = 0, minutes: float | None = 4, **change
         at_end=False,
         asynchronous=asynchronous,
     )
-    return make_config(folder, checkpoint=checkpoint, **changes)
+    return make_config(folder, steps=LONG_STEPS, checkpoint=checkpoint, **changes)
 
 
 def saved(folder: Path, every: int = 0, minutes: float | None = 4, **changes: Any) -> list[int]:

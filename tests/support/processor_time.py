@@ -1,0 +1,70 @@
+"""The processor seconds of the tests by folder, printed at the end beside those of an earlier run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+
+RECORDED: dict[str, int] = {}
+"""Seconds of each folder of tests on 2 idle cores, and the time of starting the workers."""
+_KEY = "processor_seconds"
+_START = "(start of the workers)"
+
+
+class ProcessorTime:
+    """A plugin of pytest that adds up what each file's tests and the processes that they started used."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._workeroutput: dict[str, Any] | None = getattr(config, "workeroutput", None)
+        self._seconds: Counter[str] = Counter()
+        self._before: float | None = None
+
+    def pytest_runtestloop(self) -> None:
+        if self._before is None:
+            self._before = _used()
+            self._seconds[_START] = self._before
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+        result = yield
+        if nextitem is None or nextitem.path != item.path:  # once a file: it asks every process
+            assert self._before is not None
+            now = _used()
+            folders = item.nodeid.split("/")
+            self._seconds[folders[1] if len(folders) > 2 else "."] += now - self._before
+            self._before = now
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        if self._workeroutput is not None:
+            self._workeroutput[_KEY] = dict(self._seconds)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._seconds.update(getattr(node, "workeroutput", {}).get(_KEY, {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        total = round(sum(self._seconds.values()))
+        if total < sum(RECORDED.values()) / 2:  # only some of the tests
+            return
+        terminalreporter.section("processor seconds by folder, and recorded ones")
+        for folder, seconds in self._seconds.most_common():
+            line = f"{folder:28}{seconds:7.0f}{RECORDED.get(folder, 0):7}"
+            terminalreporter.write_line(line)
+        terminalreporter.write_line(f"{'all':28}{total:7}{sum(RECORDED.values()):7}")
+
+
+def _used() -> float:
+    """Return the processor seconds of this process, of those that it started, and of theirs that ended."""
+    this = psutil.Process()
+    total = 0.0
+    for process in (this, *this.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # it has ended meanwhile
+            continue
+        total += sum(times[:4])  # user, system, and both of its children that were waited for
+    return total
