@@ -19,7 +19,7 @@ from functools import partial
 from nanoscale.common.units import byte_size
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
-from nanoscale.plan.memory.phases import Event, Phase, RankPhases, phases_of
+from nanoscale.plan.memory.phases import MemoryEvent, Phase, RankPhases, phases_of
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
@@ -77,14 +77,14 @@ def phases_of_step(
         start,
         (
             acts.loss_event(),
-            Event("backward of the last block", last_block, activations=acts.extra),
-            Event(
+            MemoryEvent("backward of the last block", last_block, activations=acts.extra),
+            MemoryEvent(
                 "backward of the first block",
                 {"gradients": during, "activations": acts.last},
                 activations=acts.extra,
             ),
-            Event("end of the backward pass", {"gradients": after}),
-            Event("update", updated, gradients=step),
+            MemoryEvent("end of the backward pass", {"gradients": after}),
+            MemoryEvent("update", updated, gradients=step),
         ),
     )
 

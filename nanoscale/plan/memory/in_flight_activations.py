@@ -10,7 +10,7 @@ from functools import partial
 from nanoscale.config.layout import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.memory.activations import StageActivations, stage_activations
 from nanoscale.plan.memory.loss import loss_memory
-from nanoscale.plan.memory.phases import Event
+from nanoscale.plan.memory.phases import MemoryEvent
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import Stage
 from nanoscale.plan.pipeline.boundaries import NONE, KeptBoundary, boundaries
@@ -44,9 +44,9 @@ class InFlightActivations:
     """Inputs, outputs and gradients of stages that torch keeps, apart from the in-flight micro batches."""
     offloaded: int
 
-    def loss_event(self, pooled: int = 0, **during: int) -> Event:
+    def loss_event(self, pooled: int = 0, **during: int) -> MemoryEvent:
         """Return the event of the loss, with other parts that are added during the loss."""
-        return Event("loss", pooled=pooled, logits=self.loss_kept + self.loss, **during)
+        return MemoryEvent("loss", pooled=pooled, logits=self.loss_kept + self.loss, **during)
 
 
 def activations_at_peaks(

@@ -27,7 +27,7 @@ from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.block_shape import Sizes
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
-from nanoscale.plan.memory.phases import Event, Phase, RankPhases, phases_of
+from nanoscale.plan.memory.phases import MemoryEvent, Phase, RankPhases, phases_of
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import RankParameters
 
@@ -87,7 +87,7 @@ def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int
     return host, replace(setting, states=nothing)
 
 
-def _added(setting: MemorySetting, blocks: int, it: Event) -> Event:
+def _added(setting: MemorySetting, blocks: int, it: MemoryEvent) -> MemoryEvent:
     """Return the event with what offloading and 4-bit weights add to it.
 
     The result of an offloaded reduction is on the device until it is copied. The blocks' matrices in 4 bits are
@@ -103,13 +103,13 @@ def _added(setting: MemorySetting, blocks: int, it: Event) -> Event:
         during["weights"] += int(NF4 * blocks * sum(sizes))
         if "activations" in it.during:  # the backward pass of a block
             during["gathered"] += setting.compute * max(sizes)
-    return Event(it.name, it.levels, pooled=it.pooled, **during)
+    return MemoryEvent(it.name, it.levels, pooled=it.pooled, **during)
 
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-Events = tuple[Sizes, list[Event]]
+Events = tuple[Sizes, list[MemoryEvent]]
 """The sizes of the parts before the first event, and the events of a step."""
 
 
@@ -146,9 +146,11 @@ def _single(setting: MemorySetting, params: RankParameters, acts: InFlightActiva
     working = {"gradients": product, "activations": acts.extra}
     return start, [
         acts.loss_event(),
-        Event("backward of the last block", after_head, **working),
-        Event("backward of the first block", first_block, **working, communication=full_bucket),
-        Event("end of the backward pass", complete, communication=bucket),
+        MemoryEvent("backward of the last block", after_head, **working),
+        MemoryEvent(
+            "backward of the first block", first_block, **working, communication=full_bucket
+        ),
+        MemoryEvent("end of the backward pass", complete, communication=bucket),
         _update(setting, params),
     ]
 
@@ -184,7 +186,7 @@ def _sharded(setting: MemorySetting, params: RankParameters, acts: InFlightActiv
 
 def _last_units(
     setting: MemorySetting, params: RankParameters, acts: InFlightActivations, how: _Sharding
-) -> Iterator[Event]:
+) -> Iterator[MemoryEvent]:
     """Yield the events of the loss, the head and the last blocks. A tied head is reduced at the end."""
     compute, reduce, trained, before = setting.compute, setting.reduce, params.trained, how.before
     tied, gathers, reducing = setting.config.model.tie_embeddings, how.gathers, _reducing(setting)
@@ -200,7 +202,7 @@ def _last_units(
     reduces_early = setting.stage >= 2
     pooled = prefetched + (before if reduces_early else head)
     yield acts.loss_event(before * how.reduces_each, gathered=compute * params.head * gathers)
-    yield Event(
+    yield MemoryEvent(
         "reduction of the head",
         compute_copies=0 if gathers or tied else -_resharded_head(setting, params, before),
         gradients=0 if tied else head_sharded + compute * trained.head * how.reduces_each,
@@ -208,7 +210,7 @@ def _last_units(
         communication=reducing * untied_head,
         pooled=prefetched + (before if reduces_early else head_sharded),
     )
-    yield Event(
+    yield MemoryEvent(
         "backward of the last block",
         {"gradients": before + head, "activations": acts.activations - acts.ends},
         gradients=product,
@@ -217,7 +219,7 @@ def _last_units(
         communication=reduce * untied_head,
         pooled=pooled,
     )
-    yield Event(
+    yield MemoryEvent(
         "reduction of the last block",
         {"activations": max(0, acts.activations - acts.ends - acts.last)},
         gradients=compute * trained.block,
@@ -231,7 +233,7 @@ def _last_units(
         freed = compute * (params.block + (0 if tied else params.head))
         reduced_block = int(setting.states.gradients * -(-trained.block // setting.shards))
         reduced_block = 0 if before else reduced_block
-        yield Event(
+        yield MemoryEvent(
             "backward of the second last block",
             compute_copies=0 if how.several or gathers else -freed,
             gradients=reduced_block + product,
@@ -244,7 +246,7 @@ def _last_units(
 
 def _first_units(
     setting: MemorySetting, params: RankParameters, acts: InFlightActivations, how: _Sharding
-) -> Iterator[Event]:
+) -> Iterator[MemoryEvent]:
     """Yield the events of the first block and the embedding, and of the next micro batch's forward pass."""
     compute, reduce, trained, sharded = setting.compute, setting.reduce, params.trained, how.sharded
     tied, copies = setting.config.model.tie_embeddings, compute * params.numel * (not how.gathers)
@@ -253,7 +255,7 @@ def _first_units(
     reduced = sharded * (trained.numel - trained.block - trained.embedding) // trained.numel
     accumulated = max(how.before, reduced)
     pooled = accumulated * how.reduces_each
-    yield Event(
+    yield MemoryEvent(
         "backward of the first block",
         {
             # A step's last backward pass frees the compute copy of each unit after the unit's gradients.
@@ -270,10 +272,10 @@ def _first_units(
     # A tied table has two gradients and their sum.
     of_embedding = compute * trained.embedding * (3 if tied else 1)
     no_blocks = {"activations": 0}
-    yield Event("backward of the embedding", no_blocks, gradients=of_embedding, pooled=pooled)
+    yield MemoryEvent("backward of the embedding", no_blocks, gradients=of_embedding, pooled=pooled)
     is_repeated = how.several and how.reduces_each
     complete = {"compute_copies": copies * is_repeated, "gathered": 0}
-    yield Event(
+    yield MemoryEvent(
         "reduction of the embedding",
         complete | {"gradients": max(sharded, how.before)},
         gradients=compute * trained.embedding,
@@ -283,7 +285,7 @@ def _first_units(
     if is_repeated:
         # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered during the blocks.
         units = 2 * params.embedding + (2 * params.block if tied else 0)
-        yield Event(
+        yield MemoryEvent(
             "forward of a later micro batch",
             gathered=compute * units * how.gathers,
             communication=reduce * trained.embedding,
@@ -343,7 +345,9 @@ def _pipelined(setting: MemorySetting, params: RankParameters, acts: InFlightAct
     product = compute * _product(setting, trained)
     events = [
         acts.loss_event(),
-        Event("backward of the last block", after_head, gradients=product, activations=acts.extra),
+        MemoryEvent(
+            "backward of the last block", after_head, gradients=product, activations=acts.extra
+        ),
     ]
     if not before:
         second = {
@@ -352,7 +356,7 @@ def _pipelined(setting: MemorySetting, params: RankParameters, acts: InFlightAct
             "logits": max(0, kept_by_loss - kept_by_loss // most - acts.loss_freed),
         }
         name = "second micro batch's backward pass"
-        events.append(Event(name, second, activations=acts.extra))
+        events.append(MemoryEvent(name, second, activations=acts.extra))
     if trained.embedding and setting.micro_batches > 1:
         # A later micro batch's gradient of the whole table is added to the accumulated gradient.
         freed = per_micro_batch if before else 2 * per_micro_batch
@@ -362,8 +366,8 @@ def _pipelined(setting: MemorySetting, params: RankParameters, acts: InFlightAct
             "logits": 0,
         }
         of_table = compute * trained.embedding
-        events.append(Event("backward of the embedding", later, gradients=of_table))
-    reduction = Event(
+        events.append(MemoryEvent("backward of the embedding", later, gradients=of_table))
+    reduction = MemoryEvent(
         "reduction",
         {"gradients": max(waiting, sharded), "activations": 0, "logits": 0},
         gradients=reduce * trained.block // setting.shards,
@@ -382,7 +386,7 @@ def _product(setting: MemorySetting, params: RankParameters) -> int:
     return 0 if separate_experts else params.largest_product
 
 
-def _update(setting: MemorySetting, params: RankParameters) -> Event:
+def _update(setting: MemorySetting, params: RankParameters) -> MemoryEvent:
     """Return the event of the update. Its temporary tensors are as large as the largest parameter.
 
     The update of 8-bit AdamW is compiled on GPUs and consists of single operations on CPUs.
@@ -405,8 +409,10 @@ def _update(setting: MemorySetting, params: RankParameters) -> Event:
         temporary = int(held * params.trained.in_blocks_shard)
     levels = {"gradients": gradients, "activations": 0}
     if setting.single:
-        return Event("update", levels, optimizer=temporary)
-    return Event("update", levels | {"compute_copies": 0}, optimizer=temporary, pooled=gradients)
+        return MemoryEvent("update", levels, optimizer=temporary)
+    return MemoryEvent(
+        "update", levels | {"compute_copies": 0}, optimizer=temporary, pooled=gradients
+    )
 
 
 def _largest_shard(setting: MemorySetting, params: RankParameters) -> int:

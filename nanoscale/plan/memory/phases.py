@@ -35,7 +35,7 @@ PARTS = {
 """The parts of a rank's memory, and the names that a plan shows."""
 
 
-class Event:
+class MemoryEvent:
     """An event of a step in which memory may peak.
 
     Args:
@@ -61,10 +61,10 @@ class Phase:
     allocated: int
     """The sum of all parts."""
     pooled: int
-    """See `Event`."""
+    """See `MemoryEvent`."""
 
 
-def phases_of(levels: Sizes, events: Iterable[Event]) -> tuple[Phase, ...]:
+def phases_of(levels: Sizes, events: Iterable[MemoryEvent]) -> tuple[Phase, ...]:
     """Return the phases of events in their order, from the sizes of the parts before the first event."""
     phases, levels = [], dict.fromkeys(PARTS, 0) | levels
     for it in events:
