@@ -17,7 +17,7 @@ from nanoscale.plan.memory.activations import block_memory, products, saved, sta
 from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import HOLES, rank_memory, setting_memory
-from nanoscale.plan.memory.phases import Event, phases_of
+from nanoscale.plan.memory.phases import MemoryEvent, phases_of
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shards import rank_stages
 from nanoscale.plan.memory.states import bytes_per_parameter
@@ -125,9 +125,9 @@ def test_levels_stay_and_what_an_event_adds_does_not():
     phases = phases_of(
         start,
         [
-            Event("loss", logits=3, pooled=1),
-            Event("backward", {"activations": 1}, gradients=2, weights=-5),
-            Event("update", {"gradients": 6}),
+            MemoryEvent("loss", logits=3, pooled=1),
+            MemoryEvent("backward", {"activations": 1}, gradients=2, weights=-5),
+            MemoryEvent("update", {"gradients": 6}),
         ],
     )
     assert [(phase.name, phase.allocated, phase.pooled) for phase in phases] == [
