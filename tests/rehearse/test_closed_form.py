@@ -72,13 +72,9 @@ for name, degrees, changes in (
 USUAL = (
     "offloaded, dp 2, bf16",
     "offloaded, one process, full",
-    "GPT-2, fp32",
     "dp 2, stage 3, full",
     "dp 2, stage 2, large tied vocabulary, few tokens",
-    "packed documents, bf16",
     "Muon, dp 2, stage 3",
-    "bf16 without masters, dp 2, stage 3",
-    "LoRA, bf16, selective",
     "LoRA, dp 2, stage 3, bf16",
     "gpt-oss, bf16, selective",
     "experts larger than the head, dp 2, stage 3",

@@ -75,7 +75,7 @@ def advice(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [word for text in violation["suggestions"] for word in text.split()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("deepspeed") is None:  # an import would print
         pytest.skip("deepspeed is not installed")
@@ -206,10 +206,9 @@ def test_a_model_of_transformers_is_rehearsed_since_it_has_no_plan(
         "model=hf", f"model.name={tmp_path / 'small'}", "data=random", "train.steps=3", "train.seq_len=32",
         "train.micro_batch=4", "train.global_batch=8", *ON_GPUS, "precision=bf16",
     )  # fmt: skip
-    assert nanoscale(["submit", "recipe=debug", *words, "--dry-run"]) == 0
-    assert "a rehearsal measures it" in capsys.readouterr().err
     assert nanoscale(["submit", "recipe=debug", *words, "cluster.memory_gib=1.3"]) == 3
-    assert "does not fit: " in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "a rehearsal measures it" in shown and "does not fit: " in shown
 
 
 OPEN = (

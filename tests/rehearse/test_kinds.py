@@ -70,7 +70,7 @@ ALIKE: dict[str, Row] = {
     "ring": Row("", {"cp": 4}, 3, 1, global_batch=1),
     "bias": Row("", {"tp": 4}, 0, 1, shape=replace(SHAPE, bias=True), global_batch=1),
     "stages": Row("", {"pp": 2, "dp": 2, "tp": 2}, 1, 1, global_batch=4),
-    "experts": Row("", {"dp": 8, "ep": 2}, 3, 1, shape=MIXTURE, global_batch=8),
+    "experts": Row("", {"dp": 4, "ep": 2}, 3, 1, shape=MIXTURE, global_batch=4),
 }
 
 

@@ -110,6 +110,15 @@ def of_half(rank: int, plain: Any, grads: Any) -> Any:
     return wide.to(square.dtype).sqrt()
 
 
+def wait_in_every_way(_: int, __: NativeEngine, result: Any) -> None:
+    loss, zeros = result.loss_sum, torch.zeros(4, 2, device="cuda")
+    loss.item()
+    loss.cpu().numpy()
+    torch.cuda.synchronize()
+    print(f"{loss:.3f}", loss, file=io.StringIO())
+    zeros[zeros > 0].sum()
+
+
 kept: list[Any] = []
 
 
@@ -231,7 +240,7 @@ BUGS = {
         in_norm(reduce_in_a_circle), "a deadlock: rank 0 waits for rank 1", {"tp": 2, "dp": 2}
     ),
     "a message that nobody awaits": Bug(
-        sends((8, 0)), "sends 11 messages to rank 2, which awaits 9"
+        sends((8, 0)), "sends 7 messages to rank 2, which awaits 5"
     ),
     "a message of another size": Bug(sends((8, 4)), "32 B float32 are sent and 16 B"),
     "a missing hop of the ring": Bug(
@@ -269,38 +278,18 @@ BUGS = {
         in_block(lambda rank, hidden: hidden if rank == 0 else hidden.view(-1, 7)),
         "shape '[-1, 7]' is invalid",
     ),
-    "an item() in the step": Bug(
-        in_step(lambda *given: given[2].loss_sum.item()), "item at", SHARDED
-    ),
-    "a copy to the host in the step": Bug(
-        in_step(lambda *given: given[2].loss_sum.cpu()), "copy to the host at", SHARDED
+    "all that waits for the device in the step": Bug(
+        in_step(wait_in_every_way),
+        "item at|copy to the host at|torch.cuda.synchronize at|print at|nonzero at",
+        SHARDED,
     ),
     "a copy from pageable memory in the step": Bug(
         in_step(lambda *_: torch.ones(4).to("cuda")), "copy from the host at", SHARDED
     ),
-    "a synchronize in the step": Bug(
-        in_step(lambda *_: torch.cuda.synchronize()), "torch.cuda.synchronize at", SHARDED
-    ),
-    "a print in the step": Bug(
-        in_step(lambda *given: print(given[2].loss_sum, file=io.StringIO())), "print at", SHARDED
-    ),
-    "a formatted number in the step": Bug(
-        in_step(lambda *given: f"{given[2].loss_sum:.3f}"), "print at", SHARDED
-    ),
-    "an array of NumPy in the step": Bug(
-        in_step(lambda *given: given[2].loss_sum.cpu().numpy()), "copy to the host at", SHARDED
-    ),
-    "a choice by a mask in the step": Bug(
-        in_step(lambda *_: _positive(torch.zeros(4, 2, device="cuda"))), "nonzero at", SHARDED
-    ),
-    "a condition on a tensor in the step": Bug(
-        in_step(lambda *given: bool(given[2].loss_sum > 0)), "item at", SHARDED
-    ),
-    "host memory that grows with every step": Bug(
-        in_step(lambda *_: kept.append(torch.zeros(1000))), "in host memory", SHARDED
-    ),
     "memory that grows with every step": Bug(
-        in_step(lambda *_: kept.append(torch.zeros(1000, device="cuda"))), "memory leaks", SHARDED
+        in_step(lambda *_: kept.extend(torch.zeros(1000, device=it) for it in ("cpu", "cuda"))),
+        "memory leaks|in host memory",
+        SHARDED,
     ),
     "a parameter in no optimizer": Bug(
         after(native, "make_optimizer", lambda _, optimizer, *__: _without_last(optimizer)),
@@ -333,10 +322,6 @@ BUGS = {
 }
 
 
-def _positive(x: torch.Tensor) -> torch.Tensor:
-    return x[x > 0]
-
-
 def without_last_moment(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     last = max(name for name in state if name.startswith("optimizer."))
     return {name: value for name, value in state.items() if name != last}
@@ -360,7 +345,7 @@ def _without_last(optimizer: Any) -> Any:
 
 def config(degrees: dict[str, Any], stage: int) -> ResolvedConfig:
     micro_batch = 2
-    batch = micro_batch * degrees.get("dp", 1) * 4
+    batch = micro_batch * degrees.get("dp", 1) * 2
     row = Row("", degrees, stage, micro_batch, "bf16", TINY, global_batch=batch)
     return replace(config_of(row), checkpoint=Checkpoint(every=1))
 
@@ -387,7 +372,8 @@ def reports(bug: str, config: ResolvedConfig) -> str:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str) -> None:
     found = reports(bug, config(BUGS[bug].degrees, BUGS[bug].stage))
-    assert BUGS[bug].text in found
+    for text in BUGS[bug].text.split("|"):
+        assert text in found
 
 
 @pytest.mark.slow

@@ -72,13 +72,11 @@ QUICK = [
 USUAL = (
     "one process, selective, offloaded",
     "one process, adamw8bit, update highest",
-    "dp 2, stage 2, bf16",
     "dp 2, stage 3, full",
     "tp 2 · pp 2, large vocabulary",
     "cp 2, selective",
     "pp 2, zbv",
     "experts, ep 2",
-    "dp 2 · tp 2 · pp 2",
 )
 
 
