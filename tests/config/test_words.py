@@ -8,6 +8,8 @@ import pytest
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.library import Library
+from nanoscale.config.composing.overrides import parsed, read_words
 from nanoscale.config.violations import nearest_key
 
 
@@ -38,6 +40,15 @@ UNKNOWN = {
     "recpe=tiny": "recipe=tiny",
     "model.rope_scaling.facto=2": "model.rope_scaling.factor=2",
 }
+
+
+def test_plain_values_are_those_of_hydras_grammar():
+    texts = ["llama-8b", "./a.yaml", "/a/1.5", "a.5e3", "null-x", "trueish", "a-"]
+    for text in ["0", "12", "01", "1_0", "-1", "1e5", "TRUE", "null", "nan", "inf", *texts]:
+        ((key, value),) = read_words([f"run.name={text}"], Library()).settings
+        override = parsed(f"run.name={text}")
+        assert override is not None
+        assert (key, repr(value)) == ("run.name", repr(override.value()))
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +111,10 @@ def _key(limit_s: float) -> str:
 
 def _serve(runs: RunsAtAGlance, root: Path) -> None:
     """Serve one page to who knows its token, until Ctrl-C."""
+    import hmac
+    import secrets
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
     from nanoscale.view.blocks import Report, page
     from nanoscale.view.run.top_table import top_table
 

@@ -6,15 +6,12 @@ override of an unknown name is refused with suggestions, whatever its prefix.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
@@ -25,6 +22,14 @@ from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import nearest, nearest_key, quoted, shown
 from nanoscale.config.violations import override as to_override
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+_PLAIN = re.compile(
+    r"(?!hydra)([a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)*)="
+    r"(?:(0|[1-9][0-9]*)|(?!(?i:null|true|false|inf|nan)$)([A-Za-z_/][A-Za-z0-9_/.-]*))"
+)
+"""An override whose value Hydra's grammar reads as an integer or a text. Hydra takes 0.1 s to import."""
 _FILTERS = ("launcher.include", "launcher.exclude")
 """Keys whose values contain commas, at which Hydra separates several values."""
 _BY_HOST = "cluster.pythons"
@@ -58,7 +63,6 @@ class Words:
 def read_words(words: Sequence[str], library: Library) -> Words:
     """Parse and check every override; wrong ones are left out and listed in `violations`."""
     result = Words()
-    parser = OverridesParser.create()
     before = ""
     for word in words:
         if _continues(before, word, library):
@@ -74,14 +78,28 @@ def read_words(words: Sequence[str], library: Library) -> Words:
             problem = Violation(word or "''", None, COMMAND_LINE, "is not KEY=VALUE")
             result.violations.append(problem)
             continue
-        try:
-            override = parser.parse_override(word)
-        except HydraException:
-            result.violations.append(_unreadable(word, library, parser))
-            continue
-        result.typed[override.key_or_group] = word.partition("=")[2]
-        result.violations += _take(override, library, result)
+        if plain := _PLAIN.fullmatch(word):
+            key, number, text = plain.groups()
+            result.typed[key] = number or text
+            value = int(number) if number else text
+            result.violations += _assign(key, value, library, result)
+        elif (override := parsed(word)) is not None:
+            result.typed[override.key_or_group] = word.partition("=")[2]
+            result.violations += _take(override, library, result)
+        else:
+            result.violations.append(_unreadable(word, library))
     return result
+
+
+def parsed(word: str) -> Override | None:
+    """Return an override as Hydra's grammar reads it; None if it cannot."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        return None
 
 
 def _continues(before: str, word: str, library: Library) -> bool:
@@ -138,10 +156,13 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
         yield Violation(moved, value, COMMAND_LINE, message, (to_override(key, value),))
     elif override.is_delete():
         yield from _delete(key, value, library, into)
-    elif key in library.groups() and not isinstance(value, dict):
-        yield from _choose(key, value, library, into)
     else:
-        yield from _set(key, value, library, into)
+        yield from _assign(key, value, library, into)
+
+
+def _assign(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    chooses = key in library.groups() and not isinstance(value, dict)
+    return (_choose if chooses else _set)(key, value, library, into)
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -273,7 +294,7 @@ def _sweep(override: Override, text: str) -> Violation:
     return Violation(key, raw, COMMAND_LINE, message, suggestions)
 
 
-def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violation:
+def _unreadable(word: str, library: Library) -> Violation:
     """Return the violation for a text outside Hydra's grammar: most often a lone name, or a value that needs
     quotes."""
     key, equals, value = word.partition("=")
@@ -281,9 +302,7 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
     if not equals:
         meanings = tuple(_meanings(word, library))
         return Violation(word, None, COMMAND_LINE, "is not KEY=VALUE", meanings)
-    try:
-        parser.parse_override(f"{key}={quoted(value)}")
-    except HydraException:
+    if parsed(f"{key}={quoted(value)}") is None:
         names = tuple(to_override(near, value) for near in nearest_key(name, reference.declared()))
         return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
     known = name in reference.declared() or name in reference.sections()

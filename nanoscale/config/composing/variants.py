@@ -8,15 +8,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
+from nanoscale.config.composing.overrides import parsed
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import override, refuse
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 _WITHOUT_COMMAS = {"launcher.nodes", "launcher.slurm.time", "launcher.batch.time"}
 """keys whose texts hold no comma"""
@@ -41,9 +42,8 @@ def expand(words: Sequence[str]) -> list[Variant]:
         UserError: an override gives several values other than by a list, or a list in which runs cannot
             differ.
     """
-    parser = OverridesParser.create()
     violations: list[Violation] = []
-    choices = [_read(word, parser, violations) for word in words]
+    choices = [_read(word, violations) for word in words]
     violations += given_twice([key for key, each in choices if len(each) > 1])
     if violations:
         refuse(violations)
@@ -84,16 +84,10 @@ def values_problem(key: str, raw: str, values: Sequence[str]) -> Violation | Non
     return None
 
 
-def _read(
-    word: str, parser: OverridesParser, violations: list[Violation]
-) -> tuple[str, tuple[str, ...]]:
+def _read(word: str, violations: list[Violation]) -> tuple[str, tuple[str, ...]]:
     """Return the key or group of an override, and an override for each of its values."""
-    alone = word, (word,)
-    try:
-        override = parser.parse_override(word)
-    except HydraException:
-        return alone
-    if not override.is_sweep_override():
+    alone, override = (word, (word,)), parsed(word)
+    if override is None or not override.is_sweep_override():
         return alone
     problem = _problem(override, word)
     if problem is not None:
@@ -104,6 +98,8 @@ def _read(
 
 
 def _problem(asked: Override, word: str) -> Violation | None:
+    from hydra.core.override_parser.types import ChoiceSweep
+
     key, raw = asked.key_or_group, word.partition("=")[2]
     value = asked.value()
     if not isinstance(value, ChoiceSweep) or value.shuffle or value.tags:

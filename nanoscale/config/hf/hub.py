@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from nanoscale.common import display
 from nanoscale.config.violations import nearest
@@ -100,6 +99,8 @@ def hub_host() -> str:
 
 def unreachable() -> str | None:
     """Return why the hub's host has no address here; None if it has one, or a proxy resolves it."""
+    from urllib.request import getproxies
+
     if getproxies().keys() & {"https", "http", "all"}:
         return None
     try:
