@@ -27,7 +27,7 @@ from nanoscale.data.loader import Loader
 from nanoscale.data.prepare import PreparationRequest, prepare
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.files import IndexedTokens, bin_path
+from nanoscale.data.tokens.files import bin_path, open_tokens
 from nanoscale.data.tokens.tokenizer import train_bpe
 
 THREADS = cores()
@@ -87,7 +87,7 @@ def bench_prepare(folder: Path, texts: list[str], tokenizer: Path, turns: int) -
 
 def bench_loader(folder: Path, turns: int) -> dict[str, float]:
     """Samples/s in random order: the loader, and slices of a numpy memmap in an order made before."""
-    tokens = IndexedTokens(folder / "tokens")
+    tokens = open_tokens("megatron", folder / "tokens")
     loader = Loader.from_file(tokens, Split(0, len(tokens.tokens)), SEQ, seed=1, vocab=VOCAB)
     bare = np.memmap(bin_path(folder / "tokens"), dtype=tokens.tokens.dtype, mode="r")
     order = sample_indices(1, np.arange(STEPS * BATCH), len(loader)).tolist()

@@ -663,16 +663,16 @@ class Scheduler:
 class Data:
     """The training data and its tokenizer."""
 
-    source: Literal["stdlib", "megatron", "datatrove", "random", "hooks"] = key(
+    source: Literal["stdlib", "megatron", "datatrove", "npy", "random", "hooks"] = key(
         "stdlib",
         "stdlib: the running Python's own source code · megatron: a .bin/.idx, or a folder of "
-        "`nanoscale data prepare` · datatrove: a .ds · random: tokens drawn from train.seed, without files · "
-        "hooks: data() of hooks.path",
+        "`nanoscale data prepare` · datatrove: a .ds · npy: raw tokens, as of OLMo, or numpy.save · "
+        "random: tokens drawn from train.seed, without files · hooks: data() of hooks.path",
     )
     path: str | None = key(
         None,
         "megatron: path of the .bin and .idx, without the ending, or of a prepared folder, which also "
-        "says valid_path and tokenizer, or a file of texts or chats · datatrove: path of the .ds",
+        "says valid_path and tokenizer, or a file of texts or chats · datatrove, npy: path of the file",
         path=True,
     )
     valid_path: str | None = key(
@@ -692,6 +692,9 @@ class Data:
     bpe_vocab: int = key(4096, "tokens of a trained BPE, at most", unit="tokens", at_least=257)
     valid_fraction: float = key(
         0.02, "share of the tokens held out, whole documents from the end", at_least=0, at_most=0.9
+    )
+    eos: int | None = key(
+        None, "npy: id of the token that ends a document, which the file does not say", at_least=0
     )
     packing: Literal["stream", "whole"] = key(
         "stream",

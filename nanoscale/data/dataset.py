@@ -27,7 +27,7 @@ from nanoscale.data.samples import (
     Samples,
     Split,
 )
-from nanoscale.data.tokens.files import DatatroveTokens, IndexedTokens, TokenFile, open_answers
+from nanoscale.data.tokens.files import TokenFile, open_answers, open_tokens
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 _CHECKED = 1 << 22
@@ -138,7 +138,9 @@ class _Opener:
             violation = Violation("model.vocab", vocab, "", message, suggestions)
             raise UserError("data", f"model.vocab={vocab}: {what}", [violation])
         name = f"Python {prepared.manifest['request']['python'].split()[0]}'s standard library"
-        source = self._open_source(MixtureSource(None), IndexedTokens(prepared.prefix), None, name)
+        source = self._open_source(
+            MixtureSource(None), open_tokens("megatron", prepared.prefix), None, name
+        )
         return self._dataset([source], tokenizer, prepared.fingerprint)
 
     def random(self) -> Dataset:
@@ -175,26 +177,21 @@ class _Opener:
     def files(self) -> Dataset:
         sources, fingerprints, largest = [], [], 0
         for source in sources_of(self.data):
-            tokens, highest = self._open_file(f"{source.key}.path", source.path)
+            tokens, highest = self._open_file(source.path)
             largest = max(largest, highest)
             source_fingerprints, held_out = [_fingerprint(tokens)], None
             if source.valid_path is not None:
-                held_out, _ = self._open_file(f"{source.key}.valid_path", source.valid_path)
+                held_out, _ = self._open_file(source.valid_path)
                 source_fingerprints.append(_fingerprint(held_out))
             fingerprints.append(_combine(source_fingerprints))
             name = source.name or tokens.path.name
             sources.append(self._open_source(source, tokens, held_out, name))
         return self._dataset(sources, self._files_tokenizer(largest), *fingerprints)
 
-    def _open_file(self, key: str, path: str | None) -> tuple[TokenFile, int]:
+    def _open_file(self, path: str | None) -> tuple[TokenFile, int]:
         """Open a file of tokens, and return it with the largest of its first tokens."""
-        kind = self.data.source
-        if path is None:
-            violation = Violation(key, None, "", f"data.source={kind} needs it")
-            what = f"{key} is not set, and data.source={kind} needs it"
-            raise UserError("data", what, [violation])
-        file = Path(path).expanduser().absolute()
-        tokens = IndexedTokens(file) if kind == "megatron" else DatatroveTokens(file)
+        assert path is not None, "the rules require it"
+        tokens = open_tokens(self.data.source, Path(path).expanduser().absolute(), self.data.eos or 0)
         first = tokens.tokens[:_CHECKED]
         if first.max() >= self.vocab or first.min() < 0:
             raise outside_vocabulary(tokens, first, self.vocab)

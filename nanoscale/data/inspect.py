@@ -13,13 +13,8 @@ import numpy as np
 
 from nanoscale.config import token_files
 from nanoscale.config.token_files import answers_of
-from nanoscale.data.tokens.files import (
-    DatatroveTokens,
-    IndexedTokens,
-    TokenFile,
-    bin_path,
-    open_answers,
-)
+from nanoscale.config.token_formats import FORMATS, format_of
+from nanoscale.data.tokens.files import TokenFile, bin_path, open_answers, open_tokens
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, digest, find, load
 
 _BLOCK = 1 << 20
@@ -29,22 +24,26 @@ _CHAT = 512
 """The same for a chat, whose beginning mostly has no loss."""
 
 
-def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -> dict[str, Any]:
-    """Describe a prepared folder, a Megatron pair or a .ds file; every token is read.
+def inspect(
+    path: str, tokenizer: str | None, vocab: int | None, samples: int, eos: int | None = None
+) -> dict[str, Any]:
+    """Describe a prepared folder or the tokens of another format; every token is read.
 
-    `tokenizer` decodes if the files do not name theirs, and `vocab` is a model's. The returned document lists
-    `problems`, a sentence for each inconsistency. Raises UserError for files that are missing or damaged.
+    `tokenizer` decodes if the files do not name theirs, `vocab` is a model's, and `eos` is data.eos. The
+    returned document lists `problems`, a sentence for each inconsistency. Raises UserError for files that are
+    missing or damaged.
     """
     folder = token_files.folder_of(path)
     manifest = token_files.manifest(folder) if folder else None
-    split_paths = {"train": folder / token_files.TOKENS if folder else _prefix(path)}
+    source = "megatron" if folder else format_of(path)
+    form, decoder = FORMATS[source], _decoder(folder, tokenizer)
+    stem = Path(form.stem(path)).expanduser()
+    split_paths = {"train": folder / token_files.TOKENS if folder else stem}
     if folder and bin_path(folder / token_files.VALID).exists():
         split_paths["valid"] = folder / token_files.VALID
-    files = {
-        name: DatatroveTokens(file) if file.suffix == ".ds" else IndexedTokens(file)
-        for name, file in split_paths.items()
-    }
-    decoder = _decoder(folder, tokenizer)
+    if eos is None:
+        eos = decoder.eos if decoder else 0
+    files = {name: open_tokens(source, file, eos) for name, file in split_paths.items()}
     answers = {
         name: open_answers(prefix, files[name]) if answers_of(prefix).is_file() else None
         for name, prefix in split_paths.items()
@@ -53,7 +52,7 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     largest = max(split["largest_token"] for split in splits.values())
     return {
         "path": str(folder or files["train"].path),
-        "kind": "prepared" if folder else type(files["train"]).__name__.removesuffix("Tokens"),
+        "kind": "prepared" if folder else form.title,
         "type": str(files["train"].tokens.dtype),
         "tokenizer": _about(decoder, files["train"]),
         "splits": splits,
@@ -65,12 +64,6 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
             *(_manifest_problems(folder, manifest, splits) if folder else []),
         ],
     }
-
-
-def _prefix(path: str) -> Path:
-    """Return the path of token files without .bin or .idx."""
-    file = Path(path).expanduser()
-    return file.with_suffix("") if file.suffix in (".bin", ".idx") else file
 
 
 def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
@@ -160,7 +153,7 @@ def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
 def _sample(
     file: TokenFile, number: int, decoder: Tokenizer | None, answers: np.ndarray | None
 ) -> dict[str, Any]:
-    tokens, start = file[number], file.document_start(number)
+    tokens, start = file[number], file.index.document_start(number)
     ids = [int(token) for token in tokens[: _SAMPLE if answers is None else _CHAT]]
     marks = None if answers is None else answers[start : start + len(ids)].tolist()
     text = None
@@ -176,8 +169,7 @@ def _sample(
 def _about(decoder: Tokenizer | None, file: TokenFile) -> dict[str, Any] | None:
     if decoder is not None:
         return {"vocabulary": decoder.vocab_size, "eos": decoder.eos}
-    name = getattr(file, "tokenizer", None)
-    return {"name": name} if name else None
+    return {"name": name} if (name := file.index.tokenizer) else None
 
 
 def _vocabulary_problems(largest: int, decoder: Tokenizer | None, vocab: int | None) -> list[str]:

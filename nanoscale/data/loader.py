@@ -30,9 +30,7 @@ from nanoscale.data.tokens.files import TokenFile
 def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
     """Divide a file into training and validation tokens; see `training_end`."""
     total = len(tokens.tokens)
-    boundary, within_document = training_end(
-        total, valid_fraction, lambda token: tokens.document_start(tokens.document_at(token))
-    )
+    boundary, within_document = training_end(tokens.index, valid_fraction)
     return Split(0, boundary, within_document), Split(boundary, total, within_document)
 
 

@@ -114,7 +114,7 @@ class TokenStream:
         """Return the document numbers of a sample's tokens, from 0: int64 [seq_len + 1]."""
         file, start = self._source.file, self._source.split.start + number * self._seq_len
         is_first: np.ndarray = np.zeros(self._seq_len + 1, dtype=np.int64)
-        first, last = (file.document_at(start + offset) for offset in (0, self._seq_len))
+        first, last = (file.index.document_at(start + offset) for offset in (0, self._seq_len))
         if last > first:
             starts = file.document_starts(first + 1, last) - start
             np.add.at(is_first, starts, 1)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.config import token_files
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
+from nanoscale.config.token_formats import FORMATS
 from nanoscale.data.dataset import open_data
 from tests.config.test_mixture import refused
 from tests.support.token_files import write_indexed
@@ -26,7 +26,7 @@ def write(prefix: Path, dtype: str, *documents: list[int]) -> None:
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
 def test_whole_files_of_every_type(tmp_path: Path, dtype: str) -> None:
     write(tmp_path / "a", dtype, [1, 2, 100], [], [7], [])
-    assert token_files.glance_at_megatron(str(tmp_path / "a")) == 100
+    assert FORMATS["megatron"].read(str(tmp_path / "a"), 0).largest() == 100
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -34,7 +34,7 @@ def test_whole_files_of_datatrove(tmp_path: Path, width: int) -> None:
     path = tmp_path / "a.ds"
     path.write_bytes(np.array([1, 40_000, 5], f"<u{width}").tobytes())
     Path(f"{path}.index").write_bytes(np.array([2, 3], "<u8").tobytes())
-    assert token_files.glance_at_datatrove(str(path)) == 40_000
+    assert FORMATS["datatrove"].read(str(path), 0).largest() == 40_000
 
 
 def cut(name: str, by: int) -> Callable[[Path], None]:

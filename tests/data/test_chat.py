@@ -26,7 +26,7 @@ from nanoscale.data import open_data
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.inspect import inspect
 from nanoscale.data.prepare import chunks
-from nanoscale.data.tokens.files import IndexedTokens
+from nanoscale.data.tokens.files import open_tokens
 from nanoscale.data.tokens.tokenizer import train_bpe
 from tests.data.texts import WORDS, Interrupter, every_file, prepared, texts
 
@@ -128,10 +128,10 @@ def of_messages(conversations: list[Any]) -> list[dict[str, Any]]:
 
 def marked(folder: Path, name: str = "tokens") -> list[tuple[list[int], list[int]]]:
     """Return each chat's tokens, and the marks of answers."""
-    file = IndexedTokens(folder / name)
+    file = open_tokens("megatron", folder / name)
     answers = np.fromfile(folder / f"{name}.answers", np.uint8)
     assert len(answers) == len(file.tokens)
-    starts = [file.document_start(number) for number in range(len(file) + 1)]
+    starts = list(file.document_starts(0, len(file)))
     return [
         (file[number].tolist(), answers[starts[number] : starts[number + 1]].tolist())
         for number in range(len(file))

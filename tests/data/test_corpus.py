@@ -18,7 +18,7 @@ from nanoscale.config.schema import Data
 from nanoscale.data import corpus
 from nanoscale.data.corpus import cache_folder, prepare_corpus, source_files
 from nanoscale.data.prepare.folder import UnfinishedFolder
-from nanoscale.data.tokens.files import IndexedTokens
+from nanoscale.data.tokens.files import open_tokens
 from nanoscale.data.tokens.tokenizer import train_bpe
 
 
@@ -57,7 +57,7 @@ def snapshot(folder: Path) -> dict[str, int]:
 
 def test_it_holds_the_library_and_nothing_else(library, tmp_path):
     prepared = prepare(library, tmp_path / "cache")
-    tokens = IndexedTokens(prepared.prefix)
+    tokens = open_tokens("megatron", prepared.prefix)
     texts = {bytes(tokens[i][:-1].astype("u1")).decode() for i in range(len(tokens))}
     modules = list(library.glob("package/*.py"))
     wanted = [library / "os.py", library / "email/message.py", *modules]
@@ -109,7 +109,7 @@ def test_bpe_and_a_tokenizer_of_the_users_own(library, tmp_path):
     given = prepare(library, cache, str(tmp_path / "mine.json"))
     assert given.manifest["vocabulary"] <= 270 < trained.manifest["vocabulary"]
     for prepared in (trained, given):
-        tokens, tokenizer = IndexedTokens(prepared.prefix), prepared.tokenizer()
+        tokens, tokenizer = open_tokens("megatron", prepared.prefix), prepared.tokenizer()
         documents = {tokenizer.decode(tokens[i].tolist()) for i in range(len(tokens))}
         assert set(texts) < documents
         assert len(tokens.tokens) < prepare(library, cache).manifest["train"]["tokens"]
@@ -123,7 +123,7 @@ def test_a_corpus_that_is_not_whole_is_prepared_again(library, tmp_path, file):
         damage(prepared.folder / file)
         again = prepare(library, tmp_path / "cache")
         assert again.fingerprint == prepared.fingerprint
-        assert len(IndexedTokens(again.prefix)) == 11
+        assert len(open_tokens("megatron", again.prefix)) == 11
 
 
 def test_a_cache_that_cannot_be_written_is_named(library, tmp_path):
@@ -246,13 +246,13 @@ def test_a_killed_preparation_is_not_taken_for_whole(library, tmp_path):
     process.communicate(timeout=60)
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".part"]
     prepared = prepare(library, cache)
-    assert len(IndexedTokens(prepared.prefix)) == 11
+    assert len(open_tokens("megatron", prepared.prefix)) == 11
     assert not list(cache.glob("*.part"))
 
 
 def test_the_real_library(tmp_path):
     prepared = corpus.prepare(Data(cache_dir=str(tmp_path)))
-    tokens = IndexedTokens(prepared.prefix)
+    tokens = open_tokens("megatron", prepared.prefix)
     assert len(tokens) > 100
     assert len(tokens.tokens) > 3_000_000
     assert json.loads((prepared.folder / "manifest.json").read_text())["train"]["documents"] == len(

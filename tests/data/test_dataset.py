@@ -100,7 +100,6 @@ def test_ids_of_a_small_vocabulary_are_no_bytes(tmp_path):
 
 
 def test_a_path_that_is_missing(tmp_path):
-    assert wrong(Data(source="megatron")).key == "data.path"
     assert wrong(Data(source="megatron", path=str(tmp_path / "none"))).key == "data.path"
 
 

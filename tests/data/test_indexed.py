@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.data.tokens.files import IndexedTokens
+from nanoscale.data.tokens.files import open_tokens
 from tests.support.token_files import write_indexed
 
 DOCUMENTS = [[1, 2, 3], [], [65535], list(range(1000)), [7, 7]]
@@ -53,14 +53,22 @@ def test_another_reader_finds_every_bit(tmp_path, dtype):
 
 
 def test_our_reader_finds_every_bit(tmp_path):
-    tokens = IndexedTokens(write(tmp_path / "corpus.v1"))  # a prefix may hold a dot
+    tokens = open_tokens("megatron", write(tmp_path / "corpus.v1"))  # a prefix may hold a dot
     assert len(tokens) == 5
     assert [list(tokens[i]) for i in range(5)] == DOCUMENTS
     assert list(tokens.tokens) == [token for document in DOCUMENTS for token in document]
     assert list(tokens.document_starts(0, 5)) == [0, 3, 3, 4, 1004, 1006]
     assert list(tokens.document_starts(1, 3)) == [3, 3, 4]
-    assert [tokens.document_start(i) for i in range(6)] == [0, 3, 3, 4, 1004, 1006]
-    assert [tokens.document_at(i) for i in (0, 2, 3, 4, 1003, 1004, 1005)] == [0, 0, 2, 3, 3, 4, 4]
+    assert [tokens.index.document_start(i) for i in range(6)] == [0, 3, 3, 4, 1004, 1006]
+    assert [tokens.index.document_at(i) for i in (0, 2, 3, 4, 1003, 1004, 1005)] == [
+        0,
+        0,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]
     with pytest.raises(IndexError):
         tokens[5]
 
@@ -71,14 +79,14 @@ def test_a_document_may_hold_several_sequences(tmp_path):
     body = struct.pack("<3i", *lengths) + struct.pack("<3q", 0, 8, 12)
     (tmp_path / "a.idx").write_bytes(header + body + struct.pack("<3q", *documents))
     (tmp_path / "a.bin").write_bytes(np.arange(6, dtype="<i4").tobytes())
-    tokens = IndexedTokens(tmp_path / "a")
+    tokens = open_tokens("megatron", tmp_path / "a")
     assert [list(tokens[i]) for i in range(2)] == [[0, 1, 2], [3, 4, 5]]
     assert list(tokens.document_starts(0, 2)) == [0, 3, 6]
-    assert [tokens.document_at(i) for i in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [tokens.index.document_at(i) for i in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
 def test_the_tokens_are_mapped_and_read_only(tmp_path):
-    tokens = IndexedTokens(write(tmp_path / "a")).tokens
+    tokens = open_tokens("megatron", write(tmp_path / "a")).tokens
     assert not tokens.flags.owndata
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
@@ -131,7 +139,7 @@ def test_damage_is_found_and_the_file_named(tmp_path, name):
     write(tmp_path / "a")
     damage(tmp_path / "a.bin", tmp_path / "a.idx")
     with pytest.raises(UserError) as caught:
-        IndexedTokens(tmp_path / "a")
+        open_tokens("megatron", tmp_path / "a")
     assert caught.value.kind == "data"
     assert str(tmp_path / file) in caught.value.message
     assert reason in caught.value.violations[0].message
@@ -141,21 +149,21 @@ def test_a_pair_without_a_token_is_refused(tmp_path):
     nothing: list[list[list[int]]] = [[], [[], []]]
     for documents in nothing:
         with pytest.raises(UserError, match=r"a\.bin: it holds no token"):
-            IndexedTokens(write(tmp_path / "a", documents))
+            open_tokens("megatron", write(tmp_path / "a", documents))
 
 
 def test_damage_behind_the_first_block_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("nanoscale.data.tokens.files._BLOCK", 2)
-    assert len(IndexedTokens(write(tmp_path / "a"))) == 5
+    assert len(open_tokens("megatron", write(tmp_path / "a"))) == 5
     for place, content in ((54 + 8 * 2, b"\x09"), (94 + 8 * 2, b"\x00"), (94 + 8 * 3, b"\x05")):
         write(tmp_path / "a")
         patch(tmp_path / "a.idx", place, content)
         with pytest.raises(UserError, match="damaged"):
-            IndexedTokens(tmp_path / "a")
+            open_tokens("megatron", tmp_path / "a")
 
 
 def test_a_path_with_its_ending_is_explained(tmp_path):
     write(tmp_path / "a")
     with pytest.raises(UserError) as caught:
-        IndexedTokens(tmp_path / "a.bin")
+        open_tokens("megatron", tmp_path / "a.bin")
     assert "without .bin or .idx" in caught.value.violations[0].message

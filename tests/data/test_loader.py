@@ -10,17 +10,17 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.loader import Loader, split_tokens
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.files import IndexedTokens
+from nanoscale.data.tokens.files import TokenFile, open_tokens
 from tests.support.token_files import write_indexed
 
 SEQ = 8
 
 
-def tokens_of(tmp_path, lengths: list[int]) -> IndexedTokens:
+def tokens_of(tmp_path, lengths: list[int]) -> TokenFile:
     """Documents of these lengths; each token is its own place in the file."""
     ends = np.cumsum(lengths)
     write_indexed(tmp_path / "tokens", map(np.arange, ends - lengths, ends), np.int32)
-    return IndexedTokens(tmp_path / "tokens")
+    return open_tokens("megatron", tmp_path / "tokens")
 
 
 def loader_of(tmp_path, count: int, *, start=0, seed=3, vocab=10**6) -> Loader:
@@ -128,6 +128,6 @@ def test_a_token_outside_the_vocabulary_is_found_by_the_batch_that_holds_it(tmp_
         loader.batch([0, 6])
     assert caught.value.violations[0].key == "model.vocab"
     write_indexed(tmp_path / "negative", [[1, 2, -3, 4, 5, 6, 7, 8, 9]], np.int32)
-    tokens = IndexedTokens(tmp_path / "negative")
+    tokens = open_tokens("megatron", tmp_path / "negative")
     with pytest.raises(UserError, match="holds token -3"):
         Loader.from_file(tokens, Split(0, 9), SEQ, 0, 50).batch([0])

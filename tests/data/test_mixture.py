@@ -8,7 +8,7 @@ import pytest
 from nanoscale.data.loader import Loader, Mixture
 from nanoscale.data.sampler import due
 from nanoscale.data.samples import Split
-from nanoscale.data.tokens.files import IndexedTokens
+from nanoscale.data.tokens.files import open_tokens
 from tests.support.token_files import write_indexed
 
 SEQ = 4
@@ -63,7 +63,7 @@ def loaders(tmp_path) -> list[Loader]:
     made = []
     for number, count in enumerate((400, 90, 30)):
         write_indexed(tmp_path / str(number), [np.arange(count) + 1000 * number], np.int32)
-        tokens = IndexedTokens(tmp_path / str(number))
+        tokens = open_tokens("megatron", tmp_path / str(number))
         made.append(Loader.from_file(tokens, Split(0, count), SEQ, 3, 10**6))
     return made
 

@@ -9,7 +9,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.loader import Form, Loader
 from nanoscale.data.samples import Split, pack
-from nanoscale.data.tokens.files import IndexedTokens
+from nanoscale.data.tokens.files import TokenFile
 from tests.data.test_loader import SEQ, tokens_of
 
 
@@ -36,7 +36,7 @@ def test_the_longest_goes_first_into_the_fullest(seed, room):
     assert first.tolist() == sorted(first.tolist())
 
 
-def packed(file: IndexedTokens, split: Split, answers: np.ndarray | None = None) -> Loader:
+def packed(file: TokenFile, split: Split, answers: np.ndarray | None = None) -> Loader:
     return Loader.from_file(file, split, SEQ, 3, 10**6, Form("whole", True, answers))
 
 

@@ -164,12 +164,12 @@ def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
     """Tokens that end documents do not count."""
     from nanoscale.data.loader import Loader
     from nanoscale.data.samples import Split
-    from nanoscale.data.tokens.files import IndexedTokens
+    from nanoscale.data.tokens.files import open_tokens
     from nanoscale.data.tokens.tokenizer import ByteTokenizer
 
     texts = ["naïve 🙂 text", "and more", "日本語", "x" * 40]
     write_indexed(tmp_path / "tokens", ByteTokenizer().encode_documents(texts))
-    tokens = IndexedTokens(tmp_path / "tokens")
+    tokens = open_tokens("megatron", tmp_path / "tokens")
     loader = Loader.from_file(tokens, Split(0, len(tokens.tokens)), 16, 0, 257)
     ids = [token for text in texts for token in (*text.encode(), 256)]
     for samples in (2, len(loader)):

@@ -121,7 +121,7 @@ def inspect_data(
     path: Annotated[
         str,
         typer.Argument(
-            help="Name a prepared folder, the stem of a .bin and .idx, or a datatrove .ds"
+            help="Name a prepared folder, the stem of a .bin and .idx, a .ds or an .npy"
         ),
     ],
     overrides: opt.Overrides = None,
@@ -141,8 +141,9 @@ def inspect_data(
     from nanoscale.data.inspect import inspect
     from nanoscale.view.data_text import print_inspected
 
-    vocab = compose(overrides).config.model.vocab if overrides else None
-    document = inspect(path, tokenizer, vocab, samples)
+    config = compose(overrides).config if overrides else None
+    vocab, eos = (config.model.vocab, config.data.eos) if config else (None, None)
+    document = inspect(path, tokenizer, vocab, samples, eos)
     answer(as_json, document, print_inspected)
     return FAILED if document["problems"] else DONE
 

@@ -17,18 +17,17 @@ from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.objectives import PAIRED, has_whole_documents, is_distilled
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused
+from nanoscale.config.rules.rule import Rule, of_kind, only_with, other_than, refused
 from nanoscale.config.schema import Config, Data
 from nanoscale.config.token_files import (
     MEMBERS,
-    DamagedError,
     MixtureSource,
     answers_of,
-    glance_at_datatrove,
-    glance_at_megatron,
+    open_index,
     sources_of,
     split_sizes,
 )
+from nanoscale.config.token_formats import FORMATS, DamagedError
 from nanoscale.config.violations import nearest, override
 
 BYTE_VOCAB = 257
@@ -64,7 +63,8 @@ CLASSIFIED = of_kind("data",
         "train.objective=next-token"),
     refused("train.labels", {**_CLASSIFIED, "train.labels": None},
         "is needed by train.objective=classify: the number of classes", "train.labels=2"),
-    refused("train.objective", {**_CLASSIFIED, "model.source": "hf", "data.source": ("stdlib", "datatrove")},
+    refused("train.objective",
+        {**_CLASSIFIED, "model.source": "hf", "data.source": other_than("megatron", "random", "hooks")},
         "needs labels, and data.source={c.data.source} has none: prepare texts with --labels and set data.path",
         "train.objective=next-token", "data.source=random"),
     refused("data.loss_on", {**_CLASSIFIED, "data.loss_on": "all"},
@@ -103,15 +103,22 @@ PAIRS = of_kind("data",
         "train.z_loss=0"),
 )  # fmt: skip
 
+_BY_EOS = {"data.source": tuple(name for name, row in FORMATS.items() if row.reads_eos)}
+ENDS = of_kind("data",
+    refused("data.eos", {**_BY_EOS, "data.eos": None},
+        "is needed by data.source={c.data.source}: the id of the tokenizer's end-of-text token", "data.eos=0"),
+    only_with("data.eos", _BY_EOS),
+)  # fmt: skip
+
 
 def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = resolution.config.data
-    resolution.apply((*PAIRS, *MASKED, *CLASSIFIED, *DISTILLED))
-    if data.source in ("stdlib", "random", "hooks"):
+    resolution.apply((*PAIRS, *MASKED, *CLASSIFIED, *DISTILLED, *ENDS))
+    if data.source not in FORMATS:
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
-                message = "is read with data.source=megatron or datatrove only"
+                message = f"is read with data.source={' or '.join(FORMATS)} only"
                 resolution.refuse(f"data.{key}", message, "data=megatron", kind="data")
     if data.source == "stdlib":
         _tokenizer(resolution, data)
@@ -126,7 +133,7 @@ def resolve_data(resolution: Resolution) -> Data:
         _tokenizer(resolution, data)
     else:
         data = _one_source(resolution, data)
-    if data.source in ("megatron", "datatrove") and not resolution.violations:
+    if data.source in FORMATS and not resolution.violations:
         _require_samples(resolution, data)
     is_file = data.tokenizer not in ("byte", "bpe")
     return replace(
@@ -460,30 +467,23 @@ def _require_tokens_of_model(
 
 def _present(resolution: Resolution, source: MixtureSource, name: str, path: str | None) -> None:
     kind, key = resolution.config.data.source, f"{source.key}.{name}"
+    form = FORMATS[kind]
     if path is None:
-        what = "the .ds file"
-        if kind == "megatron":
-            what = "a prepared folder, or the common path of the files, without .bin and .idx"
-        message = f"is needed by data.source={kind}: {what}"
+        message = f"is needed by data.source={kind}: {form.path}"
         resolution.refuse_value(key, None, message, f"{key}=/path/to/corpus", kind="data")
         return
-    ends = {"megatron": (".bin", ".idx"), "datatrove": ("", ".index")}[kind]
-    missing = [end for end in ends if not Path(f"{path}{end}").expanduser().is_file()]
-    if missing:
-        files = " and ".join(f"{path}{end}" for end in missing)
-        stem = path.removesuffix(".bin").removesuffix(".idx")
-        plain = stem != path and Path(f"{stem}.bin").is_file()
-        advice = override(key, stem) if plain else None
-        resolution.refuse_value(key, path, f"has no {files}", advice, kind="data")
+    if missing := form.missing(path):
+        stem = form.stem(path)
+        advice = override(key, stem) if stem != path and not form.missing(stem) else None
+        resolution.refuse_value(key, path, f"has no {' and '.join(missing)}", advice, kind="data")
         return
     _glance(resolution, key, str(Path(path).expanduser()))
 
 
 def _glance(resolution: Resolution, key: str, path: str) -> None:
     """Check early for mismatched or truncated files and larger vocabularies, which fail a launch later."""
-    look = {"megatron": glance_at_megatron, "datatrove": glance_at_datatrove}
     try:
-        largest = look[resolution.config.data.source](path)
+        largest = open_index(resolution.config.data, path).largest()
     except (DamagedError, OSError) as error:
         resolution.refuse_value(key, path, str(error), kind="data")
         return
