@@ -62,7 +62,7 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """The position of the tokens of a file and of the ends of its documents; `len` is the number of documents."""
+    """The position of a file's tokens, and the ends of its documents; `len` is the number of documents."""
 
     path: Path
     """The file of tokens."""

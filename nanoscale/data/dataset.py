@@ -191,7 +191,9 @@ class _Opener:
     def _open_file(self, path: str | None) -> tuple[TokenFile, int]:
         """Open a file of tokens, and return it with the largest of its first tokens."""
         assert path is not None, "the rules require it"
-        tokens = open_tokens(self.data.source, Path(path).expanduser().absolute(), self.data.eos or 0)
+        tokens = open_tokens(
+            self.data.source, Path(path).expanduser().absolute(), self.data.eos or 0
+        )
         first = tokens.tokens[:_CHECKED]
         if first.max() >= self.vocab or first.min() < 0:
             raise outside_vocabulary(tokens, first, self.vocab)

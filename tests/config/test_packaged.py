@@ -15,6 +15,7 @@ from nanoscale.config.composing.library import RECIPE, Library, packaged
 from nanoscale.config.reference import declared, defaults, flat, is_mapping, sections
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import RopeScaling
+from nanoscale.config.token_formats import FORMATS
 from nanoscale.config.values.convert import value_of
 from tests.config.test_mixture import write_tokens
 
@@ -93,11 +94,11 @@ def _default(key: str) -> object:
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_is_legal(group, option):
     words = [*NEEDS.get((group, option), []), f"{group}={option}", "train.steps=10"]
-    if option in ("megatron", "datatrove"):
+    if option in FORMATS:
         write_tokens(Path("corpus"), 5000)
         Path("corpus").write_bytes(bytes(2 * 5000))
         Path("corpus.index").write_bytes((5000).to_bytes(8, "little"))
-        words.append("data.path=corpus")
+        words += ["data.path=corpus"] + ["data.eos=0"] * FORMATS[option].reads_eos
     if option == "hooks":
         parameters = {"model": "config", "optimizer": "groups, config", "data": "config, split"}
         Path("mine.py").write_text(f"def {group}({parameters[group]}): pass")

@@ -83,6 +83,9 @@ def test_a_damaged_file_is_refused(tmp_path, content, said):
 def test_the_end_of_text_must_be_given_and_fit(tmp_path):
     write(tmp_path / "a.npy", "rawu2")
     words = ["recipe=debug", "data=npy", f"data.path={tmp_path}/a.npy"]
-    for more, said in (([], r"data\.eos"), (["data.eos=65536"], "does not fit into its tokens of 2 bytes")):
+    for more, said in (
+        ([], r"data\.eos"),
+        (["data.eos=65536"], "does not fit into its tokens of 2 bytes"),
+    ):
         with pytest.raises(UserError, match=said):
             check(compose([*words, *more]), Devices("cpu", 1))
