@@ -36,6 +36,7 @@ from tests.support.jobs import (
     train,
     write_tokens,
 )
+from tests.support.rows import exhaustive
 
 STEPS = 7
 STOP = 4
@@ -97,7 +98,7 @@ def test_a_base_in_4_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", exhaustive("bf16")])
 def test_a_base_in_4_bits_in_other_layouts(precision: str, tmp_path: Path) -> None:
     """The losses of one process, also after a resume by one process."""
     pytest.importorskip("torchao")
@@ -135,7 +136,7 @@ IN_4_BITS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize(
     ("family", "layout", "dora"),
     [
-        ("qwen3", {"dp": 2, "tp": 2, "stage": 3}, False),
+        exhaustive("qwen3", {"dp": 2, "tp": 2, "stage": 3}, False),
         ("gpt2", {}, False),
         ("gpt_oss", {"dp": 2, "tp": 2, "stage": 3}, False),
         ("qwen2", {"dp": 2, "tp": 2, "stage": 3}, True),

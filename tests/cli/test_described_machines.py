@@ -7,6 +7,7 @@ import json
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
+from tests.support.rows import exhaustive
 
 JOB = ("recipe=gpt2", "parallel=dp", "run.name=x", "cluster=h100-sxm")
 TWO_HOSTS = [
@@ -44,7 +45,7 @@ def test_two_hosts_of_four_devices(words, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [TWO_HOSTS[0], TWO_HOSTS[2]])
+@pytest.mark.parametrize("words", [exhaustive(TWO_HOSTS[0]), TWO_HOSTS[2]])
 def test_two_hosts_are_rehearsed(words, capsys):
     assert shown(capsys, "rehearse", *JOB, *words)["world_size"] == 8
 

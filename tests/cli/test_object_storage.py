@@ -106,7 +106,7 @@ def test_a_name_that_another_run_has_uploaded_is_refused(tmp_path, storage, caps
     assert nanoscale(["train", *words, "--dry-run", "run.name=run-2"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_data_of_a_bucket_trains_as_the_same_data_here(tmp_path, storage, capsys, monkeypatch):
     monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "texts.jsonl"

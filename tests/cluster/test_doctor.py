@@ -218,6 +218,7 @@ main()
 """A launcher that waits for a dead agent, and that no test waits for."""
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
     n1 = doctor.nodes.address("n1")
     nowhere = ["ip", "neigh", "replace", n1, "lladdr", "02:00:00:00:ff:ff", "dev", "eth0"]

@@ -16,6 +16,7 @@ from tests.cluster.launches import FP32, SOURCE, TINY
 from tests.cluster.machines import LIMIT_S
 from tests.cluster.nodes import LOGIN
 from tests.cluster.slurm import Slurm
+from tests.support.rows import exhaustive
 
 
 def srun(
@@ -29,7 +30,7 @@ def srun(
 
 
 @pytest.mark.parametrize(
-    ("options", "hosts"), [(["-N2", "-n2"], ["s1", "s2"]), (["-N1", "-n2"], None)]
+    ("options", "hosts"), [(["-N2", "-n2"], ["s1", "s2"]), exhaustive(["-N1", "-n2"], None)]
 )
 def test_a_task_is_a_rank_and_the_same_command_continues(
     slurm: Slurm,

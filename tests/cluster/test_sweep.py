@@ -91,6 +91,7 @@ def test_trials_of_all_hosts_run_one_after_another_through_pdsh(
     assert agrees([record["loss"] for record in metrics_of(first)], one_process)
 
 
+@pytest.mark.exhaustive
 def test_trials_of_a_host_that_does_not_answer_move_to_another(
     nodes: Nodes, tmp_path: Path
 ) -> None:
