@@ -194,18 +194,21 @@ def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     return step_time(config, hardware, makespan).seconds
 
 
-def estimate_memory(config: ResolvedConfig, hardware: Hardware) -> Memory:
+def estimate_memory(config: ResolvedConfig, hardware: Hardware, limit: float = math.inf) -> Memory:
     """Return the memory in closed form, for a search through thousands of layouts.
 
     Only the first ranks, which have the most in-flight micro batches, and the last, which has the logits, are
-    counted.
+    counted; only the first one if it needs more bytes than `limit`.
     """
     layout = config.parallel
     if layout.pp == 1:
         return _memory(config, hardware, None)
     count = config.accumulation
     counts = in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
-    return _memory(config, hardware, counts, sorted({0, 1, layout.pp - 1}))
+    first = _memory(config, hardware, counts, [0])
+    if first[0].total > limit:
+        return first
+    return first + _memory(config, hardware, counts, sorted({1, layout.pp - 1}))
 
 
 def with_time(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> Prediction:

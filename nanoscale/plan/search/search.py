@@ -20,6 +20,7 @@ from itertools import islice
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
 from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.predict import (
     ENOUGH,
     SURE,
@@ -163,30 +164,43 @@ class _Tried:
 
     def add_all(self, space: SearchSpace, shape: ResolvedConfig) -> None:
         """Add a shape with each kind of recomputation, and with the last resorts if nothing fits."""
-        fits = [self.add(space, config) for config in recomputations(space, shape)]
-        if not any(fits):
+        fits, fixed = False, 0
+        for config in recomputations(space, shape):
+            fixed = self.add(space, config, fixed)
+            fits = fits or not fixed
+        if not fits:
             for config in last_resorts(space, shape):
-                self.add(space, config)
+                fixed = self.add(space, config, fixed if config.zero == shape.zero else 0)
 
-    def add(self, space: SearchSpace, recomputed: ResolvedConfig) -> bool:
-        """Add micro batches of rising size until one is too large or no faster. True if any fits."""
-        fastest = math.inf
+    def add(self, space: SearchSpace, recomputed: ResolvedConfig, fixed: int = 0) -> int:
+        """Add micro batches of rising size until one is too large or no faster.
+
+        Args:
+            fixed: bytes that a rank needs with any recomputation; 0 if they are unknown.
+
+        Returns:
+            0 if a micro batch fits, otherwise `fixed` for other recomputations.
+        """
+        fastest, room = math.inf, capacity(self._hardware)
         for config in micro_batches(space, recomputed):
             self.considered += 1
-            memory = estimate_memory(config, self._hardware)
+            limit = max(room, self._least)
+            if fixed > limit:
+                break
+            memory = estimate_memory(config, self._hardware, limit)
             needed = highest(memory).total
-            room = capacity(self._hardware)
             is_enough = fits_host(config, self._hardware, memory)
             if not is_enough or fits_probability(needed, room, spread(config)) < ENOUGH:
                 if needed < self._least:
                     self._least, self._nearest = needed, (config, memory)
+                fixed = _without_activations(memory[0])
                 break
             plan = with_time(config, self._hardware, memory)
             self.fitting.append(plan)
             if plan.time.seconds > _GAIN * fastest:
                 break
             fastest = plan.time.seconds
-        return fastest < math.inf
+        return fixed if fastest == math.inf else 0
 
     @property
     def nearest(self) -> Prediction | None:
@@ -194,6 +208,12 @@ class _Tried:
             return None
         config, memory = self._nearest
         return with_time(config, self._hardware, memory)
+
+
+def _without_activations(memory: RankMemory) -> int:
+    """Return the most bytes of a phase without activations, apart from the boundaries of stages."""
+    phases = (it for it in memory.phases.phases if not it.parts["activations"])
+    return max(it.allocated - it.parts["communication buffers"] for it in phases)
 
 
 def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Prediction]:
