@@ -37,7 +37,7 @@ def test_another_shape_and_two_sources_are_refused(source: Path) -> None:
     with pytest.raises(UserError) as caught:
         compose(["recipe=tiny", "model.init_from=first", "model.layers=7"])
     (violation,) = caught.value.violations
-    assert violation.suggestions == ("model.layers=4",)
+    assert violation.suggestions == ("model.layers=2",)
     assert f"{source}/config.yaml" in violation.message
     with pytest.raises(UserError) as caught:
         compose(["recipe=tiny", "model.init_from=first", "run.from_run=other"])

@@ -63,7 +63,7 @@ SHAPE = Model(
 """The time of a row grows with its blocks, and two of them meet everything that a rank does with a block."""
 ZBV = {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "layers_per_stage": [0, 1, 1, 0]}
 """A V of four stages; both stages of the second rank have a block."""
-BYTES = replace(SHAPE, vocab=257, max_seq_len=48)
+BYTES = replace(SHAPE, layers=4, vocab=257, max_seq_len=48)
 PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
     "fp32": Precision("fp32", "fp32", "fp32"),

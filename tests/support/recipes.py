@@ -30,7 +30,11 @@ def changed(*words: str, options: Mapping[str, Setting] | None = None) -> Compos
     raw, history = asdict(base.config), dict(base.history)
     for group, option in asked.choices.items():
         section = reference.defaults(reference.sections()[group])
-        raw[group] = reference.merged(section, library.serve(f"{group}/{option}").content)
+        content = library.serve(f"{group}/{option}").content
+        raw[group] = reference.merged(section, content)
+        for name, value in content.items():
+            file = f"nanoscale/conf/{group}/{option}.yaml"
+            history[f"{group}.{name}"] = [Setting(value, file)]
     said = [(key, Setting(value, "command line")) for key, value in asked.settings]
     for key, setting in [*said, *(options or {}).items()]:
         _set(raw, key, setting.value)

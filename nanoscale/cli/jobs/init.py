@@ -126,6 +126,8 @@ def _tokens_of(task: Task, data: str) -> tuple[Path | None, bool]:
 
 def _own_shape(model: str) -> dict[str, Any]:
     from nanoscale.config.composing.library import Library
+    from nanoscale.config.reference import defaults, merged
+    from nanoscale.config.schema import Model
     from nanoscale.config.values.yaml_file import read
     from nanoscale.config.violations import nearest
 
@@ -133,7 +135,7 @@ def _own_shape(model: str) -> dict[str, Any]:
     if model not in known:
         near = tuple(f"--model {each}" for each in nearest(model, known))
         refuse_option("--model", model, "unknown model; there are " + ", ".join(known), *near)
-    return read(known[model].path).content
+    return merged(defaults(Model), read(known[model].path).content)
 
 
 def _pretrained(model: str) -> tuple[str, int]:

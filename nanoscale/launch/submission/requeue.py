@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
 from nanoscale.launch.batch.system import BatchError
@@ -29,4 +30,4 @@ def requeue(run: RunDirectory) -> str:
 
 
 if __name__ == "__main__":
-    print(requeue(RunDirectory.open(sys.argv[1])))
+    display.show(requeue(RunDirectory.open(sys.argv[1])))
