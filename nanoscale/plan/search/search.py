@@ -211,9 +211,9 @@ class _Tried:
 
 
 def _without_activations(memory: RankMemory) -> int:
-    """Return the most bytes of a phase without activations, apart from the boundaries of stages."""
-    phases = (it for it in memory.phases.phases if not it.parts["activations"])
-    return max(it.allocated - it.parts["communication buffers"] for it in phases)
+    """Return the most bytes in use in a phase without activations."""
+    phases = (it.allocated for it in memory.phases.phases if not it.parts["activations"])
+    return max(phases, default=0) + memory.context
 
 
 def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Prediction]:
