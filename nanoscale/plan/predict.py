@@ -60,7 +60,8 @@ GPUs were not measured yet; 2 % is assumed."""
 ENOUGH = 0.5
 """The least probability with which a layout counts as fitting."""
 SURE = 0.9
-"""The least probability with which a search recommends a layout. From `1 - SURE` to `SURE` a plan is open."""
+"""The least probability with which a search recommends a layout, and `auto` chooses one. From `1 - SURE` to
+`SURE` a plan is open."""
 
 
 MOST_SIMULATED = 16_384

@@ -14,8 +14,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import packaged
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.request import Request
-from nanoscale.plan.predict import predict
-from nanoscale.plan.search.choice import MARGIN
+from nanoscale.plan.predict import SURE, predict
 from nanoscale.view.plan.prediction import document
 from nanoscale.view.run.launch_text import precision_lines
 from tests.cli import Capsys
@@ -267,7 +266,7 @@ FOR_GPUS = sorted(
 def test_every_recipe_for_gpus_surely_fits_its_reference(recipe, capsys):
     assert nanoscale(["plan", f"recipe={recipe}", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["fits"] and plan["fits_probability"] >= MARGIN
+    assert plan["fits"] and plan["fits_probability"] >= SURE
 
 
 LARGE = (

@@ -8,8 +8,8 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, Host
 from nanoscale.launch.request import check_request
-from nanoscale.plan.predict import predict
-from nanoscale.plan.search.choice import MARGIN, SOURCE
+from nanoscale.plan.predict import SURE, predict
+from nanoscale.plan.search.choice import SOURCE
 from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.verdict import remedy
 
@@ -31,11 +31,11 @@ def request_of(devices, *words, recipe="llama-8b", **options):
 def test_the_chosen_layout_surely_fits_all_devices(count):
     chosen = request_of(h100(count), recipe="llama-1b")
     assert chosen.config.world_size == count
-    assert predict(chosen.config).fits_probability >= MARGIN
+    assert predict(chosen.config).fits_probability >= SURE
     assert chosen.choice is not None
     assert chosen.composed.source("parallel.tp") == SOURCE
     assert chosen.composed.source("train.micro_batch") == SOURCE
-    sure = sum(plan.fits_probability >= MARGIN for plan in chosen.choice.result.ranked)
+    sure = sum(plan.fits_probability >= SURE for plan in chosen.choice.result.ranked)
     layouts = f"{sure:,} layout" + "s" * (sure > 1)
     assert f"the fastest of the {layouts} that fit" in choice_line(chosen.choice)
 

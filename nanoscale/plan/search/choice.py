@@ -15,7 +15,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.config.values.provenance import Composed, Setting
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.predict import Prediction
+from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
 from nanoscale.plan.search.search import SearchResult, axes, search
 from nanoscale.plan.search.search_space import SEARCHED
@@ -24,8 +24,6 @@ SOURCE = "chosen by the plan"
 """The source of a chosen value."""
 UNPLANNED = "safest on unknown devices"
 """The source of a value on devices that the plan does not know."""
-MARGIN = 0.95
-"""The least probability of fitting of a chosen layout, if any layout reaches it."""
 SIMPLER = 0.01
 """The share of the time that a choice gives away for a layout with fewer axes, which is less than the
 prediction's error."""
@@ -141,11 +139,11 @@ def _hardware(base: ResolvedConfig) -> tuple[Hardware | None, bool]:
 
 
 def _choice(result: SearchResult) -> Prediction | None:
-    """Return the fastest layout that fits with `MARGIN`, or an almost as fast one with fewer axes.
+    """Return the fastest layout that fits with `SURE`, or an almost as fast one with fewer axes.
 
     If no layout does, return the one that most probably fits, or the one that is closest to fitting.
     """
-    sure = [plan for plan in result.ranked if plan.fits_probability >= MARGIN]
+    sure = [plan for plan in result.ranked if plan.fits_probability >= SURE]
     if not sure:
         return max(result.ranked, key=lambda plan: plan.fits_probability, default=result.nearest)
     fastest = min(plan.time.seconds for plan in sure)

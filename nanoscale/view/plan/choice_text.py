@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nanoscale.common.units import counted
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.choice import MARGIN, LayoutChoice
+from nanoscale.plan.predict import SURE, Prediction
+from nanoscale.plan.search.choice import LayoutChoice
 from nanoscale.view.job_text import layout_line, shape
 
 EVEN = 5e-4
@@ -21,12 +21,12 @@ def choice_line(choice: LayoutChoice) -> str:
     chosen, considered = _layout(plan.config), counted(result.considered, "layout")
     if not plan.fits:
         return f"none of the {considered} considered fits {devices}; {chosen} comes closest"
-    sure = sum(found.fits_probability >= MARGIN for found in result.ranked)
+    sure = sum(found.fits_probability >= SURE for found in result.ranked)
     why = f"of the {considered} considered, the one that most probably fits"
     if sure:
         fit = "fits" if sure == 1 else "fit"
         layouts = counted(sure, "layout")
-        why = f"the fastest of the {layouts} that {fit} with a probability of {MARGIN:.0%} or more"
+        why = f"the fastest of the {layouts} that {fit} with a probability of {SURE:.0%} or more"
     speed = f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
     return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 

@@ -13,9 +13,8 @@ from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.predict import Prediction
+from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
-from nanoscale.plan.search.choice import MARGIN
 from nanoscale.plan.search.search import search
 from nanoscale.plan.search.search_space import search_space, to_type
 from nanoscale.view.plan.prediction import verdict
@@ -120,7 +119,7 @@ def _changes(base: ResolvedConfig) -> Iterator[tuple[str, ResolvedConfig]]:
 
 
 def _fits(space: SearchSpace, hardware: Hardware) -> bool:
-    return any(plan.fits_probability >= MARGIN for plan in search(space, hardware).ranked)
+    return any(plan.fits_probability >= SURE for plan in search(space, hardware).ranked)
 
 
 def _space(composed: Composed, plan: Prediction, devices: Devices) -> SearchSpace:
