@@ -12,6 +12,7 @@ import yaml
 from nanoscale.config import reference
 from nanoscale.config.rules.backends import OUTSIDE, table
 from nanoscale.config.violations import shown
+from nanoscale.runs.metrics import METRICS
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Configuration reference
@@ -92,12 +93,20 @@ def render_index() -> str:
     return "\n".join(lines)
 
 
+def render_metrics() -> str:
+    """Return the page on the run directory with the table of all metrics."""
+    rows = "".join(f"| `{name}` | {it.meaning} |\n" for name, it in METRICS.items())
+    text = (DOCS / "run-directory.md").read_text(encoding="utf-8")
+    return re.sub(r"(## Metrics\n.*?\n\|---\|---\|\n)(\|.*?\n)+", rf"\1{rows}", text, flags=re.S)
+
+
 def pages() -> dict[str, str]:
     """Return every page by its name."""
     return {
         "configuration.md": render(),
         "backends.md": render_backends(),
         "llms.txt": render_index(),
+        "run-directory.md": render_metrics(),
     }
 
 

@@ -13,19 +13,71 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, fits_type
 from nanoscale.runs.jsonlines import Object, Tail
 
-NAMES = (
-    "step", "time", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "samples_per_s", "mfu",
-    "hfu", "memory_gib", "gpu_utilization", "gpu_power_w", "gpu_temperature_c", "gpu_clock_mhz",
-    "gpu_memory_gib", "gpus_slowed", "eval_loss", "loss_scale", "skipped_steps", "moe_imbalance",
-    "attention_score", "preferred", "margin", "eval_preferred", "eval_margin", "accuracy", "eval_accuracy",
-)  # fmt: skip
-"""The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`, and those of
-tasks `eval_tasks/TASK/METRIC`."""
-RISING = frozenset({
-    "tokens_per_s", "samples_per_s", "mfu", "hfu", "preferred", "margin", "eval_preferred", "eval_margin",
-    "accuracy", "eval_accuracy",
-})  # fmt: skip
-"""The names of metrics that are better if higher."""
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that any run may have."""
+
+    meaning: str
+    """Its meaning, for the documentation."""
+    label: str = ""
+    """Its name on the screen; metrics of one label are shown together. Empty: it is not shown."""
+    form: str = ""
+    """The format of its value, or a unit that the view formats: s, GiB or steps."""
+    null: str = "not finite"
+    """The text of the value null."""
+    rises: bool = False
+    """True if it is better if higher."""
+    chart: str = ""
+    """The title of its chart in a report; metrics of one title share it. Empty: it has none."""
+    scale: str = ""
+    """The vertical axis of its chart: logarithmic, from zero, or by the values."""
+
+
+_CLASSES = "with `train.objective=classify`: see [methods.md](methods.md#classification)"
+_PAIRS = "with an objective of pairs: see [methods.md](methods.md#preferences)"
+METRICS = {
+    "step": Metric("optimizer step"),
+    "time": Metric("UNIX time in seconds"),
+    "loss": Metric("mean over the predicted tokens of the global batch", "loss", "{:.4f}", chart="loss"),
+    "lr": Metric("learning rate", "lr", "{:.2e}", chart="learning rate", scale="from zero"),
+    "grad_norm": Metric("norm of the gradients before clipping", "grad norm", "{:.3f}",
+        chart="gradient norm", scale="logarithmic"),
+    "tokens": Metric("tokens consumed so far"),
+    "tokens_per_s": Metric("tokens per second, all ranks together", "tokens/s", "{:,.0f}", rises=True,
+        chart="tokens/s", scale="from zero"),
+    "samples_per_s": Metric("samples per second, all ranks together", "samples/s", "{:,.4g}", rises=True),
+    "mfu": Metric("model FLOPs utilization; null if the device's peak is unknown. Set `cluster.peak_tflops`, "
+        "or describe the device, as in `cluster=h100-sxm`", "MFU", "{:.1%}", null="", rises=True),
+    "hfu": Metric("the same with the recomputed operations of activation checkpointing, by the plan; null if "
+        "`mfu` or the plan is unknown", "HFU", "{:.1%}", null="", rises=True),
+    "memory_gib": Metric("peak allocated memory on a GPU, peak resident memory on a CPU; the largest over the "
+        "ranks", "memory", "GiB"),
+    "step_time_s": Metric("time of a step", "step time", "s"),
+    "gpu_utilization": Metric("where NVML answers: percent of time, the mean over the ranks' GPUs", "GPU",
+        "{:.0f}%"),
+    "gpu_power_w": Metric("the mean power of the ranks' GPUs", "GPU", "{:,.0f} W"),
+    "gpu_temperature_c": Metric("the temperature of the hottest GPU", "GPU", "{:.0f} °C"),
+    "gpu_clock_mhz": Metric("the slowest SM clock", "GPU", "{:,.0f} MHz"),
+    "gpu_memory_gib": Metric("the most memory in use on a GPU, by any process"),
+    "gpus_slowed": Metric("GPUs whose clock is lowered by heat, the hardware or the power supply", "GPU",
+        "{:.0f} slowed down"),
+    "loss_scale": Metric("factor of the loss, with fp16", "loss scale", "{:g}"),
+    "skipped_steps": Metric("with fp16: skipped steps so far", "skipped", "steps"),
+    "moe_imbalance": Metric("with experts: the largest load of an expert over the mean load, in the layer "
+        "where this is largest", "expert imbalance", "{:.2f}"),
+    "attention_score": Metric("with `optimizer.qk_clip`: the largest score of attention in the last step"),
+    "preferred": Metric(_PAIRS, "preferred", "{:.1%}", rises=True),
+    "margin": Metric(_PAIRS, rises=True),
+    "accuracy": Metric(_CLASSES, "accuracy", "{:.1%}", rises=True),
+    "eval_loss": Metric("on steps with an evaluation", "eval loss", "{:.4f}", chart="loss"),
+    "eval_preferred": Metric(_PAIRS, "eval preferred", "{:.1%}", rises=True),
+    "eval_margin": Metric(_PAIRS, rises=True),
+    "eval_accuracy": Metric(_CLASSES, "eval accuracy", "{:.1%}", rises=True),
+}  # fmt: skip
+"""The metrics by name; evaluations of several data sets add `eval_loss/NAME`, and those of tasks
+`eval_tasks/TASK/METRIC`."""
+RISING = frozenset(name for name, metric in METRICS.items() if metric.rises)
 WARM_UP = 3
 """Steps after each start that do not count: memory is allocated, code compiled, files are read first."""
 

@@ -62,8 +62,8 @@ def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:
         return replace(settings, metric="eval_loss" if is_evaluated else "loss")
     group, _, data_set = settings.metric.partition("/")
     sources = ("--metric", settings.metric, COMMAND_LINE)
-    if settings.metric not in metrics.NAMES and not (group == "eval_loss" and data_set):
-        advice = tuple(f"--metric {name}" for name in nearest(settings.metric, metrics.NAMES))
+    if settings.metric not in metrics.METRICS and not (group == "eval_loss" and data_set):
+        advice = tuple(f"--metric {name}" for name in nearest(settings.metric, metrics.METRICS))
         refuse([Violation(*sources, "unknown metric of metrics.jsonl", advice)], kind="usage")
     if settings.sampler != "grid" and group.startswith("eval_") and not is_evaluated:
         every = max(1, min(train.steps for train in trains) // 10)

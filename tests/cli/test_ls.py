@@ -18,7 +18,7 @@ from nanoscale.config.composing.frozen import dump, load, read_values
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request
-from nanoscale.runs import metrics, status
+from nanoscale.runs import status
 from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory
 from tests.cli import Capsys
@@ -165,17 +165,6 @@ def test_values_of_a_frozen_file_are_those_of_the_whole_configuration() -> None:
             whole = getattr(whole, part, None)
         assert value == whole, name
     assert read_values(path, ["logger.project"]) == {"logger.project": "a: ${b}"}
-
-
-def test_the_documented_metrics_are_columns() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "run-directory.md").read_text()
-    table = page.partition("## Metrics")[2].partition("## ")[0]
-    documented = {
-        name
-        for line in re.findall(r"^\| (`.*?) \|", table, re.M)
-        for name in re.findall("`(.*?)`", line)
-    }
-    assert documented == set(metrics.NAMES)
 
 
 def test_tags(capsys: Capsys) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nanoscale.metrics.health import Health
-from nanoscale.runs.metrics import NAMES
-from nanoscale.view.run.live import gpu_state
+from nanoscale.runs.metrics import METRICS
+from nanoscale.view.run.live import figures
 from tests.support.fake_nvml import build_fake_nvml, fake_environment
 
 _PROGRAM = """
@@ -54,8 +54,8 @@ def test_the_figures_of_healthy_gpus(library: Path) -> None:
         "gpu_memory_gib": 70.0,
         "gpus_slowed": 0.0,
     }
-    assert metrics.keys() <= set(NAMES) and first == []
-    assert gpu_state(metrics) == "95%, 650 W, 61 °C, 1,980 MHz"
+    assert metrics.keys() <= METRICS.keys() and first == []
+    assert figures(metrics)["GPU"] == "95%, 650 W, 61 °C, 1,980 MHz"
 
 
 @pytest.mark.parametrize(

@@ -200,30 +200,14 @@ class LiveView:
 
 def figures(record: Object) -> dict[str, str]:
     """Format a logged step's metrics, by their labels."""
-
-    def known(name: str, shown: Callable[[Any], str]) -> str:
-        return "" if record.get(name) is None else shown(record[name])
-
-    texts = {
-        "loss": number(record.get("loss"), ".4f"),
-        "lr": number(record.get("lr"), ".2e"),
-        "grad norm": number(record.get("grad_norm"), ".3f"),
-        "tokens/s": number(record.get("tokens_per_s"), ",.0f"),
-        "samples/s": known("samples_per_s", "{:,.4g}".format),
-        "MFU": known("mfu", "{:.1%}".format),
-        "HFU": "" if record.get("hfu") == record.get("mfu") else known("hfu", "{:.1%}".format),
-        "memory": known("memory_gib", lambda size: byte_size(GIB * size)),
-        "step time": known("step_time_s", duration),
-        "GPU": known("gpu_utilization", lambda _: gpu_state(record)),
-        "loss scale": known("loss_scale", "{:g}".format),
-        "skipped": known("loss_scale", lambda _: counted(record.get("skipped_steps") or 0, "step")),
-        "expert imbalance": known("moe_imbalance", "{:.2f}".format),
-        "preferred": known("preferred", "{:.1%}".format),
-        "accuracy": known("accuracy", "{:.1%}".format),
-        "eval loss": known("eval_loss", "{:.4f}".format),
-        "eval preferred": known("eval_preferred", "{:.1%}".format),
-        "eval accuracy": known("eval_accuracy", "{:.1%}".format),
-    }
+    hidden = {"hfu"} if record.get("hfu") == record.get("mfu") else set()
+    hidden |= set() if record.get("gpus_slowed") else {"gpus_slowed"}
+    texts: dict[str, str] = {}
+    for name, metric in metrics.METRICS.items():
+        if not metric.label or name not in record or name in hidden:
+            continue
+        text = metric.null if record[name] is None else _formatted(record[name], metric.form)
+        texts[metric.label] = ", ".join(filter(None, (texts.get(metric.label), text)))
     for name, loss in record.items():
         if name.startswith("eval_tasks/"):
             texts[name.removeprefix("eval_tasks/")] = number(loss, ".4f")
@@ -232,18 +216,13 @@ def figures(record: Object) -> dict[str, str]:
     return {label: text for label, text in texts.items() if text}
 
 
-def gpu_state(record: Object) -> str:
-    """Return the state of the ranks' GPUs: means of utilization and power, the hottest, the slowest clock."""
-    units = {
-        "gpu_utilization": "{:.0f}%",
-        "gpu_power_w": "{:,.0f} W",
-        "gpu_temperature_c": "{:.0f} °C",
-        "gpu_clock_mhz": "{:,.0f} MHz",
+def _formatted(value: Any, form: str) -> str:
+    units: dict[str, Callable[[Any], str]] = {
+        "s": duration,
+        "GiB": lambda size: byte_size(GIB * size),
+        "steps": lambda steps: counted(steps, "step"),
     }
-    known = {name: form for name, form in units.items() if record.get(name) is not None}
-    words = [form.format(record[name]) for name, form in known.items()]
-    slowed = int(record.get("gpus_slowed") or 0)
-    return ", ".join([*words, *([f"{slowed} slowed down"] if slowed else [])])
+    return units.get(form, form.format)(value)
 
 
 def number(value: float | None, form: str) -> str:

@@ -16,13 +16,12 @@ from nanoscale.runs import events, failure, jsonlines, metrics, status
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.jsonlines import Object
-from nanoscale.runs.metrics import Steady, steady
+from nanoscale.runs.metrics import METRICS, Steady, steady
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, page, table
 from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
-from nanoscale.view.run.live import gpu_state, number
+from nanoscale.view.run.live import figures, number
 
-CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
 MOST_POINTS = 600
 """The most points of a curve."""
 _NOTICED = ("straggler", "spike", "health")
@@ -57,7 +56,7 @@ def document(run: RunDirectory) -> Document:
         "statistics": jsonlines.last(run.statistics, "modules"),
         "noticed": [event for event in happened if event.get("kind") in _NOTICED],
         "checkpoints": _checkpoints(run, happened),
-        "curves": {name: thinned(curve(records, name)) for name in CURVES},
+        "curves": {name: thinned(curve(records, name)) for name, it in METRICS.items() if it.chart},
     }
 
 
@@ -201,8 +200,8 @@ def _blocks(about: Document) -> Iterator[Block]:
     if about["noticed"]:
         texts = [str(event.get("message", "")) for event in about["noticed"]]
         yield Lines([f"noticed: {text}" for text in dict.fromkeys(texts)], "yellow")
-    if (about["last"] or {}).get("gpu_utilization") is not None:
-        yield Lines([f"GPUs at the last logged step: {gpu_state(about['last'])}"])
+    if state := figures(about["last"] or {}).get("GPU"):
+        yield Lines([f"GPUs at the last logged step: {state}"])
     if about["attempts"]:
         yield table(_ATTEMPTS, about["attempts"], "attempts")
     if about["checkpoints"]:
@@ -249,33 +248,38 @@ def figure(value: float | None, unit: str) -> str:
 
 
 def _charts(about: Document) -> Iterator[str]:
-    metrics = about["curves"]
-    if not metrics["loss"]:
+    if not about["curves"]["loss"]:
         return
     starts = [attempt["after_step"] for attempt in about["attempts"] if attempt["after_step"]]
     planned = next((row for row in about["against_plan"] if row["what"] == "tokens/s"), None)
     level = ("predicted", planned["predicted"], about["planned_after"]) if planned else None
-    losses = [("", metrics["loss"])]
-    if metrics["eval_loss"]:
-        losses = [("training", metrics["loss"]), ("evaluation", metrics["eval_loss"])]
-    speed = [("", metrics["tokens_per_s"])]
-    yield curves("loss", losses, starts=starts)
-    yield curves("gradient norm", [("", metrics["grad_norm"])], logarithmic=True, starts=starts)
-    yield curves("learning rate", [("", metrics["lr"])], from_zero=True, starts=starts)
-    yield curves("tokens/s", speed, from_zero=True, level=level, starts=starts)
+    for title in dict.fromkeys(METRICS[name].chart for name in about["curves"]):
+        names = [name for name in about["curves"] if METRICS[name].chart == title]
+        known = {name: points for name in names if (points := about["curves"][name])}
+        series = [
+            ("evaluation" if it.startswith("eval_") else "training", known[it]) for it in known
+        ]
+        scale = METRICS[names[0]].scale
+        yield curves(
+            title,
+            series if len(series) > 1 else [("", points) for _, points in series],
+            logarithmic=scale == "logarithmic",
+            from_zero=scale == "from zero",
+            level=level if "tokens_per_s" in names else None,
+            starts=starts,
+        )
 
 
 def _curve_lines(about: Document, width: int) -> str:
     columns = max(20, min(width, 100) - 40)
     lines = [
-        curve_line(_NAMES.get(name, name), points, columns)
+        curve_line(METRICS[name].label, points, columns)
         for name, points in about["curves"].items()
         if points
     ]
     return "".join(f"{line}\n" for line in lines)
 
 
-_NAMES = {"eval_loss": "eval loss", "grad_norm": "grad norm", "tokens_per_s": "tokens/s"}
 _COMPARED = (
     Column("", lambda row: row["what"]),
     Column("predicted", lambda row: figure(row["predicted"], row["unit"])),
