@@ -18,8 +18,12 @@ import nanoscale
 from nanoscale.common.devices import driver
 
 _PACKAGES = ("torch", "deepspeed")
-_OPTIONAL = ("gcsfs", "mlflow", "s3fs", "tensorboard", "torchao", "transformers", "triton", "wandb")
-"""Packages that only some configurations need."""
+OPTIONAL = {
+    "datasets": "Hugging Face's datasets", "deepspeed": "DeepSpeed", "gcsfs": "gcsfs",
+    "lm_eval": "lm-eval", "mlflow": "MLflow", "optuna": "Optuna", "s3fs": "s3fs", "sentencepiece": "sentencepiece", "tensorboard": "TensorBoard",
+    "torchao": "torchao", "transformers": "transformers", "triton": "Triton", "wandb": "Weights & Biases",
+}  # fmt: skip
+"""Packages that only some configurations need, and their names in sentences; pyproject.toml says what for."""
 
 
 def versions() -> dict[str, str | None]:
@@ -51,6 +55,15 @@ def install_command(extra: str) -> str:
     return f"{_pip()} install {' '.join(map(shlex.quote, requirements or [extra]))}"
 
 
+def missing(package: str) -> str:
+    """Return the name of an optional package and how to install it; empty if it is installed."""
+    if find_spec(package) is not None:
+        return ""
+    return (
+        f"{OPTIONAL[package]}, which is not installed: {install_command(package.replace('_', '-'))}"
+    )
+
+
 def _pip() -> str:
     """Return this Python's pip: the one on the PATH may belong to another environment."""
     on_path = shutil.which("pip")
@@ -61,7 +74,7 @@ def _pip() -> str:
 
 def optional_packages() -> list[str]:
     """List the installed packages that only some configurations need."""
-    return [name for name in _OPTIONAL if find_spec(name) is not None]
+    return [name for name in OPTIONAL if find_spec(name) is not None]
 
 
 def nanoscale_version() -> str:

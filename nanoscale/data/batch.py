@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -53,24 +53,17 @@ class Batch:
 
     def take(self, rows: np.ndarray) -> Self:
         """Return these rows, in this order."""
-        documents = None if self.documents is None else self.documents[rows]
-        references = None if self.references is None else self.references[rows]
-        return type(self)(self.inputs[rows], self.targets[rows], documents, references)
+        return self._changed(lambda array: array[rows])
 
     def cut(self, length: int) -> Self:
         """Return the same tokens in rows of at most this length, which divides that of the rows."""
         if length >= self.inputs.shape[1]:
             return self
-        documents = None if self.documents is None else self.documents.reshape(-1, length)
-        references = self.references
-        if references is not None:
-            references = references.reshape(-1, length, *references.shape[2:])
-        return type(self)(
-            self.inputs.reshape(-1, length),
-            self.targets.reshape(-1, length),
-            documents,
-            references,
-        )
+        return self._changed(lambda array: array.reshape(-1, length, *array.shape[2:]))
+
+    def _changed(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
+        present = {name: array for name, array in vars(self).items() if array is not None}
+        return replace(self, **{name: change(array) for name, array in present.items()})
 
     def counted(self) -> int:
         """Return the number of tokens that have a loss, or of pairs."""

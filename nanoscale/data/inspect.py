@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ def _split(
 ) -> dict[str, Any]:
     lengths = _lengths(file)
     ordered = sorted(lengths)
+    seen = accumulate(lengths[length] for length in ordered)
     documents = len(file)
     eos = decoder.eos if decoder and answers is None else None  # a chat ends as its template does
     numbers = sorted(
@@ -96,7 +97,7 @@ def _split(
         "ended_by_eos": None if eos is None else _ended(file, eos),
         "lengths": {
             "shortest": ordered[0],
-            "median": _median(lengths, ordered, documents),
+            "median": next(it for it, n in zip(ordered, seen, strict=True) if 2 * n >= documents),
             "mean": len(file.tokens) / documents,
             "longest": ordered[-1],
             "histogram": _histogram(lengths),
@@ -127,16 +128,6 @@ def _ended(file: TokenFile, eos: int) -> int:
         last_tokens = starts[1:][np.diff(starts) > 0] - 1
         count += int((file.tokens[last_tokens] == eos).sum())
     return count
-
-
-def _median(lengths: Counter[int], ordered: list[int], documents: int) -> int:
-    """Return the median length; the lower one of an even number."""
-    seen = 0
-    for length in ordered:
-        seen += lengths[length]
-        if 2 * seen >= documents:
-            return length
-    return 0
 
 
 def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:

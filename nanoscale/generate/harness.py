@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.versions import install_command
+from nanoscale.common.versions import missing
 from nanoscale.generate.replicas import RunAll, run_here
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
@@ -207,15 +207,8 @@ def _scored(logits: Tensor, wanted: Sequence[int]) -> Scored:
 
 def require_library() -> None:
     """Raise a UserError if lm_eval is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("lm_eval") is None:
-        found = Violation(
-            "--tasks", None, "", "needs the package lm-eval", (install_command("lm-eval"),)
-        )
-        raise UserError(
-            "usage", "--tasks needs the package lm-eval, which is not installed", [found]
-        )
+    if what := missing("lm_eval"):
+        raise UserError("usage", f"--tasks needs {what}")
 
 
 def evaluate_tasks(

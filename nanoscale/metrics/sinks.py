@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import itertools
 import json
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.json_text import parse
-from nanoscale.common.versions import install_command
+from nanoscale.common.versions import missing
 from nanoscale.config.schema import Logger
 from nanoscale.metrics.trackers import Record, Subject, open_trackers
 from nanoscale.runs import events, fence
@@ -58,11 +57,10 @@ def wants_tensorboard(logger: Logger) -> bool:
     Raises:
         UserError: they are requested and TensorBoard is not installed.
     """
-    installed = importlib.util.find_spec("tensorboard") is not None
-    if logger.tensorboard == "on" and not installed:
-        how = install_command("tensorboard")
-        raise UserError("config", f"logger.tensorboard=on needs TensorBoard: {how}")
-    return logger.tensorboard == "on" or (logger.tensorboard == "auto" and installed)
+    what = missing("tensorboard")
+    if logger.tensorboard == "on" and what:
+        raise UserError("config", f"logger.tensorboard=on needs {what}")
+    return logger.tensorboard == "on" or (logger.tensorboard == "auto" and not what)
 
 
 class JsonLines:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import byte_size, listed
+from nanoscale.common.units import byte_size
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
@@ -94,43 +93,6 @@ class SavingPlan:
         """True if any checkpoint is saved, at a stop by the user included."""
         return self.during or self.config.at_end or self.config.at_stop
 
-    def sentences(self) -> list[str]:
-        """List the times, the size and the number of kept checkpoints, and the free disk space, in
-        sentences."""
-        saving = self.config
-        when = [f"every {saving.every:,} steps"] if saving.every else []
-        when += [self._by_time()] if saving.every_minutes else []
-        when += ["after the best evaluations"] if saving.keep_best else []
-        when += ["at the end"] if saving.at_end else []
-        when += ["when it is stopped"] if saving.at_stop else []
-        if not when:
-            return ["none is saved"]
-        if not self.bytes:
-            return [listed(when)]
-        free = "" if self.free is None else f", {byte_size(self.free)} free in {self.root}"
-        return [
-            f"{listed(when)}; {byte_size(self.bytes)} each, {self._kept()}",
-            f"{byte_size(self.needed)} needed{free}",
-        ]
-
-    def warnings(self) -> list[str]:
-        """List the warnings about a full disk or restarts without a checkpoint."""
-        warnings = []
-        if self.free is not None and self.saves and self.needed > self.free:
-            fewer = {None: " or checkpoint.keep_last=2", 1: ""}
-            instead = fewer.get(self.config.keep_last, " or checkpoint.keep_last=1")
-            warnings.append(
-                f"checkpoints will fill the disk: up to {self.most} are kept or being written, which needs "
-                f"{byte_size(self.needed)}, and {byte_size(self.free)} are free in {self.root}. Free some "
-                f"space, or set run.root=FOLDER{instead}"
-            )
-        if self.restarts and not self.during:
-            warnings.append(
-                f"with launcher.max_restarts={self.restarts} the training would restart from step 1: no "
-                "checkpoint is saved before the end. Set checkpoint.every_minutes=15"
-            )
-        return warnings
-
     def require_disk(self) -> None:
         """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
         if self.free is None or not self.saves or self.bytes <= self.free:
@@ -140,41 +102,6 @@ class SavingPlan:
         remedy = "free some space, or start the run with run.root=FOLDER on another disk"
         found = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
         raise UserError("plan", f"{message}. Continue with --force", [found])
-
-    def document(self) -> dict[str, Any]:
-        """Return the entry `checkpoints` of `plan --json` and `train --dry-run --json`; sizes are in bytes."""
-        return {
-            **asdict(self.config),
-            "every_minutes_in_steps": self.minutes_in_steps,
-            "bytes": self.bytes or None,
-            "most_at_once": self.most if self.saves else 0,
-            "needed_bytes": self.needed if self.bytes and self.saves else None,
-            "free_bytes": self.free,
-            "root": self.root,
-            "warnings": self.warnings(),
-        }
-
-    def _by_time(self) -> str:
-        text = f"every {self.config.every_minutes:g} min"
-        if self.minutes_in_steps is None:
-            return text
-        if self.minutes_in_steps >= self.steps:
-            return f"{text} (the plan expects the training to take less)"
-        steps = "step" if self.minutes_in_steps == 1 else f"{self.minutes_in_steps:,} steps"
-        return f"{text} (about every {steps})"
-
-    def _kept(self) -> str:
-        saving = self.config
-        if saving.keep_last is None:
-            return "all are kept, but of those saved by time only the newest"
-        newest = f"the newest {saving.keep_last} are kept"
-        newest = "the newest is kept" if saving.keep_last == 1 else newest
-        every = f", every {saving.keep_every:,}th step" if saving.keep_every else ""
-        if not saving.keep_best:
-            return newest + every.replace(", ", ", and ", 1)
-        best = "the best" if saving.keep_best == 1 else f"the best {saving.keep_best}"
-        metric = "evaluation loss" if saving.best_metric == "eval_loss" else saving.best_metric
-        return f"{newest}{every}, and {best} by {metric}"
 
 
 def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) -> SavingPlan:

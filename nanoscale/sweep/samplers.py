@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.versions import install_command
+from nanoscale.common.versions import missing
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import nearest, refuse
 from nanoscale.launch.request import Request
@@ -43,9 +42,8 @@ def check_sampler(settings: Settings, space: Space) -> None:
         return
     if settings.trials is None:
         raise UserError("usage", f"--sampler {settings.sampler} needs --trials N")
-    if find_spec("optuna") is None:
-        how = install_command("optuna")
-        raise UserError("usage", f"--sampler {settings.sampler} needs Optuna: {how}")
+    if what := missing("optuna"):
+        raise UserError("usage", f"--sampler {settings.sampler} needs {what}")
 
 
 def with_metric(settings: Settings, requests: Sequence[Request]) -> Settings:

@@ -17,6 +17,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer
 from nanoscale.plan.saving import checkpoint_bytes, plan_saving
+from nanoscale.view.plan.saving_text import sentences, warnings
 from tests.support.jobs import make_config, make_run, train, write_tokens
 
 MIB = 2**20
@@ -57,7 +58,7 @@ ALWAYS = "at the end and when it is stopped"
     ],
 )
 def test_when_they_come(words: tuple[str, ...], step_s: float | None, expected: str) -> None:
-    first = plan_saving(job(*words), step_s).sentences()[0]
+    first = sentences(plan_saving(job(*words), step_s))[0]
     assert first.partition(";")[0] == expected
 
 
@@ -81,11 +82,11 @@ def test_the_last_the_regular_and_the_best_are_one_policy() -> None:
     words = ["train.steps=100", "train.eval_every=10", "checkpoint.keep_best=3"]
     words += ["checkpoint.every=5", "checkpoint.keep_every=50", "checkpoint.keep_last=2"]
     saving = plan_saving(job(*words), 1e-3)
-    assert saving.sentences()[0].endswith(
+    assert sentences(saving)[0].endswith(
         "the newest 2 are kept, every 50th step, and the best 3 by evaluation loss"
     )
     by_margin = replace(saving, config=replace(saving.config, best_metric="eval_margin"))
-    assert by_margin.sentences()[0].endswith("and the best 3 by eval_margin")
+    assert sentences(by_margin)[0].endswith("and the best 3 by eval_margin")
     assert saving.most == 2 + 100 // 50 + 3 + 1
     everything = plan_saving(job(*words[:3], "checkpoint.keep_last=null"), 1e-3)
     assert everything.most == 100 // 10 + 1
@@ -99,9 +100,9 @@ def test_all_are_kept_but_of_those_saved_by_time_only_the_newest() -> None:
 
 
 def test_a_disk_that_will_be_full_is_warned_of(full: None) -> None:
-    (warning,) = plan_saving(job("train.steps=1000"), 60.0).warnings()
+    (warning,) = warnings(plan_saving(job("train.steps=1000"), 60.0))
     assert "up to 3 are kept or being written" in warning and "checkpoint.keep_last=1" in warning
-    assert plan_saving(job(), 0.1).warnings() == []
+    assert warnings(plan_saving(job(), 0.1)) == []
 
 
 def test_a_disk_without_room_for_one_is_refused(full: None) -> None:
@@ -115,10 +116,10 @@ def test_a_disk_without_room_for_one_is_refused(full: None) -> None:
 
 def test_restarts_that_would_begin_anew_are_warned_of() -> None:
     words = ("launcher.max_restarts=3", "checkpoint.every_minutes=0")
-    (warning,) = plan_saving(job(*words), 0.1).warnings()
+    (warning,) = warnings(plan_saving(job(*words), 0.1))
     assert "restart from step 1" in warning and "checkpoint.every_minutes=15" in warning
     for more in ("checkpoint.every=5", "checkpoint.every_minutes=1", "launcher.max_restarts=0"):
-        assert plan_saving(job(*words, more), 0.1).warnings() == []
+        assert warnings(plan_saving(job(*words, more), 0.1)) == []
 
 
 @pytest.mark.slow

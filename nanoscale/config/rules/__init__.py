@@ -90,7 +90,7 @@ def check(
     # what a model with transformers' code supports, and its keys without one
     resolution.apply(only_with.OF_MODEL)
     if config.model.source == "hf":
-        resolution.require("model.source", "transformers", "transformers")
+        resolution.require("model.source", "transformers")
     resolution.apply(model.FOREIGN)
     resolution.refuse_all()  # the other rules depend on degrees that must change
     resolution.decide(model=model.resolve_model(resolution))

@@ -244,7 +244,7 @@ def check_backend(resolution: Resolution) -> None:
     """Check what DeepSpeed needs; the rules of the layout refuse what a backend does not support."""
     if resolution.config.backend.name != "deepspeed":
         return
-    resolution.require("backend.name", "deepspeed", "DeepSpeed", _NATIVE)
+    resolution.require("backend.name", "deepspeed", _NATIVE)
     extra = resolution.config.backend.extra
     if owned := owner(extra):
         named = [f"{path} (set {key} instead)" for path, key in owned.items()]

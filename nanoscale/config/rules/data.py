@@ -208,7 +208,7 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
         bpe = "data.tokenizer=bpe" if fits else None
         resolution.refuse("data.tokenizer", message, "data.tokenizer=byte", bpe, kind="data")
     elif data.tokenizer.endswith(".model"):
-        resolution.require_for_ranks("data.tokenizer", "sentencepiece", "sentencepiece")
+        resolution.require_for_ranks("data.tokenizer", "sentencepiece")
 
 
 def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:

@@ -165,14 +165,14 @@ PRECISION = of_kind("config",
 def check_fp8(resolution: Resolution) -> None:
     """Check the package that weights in 4 bits need, and the GPUs and the package of products in 8 bits."""
     if resolution.config.lora.base == "nf4":
-        resolution.require_for_ranks("lora.base", "torchao", "torchao", "lora.base=whole")
+        resolution.require_for_ranks("lora.base", "torchao", "lora.base=whole")
     if not resolution.config.precision.fp8:
         return
     weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})
     if weak and resolution.config.launcher.device == "cuda" and not resolution.remote:
         message = f"{_NEEDS_FP8}, and this machine has {listed(weak)}"
         resolution.refuse("precision.fp8", message, _NO_FP8)
-    resolution.require_for_ranks("precision.fp8", "torchao", "torchao", _NO_FP8)
+    resolution.require_for_ranks("precision.fp8", "torchao", _NO_FP8)
 
 
 # --- attention kernels ----------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def check_optimizer(resolution: Resolution) -> None:
         _check_group(resolution, f"optimizer.groups.{name}", entry)
     package = rule_of(resolution.config.optimizer).package
     if package:
-        resolution.require_for_ranks("optimizer.name", package, package, "optimizer.name=adamw")
+        resolution.require_for_ranks("optimizer.name", package, "optimizer.name=adamw")
 
 
 _GROUP = ("match", "lr_factor", "weight_decay")

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, get_args
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import Violation
-from nanoscale.common.versions import install_command
+from nanoscale.common.versions import missing
 from nanoscale.config import machines, reference
 from nanoscale.config.machines import Host
 from nanoscale.config.reference import value_of
@@ -112,19 +111,18 @@ class Resolution:
         cluster = self.config.cluster
         return not (self.remote or cluster.python or cluster.pythons)
 
-    def require_for_ranks(self, key: str, package: str, name: str, *instead: str) -> None:
+    def require_for_ranks(self, key: str, package: str, *instead: str) -> None:
         """Refuse a key that needs a package which the ranks do not have.
 
         Only the preflight checks can inspect the interpreters of other hosts.
         """
         if self.same_python:
-            self.require(key, package, name, *instead)
+            self.require(key, package, *instead)
 
-    def require(self, key: str, package: str, name: str, *instead: str) -> None:
+    def require(self, key: str, package: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""
-        if find_spec(package) is None:
-            message = f"needs {name}, which is not installed: {install_command(package.replace('_', '-'))}"
-            self.refuse(key, message, *instead)
+        if what := missing(package):
+            self.refuse(key, f"needs {what}", *instead)
 
 
 def divisors(number: int) -> Iterator[int]:

@@ -367,23 +367,21 @@ def resolve_scheduler(config: Config) -> Scheduler:
 # --- the run and its loggers ----------------------------------------------------------------------
 
 _LOGGERS = (
-    ("tensorboard", ("on",), "TensorBoard", "logger=none"),
-    ("mlflow", ("on",), "MLflow", "logger.mlflow=off"),
-    ("wandb", ("online", "offline"), "Weights & Biases", "logger.wandb=off"),
+    ("tensorboard", ("on",), "logger=none"),
+    ("mlflow", ("on",), "logger.mlflow=off"),
+    ("wandb", ("online", "offline"), "logger.wandb=off"),
 )
-"""The key of `logger`, which is also the package, the values that need it, its name, and advice."""
+"""The key of `logger`, which is also the package, the values that need it, and advice."""
 
 
 def check_loggers(resolution: Resolution) -> None:
     """Check that the programs that compute or receive metrics are installed, and that wandb can log in."""
     logger = resolution.config.logger
     if resolution.config.train.eval_tasks:
-        resolution.require_for_ranks(
-            "train.eval_tasks", "lm_eval", "lm-eval", "train.eval_tasks=[]"
-        )
-    for package, values, name, instead in _LOGGERS:
+        resolution.require_for_ranks("train.eval_tasks", "lm_eval", "train.eval_tasks=[]")
+    for package, values, instead in _LOGGERS:
         if getattr(logger, package) in values:
-            resolution.require_for_ranks(f"logger.{package}", package, name, instead)
+            resolution.require_for_ranks(f"logger.{package}", package, instead)
     if logger.wandb == "online" and resolution.same_python and not _wandb_key_exists():
         message = "needs an API key: type `wandb login`, or set WANDB_API_KEY"
         resolution.refuse("logger.wandb", message, "logger.wandb=offline", "logger.wandb=off")

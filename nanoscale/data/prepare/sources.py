@@ -14,14 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Literal, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
-from nanoscale.common.versions import install_command
+from nanoscale.common.versions import missing
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
 from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
@@ -296,9 +295,8 @@ def ending(path: Path) -> tuple[str, str]:
 
 
 def _dataset(argument: str) -> TextSource:
-    if find_spec("datasets") is None:
-        what = "needs Hugging Face's datasets, which is not installed"
-        raise _UnusableError(what, install_command("datasets"))
+    if what := missing("datasets"):
+        raise _UnusableError(f"needs {what}")
     try:
         data = dataset(argument)
     except _UnusableError:

@@ -18,6 +18,7 @@ from nanoscale.plan.saving import plan_saving
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, shape, size
+from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.explain import how
 from nanoscale.view.plan.memory_text import bars
 from nanoscale.view.plan.timeline import timeline_text
@@ -61,7 +62,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "usual_mfu": usual_mfu(plan.config),
         "pipeline_utilization": plan.timeline.utilization if plan.timeline is not None else None,
         "training": asdict(plan.training),
-        "checkpoints": plan_saving(plan.config, time.seconds).document(),
+        "checkpoints": saving_text.document(plan_saving(plan.config, time.seconds)),
         "paddings": [asdict(one) for one in paddings(plan.config, plan.hardware)],
         "parameters": parameters(plan.config.model),
         "active_parameters": active_parameters(plan.config.model),
@@ -263,7 +264,6 @@ def outcome(plan: Prediction) -> list[str]:
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
     device_hours = f"{three_digits(run.device_hours)} device hours"
     length = f"{counted(run.steps, 'step')} in {duration(3600 * run.hours)}, {device_hours}{cost}"
-    saving = plan_saving(plan.config, time.seconds)
     on_cpu = plan.hardware.device == CPU
     rough = on_cpu and known_speed() is None
     layout, compiled = plan.config.parallel, plan.config.backend.compile == "on"
@@ -279,6 +279,5 @@ def outcome(plan: Prediction) -> list[str]:
         *([_IDLE_RECOMPUTATION] if recomputes_idly else []),
         *map(_padding, paddings(plan.config, plan.hardware)),
         length,
-        *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
-        *(f"warning: {warning}" for warning in saving.warnings()),
+        *saving_text.saving_lines(plan_saving(plan.config, time.seconds)),
     ]

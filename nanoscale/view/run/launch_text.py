@@ -28,6 +28,7 @@ from nanoscale.view.job_text import (
     settings,
     trial_data_warning,
 )
+from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.prediction import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
@@ -55,7 +56,7 @@ def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str,
         "run_dir": str(run.path),
         "epochs": times_seen(config),
         "plan": request.plan,
-        "checkpoints": request.saving.document(),
+        "checkpoints": saving_text.document(request.saving),
         "rehearsed": request.program is not None,
     }
 
@@ -82,7 +83,7 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
 
 def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Report:
     """Return what `train --dry-run` shows."""
-    warnings = [f"warning: {warning}" for warning in request.saving.warnings()]
+    warnings = [f"warning: {warning}" for warning in saving_text.warnings(request.saving)]
     environment = [f"  {name}={shlex.quote(value)}" for name, value in plan.environment.items()]
     commands = [f"  {entry.host}: {shlex.join(entry.command)}" for entry in plan.hosts]
     blocks: list[Block] = [
@@ -113,7 +114,7 @@ def _job_table(request: Request, plan: LaunchPlan) -> Table:
         *settings(request.config).items(),
         *((("chosen by the plan", choice_line(request.choice)),) if request.choice else ()),
         *(forecast(request.plan).items() if request.plan else ()),
-        *(("checkpoints", sentence) for sentence in request.saving.sentences()),
+        *(("checkpoints", sentence) for sentence in saving_text.sentences(request.saving)),
     ]
     return Table(("job", ""), rows, texts=("",))
 
@@ -141,7 +142,7 @@ def request_lines(request: Request) -> list[str]:
         *([] if seen is None else [f"data: {seen_text(seen)}"]),
         *trial_data_warning(request.config),
         *rehearsal_lines(request),
-        *saving_lines(request),
+        *saving_text.saving_lines(request.saving),
     ]
 
 
@@ -163,13 +164,6 @@ def rehearsal_lines(request: Request) -> list[str]:
     return [f"rehearsed: {verdict(request.program)}"]
 
 
-def saving_lines(request: Request) -> list[str]:
-    """Return the plan of checkpoints as lines to show, warnings included."""
-    saving = request.saving
-    lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
-    return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]
-
-
 # --- jobs of batch systems ---------------------------------------------------------------------------------
 
 
@@ -183,7 +177,7 @@ def script_document(batch: BatchJob, variants: Sequence[Variant]) -> dict[str, A
         "settings": settings(first.config),
         "derived": derived_values(first.config),
         "text": batch.script,
-        "checkpoints": first.saving.document(),
+        "checkpoints": saving_text.document(first.saving),
         **_runs_document(batch, variants),
     }
 
@@ -229,7 +223,11 @@ def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submissi
 
 def _batch_lines(batch: BatchJob) -> list[str]:
     first = batch.requests[0]
-    return [*trial_data_warning(first.config), *rehearsal_lines(first), *saving_lines(first)]
+    return [
+        *trial_data_warning(first.config),
+        *rehearsal_lines(first),
+        *saving_text.saving_lines(first.saving),
+    ]
 
 
 def _runs_document(

@@ -1,0 +1,91 @@
+"""The times, the sizes and the number of a job's checkpoints, in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from nanoscale.common.units import byte_size, listed
+from nanoscale.plan.saving import SavingPlan
+
+
+def document(saving: SavingPlan) -> dict[str, Any]:
+    """Return the entry `checkpoints` of `plan --json` and `train --dry-run --json`; sizes are in bytes."""
+    return {
+        **asdict(saving.config),
+        "every_minutes_in_steps": saving.minutes_in_steps,
+        "bytes": saving.bytes or None,
+        "most_at_once": saving.most if saving.saves else 0,
+        "needed_bytes": saving.needed if saving.bytes and saving.saves else None,
+        "free_bytes": saving.free,
+        "root": saving.root,
+        "warnings": warnings(saving),
+    }
+
+
+def saving_lines(saving: SavingPlan) -> list[str]:
+    """Return the plan of checkpoints as lines to show, warnings included."""
+    lines = [f"checkpoints: {sentence}" for sentence in sentences(saving)]
+    return [*lines, *(f"warning: {warning}" for warning in warnings(saving))]
+
+
+def sentences(saving: SavingPlan) -> list[str]:
+    """List the times, the size and the number of kept checkpoints, and the free disk space."""
+    settings = saving.config
+    when = [f"every {settings.every:,} steps"] if settings.every else []
+    when += [_by_time(saving)] if settings.every_minutes else []
+    when += ["after the best evaluations"] if settings.keep_best else []
+    when += ["at the end"] if settings.at_end else []
+    when += ["when it is stopped"] if settings.at_stop else []
+    if not when:
+        return ["none is saved"]
+    if not saving.bytes:
+        return [listed(when)]
+    free = "" if saving.free is None else f", {byte_size(saving.free)} free in {saving.root}"
+    return [
+        f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}",
+        f"{byte_size(saving.needed)} needed{free}",
+    ]
+
+
+def warnings(saving: SavingPlan) -> list[str]:
+    """List the warnings about a full disk or restarts without a checkpoint."""
+    warnings = []
+    if saving.free is not None and saving.saves and saving.needed > saving.free:
+        fewer = {None: " or checkpoint.keep_last=2", 1: ""}
+        instead = fewer.get(saving.config.keep_last, " or checkpoint.keep_last=1")
+        warnings.append(
+            f"checkpoints will fill the disk: up to {saving.most} are kept or being written, which needs "
+            f"{byte_size(saving.needed)}, and {byte_size(saving.free)} are free in {saving.root}. Free some "
+            f"space, or set run.root=FOLDER{instead}"
+        )
+    if saving.restarts and not saving.during:
+        warnings.append(
+            f"with launcher.max_restarts={saving.restarts} the training would restart from step 1: no "
+            "checkpoint is saved before the end. Set checkpoint.every_minutes=15"
+        )
+    return warnings
+
+
+def _by_time(saving: SavingPlan) -> str:
+    text = f"every {saving.config.every_minutes:g} min"
+    if saving.minutes_in_steps is None:
+        return text
+    if saving.minutes_in_steps >= saving.steps:
+        return f"{text} (the plan expects the training to take less)"
+    steps = "step" if saving.minutes_in_steps == 1 else f"{saving.minutes_in_steps:,} steps"
+    return f"{text} (about every {steps})"
+
+
+def _kept(saving: SavingPlan) -> str:
+    settings = saving.config
+    if settings.keep_last is None:
+        return "all are kept, but of those saved by time only the newest"
+    newest = f"the newest {settings.keep_last} are kept"
+    newest = "the newest is kept" if settings.keep_last == 1 else newest
+    every = f", every {settings.keep_every:,}th step" if settings.keep_every else ""
+    if not settings.keep_best:
+        return newest + every.replace(", ", ", and ", 1)
+    best = "the best" if settings.keep_best == 1 else f"the best {settings.keep_best}"
+    metric = "evaluation loss" if settings.best_metric == "eval_loss" else settings.best_metric
+    return f"{newest}{every}, and {best} by {metric}"
