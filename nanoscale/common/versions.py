@@ -20,7 +20,8 @@ from nanoscale.common.devices import driver
 _PACKAGES = ("torch", "deepspeed")
 OPTIONAL = {
     "datasets": "Hugging Face's datasets", "deepspeed": "DeepSpeed", "gcsfs": "gcsfs",
-    "lm_eval": "lm-eval", "mlflow": "MLflow", "optuna": "Optuna", "s3fs": "s3fs", "sentencepiece": "sentencepiece", "tensorboard": "TensorBoard",
+    "lm_eval": "lm-eval", "mlflow": "MLflow", "optuna": "Optuna", "s3fs": "s3fs",
+    "sentencepiece": "sentencepiece", "tensorboard": "TensorBoard",
     "torchao": "torchao", "transformers": "transformers", "triton": "Triton", "wandb": "Weights & Biases",
 }  # fmt: skip
 """Packages that only some configurations need, and their names in sentences; pyproject.toml says what for."""

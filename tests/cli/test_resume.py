@@ -115,7 +115,7 @@ def test_every_layout_is_open_to_a_run_with_checkpoints(run, capsys):
 
 
 def test_another_optimizer_is_another_run(run, capsys, monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
     words = ["resume", "x", "optimizer.name=adamw8bit", "--dry-run"]
     assert nanoscale(words) == 0
     save(run, 5)

@@ -17,7 +17,7 @@ OFFLOAD = ["zero=stage3-offload", "zero.offload_optimizer=nvme"]
 
 @pytest.fixture(autouse=True)
 def _every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
 
 
 def test_every_limit_has_such_a_test():

@@ -360,7 +360,7 @@ def test_gpus_of_other_hosts_are_not_looked_for_here():
 
 
 def test_names_of_gpus_here_say_nothing_of_those_elsewhere(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
     line = "precision=fp8 --hostfile"
     weak = gpus(2, "NVIDIA A100")
     assert checked(f"{line} two", weak).precision.fp8
@@ -368,7 +368,7 @@ def test_names_of_gpus_here_say_nothing_of_those_elsewhere(monkeypatch):
 
 
 def test_packages_here_say_nothing_of_those_elsewhere(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda _: None)
     for line in ("logger=tensorboard", "optimizer=adamw8bit"):
         assert checked(f"{line} --hostfile two")
         assert checked(f"{line} --hostfile here cluster.python=/other/python launcher=ssh")
@@ -376,7 +376,7 @@ def test_packages_here_say_nothing_of_those_elsewhere(monkeypatch):
 
 
 def test_a_folder_of_each_host_is_not_looked_for_here(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
     words = "backend=deepspeed zero=stage3-offload zero.offload_optimizer=nvme zero.nvme_path=/no"
     assert checked(f"{words} --hostfile two").zero.nvme_path == "/no"
     assert violations(f"{words} --hostfile here")[0].key == "zero.nvme_path"

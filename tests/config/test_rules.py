@@ -22,7 +22,7 @@ V100 = "Tesla V100-SXM2-32GB"
 @pytest.fixture(autouse=True)
 def _torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that every extra is installed."""
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
 
 
 def gpus(count: int) -> Devices:
@@ -588,7 +588,7 @@ def test_gpus_with_8_bit_products():
     ],
 )
 def test_a_package_is_asked_for_where_it_is_not_installed(word, package, suggestions, monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda _: None)
     (missing,) = violations(word, on=gpus(1))
     assert f"install '{package}'" in missing.message and missing.suggestions == suggestions
     checked("precision=bf16", "logger.tensorboard=auto", on=gpus(1))

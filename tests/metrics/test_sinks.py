@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -114,7 +113,7 @@ def test_the_table_has_a_column_for_every_figure_and_no_repeats(tmp_path: Path) 
 
 
 def test_tensorboard_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda _: None)
     assert not sinks.wants_tensorboard(Logger("auto"))
     assert not sinks.wants_tensorboard(Logger("off"))
     with pytest.raises(UserError, match=r"install 'tensorboard>="):

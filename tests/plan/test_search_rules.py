@@ -53,7 +53,7 @@ JOBS = {
 
 @pytest.fixture(autouse=True)
 def _every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
 
 
 def space_of(job: str) -> tuple[Composed, SearchSpace, Devices]:

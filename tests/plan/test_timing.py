@@ -415,7 +415,7 @@ def test_every_machine_takes_a_job():
     ids=" ".join,
 )
 def test_what_the_laws_let_through_is_predicted(words, monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.common.versions.find_spec", lambda name: name)
     config = check(recipe("cluster=cpu", *words), Devices("cpu", 2))
     hardware = hardware_of(config)
     step = step_time(config, hardware)
