@@ -55,9 +55,8 @@ class Vocabulary(Protocol):
         """Return the logits of all rows, with the gradient of this rank's rows."""
 
 
-class Head(nn.Linear):
-    """A head from `[batch, seq, hidden]` to logits, or with targets `[batch, seq]` to the sum of their losses,
-    a scalar."""
+class LossSettings:
+    """The loss that a head computes."""
 
     fused = False
     """True if the operations between the products are compiled."""
@@ -72,21 +71,19 @@ class Head(nn.Linear):
     distillation: Distillation | None = None
     """The loss of tokens with `references`; None: there are none."""
 
+
+class Head(LossSettings, nn.Linear):
+    """A head from `[batch, seq, hidden]` to logits, or with targets `[batch, seq]` to the sum of their losses,
+    a scalar."""
+
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, references: Tensor | None = None
     ) -> Tensor:
         return logits_or_loss(hidden, self.weight, targets, self, references=references)
 
 
-class TiedHead(nn.Module):
+class TiedHead(LossSettings, nn.Module):
     """A head with the embedding's weights `[vocab, hidden]`."""
-
-    fused = False
-    z_loss = 0.0
-    softcap: float | None = None
-    objective: Objective | None = None
-    token_losses: TokenLosses | None = None
-    distillation: Distillation | None = None
 
     def forward(
         self,
@@ -102,7 +99,7 @@ def logits_or_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None,
-    head: Head | TiedHead,
+    head: LossSettings,
     vocabulary: Vocabulary | None = None,
     references: Tensor | None = None,
 ) -> Tensor:

@@ -34,7 +34,8 @@ class Agreement:
 
         `failed`: something other than the training has failed on this rank, and all ranks shall stop to check.
         """
-        stop, save = self._flag.requested or failed, self._time_is_over()
+        stop = self._flag.requested or failed
+        save = 0 < self._save_every_s <= time.monotonic() - self._since
         if not dist.is_initialized():
             self.save_is_due = save
             return stop
@@ -60,6 +61,3 @@ class Agreement:
         if self._question is not None:
             self._question.wait()
             self._question = None
-
-    def _time_is_over(self) -> bool:
-        return 0 < self._save_every_s <= time.monotonic() - self._since

@@ -13,7 +13,7 @@ import numpy as np
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError
 from nanoscale.config.objectives import has_whole_documents
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
@@ -66,10 +66,8 @@ def run(context: RankContext) -> str:
     results = [_evaluate(context, engine, split, task["samples"]) for split in data.valid]
     if context.rank == 0:
         for split, figures in zip(data.valid, results, strict=True):
-            tokenizer = data.tokenizer
+            tokenizer = None if has_whole_documents(config.train) else data.tokenizer
             samples = figures["samples"]
-            if has_whole_documents(config.train):
-                tokenizer = None
             figures["bytes"] = tokenizer and count_bytes(split.loader, samples, tokenizer)
         write_json(context.run.result, {"data": data.description, "parts": results})
     process_group.leave()
@@ -90,14 +88,12 @@ def open_validation(config: ResolvedConfig) -> Dataset:
     try:  # without eval_every a too small split was not reported until now
         return open_data(config.data, replace(train, eval_every=1), config.model.vocab, own)
     except UserError as error:
-        violations = [_without_eval_every_advice(violation) for violation in error.violations]
+        needless = "train.eval_every=0"
+        violations = [
+            replace(it, suggestions=tuple(text for text in it.suggestions if text != needless))
+            for it in error.violations
+        ]
         raise UserError(error.kind, f"no samples are held out: {error}", violations) from error
-
-
-def _without_eval_every_advice(violation: Violation) -> Violation:
-    """Return the violation without the advice not to evaluate."""
-    suggestions = tuple(text for text in violation.suggestions if text != "train.eval_every=0")
-    return replace(violation, suggestions=suggestions)
 
 
 def _evaluate(
@@ -139,17 +135,10 @@ def _document_chunks(rows: Iterable[np.ndarray], eos: int) -> Iterator[list[int]
     for row in rows:
         buffer += row.tolist()
         if len(buffer) > _DECODE_TOKENS:
-            end = _last_position(buffer, eos) + 1 or len(buffer)
+            end = len(buffer) - (buffer[::-1].index(eos) if eos in buffer else 0)
             yield buffer[:end]
             buffer = buffer[end:]
     yield buffer
-
-
-def _last_position(tokens: list[int], token: int) -> int:
-    """Return the last position of a token; -1 if it does not occur."""
-    return next(
-        (position for position in range(len(tokens) - 1, -1, -1) if tokens[position] == token), -1
-    )
 
 
 def _print_progress(batches: Iterable[T], count: int) -> Iterator[T]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoscale.backends.base import Engine
+from nanoscale.backends.gradients import local_tensor
 from nanoscale.models.moe import is_recomputed
 from nanoscale.parallel import process_group
 from nanoscale.train.loop import Training
@@ -101,9 +102,7 @@ def find_cause(training: Training, last_step: int) -> str | None:
 @torch.no_grad()
 def _damaged_weight(engine: Engine) -> str | None:
     """Return the first of this rank's weights that is not finite."""
-    state = engine.state()
-    for name, value in state.items():
-        local = value.to_local() if hasattr(value, "to_local") else value
-        if name.startswith("model.") and not _is_finite(local):
+    for name, value in engine.state().items():
+        if name.startswith("model.") and not _is_finite(local_tensor(value)):
             return name.removeprefix("model.")
     return None

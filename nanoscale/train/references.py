@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from nanoscale.backends.base import Engine
 from nanoscale.common.errors import UserError
 from nanoscale.config.objectives import needs_reference
-from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset
 from nanoscale.data.samples import Pairs
 from nanoscale.parallel import process_group
@@ -72,18 +69,14 @@ def _likelihoods(engine: Engine, pairs: Pairs) -> np.ndarray:
     each = engine.config.train.micro_batch // 2
     firsts = range(at.dp * each, len(pairs) + at.dp * each, parallel.dp * each)
     numbers = np.concatenate([np.arange(first, first + each) for first in firsts])
-
-    def batches() -> Iterator[Batch]:
-        for row in numbers.reshape(-1, each):
-            yield pairs.batch((row % len(pairs)).tolist())
-
-    found = engine.log_likelihoods(batches()).reshape(-1, 2)
+    rows = (numbers % len(pairs)).reshape(-1, each).tolist()
+    batches = (pairs.batch(row) for row in rows)
+    found = engine.log_likelihoods(batches).reshape(-1, 2)
     result = torch.zeros(len(pairs), 2, dtype=torch.float64)
     if at.tp == at.cp == 0:
         inside = torch.from_numpy(numbers < len(pairs))
         result[torch.from_numpy(numbers)[inside]] = found[inside]
-    total: Any = result.to(engine.device)
+    total = result.to(engine.device)
     if dist.is_initialized():
         dist.all_reduce(total)
-    array: np.ndarray = total.cpu().numpy()
-    return array
+    return np.asarray(total.cpu())
