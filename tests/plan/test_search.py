@@ -136,6 +136,18 @@ def test_the_fastest_comes_first_and_nothing_that_fits_is_faster() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_stages_1_and_2_need_the_same_memory_in_a_pipeline(schedule: str) -> None:
+    """The search computes it once."""
+    for pp, alike in ((2, True), (1, False)):
+        words = [f"parallel.pp={pp}", *[f"parallel.schedule={schedule}"] * (pp > 1)]
+        sizes = []
+        for stage in (1, 2):
+            plan = predict(typed(MIDDLE, [*words, f"zero.stage={stage}", "train.micro_batch=1"]))
+            sizes.append([rank.total for rank in plan.memory])
+        assert (sizes[0] == sizes[1]) is alike
+
+
 def test_what_surely_fits_comes_first_and_what_is_left_out_is_named() -> None:
     _, result = found(*SMALL)
     assert result.best is not None

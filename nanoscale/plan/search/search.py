@@ -161,6 +161,7 @@ class _Tried:
         self.considered = 0
         self._least = sys.maxsize
         self._nearest: tuple[ResolvedConfig, Memory] | None = None
+        self._in_pipelines: dict[str, Memory] = {}
 
     def add_all(self, space: SearchSpace, shape: ResolvedConfig) -> None:
         """Add a shape with each kind of recomputation, and with the last resorts if nothing fits."""
@@ -187,7 +188,7 @@ class _Tried:
             limit = max(room, self._least)
             if fixed > limit:
                 break
-            memory = estimate_memory(config, self._hardware, limit)
+            memory = self._memory(config, limit)
             needed = highest(memory).total
             is_enough = fits_host(config, self._hardware, memory)
             if not is_enough or fits_probability(needed, room, spread(config)) < ENOUGH:
@@ -201,6 +202,17 @@ class _Tried:
                 break
             fastest = plan.time.seconds
         return fixed if fastest == math.inf else 0
+
+    def _memory(self, config: ResolvedConfig, limit: int) -> Memory:
+        """Return the estimated memory. In a pipeline, FSDP2's is the same in ZeRO stages 1 and 2."""
+        zero = config.zero
+        if config.parallel.pp == 1 or config.backend.name != "native" or not zero.stage:
+            return estimate_memory(config, self._hardware, limit)
+        others = zero.offload_optimizer, zero.offload_param, config.backend.compile
+        key = str((*vars(config.parallel).values(), config.train.micro_batch, *others))
+        if key not in self._in_pipelines:
+            self._in_pipelines[key] = estimate_memory(config, self._hardware, limit)
+        return self._in_pipelines[key]
 
     @property
     def nearest(self) -> Prediction | None:
