@@ -9,13 +9,12 @@ from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
-from hydra.errors import HydraException
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.library import Library
+from nanoscale.config.composing.overrides import parsed
 from nanoscale.config.composing.variants import given_twice, values_problem
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import refuse
@@ -111,14 +110,12 @@ def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> Spac
     Raises:
         UserError: no key has several values, or a key cannot differ between trials.
     """
-    parser, library = OverridesParser.create(), Library(config_dir)
+    library = Library(config_dir)
     shared: list[str] = []
     dimensions: list[Dimension] = []
     violations: list[Violation] = []
     for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
+        if (override := parsed(text)) is None:
             shared.append(text)
             continue
         key = override.get_key_element().lstrip("+")
