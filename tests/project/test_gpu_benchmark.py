@@ -22,10 +22,8 @@ import torch
 from benchmarks.gpu import wheels
 from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
 from benchmarks.gpu.peers import trained, write_tokens
-from benchmarks.gpu.session import Failed, NotMeasured, TooSlow
-from benchmarks.gpu.table import lines_of, ratios
+from benchmarks.gpu.session import Failed
 from nanoscale.config.composing.compose import compose
-from nanoscale.metrics.step_parts import PARTS as PARTS_OF_A_STEP
 
 ROOT = Path(__file__).parents[2]
 OUT_OF_MEMORY = "error: rank 0 on node1 failed: the GPU ran out of memory\n  remedy: …\n"
@@ -122,96 +120,6 @@ bench.measure("long", lambda: bench.run(python(code)), limit_s=500)
     wait_until(lambda: not alive(tmp_path))
 
 
-@pytest.mark.slow
-def test_a_row_that_does_not_fit_into_the_time_is_not_started(tmp_path: Path) -> None:
-    with start(
-        tmp_path,
-        """
-bench = Session(time.monotonic() + 80, folder / "figures")
-def slow():
-    bench.run(python("import time; time.sleep(1000)"))
-bench.measure("too long", slow, limit_s=60, needed_s=90)
-bench.ends = time.monotonic() + 2
-bench.measure("slow", slow, limit_s=60)
-bench.measure("late", fast, limit_s=60)
-""",
-    ) as process:
-        assert process.wait(60) == 0
-    long, slow, late = (row["why"] for row in rows(tmp_path))
-    assert re.fullmatch(r"left out: \d+ s left, 90 s needed", long)
-    assert "cut off" in slow  # by the end of the session, which comes before its own limit
-    assert "left out" in late
-
-
-def test_the_next_row_waits_until_the_memory_of_the_gpu_is_free(tmp_path: Path) -> None:
-    with start(
-        tmp_path,
-        """
-used = [0.5, 80.0, 80.0, 0.6]  # idle, then after the first row
-bench = Session(time.monotonic() + 60, folder / "figures", used_gib=lambda: used.pop(0))
-bench.measure("first", fast, limit_s=30)
-bench.measure("second", lambda: {"left": len(used)}, limit_s=30)
-bench.used_gib = lambda: 80.5
-session.FREE_S = 0.2
-bench.measure("leak", fast, limit_s=30)
-""",
-    ) as process:
-        assert process.wait(60) == 0
-    assert rows(tmp_path)[1]["left"] == 0
-    (note,) = json.loads((tmp_path / "figures.json").read_text())["notes"]
-    assert note == "row 3: 80.0 GiB of the GPU are still in use after this row"
-
-
-ALLOCATOR = """
-import os
-from benchmarks.gpu.parts import Bench
-os.environ.pop("PYTORCH_ALLOC_CONF", None)
-bench = Session(time.monotonic() + 60, folder / "figures")
-class Machine(Bench):
-    def peer(self, kind, *overrides):
-        print("with", os.environ["PYTORCH_ALLOC_CONF"])
-        bench.run(python(CODE))
-        return {}
-    def printed(self, command):
-        return []
-bench.measure("machine", Machine(bench, folder, True).machine, limit_s=LIMIT)
-"""
-REFUSED = "RuntimeError: CUDA driver error: operation not supported"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "limit", "tried", "outcome"),
-    [
-        ("import time; time.sleep(1000)", 2, ["True"], r"cut off after \d+ s"),
-        (
-            "raise RuntimeError('no kernel image')",
-            30,
-            ["True"],
-            "failed: RuntimeError: no kernel image",
-        ),
-        (
-            f"import os; assert 'False' in os.environ['PYTORCH_ALLOC_CONF'], {REFUSED!r}",
-            30,
-            ["True", "False"],
-            None,
-        ),
-    ],
-    ids=["slow", "another fault", "named"],
-)
-def test_the_allocator_is_changed_only_where_the_error_names_it(
-    tmp_path: Path, code: str, limit: int, tried: list[str], outcome: str | None
-) -> None:
-    with start(tmp_path, f"CODE, LIMIT = {code!r}, {limit}\n{ALLOCATOR}") as process:
-        printed, _ = process.communicate(timeout=60)
-    assert re.findall(r"with expandable_segments:(\w+)", printed) == tried
-    (row,) = rows(tmp_path)
-    if outcome is None:
-        assert row["allocator"] == "expandable_segments:False"
-    else:
-        assert re.fullmatch(outcome, row["why"])
-
-
 def layout(micro: int, gib: float) -> Layout:
     return Layout((f"train.micro_batch={micro}",), gib, gib, 140.0)
 
@@ -231,90 +139,6 @@ def test_a_smaller_layout_is_tried_after_the_gpu_ran_out_of_memory() -> None:
     found = first_that_fits(LAYOUTS, train)
     assert found == {"mfu": 0.5, "ran_out_of_memory": [("train.micro_batch=3",)]}
     assert tried == [120, 90]  # not 115, which is nearly as large
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [TooSlow("cut off after 180 s"), Failed("error: rank 0 failed: the host ran out of memory")],
-)
-def test_no_other_layout_is_tried_after_slowness_or_another_fault(fault: Exception) -> None:
-    def train(_: Layout) -> dict[str, Any]:
-        raise fault
-
-    with pytest.raises(type(fault)) as caught:
-        first_that_fits(LAYOUTS, train)
-    assert caught.value is fault
-
-
-def test_layouts_that_all_run_out_of_memory_are_named() -> None:
-    def train(_: Layout) -> dict[str, Any]:
-        raise Failed(OUT_OF_MEMORY)
-
-    with pytest.raises(NotMeasured, match=r"no layout fits; .*micro_batch=3.*micro_batch=1"):
-        first_that_fits(LAYOUTS, train)
-    with pytest.raises(NotMeasured, match=r"no layout fits$"):
-        first_that_fits([], train)
-
-
-def test_a_failure_is_told_by_the_line_that_names_it() -> None:
-    assert (
-        str(Failed(OUT_OF_MEMORY))
-        == "failed: error: rank 0 on node1 failed: the GPU ran out of memory"
-    )
-    assert str(
-        Failed("Traceback …\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n[W] end")
-    ) == ("failed: torch.OutOfMemoryError: CUDA out of memory.")
-    assert str(Failed("")) == "failed: it printed nothing"
-
-
-def test_a_peer_gets_the_logits_that_nanoscale_does_not_keep() -> None:
-    memory = {"allocated_gib": 118.0, "capacity_gib": 139.8, "parts": {"activations": 33.0}}
-    found = {"overrides": ["train.micro_batch=2"], "memory": memory}
-    logits = 2 * 4096 * 128256 * 10 / 2**30
-    read = Layout.read(found, 4096 * 128256)
-    assert read.peer_gib == pytest.approx(118 + 33 / 4 + logits)
-    assert read.overrides[1:] == ("train.micro_batch=2", "train.global_batch=8")
-
-
-def test_rows_of_several_files_are_compared() -> None:
-    speeds = {
-        "nanoscale 8b bf16": 10.0,
-        "nanoscale 8b fp8": 13.0,
-        "nanoscale 8b fp8 rowwise": 12.0,
-        "loop 8b bf16": 8.0,
-    }
-    found = dict(ratios([{"what": what, "tokens_per_s": speed} for what, speed in speeds.items()]))
-    assert found == pytest.approx(
-        {
-            "nanoscale 8b fp8 over bf16": 1.3,
-            "nanoscale 8b fp8 rowwise over bf16": 1.2,
-            "nanoscale over loop 8b bf16": 1.25,
-        }
-    )
-
-
-def test_a_row_has_its_figures_beside_the_plan_and_its_parts_below() -> None:
-    parts = {f"{name}_s": 0.0 for name in PARTS_OF_A_STEP} | {"backward_s": 2.0, "idle_s": 1.0}
-    row = {
-        "what": "nanoscale 8b bf16",
-        "tokens_per_s": 11000.0,
-        "mfu": 0.57,
-        "memory_gib": 118.0,
-        "predicted": {"tokens_per_s": 10922.5, "mfu": 0.568, "memory_gib": 115.0},
-        "parts": {**parts, "step_s": 4.0, "waits": {}, "kernels": {"gemm": 2.0, "flash": 0.4}},
-        "overrides": ["train.micro_batch=2"],
-    }
-    head, *below = lines_of(row)
-    assert re.split(" {2,}", head)[1:] == [
-        "11,000 tokens/s (plan 10,922 tokens/s)",
-        "57.0% MFU (plan 56.8% MFU)",
-        "118.0 GiB (plan 115.0 GiB)",
-        "micro batch 2",
-    ]
-    assert below == [
-        "    backward 50.0% · idle 25.0% · the host waited 0 times",
-        "    gemm 50.0% · flash 10.0%",
-    ]
 
 
 def test_the_three_calls_leave_no_part_out() -> None:

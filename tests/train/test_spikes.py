@@ -24,6 +24,7 @@ from nanoscale.train.loop import Training
 from nanoscale.train.stability import Spikes
 from tests.support.jobs import make_config, make_run, read_metrics, train, train_rank, write_tokens
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 JUMP = 25
 
@@ -96,7 +97,7 @@ def kept(run: RunDirectory) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"dp": 2}, {"parallel": {"tp": 2}, "stage": 1}], ids=["dp", "tp"]
+    "layout", [{"dp": 2}, exhaustive({"parallel": {"tp": 2}, "stage": 1}, name="tp")]
 )
 def test_a_jump_is_noted_and_the_checkpoints_before_it_stay(
     tmp_path: Path, layout: dict[str, Any]
@@ -113,7 +114,8 @@ def test_a_jump_is_noted_and_the_checkpoints_before_it_stay(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [{"dp": 2, "stage": 3}, {"parallel": {"tp": 2, "pp": 2}}], ids=["dp", "tp, pp"]
+    "layout",
+    [exhaustive({"dp": 2, "stage": 3}, name="dp"), {"parallel": {"tp": 2, "pp": 2}}],
 )
 def test_a_jump_is_rolled_back_and_its_batches_are_skipped(
     tmp_path: Path, layout: dict[str, Any]
