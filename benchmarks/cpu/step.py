@@ -45,8 +45,9 @@ from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
-from nanoscale.train.loop import Progress, Training
+from nanoscale.train.loop import Training
 
 NAMES = ("plain", "ours", "deepspeed", "trainer")
 WARM_UP = 4

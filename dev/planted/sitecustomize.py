@@ -100,7 +100,7 @@ def plant(loop: Any) -> None:
     elif PLACE in ("forward", "backward"):
         before(Block, "forward", backward=PLACE == "backward")
     elif PLACE == "evaluation":
-        before(loop.Training, "evaluate")
+        before(loop.Evaluator, "evaluate")
     elif PLACE == "save":
         before(Saver, "write")
     elif PLACE == "disk":

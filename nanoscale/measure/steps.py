@@ -25,8 +25,9 @@ from nanoscale.metrics.meter import Meter, peak_memory_gib, wait_for
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
-from nanoscale.train.loop import Progress, Training
+from nanoscale.train.loop import Training
 from nanoscale.train.profile import recording
 
 if TYPE_CHECKING:

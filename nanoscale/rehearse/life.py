@@ -177,7 +177,7 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
     loop: Any = training
     loop.advance = partial(advance, training.advance)
     loop.log = within("log", training.log)
-    loop.evaluate = within("evaluation", training.evaluate)
+    loop.evaluator.evaluate = within("evaluation", training.evaluator.evaluate)
     loop.save = within("checkpoint", training.save)
 
 

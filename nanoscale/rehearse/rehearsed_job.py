@@ -26,7 +26,8 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.metrics.meter import Meter
 from nanoscale.rehearse.played.patches import Patches
-from nanoscale.train.loop import Progress, Training
+from nanoscale.train.checkpointing import Progress
+from nanoscale.train.loop import Training
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +12,8 @@ from nanoscale.runs import jsonlines
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
 
+Note = Callable[..., None]
+"""A function that records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
 ATTEMPT = "attempt"
 """The kind of the event that begins an attempt."""
 STOP = "stop"

@@ -23,8 +23,8 @@ from nanoscale.data.loader import Loader
 from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.train.evaluations import validate
 from nanoscale.train.job import base_fingerprint, load_initial_weights, load_weights, make_engine
-from nanoscale.train.loop import validate
 from nanoscale.train.references import set_references
 
 if TYPE_CHECKING:

@@ -1,13 +1,22 @@
-"""The evaluation losses that decide which checkpoints are kept and when a training ends."""
+"""The evaluations of a model while it trains, and their record, which decides when the training ends."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import store
+from nanoscale.common.errors import UserError
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import StopWhen
+from nanoscale.data.batch import Batch
+from nanoscale.data.dataset import Validation
+from nanoscale.parallel import process_group
+from nanoscale.runs.metrics import RISING
+from nanoscale.train.task_scores import TaskScores
 
 
 @dataclass
@@ -24,19 +33,25 @@ class Evaluations:
     without_improvement: int = 0
     """Evaluations in a row without a lower loss."""
 
-    def add(self, step: int, loss: float, keep: int, min_delta: float, rank: float) -> bool:
-        """Add the loss of a step; True if its rank is one of the `keep` lowest. One that is not finite is
-        none."""
+    def add(self, record: dict[str, Any], config: ResolvedConfig, rising: set[str]) -> bool:
+        """Add a logged step's evaluation; True if its checkpoint is one of the best. A loss that is not finite
+        is none; metrics in `rising` are better if higher. Raises a UserError if the record lacks
+        `checkpoint.best_metric`."""
+        step, loss, metric = record["step"], record["eval_loss"], config.checkpoint.best_metric
+        if metric not in record:
+            why = "lm_eval has not computed it"
+            raise UserError("config", f"checkpoint.best_metric={metric}: {why}")
+        rank = -record[metric] if metric in rising else record[metric]
         if not math.isfinite(loss):
             self.without_improvement += 1
             return False
         self.last = (loss, step)
-        if self.lowest is None or loss < self.lowest - min_delta:
+        if self.lowest is None or loss < self.lowest - config.train.stop_when.min_delta:
             self.lowest, self.without_improvement = loss, 0
         else:
             self.without_improvement += 1
         others = [entry for entry in self.best if entry[1] != step]
-        self.best = sorted([*others, (rank, step)])[:keep]
+        self.best = sorted([*others, (rank, step)])[: config.checkpoint.keep_best]
         return (rank, step) in self.best
 
     def reason_to_stop(self, limits: StopWhen) -> str | None:
@@ -77,3 +92,40 @@ class Evaluations:
         stored = manifest["evaluations"]
         best = [(loss, step) for loss, step in manifest[store.BEST]]
         return cls(best, tuple(stored["last"]), stored["lowest"], stored["in_vain"])
+
+
+class Evaluator:
+    """The held-out samples of a training and its tasks."""
+
+    def __init__(self, engine: Engine, splits: Iterable[Validation]) -> None:
+        """Find the tokenizer of the tasks, if there are any. Raises a UserError if none is known."""
+        self._engine, self._splits = engine, splits
+        self._tasks = TaskScores(engine, engine.config) if engine.config.train.eval_tasks else None
+        self.rising = set(RISING)
+        """The names of metrics that are better if higher."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss of the validation samples, of each source if there are several, and the metrics
+        of tasks. Every rank calls it."""
+        with self._engine.averaged():
+            tasks, rising = self._tasks.compute() if self._tasks is not None else ({}, [])
+            losses = {split.name: self._loss(split) for split in self._splits}
+        self.rising.update(rising)
+        figures = {f"eval_{name}": value for name, value in self._engine.preferences().items()}
+        mean = sum(split.share * losses[split.name] for split in self._splits)
+        by_source = {f"eval_loss/{name}": loss for name, loss in losses.items() if name}
+        return {"eval_loss": mean, **by_source, **figures, **tasks}
+
+    def _loss(self, split: Validation) -> float:
+        train, dp = self._engine.config.train, self._engine.config.parallel.dp
+        batches = split.loader.valid_batches(
+            split.samples_of(train.eval_samples), self._engine.dp_rank, dp, train.micro_batch
+        )
+        loss_sum, tokens = validate(self._engine, batches)
+        return loss_sum / tokens if tokens else math.nan  # which counts as no loss at all
+
+
+def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
+    """Return the sum of losses of all ranks' batches and the number of tokens, as in `Engine.evaluate`."""
+    total = process_group.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
+    return total[0].item(), int(total[1].item())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoscale.backends.base import Engine
+from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
@@ -24,7 +25,7 @@ from nanoscale.config.values.hooks import function
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics import waits
 from nanoscale.metrics.meter import Meter
-from nanoscale.metrics.sinks import Sink, open_sinks
+from nanoscale.metrics.sinks import open_sinks
 from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import kernels_in_use
@@ -32,10 +33,12 @@ from nanoscale.processes.proc import ranges
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.documents import read_document
+from nanoscale.runs.events import Note
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import make_callbacks
+from nanoscale.train.checkpointing import Progress
 from nanoscale.train.evaluations import Evaluations
-from nanoscale.train.loop import Note, Progress, Training
+from nanoscale.train.loop import Training
 from nanoscale.train.non_finite import MOST_STEPS, find_cause
 from nanoscale.train.profile import Recorder
 from nanoscale.train.references import set_references
@@ -78,8 +81,7 @@ def run(context: RankContext) -> str:
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
-    record_kernels(context, device)
-    record_cores(context, device)
+    record_environment(context, device)
     if config.lora.rank:
         make_note(context)("adapters", f"training {describe_adapters(config)}")
     set_references(context.run.references, engine, data, progress.step, make_note(context))
@@ -89,19 +91,14 @@ def run(context: RankContext) -> str:
         try:
             outcome = training.run(agreement)
             break
-        except LossSpikeError as spike:
+        except BaseException as error:
             training.close_sinks("failed")
-            if config.train.on_spike != "rollback":
+            if isinstance(error, NonFiniteError):
+                explain(context, training, data, error)
+            if not isinstance(error, LossSpikeError) or config.train.on_spike != "rollback":
                 raise
-            progress = roll_back(context, training, data, spike, rollbacks)
+            progress = roll_back(context, training, data, error, rollbacks)
             training = make_training(context, engine, data, progress)
-        except NonFiniteError as error:
-            training.close_sinks("failed")
-            explain(context, training, data, error)
-            raise
-        except BaseException:
-            training.close_sinks("failed")
-            raise
     agreement.close()
     training.close_sinks(outcome)
     if outcome == "completed" and config.train.sample_tokens > 0:
@@ -116,6 +113,9 @@ def make_training(
 ) -> Training:
     """Open the outputs of a training that continues from a state of progress."""
     config, device, note = context.config, engine.device, make_note(context)
+    subject, plan = Subject(context.run, config, context.workspace, context.attempt), None
+    with suppress(OSError, UserError):
+        plan = read_document(context.run.plan)
     note("running", f"training from step {progress.step + 1}", data=data.description)
     return Training(
         workspace=context.workspace,
@@ -124,8 +124,8 @@ def make_training(
         data=data,
         progress=progress,
         rank=context.rank,
-        meter=Meter(config, context.world_size, device, _recomputed(context)),
-        sinks=make_sinks(context, progress.step),
+        meter=Meter(config, context.world_size, device, recomputed_factor(config, plan)),
+        sinks=[] if context.rank else open_sinks(subject, progress.step),
         note=note,
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
         hosts=process_group.gather(context.host),
@@ -178,23 +178,20 @@ def roll_back(
 
 def explain(context: RankContext, training: Training, data: Dataset, error: NonFiniteError) -> None:
     """Repeat the steps since the last checkpoint, and add the first result that was not finite to an error."""
-    from nanoscale.backends.native import NativeEngine
-
     config, engine, last_step = context.config, training.engine, training.progress.step
     stored = process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints))
     first = stored[-1].step if stored else 0
     # The loss scale of fp16 depends on the steps before, and overflows are usual.
-    is_exact = isinstance(engine, NativeEngine) and config.precision.compute != "fp16"
-    if not is_exact or last_step - first > MOST_STEPS:
+    is_exact = config.precision.compute != "fp16"
+    if not isinstance(engine, NativeEngine) or not is_exact or last_step - first > MOST_STEPS:
         return
-    assert isinstance(engine, NativeEngine)
     text = f"step {first + 1} to {last_step} once more, to find the first result that is not finite"
     make_note(context)("repeat", text)
     if not stored:
         engine.reinitialize()
     training.progress = restore(context, engine, data)
-    cause = find_cause(training, last_step)
-    error.add_cause(cause or "all results of modules were finite when the steps were repeated")
+    finite = "all results of modules were finite when the steps were repeated"
+    error.args = (f"{find_cause(training, last_step) or finite}. {error}",)
 
 
 def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:
@@ -202,8 +199,6 @@ def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:
         from nanoscale.backends.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(config, device)
-    from nanoscale.backends.native import NativeEngine
-
     return NativeEngine(config, device)
 
 
@@ -310,55 +305,24 @@ def base_fingerprint(config: ResolvedConfig) -> str | None:
 
 
 def show_sample(training: Training, data: Dataset) -> None:
-    train = training.config.train
-    if data.tokenizer is None or train.sample_prompt is None:
+    engine, train = training.engine, training.config.train
+    prompt, length = train.sample_prompt, train.sample_tokens
+    if data.tokenizer is None or prompt is None:
         return
-    with training.engine.averaged():
-        text = sample(
-            training.engine,
-            data.tokenizer,
-            train.sample_prompt,
-            train.sample_tokens,
-            train.seq_len,
-            train.seed,
-        )
+    with engine.averaged():
+        text = sample(engine, data.tokenizer, prompt, length, train.seq_len, train.seed)
     training.note("sample", "a sample of the trained model", text=text)
 
 
-def make_sinks(context: RankContext, step: int) -> list[Sink]:
-    """Return the run's sinks on rank 0, and none on others."""
-    if context.rank > 0:
-        return []
-    return open_sinks(
-        Subject(context.run, context.config, context.workspace, context.attempt), step
-    )
-
-
-def _recomputed(context: RankContext) -> float | None:
-    """Return all FLOPs over the model's; None if neither the configuration nor a plan tells it."""
-    plan = None
-    with suppress(OSError, UserError):
-        plan = read_document(context.run.plan)
-    return recomputed_factor(context.config, plan)
-
-
-def record_kernels(context: RankContext, device: torch.device) -> None:
-    """Record rank 0's attention kernel in the run's environment.json."""
-    if context.rank == 0:
-        _record(context, "kernels", kernels_in_use(context.config, device))
-
-
-def record_cores(context: RankContext, device: torch.device) -> None:
-    """Record the CPU cores of each rank with a GPU in the run's environment.json."""
+def record_environment(context: RankContext, device: torch.device) -> None:
+    """Record rank 0's attention kernel and the CPU cores of each rank with a GPU in environment.json."""
+    path, cores = context.run.environment, {}
     if device.type == "cuda":
-        _record(context, "rank_cores", process_group.gather(ranges(os.sched_getaffinity(0))))
-
-
-def _record(context: RankContext, name: str, value: Any) -> None:
-    path = context.run.environment
+        cores = {"rank_cores": process_group.gather(ranges(os.sched_getaffinity(0)))}
     if context.rank == 0 and path.is_file():
         fence.require(context.workspace)
-        write_json(path, {**read_json(path), name: value})
+        kernels = kernels_in_use(context.config, device)
+        write_json(path, {**read_json(path), "kernels": kernels, **cores})
 
 
 def make_note(context: RankContext) -> Note:

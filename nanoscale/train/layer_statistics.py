@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.qk_clip import largest_scores
 from nanoscale.models.moe import is_recomputed
+from nanoscale.runs import fence, jsonlines
+from nanoscale.runs.directory import RunDirectory
 
 WEIGHT, GRADIENT, ACTIVATION, COUNT = range(4)
 """The columns of sums over all ranks: squares, and the number of activations."""
@@ -51,9 +54,11 @@ class LayerStatistics:
             for hook in hooks:
                 hook.remove()
 
-    def read(self, grad_norm: float) -> dict[str, dict[str, float | None]]:
-        """Return the statistics of the watched step by module: `weight_norm`, `grad_norm`, and of layers the
-        root mean square and the largest size of what they return, and the largest score of their attention.
+    def write(self, workspace: Path, rank: int, step: int, grad_norm: float) -> None:
+        """Append the statistics of the watched step to the run's file.
+
+        By module, they are `weight_norm`, `grad_norm`, and of layers the root mean square and the largest size
+        of what they return, and the largest score of their attention.
 
         Every rank calls it. `grad_norm` is that of the whole model before clipping; null stands for what is
         not known.
@@ -75,7 +80,10 @@ class LayerStatistics:
             }
             if sums[WEIGHT] or sums[GRADIENT]:  # else the model has no such module
                 found[name] = {key: it if math.isfinite(it) else None for key, it in values.items()}
-        return found
+        if rank == 0:
+            fence.require(workspace)
+            run = RunDirectory(workspace.parents[1])
+            jsonlines.append(run.statistics, {"step": step, "modules": found})
 
     @torch.no_grad()
     def _read_parameters(self) -> None:

@@ -17,7 +17,7 @@ from nanoscale.data.dataset import Dataset
 from nanoscale.data.samples import Pairs
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import write_atomically
-from nanoscale.train.loop import Note
+from nanoscale.runs.events import Note
 
 
 def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: Note) -> None:

@@ -17,10 +17,6 @@ _WINDOW, _FEWEST = 100, 20
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm is NaN or infinite: continuing would waste the devices' time."""
 
-    def add_cause(self, cause: str) -> None:
-        """Add a sentence about the first result that was not finite."""
-        self.args = (f"{cause}. {self.args[0]}",)
-
 
 def require_finite(step: int, **values: float) -> None:
     """Raise a NonFiniteError that names the step and every value that is not finite."""

@@ -31,7 +31,7 @@ from nanoscale.data.dataset import Dataset
 from nanoscale.data.loader import Loader, Mixture
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import write_atomically
-from nanoscale.train.loop import Note
+from nanoscale.runs.events import Note
 
 _TOKENS_AT_ONCE = 8192
 """Tokens of a rank's forward pass, if a sample is not longer."""

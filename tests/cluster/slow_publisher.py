@@ -30,14 +30,17 @@ def job(context: RankContext) -> str:
     import torch  # the launcher and the agents, which import this file too, do without
 
     from nanoscale.checkpoint import sharded
+    from nanoscale.metrics.sinks import open_sinks
+    from nanoscale.metrics.trackers import Subject
     from nanoscale.parallel import process_group
-    from nanoscale.train.job import make_note, make_sinks
+    from nanoscale.train.job import make_note
 
     state = {"weights": torch.arange(1e4), "moments": torch.ones(100, 7)}
     process_group.join(context.world_size, torch.device("cpu"), 600.0)
     loaded = sharded.load_newest(context.workspace, state)
     step = loaded["step"] if loaded else 0
-    sinks = make_sinks(context, step)
+    subject = Subject(context.run, context.config, context.workspace, context.attempt)
+    sinks = [] if context.rank else open_sinks(subject, step)
     note = make_note(context)
     note("running", f"training from step {step + 1}")
     while not process_group.broadcast((context.run.path / "enough").exists):

@@ -148,8 +148,13 @@ def test_environment_json_tells_the_cores_of_ranks_with_gpus(tmp_path, monkeypat
     context = RankContext(
         run, complete(model=debug_recipe().config.model), 0, 0, 1, "h", 1, StopFlag()
     )
-    job.record_cores(context, torch.device("cpu"))
-    assert json.loads(run.environment.read_text()) == {"host": "h"}
-    job.record_cores(context, torch.device("cuda"))
+    monkeypatch.setattr(job, "kernels_in_use", lambda *_: {})
+    job.record_environment(context, torch.device("cpu"))
+    assert json.loads(run.environment.read_text()) == {"host": "h", "kernels": {}}
+    job.record_environment(context, torch.device("cuda"))
     cores = ranges(os.sched_getaffinity(0))
-    assert json.loads(run.environment.read_text()) == {"host": "h", "rank_cores": [cores]}
+    assert json.loads(run.environment.read_text()) == {
+        "host": "h",
+        "kernels": {},
+        "rank_cores": [cores],
+    }

@@ -19,8 +19,9 @@ from nanoscale.metrics.trackers import Record
 from nanoscale.parallel import process_group
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
-from nanoscale.train.loop import Progress, Training
+from nanoscale.train.loop import Training
 from tests.support.jobs import SHAPE, STEPS, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 

@@ -27,8 +27,8 @@ from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train.callbacks import Callbacks
+from nanoscale.train.checkpointing import CheckpointWriter
 from nanoscale.train.job import make_note
-from nanoscale.train.loop import Training
 from tests.support.jobs import (
     LONG_STEPS,
     KillBefore,
@@ -199,10 +199,10 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
     run = RunDirectory.create(tmp_path, "my run")
     fence.begin(run, 1)
     saver = Saver(run.workspace(1), Checkpoint(keep_last=1, asynchronous=False), rank=0)
-    training = cast(Any, SimpleNamespace(note=make_note(context(run)), callbacks=Callbacks()))
+    writer = cast(Any, SimpleNamespace(note=make_note(context(run)), callbacks=Callbacks()))
     for step in (1, 2, 3, 4):
         saved = saver.write({"a": torch.ones(3)}, {"step": step})
-        Training.report_saved(training, saved)
+        CheckpointWriter.report(writer, saved)
     assert [stored.step for stored in list_checkpoints(run.checkpoints)] == [1, 4]
     (event,) = [event for event in events.read(run) if event["kind"] == "undeleted"]
     assert event["step"] == 1 and "(Permission denied); the training continues" in event["message"]
