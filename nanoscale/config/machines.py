@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoscale.common.errors import user_name
-from nanoscale.config.violations import override
 
 _LONGEST = 253
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
@@ -95,13 +94,6 @@ def in_filter(name: str) -> str:
     """Return a host in the form of `--include` and `--exclude`: an IPv6 address is in brackets."""
     plain = address(name)
     return f"[{plain}]" if ":" in plain else plain
-
-
-def own_python(name: str, python: str = "/path/to/python") -> str:
-    """Return the override that gives a host an interpreter of its own, ready to paste into a shell."""
-    if _FOREIGN.search(name):  # cannot be part of a key on the command line
-        return override("cluster.pythons", {name: python})
-    return override(f"cluster.pythons.{name}", python)
 
 
 def is_here(name: str) -> bool:

@@ -900,12 +900,6 @@ class Cluster:
         executes=True,
         path=True,
     )
-    pythons: dict[str, Any] = key(
-        {},
-        "interpreters of individual hosts, by name; they take precedence over python",
-        executes=True,
-        path=True,
-    )
 
 
 BatchName = Literal["slurm", "pbs", "lsf"]

@@ -58,20 +58,8 @@ LINES = {
     f"{HOSTS} hosts --include node1 --exclude node2": "",
     f"{HOSTS} hosts --num-nodes 9": "",
     f"{HOSTS} hosts --num-gpus 8": "",
-    f"{HOSTS} hosts 'cluster.pythons={{nde1: /a, node2: /b}}'": "",
-    f"{HOSTS} hosts cluster.pythons.nde1=/a cluster.pythons.node2=/b": "",
-    f"{HOSTS} hosts 'cluster.pythons={{node2: /b, elsewhere: /a}}'": (
-        "~cluster.pythons 'cluster.pythons={node2: /b}'"
-    ),
-    f"{HOSTS} hosts 'cluster.pythons={{elsewhere: /a}}'": "~cluster.pythons",
-    f"{HOSTS} hosts cluster.pythons.node1=8": "cluster.pythons.node1=/path/to/python",
-    f"{HOSTS} dots cluster.pythons.node1.lb=/a": "",
-    f"{HOSTS} dots 'cluster.pythons={{fe80\\:\\:2: /a, node1.lab: /b c}}'": "",
-    f"{HOSTS} dots 'cluster.pythons={{fe80\\:\\:1: 8}}'": "",
-    "train recipe=./pythons.yaml --dry-run train.global_batch=480 --hostfile hosts": (
-        "~cluster.pythons 'cluster.pythons={node1: /a, node2: /b}'"
-    ),
-    f"{DRY} train.global_batch=480 cluster.pythons.node1=/a": "~cluster.pythons",
+    f"{HOSTS} hosts cluster.python=-": "cluster.python=null",
+    f"{DRY} train.global_batch=480 cluster.python=/a": "cluster.python=null",
     f"{HOSTS} hosts 'launcher.ssh_args=[-p,22]'": "",
     f"{HOSTS} hosts launcher.ssh_args=-v": "",
     # settings handed on to DeepSpeed
@@ -130,10 +118,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer", "my tokenizer"):
         (here / name).mkdir()
         train_bpe(["a b c"], 257, here / name / "tokenizer.json")
-    (here / "dots").write_text("node1.lab slots=8\n[fe80::1] slots=8\nnode3.lab slots=4\n")
-    (here / "pythons.yaml").write_text(
-        "defaults: [debug]\ncluster:\n  pythons:\n    nde1: /a\n    node2: /b\n"
-    )
     (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nnode3 slots=4\n")
     write_indexed(here / "tokens", [np.arange(20000) % 250])
     return here

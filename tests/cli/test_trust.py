@@ -129,7 +129,6 @@ def test_every_key_that_names_code_or_programs_is_marked():
     assert {name for name, key in declared().items() if key.executes} == {
         "backend.extra",
         "cluster.python",
-        "cluster.pythons",
         "hooks.path",
         "hooks.settings",
         "hooks.sha256",

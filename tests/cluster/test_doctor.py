@@ -130,12 +130,21 @@ def test_a_host_that_is_off_is_told_and_left_out_of_the_measuring(doctor):
     assert [line for line in lines if line.startswith("n1 – n3 ")]
 
 
-def test_an_interpreter_that_is_not_there(doctor):
+def python_of(doctor: Doctor, folder: Path, **sources: Path) -> str:
+    """Write an interpreter of nanoscale from each source at one path of hosts; return the override."""
+    disks = doctor.nodes.make_private(folder)
+    for node, source in sources.items():
+        script(disks[node] / "python", f"exec env PYTHONPATH={source} {sys.executable}")
+    return f"cluster.python={folder}/python"
+
+
+def test_an_interpreter_that_is_not_there(doctor, tmp_path):
     """The remedy is typed back, with an interpreter that exists."""
-    host, verdict = doctor.the_wrong_one("cluster.pythons.n2=/no/such/python")
+    missing = python_of(doctor, tmp_path / "own", n1=SOURCE, n3=SOURCE)
+    host, verdict = doctor.the_wrong_one(missing)
     assert (host, verdict["check"]) == ("n2", "interpreter")
-    assert "/no/such/python" in verdict["finding"]
-    (word,) = re.findall(r"cluster\.pythons\.n2=\S+", verdict["remedy"])
+    assert f"{tmp_path}/own/python" in verdict["finding"]
+    (word,) = re.findall(r"cluster\.python=\S+", verdict["remedy"])
     assert doctor.look(word.replace("/path/to/python", sys.executable))[0] == 0
 
 
@@ -144,8 +153,8 @@ def test_an_agent_that_does_not_understand_us_is_known_by_its_version(doctor, tm
     shutil.copytree(SOURCE / "nanoscale", other / "nanoscale", ignore=lambda *_: ["__pycache__"])
     facts = other / "nanoscale" / "agent" / "facts.py"
     facts.write_text(facts.read_text().replace('order["probe"]', 'order["sign"]'))
-    python = script(tmp_path / "python", f"exec env PYTHONPATH={other} {sys.executable}")
-    code, document = doctor.look(f"cluster.pythons.n2={python}")
+    python = python_of(doctor, tmp_path / "own", n1=SOURCE, n2=other, n3=SOURCE)
+    code, document = doctor.look(python)
     found = {(host, verdict["check"]) for host, verdict in wrong(document)}
     assert (code, found) == (1, {("n2", "agent"), ("n2", "nanoscale")})
 
@@ -242,12 +251,10 @@ def _connects(doctor: Doctor, node: str) -> bool:
 
 
 def test_train_refuses_with_one_line_for_all_hosts_and_the_lost_ones_beside(doctor, tmp_path):
-    doctor.nodes.make_private(tmp_path / "own")
+    python = python_of(doctor, tmp_path / "own", n1=SOURCE, n2=SOURCE)
     done = doctor.run(
-        "recipe=debug", "run.root=own", "run.name=x", "train.global_batch=6",
-        "cluster.pythons.n3=/no/such/python",
-        verb="train",
-    )  # fmt: skip
+        "recipe=debug", "run.root=own", "run.name=x", "train.global_batch=6", python, verb="train"
+    )
     assert done.returncode == 2
     assert done.stderr.count("does not see") == 1
     assert "n1 and n2: does not see the folder of runs" in done.stderr

@@ -409,7 +409,7 @@ class Flaw:
     """A flaw of the hosts, and the launch's message about it."""
 
     name: str
-    make: Callable[[Nodes], object]
+    make: Callable[[Nodes, Path], object]
     code: int
     says: str
     words: tuple[str, ...] = ()
@@ -417,21 +417,26 @@ class Flaw:
     """After torch was loaded, when the ranks begin to meet; the time is then taken from there."""
 
 
-def take_port(nodes: Nodes) -> None:
+def take_port(nodes: Nodes, _: Path) -> None:
     command = [sys.executable, "-c", LISTEN]
     listener = nodes.run_in("n1", command, stdout=subprocess.PIPE, text=True)
     assert listener.stdout is not None and listener.stdout.readline() == "listening\n"
 
 
-def change_host_key(nodes: Nodes) -> None:
+def change_host_key(nodes: Nodes, _: Path) -> None:
     nodes.change_host_key("n2")
 
 
-def nothing(_: Nodes) -> None: ...
+def remove_python(nodes: Nodes, folder: Path) -> None:
+    """Write the interpreter of `OWN_PYTHON` on n1 alone."""
+    python = nodes.make_private(folder / "own")["n1"] / "python"
+    source = Path(__file__).parents[2]
+    python.write_text(f'#!/bin/sh\nexec env PYTHONPATH={source} {sys.executable} "$@"\n')
+    python.chmod(0o755)
 
 
 FIXED_PORT = f"launcher.master_port={PORT}"
-NOWHERE = "cluster.pythons={n2: /nowhere/python}"
+OWN_PYTHON = "cluster.python={folder}/own/python"
 NO_PYTHON = "agent of n2: the Python interpreter does not exist there"
 WRONG_KEY = "agent of n2: its ssh host key has changed"
 FLAWS = [
@@ -444,13 +449,13 @@ FLAWS = [
         (FIXED_PORT, "--no-preflight"),
         shows_late=True,
     ),
-    Flaw("bad interpreter on one host", nothing, 1, NO_PYTHON, (NOWHERE,)),
-    Flaw("bad interpreter, pdsh", nothing, 1, NO_PYTHON, (NOWHERE, "launcher.name=pdsh")),
+    Flaw("bad interpreter on one host", remove_python, 1, NO_PYTHON, (OWN_PYTHON,)),
+    Flaw("bad interpreter, pdsh", remove_python, 1, NO_PYTHON, (OWN_PYTHON, "launcher.name=pdsh")),
     Flaw("host key changed", change_host_key, 1, WRONG_KEY),
     Flaw("host key changed, pdsh", change_host_key, 1, WRONG_KEY, ("launcher.name=pdsh",)),
     Flaw(
         "host unreachable at the start",
-        lambda nodes: nodes.power_off("n2"),
+        lambda nodes, _: nodes.power_off("n2"),
         1,
         "agent of n2: host unreachable",
         (f"launcher.connect_timeout_s={CONNECT_S}",),
@@ -462,10 +467,11 @@ FLAWS = [
 def test_hosts_that_cannot_do_it(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], flaw: Flaw
 ) -> None:
-    flaw.make(nodes)
+    flaw.make(nodes, tmp_path)
     others = left(nodes)
     began = time.time()
-    launch = start(nodes, tmp_path, hosts, *flaw.words)
+    words = [word.replace("{folder}", str(tmp_path)) for word in flaw.words]
+    launch = start(nodes, tmp_path, hosts, *words)
     launch.must_end(flaw.code)
     # A process of the test before may still have been ending when `others` was listed.
     wait_until(lambda: left(nodes).keys() <= others.keys(), "end of all else")

@@ -77,13 +77,12 @@ def _is_bait(path: Path) -> bool:
     return path.name.startswith("bait-")
 
 
-def interpreter(path: Path, scratch: Path, source: Path) -> Path:
+def write_interpreter(path: Path, scratch: Path, source: Path) -> None:
     """Write a Python that keeps its temporary files in `scratch`, and has nanoscale from `source`."""
     words = {"TMPDIR": scratch, "PYTHONPATH": source}
     settings = "\n".join(f"export {name}='{value}'" for name, value in words.items())
     path.write_text(f'#!/bin/sh\n{settings}\nexec {sys.executable} "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def recipe(folder: Path, **sections: object) -> Path:
@@ -112,15 +111,15 @@ def train_and_stop(nodes: Nodes, tmp_path: Path, launcher: str) -> Launch:
     hostile = Hostile()
     own = nodes.make_private(tmp_path / "own")
     shutil.copytree(SOURCE / "nanoscale", own["n2"] / "copy" / "nanoscale")
-    usual = interpreter(tmp_path / "python", tmp_path / "own", SOURCE)
-    other = interpreter(tmp_path / hostile.name, tmp_path / "own", tmp_path / "own" / "copy")
+    for node, source in (("n1", SOURCE), ("n2", tmp_path / "own" / "copy")):
+        write_interpreter(own[node] / hostile.name, tmp_path / "own", source)
     root = tmp_path / f"{hostile.name}\nruns"
     hosts = hostfile(tmp_path, "root@n1 slots=2", "n2 slots=1", "n3 slots=2")
     secret = uuid.uuid4().hex
     words = recipe(
         tmp_path,
         run={"root": str(root)},
-        cluster={"python": str(usual), "pythons": {"n2": str(other)}},
+        cluster={"python": str(tmp_path / "own" / hostile.name)},
         launcher={"env": hostile.environment, "pass_env": [f"{SECRET[:-3]}*"]},
     )
     first = Launch(

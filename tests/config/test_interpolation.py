@@ -42,7 +42,6 @@ def test_environment_variables_are_read_in_keys_that_name_paths() -> None:
             "run.root='${oc.env:NOWHERE,/scratch/runs}'",
             "data.valid_path='${data.path}-valid'",
             "data.mixture={a: {path: '${oc.env:CORPUS}/a', weight: 1}}",
-            "cluster.pythons={n1: '${oc.env:CORPUS}/python'}",
         ],
         options={
             "launcher.hostfile": Setting("${oc.env:CORPUS}/hosts", "command line: --hostfile")
@@ -52,7 +51,6 @@ def test_environment_variables_are_read_in_keys_that_name_paths() -> None:
     assert (config.data.path, config.run.root) == ("/data/c4/tokens", "/scratch/runs")
     assert config.data.valid_path == "/data/c4/tokens-valid"
     assert config.data.mixture == {"a": {"path": "/data/c4/a", "weight": 1}}
-    assert config.cluster.pythons == {"n1": "/data/c4/python"}
     assert config.launcher.hostfile == "/data/c4/hosts"
     written = provenance(composed)
     assert written["data.path"]["environment"] == ["CORPUS"]

@@ -138,9 +138,8 @@ REFUSED = [
     *((f'--hostfile two "launcher.master_addr={address}"', "launcher.master_addr", "",
        ["launcher.master_addr=null"]) for address in ("-x", "'h1;id'", "a b")),
     (f"{PDSH} 'launcher.ssh_args=[-o, \"SetEnv=A=b c\"]'", "launcher.ssh_args", "", ["launcher.name=ssh"]),
-    ("--hostfile two \"cluster.python=''\"", "cluster.python", "", None),
-    *((f'--hostfile two "cluster.pythons={{h1: {value}}}"', "cluster.pythons.h1", "", None)
-      for value in ("3", "[]", "''", "-")),
+    *((f'--hostfile two "cluster.python={value}"', "cluster.python", "", None)
+      for value in ("''", "-")),
     *((f"launcher={name}", "launcher.hostfile", "", ["--hostfile hosts", "launcher.name=local"])
       for name in ("ssh", "pdsh")),
     *((f'"launcher.env={{{name}: \'s3cret\'}}"', f"launcher.env.{name}", "looks like a secret",
@@ -182,7 +181,6 @@ def test_a_refusal_names_the_key_and_its_advice_is_accepted(line, key, words, su
 def test_what_is_next_to_a_refusal_is_accepted():
     assert checked("--hostfile later").launcher.master_addr is None
     checked(f"{PDSH} 'launcher.ssh_args=[-o, \"SetEnv=A=b\"]'")
-    assert checked("--hostfile two 'cluster.pythons={h1: /x/python}'").cluster.pythons
     checked(f"launcher=slurm launcher.container=x.sqsh {MOUNTS.format('/data:/data')}")
     two = "--hostfile three parallel.tp=4 parallel.dp=2"
     assert checked(f"{two} {violations(two)[0].suggestions[1]}")
@@ -256,7 +254,6 @@ IDLE = [
     ("launcher.master_addr=h1", "launcher.master_addr"),
     ("'launcher.ssh_args=[-v]'", "launcher.ssh_args"),
     ("cluster.python=/usr/bin/python3", "cluster.python"),
-    ("cluster.pythons.h1=/usr/bin/python3", "cluster.pythons"),
     ("launcher.slurm.partition=gpu", "launcher.slurm.partition"),
     ("launcher.slurm.exclusive=false", "launcher.slurm.exclusive"),
     ("'launcher.slurm.setup=[date]'", "launcher.slurm.setup"),
@@ -269,9 +266,8 @@ def test_a_key_that_means_nothing_to_the_launcher_is_refused(said, key):
     (wrong,) = violations(said, kind="config")
     assert wrong.key == key
     assert "launcher.name=local" in wrong.message
-    if key != "cluster.pythons":
-        assert wrong.suggestions[0].strip("'").startswith(f"{key}=")
-        checked(instead(said, wrong.suggestions[0]))
+    assert wrong.suggestions[0].strip("'").startswith(f"{key}=")
+    checked(instead(said, wrong.suggestions[0]))
     for name in ("ssh", "pdsh"):
         line = f"launcher={name} --hostfile two {said}"
         if "slurm" in key:

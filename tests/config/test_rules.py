@@ -44,7 +44,7 @@ def checked(*words: str, on: Devices = CPU) -> ResolvedConfig:
         ["scheduler=wsd", "zero=stage3", "train.seed=7"],
         ["model.rope_scaling.factor=2"],
         ["~run"],
-        ["launcher=ssh", "launcher.slurm.time=x", "launcher.env.A=1", "cluster.pythons={h: /x}"],
+        ["launcher=ssh", "launcher.slurm.time=x", "launcher.env.A=1", "cluster.python=/x"],
     ],
 )
 def test_the_short_cut_of_these_tests_leads_to_the_same_place(words):

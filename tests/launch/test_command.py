@@ -148,7 +148,7 @@ def test_ssh_asks_nothing_and_gives_up_in_time():
 
 
 def test_nothing_is_interpreted_by_the_other_hosts_shell(monkeypatch):
-    config = replace(SSH, cluster=Cluster(pythons={"n1": f"/opt/{NASTY}/python"}))
+    config = replace(SSH, cluster=Cluster(python=f"/opt/{NASTY}/python"))
     remote = plan(config, HOSTS).hosts[0].command[-1]
     seen = subprocess.run(
         ["sh", "-c", remote.replace("exec ", "printf '%s\\0' ", 1)], capture_output=True, check=True
@@ -194,14 +194,11 @@ def test_pdsh_and_srun_start_all_with_one_command():
 PDSH = replace(SSH, launcher=Launcher(name="pdsh"))
 
 
-def test_pdsh_says_to_each_host_what_is_its_own():
-    pythons = {"n2": "/opt/python"}
-    hosts = (*HOSTS, Host("n3", 1))
-    first, other, last = plan(replace(PDSH, cluster=Cluster(pythons=pythons)), hosts).hosts
-    assert first.command == last.command != other.command
-    assert first.command[first.command.index("-w") + 1] == "me@n1,n3"
-    assert other.command[other.command.index("-w") + 1] == "n2"
-    assert "/opt/python" in other.command[-1] and "/opt/python" not in first.command[-1]
+def test_pdsh_starts_the_chosen_interpreter_on_all_hosts():
+    first, other = plan(replace(PDSH, cluster=Cluster(python="/opt/python")), HOSTS).hosts
+    assert first.command == other.command
+    assert first.command[first.command.index("-w") + 1] == "me@n1,n2"
+    assert "/opt/python" in first.command[-1]
 
 
 def test_pdsh_fills_in_nothing():

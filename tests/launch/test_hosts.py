@@ -249,16 +249,6 @@ def test_a_host_with_fewer_slots_is_named_with_its_line():
     ]
 
 
-def test_an_interpreter_of_a_host_that_there_is_not_is_an_error():
-    name = "cluster.pythons"
-    assert hosts("cluster.pythons={h2: /a, me@h2: /b}", include="h1")
-    (wrong,) = violations("cluster.pythons={h12: /a}")
-    assert (wrong.key, wrong.source) == (f"{name}.h12", "command line")
-    assert wrong.suggestions[0] == "~cluster.pythons 'cluster.pythons={h1: /a}'"
-    (wrong,) = violations("cluster.pythons={h12: /a, h2: /b}")
-    assert wrong.suggestions[0] == "~cluster.pythons 'cluster.pythons={h1: /a, h2: /b}'"
-
-
 # --- scale ----------------------------------------------------------------------------------------
 
 

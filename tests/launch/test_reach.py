@@ -62,8 +62,8 @@ def test_the_override_that_a_remedy_names_is_typed_back(words: str, host: Host) 
     for override in OVERRIDE.findall(remedy):
         (word,) = shlex.split(override)
         config = changed(word.replace("PORT", "2222")).config
-        if "cluster.pythons" in word:
-            assert config.cluster.pythons == {host.address: "/path/to/python"}
+        if "cluster.python" in word:
+            assert config.cluster.python == "/path/to/python"
         if "ssh_args" in word:
             assert config.launcher.ssh_args == ["-p2222"]
 
@@ -133,6 +133,6 @@ def test_a_lost_host_is_taken_out_of_the_filter_that_chose_it() -> None:
 @pytest.mark.parametrize(("name", "word"), [("slurm", "cluster.python="), ("local", "use another")])
 def test_only_what_the_launcher_takes_is_advised(name: Any, word: str) -> None:
     _, remedy = explain(HOSTS[0], by(Launcher(name=name)), 1, "No module named nanoscale", 20.0)
-    assert word in remedy and "cluster.pythons" not in remedy
+    assert word in remedy
     _, remedy = explain(HOSTS[0], by(Launcher(name=name)), None, "", 20.0)
     assert "--exclude" not in remedy

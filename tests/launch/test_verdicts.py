@@ -23,7 +23,7 @@ def test_few_hosts_are_named_and_more_are_counted(count, text):
 
 def test_what_differs_by_the_hosts_name_alone_is_the_same():
     said = "ssh: connect to host {} port 22: No route to host"
-    remedy = "cluster.pythons.{}=/path/to/python, or --exclude {}"
+    remedy = "'launcher.ssh_args=[-l,{}]', or --exclude {}"
     several = [
         Verdict(host, "ssh", False, said.format(address), remedy.format(host, host))
         for host, address in (("n1", "10.0.0.1"), ("n10", "10.0.0.10"), ("x", "fe80::1"))
@@ -31,7 +31,7 @@ def test_what_differs_by_the_hosts_name_alone_is_the_same():
     (group,) = grouped(several)
     assert group.hosts == ["n1", "n10", "x"]
     assert group.finding == "ssh: connect to host HOST port 22: No route to host"
-    assert group.remedy == "cluster.pythons.HOST=/path/to/python, or --exclude HOST"
+    assert group.remedy == "'launcher.ssh_args=[-l,HOST]', or --exclude HOST"
 
 
 @pytest.mark.parametrize("text", ["{}0 is lost", "{}-b is lost", "on-{} is lost", "a{} is lost"])

@@ -32,8 +32,6 @@ _PLAIN = re.compile(
 """An override whose value Hydra's grammar reads as an integer or a text. Hydra takes 0.1 s to import."""
 _FILTERS = ("launcher.include", "launcher.exclude")
 """Keys whose values contain commas, at which Hydra separates several values."""
-_BY_HOST = "cluster.pythons"
-"""The mapping whose keys are names of hosts, which contain dots."""
 _SEVERAL = "logger"
 """The group of which several options can be chosen."""
 _FEW = 10
@@ -228,8 +226,6 @@ def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Vio
     if (mapping := reference.mapping_around(key)) is not None:
         if problem := misplaced(mapping, {key: value}):
             yield Violation(key, value, COMMAND_LINE, problem)
-        elif mapping == _BY_HOST:
-            into.settings.append((mapping, {key.removeprefix(f"{mapping}."): value}))
         else:
             into.settings.append((key, value))
     elif key not in reference.declared() and key not in reference.sections():

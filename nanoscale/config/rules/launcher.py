@@ -34,7 +34,6 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.master_addr": ("ssh", "pdsh", *BATCH_NAMES),
     "launcher.ssh_args": ("ssh", "pdsh", *_BATCH),
     "cluster.python": ("ssh", "pdsh", *BATCH_NAMES),
-    "cluster.pythons": ("ssh", "pdsh", *_BATCH),
     **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(Slurm)},
     **{f"launcher.batch.{name}": _BATCH for name in reference.members(BatchSettings)},
 }
@@ -170,17 +169,10 @@ def _check_cluster(resolution: Resolution) -> None:
         above = name.startswith("cluster.") and key.at_least == 0 and name not in _MAY_BE_ZERO
         if above and reference.value_of(resolution.config, name) == 0:
             resolution.refuse(name, "must be above 0", f"{name}=null")
-    if cluster.python is not None and not _is_path(cluster.python):
+    python = cluster.python
+    if python is not None and not (python.isprintable() and python.strip("- ")):
         message = "is not the path of an interpreter"
         resolution.refuse("cluster.python", message, "cluster.python=null")
-    for name, python in cluster.pythons.items():
-        if not _is_path(python):
-            message, example = "must be a path, as a text", machines.own_python(name)
-            resolution.refuse_value(f"cluster.pythons.{name}", python, message, example)
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable() and value.strip("- ") != ""
 
 
 # --- environment of the ranks ---------------------------------------------------------------------

@@ -108,8 +108,7 @@ class Resolution:
     @property
     def same_python(self) -> bool:
         """True if the ranks run with this interpreter, so that its packages are theirs."""
-        cluster = self.config.cluster
-        return not (self.remote or cluster.python or cluster.pythons)
+        return not (self.remote or self.config.cluster.python)
 
     def require_for_ranks(self, key: str, package: str, *instead: str) -> None:
         """Refuse a key that needs a package which the ranks do not have.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from nanoscale.config import machines
 from nanoscale.config.rules import Host
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
-from nanoscale.config.violations import nearest, override, refuse
+from nanoscale.config.violations import nearest, refuse
 from nanoscale.launch.hosts import filters
 
 MOST_SLOTS = 4096
@@ -47,7 +47,6 @@ def read_hostfile(composed: Composed) -> tuple[Host, ...]:
     if node_violation is not None:
         violations.append(node_violation)
     if not violations:
-        violations += _check_pythons(composed, hosts)
         hosts, filter_violations = filters.select(composed, hosts, name)
         violations += filter_violations
     if not violations:
@@ -177,28 +176,6 @@ def _limit_hosts(
         replace(host, slots=devices, devices=host.devices and host.devices[:devices])
         for host in hosts
     ], violations
-
-
-def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violation]:
-    """Check that every host with an interpreter of its own is in the hostfile."""
-    key, pythons = "cluster.pythons", composed.config.cluster.pythons
-    known = {name for host in hosts for name in (host.name, host.address)} if pythons else set()
-    for name in sorted(set(pythons) - known):
-        writers = [entry for entry in composed.history[key] if isinstance(entry.value, dict)]
-        setting = next(entry for entry in reversed(writers) if name in entry.value)  # type: ignore[operator]
-        suggestions = tuple(
-            _move_python(pythons, name, other) for other in nearest(name, known) or [""]
-        )
-        message = "is not a host of the hostfile"
-        yield Violation(f"{key}.{name}", None, setting.source, message, suggestions)
-
-
-def _move_python(pythons: Mapping[str, str], name: str, other: str) -> str:
-    """Return overrides that assign a host's interpreter to another host, "" to none, and keep the others."""
-    entries = {other if host == name else host: python for host, python in pythons.items()}
-    entries.pop("", None)
-    # An override is merged into a file's mapping, so that one is emptied first.
-    return " ".join(["~cluster.pythons", override("cluster.pythons", entries)][: 1 + bool(entries)])
 
 
 def _key_violation(composed: Composed, key: str, message: str, *suggestions: str) -> Violation:

@@ -201,11 +201,10 @@ def _rows(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
 
 def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
     launcher_version = hosts.launcher_versions["nanoscale"]
-    another_python = hosts.transport.python_remedy(member.host)
     good, text = version == launcher_version, f"nanoscale {version}"
     if not good:
         text += f", and {launcher_version} is the launcher's"
-    remedy = f"install the launcher's nanoscale there, or {another_python}"
+    remedy = f"install the launcher's nanoscale there, or {hosts.transport.python_remedy}"
     return Verdict(member.name, "nanoscale", good, text, remedy)
 
 
@@ -220,7 +219,7 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
     if name == "python":
         # The last number does not affect the exchange between ranks.
         matters = _minor(version) != _minor(usual)
-        remedy = hosts.transport.python_remedy(member.host)
+        remedy = hosts.transport.python_remedy
     else:
         remedy = f"install {label} {usual} there" if usual else f"install {label}"
     if usual is None and version is not None:

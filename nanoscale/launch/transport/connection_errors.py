@@ -110,7 +110,7 @@ def explain(
         "ssh": shlex.join(["ssh", *ssh_args]),
         "name": shlex.quote(f"{user}{separator}{host.address}"),
         "leave_out": transport.exclusion_remedy(host),
-        "another_python": transport.python_remedy(host),
+        "another_python": transport.python_remedy,
     }
     for _check, pattern, diagnosis, remedy in _CAUSES:
         match = re.search(pattern, output, re.IGNORECASE)

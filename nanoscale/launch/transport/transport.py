@@ -52,12 +52,16 @@ class Transport(ABC):
         is_local: True if the only host is this machine, so that network and shared folders are of no concern.
         is_reverse: True if one command starts the agents of many hosts, which then open reverse connections.
         leaves_session: True if processes of the job on this machine may leave the session of its command.
+        python_remedy: the remedy for a host whose interpreter does not suit the job.
     """
 
     check = "ssh"
     is_local = False
     is_reverse = False
     leaves_session = False
+    python_remedy = (
+        "name another interpreter, at the same path on all hosts: cluster.python=/path/to/python"
+    )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -100,10 +104,6 @@ class Transport(ABC):
         """Return the host whose agent has ended, and its exit code, if a line of the output reports that."""
         return None
 
-    def python_remedy(self, host: Host) -> str:
-        """Return the remedy for a host whose interpreter does not suit the job."""
-        return "name another interpreter: cluster.python=/path/to/python"
-
     def exclusion_remedy(self, host: Host) -> str:
         """Return the remedy that excludes a host."""
         return f"do without {host.name}"
@@ -119,15 +119,13 @@ class Local(Transport):
     check = "agent"
     is_local = True
     leaves_session = True
+    python_remedy = "use another interpreter"
 
     def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         return [(sys.executable, *AGENT) for _ in hosts]
 
     def address_of(self, host: Host) -> str:
         return "127.0.0.1"
-
-    def python_remedy(self, host: Host) -> str:
-        return "use another interpreter"
 
     def idle_machines(self) -> str | None:
         return idle_nodes(os.environ)
@@ -149,10 +147,6 @@ class Ssh(Transport):
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         return {}
 
-    def python_remedy(self, host: Host) -> str:
-        override = machines.own_python(host.address)
-        return f"{super().python_remedy(host)}, or {override} for this host"
-
     def exclusion_remedy(self, host: Host) -> str:
         """Return the remedy that excludes a host, in addition to the present filter."""
         launcher, entry = self.config.launcher, machines.in_filter(host.name)
@@ -164,7 +158,7 @@ class Ssh(Transport):
         return f"leave it out with --exclude {shlex.quote('@'.join([*others, entry]))}"
 
     def _command(self, host: Host, *arguments: str) -> Command:
-        return ("ssh", *self._options(), _destination(host), self._remote(host, *arguments))
+        return ("ssh", *self._options(), _destination(host), self._remote(*arguments))
 
     def _options(self) -> list[str]:
         """Return the options of ssh; a user's own come first, since ssh uses the first value of each."""
@@ -179,9 +173,9 @@ class Ssh(Transport):
         pairs = (("-o", f"{name}={value}") for name, value in options.items())
         return [*launcher.ssh_args, *chain.from_iterable(pairs)]
 
-    def _remote(self, host: Host, *arguments: str) -> str:
+    def _remote(self, *arguments: str) -> str:
         """Return the agent's command line, quoted for the shell of another host."""
-        python = interpreter(self.config, host)
+        python = self.config.cluster.python or sys.executable
         path = source_path(os.environ) if python == sys.executable else None
         prefix = ["env", f"PYTHONPATH={path}"] if path else []
         return shlex.join(
@@ -190,20 +184,14 @@ class Ssh(Transport):
 
 
 class Pdsh(Ssh):
-    """One command of pdsh, which starts ssh, for all hosts of a hostfile with the same interpreter."""
+    """One command of pdsh, which starts ssh, for all hosts of a hostfile."""
 
     is_reverse = True
     leaves_session = True
 
     def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
-        groups: dict[str, list[Host]] = {}
-        for host in hosts:
-            groups.setdefault(interpreter(self.config, host), []).append(host)
-        arguments = ("--connect", launcher.addresses, launcher.key_file)
-        command_by_python = {
-            python: self._pdsh(group, *arguments) for python, group in groups.items()
-        }
-        return [command_by_python[interpreter(self.config, host)] for host in hosts]
+        command = self._pdsh(hosts, "--connect", launcher.addresses, launcher.key_file)
+        return [command] * len(hosts)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         # pdsh splits this at spaces and supports no quotes: the rules refuse arguments that would need them.
@@ -223,7 +211,7 @@ class Pdsh(Ssh):
 
     def _pdsh(self, hosts: Sequence[Host], *arguments: str) -> Command:
         names = ",".join(map(_destination, hosts))
-        remote = self._remote(hosts[0], *arguments).replace("%", "%%")  # pdsh replaces %h, %u, %n
+        remote = self._remote(*arguments).replace("%", "%%")  # pdsh replaces %h, %u, %n
         timeout = str(math.ceil(self.config.launcher.connect_timeout_s))
         return ("pdsh", "-S", "-t", timeout, "-f", str(len(hosts)), "-w", names, remote)
 
@@ -238,7 +226,7 @@ class BatchSsh(Ssh):
 
     def _command(self, host: Host, *arguments: str) -> Command:
         if machines.is_here(host.name):
-            return ("sh", "-c", self._remote(host, *arguments))
+            return ("sh", "-c", self._remote(*arguments))
         return super()._command(host, *arguments)
 
 
@@ -268,7 +256,7 @@ class Srun(Transport):
             "--export=ALL",
             *srun_options(self.config),
             *container_prefix(self.config),
-            interpreter(self.config, hosts[0]),
+            self.config.cluster.python or sys.executable,
             *AGENT,
             *("--connect", launcher.addresses, launcher.key_file),
         )
@@ -329,13 +317,6 @@ def source_path(inherited: Mapping[str, str]) -> str | None:
     if root in (*site.getsitepackages(), site.getusersitepackages()):
         return None
     return os.pathsep.join(filter(None, [root, inherited.get("PYTHONPATH")]))
-
-
-def interpreter(config: Config, host: Host) -> str:
-    """Return the path of Python on a host."""
-    pythons = config.cluster.pythons
-    configured = pythons.get(host.name) or pythons.get(host.address) or config.cluster.python
-    return str(configured or sys.executable)
 
 
 def _destination(host: Host) -> str:
