@@ -1,7 +1,7 @@
 """The check of the language in `make lint`: how docstrings open, and phrases that nothing may contain.
 
-The docstring of a function opens with an imperative ("Return …"), that of a module, a class or an attribute
-with a noun, and that of a boolean with "True if". The phrases are checked in code, comments, messages, YAML and
+The docstring of a function opens with an imperative ("Return …"), of a module, a class or an attribute with
+a noun, and of a boolean with "True if". The phrases are checked in code, comments, messages, YAML and
 documents.
 """
 

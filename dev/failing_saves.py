@@ -142,7 +142,7 @@ def problems(run: RunDirectory, how: int) -> list[str]:
 
 
 def fail_each_act(folder: Path, number: int) -> int:
-    """Fail one operation after another with an error; return the number of those after which something was
+    """Fail one operation after another with an error; return the number of operations after which something was
     wrong."""
     failing = wrong = 0
     outcomes: Counter[tuple[str, str]] = Counter()

@@ -47,7 +47,7 @@ def rows() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "rows.json"
         tests = [sys.executable, "-m", "pytest", "tests/cluster/test_faults.py", "-k", "not page"]
-        tests += ["-m", "cluster"]  # also those that are left out elsewhere
+        tests += ["-m", "cluster"]  # also tests that are left out elsewhere
         environment = {**os.environ, "NANOSCALE_FAULT_ROWS": str(target)}
         subprocess.run(tests, check=True, cwd=ROOT, env=environment)
         measured = list(json.loads(target.read_text()))

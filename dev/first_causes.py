@@ -30,7 +30,7 @@ BEGIN, END = "<!-- measured by dev/first_causes.py -->\n", "<!-- end of the firs
 HEAD = """
 Measured on {date} on one machine with two cores, `launcher.collective_timeout_s={limit:g}`. *Right* counts the
 repetitions in which the first cause was named, the command ended within 10 s after the limit, and no process
-was left.
+was left. Numbers of lines are left out.
 
 | layout | fault | right | what failure.json says |
 |---|---|---|---|
@@ -160,6 +160,7 @@ def main(repetitions: int, pattern: str) -> int:
             )
         wrong += rights.count(False)
         said = re.sub(r"/\S*/(?=[\w.]+)", "…/", said).replace("|", "\\|")
+        said = re.sub(r"(?<=\.py):\d+", "", said)
         rows.append(
             f"| {fault.layout} | {_in_words(fault)} | {sum(rights)} of {repetitions} | {said} |\n"
         )

@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Configuration reference
 
 This page is written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` shows the
-same for one key, and who set it. The defaults are those of the schema; groups and recipes set others.
+same for one key, and who set it. The defaults are the schema's; groups and recipes set others.
 
 A value may refer to another key, as in `${{train.seq_len}}`. Keys that name files or folders may also refer
 to an environment variable, as in `data.path='${{oc.env:DATA}}/tokens'` or `'${{oc.env:DATA,/data}}'` with a

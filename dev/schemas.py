@@ -1,6 +1,6 @@
 """Write JSON schemas of the documents that commands print with `--json`, from documents: `make schemas`.
 
-The first document of each name says its keys, and the types of those that are not null in it.
+The first document of each name has its keys, and the types of its values except null.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _widened(value: Any) -> Any:
         return value
     names = value.get("properties", {})
     if not all(re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(name)) for name in names):
-        return {"type": "object"}  # its keys are names of a run, as those of tensors
+        return {"type": "object"}  # its keys are names of a run, such as names of tensors
     value = {name: it for name, it in value.items() if name != "required"}
     kinds = value.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]

@@ -131,7 +131,7 @@ def words(text: str) -> list[str]:
 
 
 def beside(commands: dict[str, list[str]], turns: int) -> list[Row]:
-    """Measure each command's wall time, and its ratio to that of the first."""
+    """Measure each command's wall time, and its ratio to the first command's."""
     seconds = {
         name: median_of(turns, partial(run, [str(BIN / program), *arguments]))
         for name, (program, *arguments) in commands.items()
@@ -346,7 +346,7 @@ def render(rows: list[Row]) -> str:
 
 
 def save(rows: list[Row], text: str, which: str) -> None:
-    """Store the figures. Those of single parts do not replace those of all, which are of one run."""
+    """Store the figures. Figures of single parts do not replace the figures of all, which are of one run."""
     day = time.strftime("%Y-%m-%d")
     about: dict[str, Any] = {
         "date": day,

@@ -32,7 +32,7 @@ SHAPE = ("model.hidden=512", "model.heads=16", "model.ffn=1408")
 
 
 def main(turns: int = 5, layers: int = 6) -> None:
-    """Measure this many turns, of which the first is reported by itself.
+    """Measure this many turns; the first is reported separately.
 
     The state has some 180 MB with 6 layers and AdamW's moments.
     """

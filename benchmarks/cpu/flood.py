@@ -1,8 +1,8 @@
 """Measure the cost of a rank that prints very much: `python -m benchmarks.cpu.flood [MIB] [TIMES]`.
 
 A rank of a real local launch prints as fast as it can. The time until its log is complete is compared with
-that of `cat`, which writes the same bytes into the same file right after. A second launch gets Ctrl-C in the
-middle of such output. The last line of the output has the medians, in JSON.
+the time of `cat`, which writes the same bytes into the same file right after. A second launch gets Ctrl-C in
+the middle of such output. The last line of the output has the medians, in JSON.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> fl
 
 
 def measure_flood(mib: int) -> dict[str, float]:
-    """Return the seconds until the log is complete and until the job has ended, those of `cat`, and the growth
-    of memory."""
+    """Return the seconds until the log is complete and until the job has ended, the seconds of `cat`, and the
+    growth of memory."""
     size = mib << 20
     with _launched(mib) as (process, log):
         began = float((log.parents[2] / _BEGAN).read_text())

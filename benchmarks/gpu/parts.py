@@ -248,7 +248,7 @@ def peer(kind: str, model: Model, precision: str, needed_s: float) -> Measuremen
 
 
 def grid() -> Iterator[Measurement]:
-    """Yield jobs whose memory is compared with the plan, the most different first: time may not suffice.
+    """Yield jobs for comparing memory with the plan, the most different first: time may not suffice.
 
     Blocks are not compiled, which would take a minute a job.
     """

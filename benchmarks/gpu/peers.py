@@ -116,7 +116,7 @@ class Clock:
     """A timer of some steps, which records one more.
 
     Attributes:
-        steps: the number of all steps, with those that warm up and one in which the profiler begins.
+        steps: the number of all steps, with the warm-up and one step in which the profiler begins.
         step_s: the mean timed step, seconds.
         memory_gib: the peak of allocated memory until then.
         parts: `metrics.trace.Parts` of the recorded step.

@@ -62,7 +62,7 @@ def _cell(row: dict[str, Any], name: str, form: str) -> str:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield the speed of nanoscale over the peer's in the same job, and that of fp8 over bf16."""
+    """Yield the speed of nanoscale over the peer's in the same job, and the speed of fp8 over bf16."""
     speeds = {row["what"]: row["tokens_per_s"] for row in rows if row.get("tokens_per_s")}
     for what, speed in speeds.items():
         peer, _, job = what.partition(" ")

@@ -3,7 +3,7 @@
 Usage: python3 -m benchmarks.gpu.wheels [--python 3.12]
 
 Downloads wheels into build/wheels/, in the versions of requirements.lock. `python3 -m benchmarks.gpu` installs
-those that are missing into build/site/, which it puts on the path of all that it starts.
+the missing ones into build/site/, which it puts on the path of all that it starts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.plan [--no-save]
 
 Every source is held out once: its devices' efficiencies are calibrated, as by `nanoscale plan --calibrate`, on
-the other sources of the same device, first on those of the same software, then on all, and the errors on its
+the other sources of the same device, first with the same software, then on all, and the errors on its
 own rows are compared. Memory has nothing to calibrate. The table, without the rows, is stored under
 benchmarks/results/.
 """

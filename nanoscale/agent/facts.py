@@ -153,8 +153,8 @@ def fabric(system: Path) -> list[str]:
 def torch_build() -> dict[str, Any] | None:
     """Return the targets of the installed torch build; None if it is not installed or cannot be read.
 
-    `cuda`: the version of CUDA, None for a build without it. `architectures`: those that its kernels are
-    compiled for, as `torch.cuda.get_arch_list` returns them; empty if unknown.
+    `cuda`: the version of CUDA, None for a build without it. `architectures`: the targets of its
+    compiled kernels, as `torch.cuda.get_arch_list` returns them; empty if unknown.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:

@@ -37,7 +37,7 @@ from nanoscale.worker import JOBS, Job
 _PRELOADED = ["nanoscale.agent.fork_server", "nanoscale.agent.rank", "torch"]
 
 _FOLDER_BYTES = 75
-"""In bytes: the path of a socket may have 107, of which multiprocessing takes 32."""
+"""In bytes: the path of a socket may have 107, and multiprocessing takes 32 of them."""
 
 _REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals to report to the launcher: SLURM signals a preemption to the tasks of a job, not to its launcher."""

@@ -1,6 +1,6 @@
 """The loads of the experts, over the whole global batch, and the balancing that follows from them.
 
-The loss of each sequence (`aux`) is the routers' own; this module sets its weight. The bias is that of Wang et
+The loss of each sequence (`aux`) is the routers' own; this module sets its weight. The bias is from Wang et
 al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load is preferred
 by `balance_rate` more, one with more than that by as much less. Counts of a whole global batch do not depend
 on the layout, and as integers they are the same on every rank to the last bit.

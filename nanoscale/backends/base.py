@@ -314,7 +314,7 @@ class Engine(ABC):
 
     @property
     def _counts_losses(self) -> bool:
-        """True if this rank's losses count: ranks of tp compute those of the same tokens."""
+        """True if this rank's losses count: all ranks of tp compute the losses of the same tokens."""
         return self.coordinates.tp == 0
 
     def _mean(self, loss_sum: Tensor, weight: float) -> Tensor:
@@ -333,14 +333,14 @@ class Engine(ABC):
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
         total = self._to_device(torch.tensor(count, dtype=torch.float64))
         if dist.is_initialized():
-            dist.all_reduce(total)  # over all ranks, of which tp · pp · cp have the same rows
+            dist.all_reduce(total)  # over all ranks; tp · pp · cp of them have the same rows
             total /= parallel.tp * parallel.pp * parallel.cp
         return total.clamp(min=1)
 
     def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        Documents `[batch, seq]`, or None, are those of the whole sequence. References, or None, are int64.
+        Documents `[batch, seq]`, or None, belong to the whole sequence. References, or None, are int64.
         """
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         documents, references = (

@@ -6,7 +6,7 @@
 | rowwise | one per row, powers of two | e4m3 | in 8 bits |
 | rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
 
-An outlier affects the scale of its row only, not that of the matrix, so each recipe is more accurate than the
+An outlier affects the scale of its row only, not the matrix's, so each recipe is more accurate than the
 previous one, and slower. Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README
 of `torchao.float8` for the recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute
 capability 8.9 and every size of a product a multiple of 16.

@@ -1,7 +1,7 @@
 """Muon: the orthogonalized momentum of each matrix of a block is its update; AdamW updates the rest.
 
 Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for the momentum and the iteration; Liu et al.
-2025 (arXiv:2502.16982, section 2.2) for the scale, with which learning rate and decay are those of AdamW.
+2025 (arXiv:2502.16982, section 2.2) for the scale, with which AdamW's learning rate and decay can be used.
 
 An update needs whole matrices. The ranks that share them divide them among each other: every matrix is gathered
 once, by the rank that orthogonalizes it, which then sends each rank its shard of the update.
@@ -92,7 +92,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Matrices of one parameter that one rank orthogonalizes: all, or those of some experts."""
+    """Matrices of one parameter that one rank orthogonalizes: all, or the matrices of some experts."""
 
     parameter: int
     """The parameter's number in the exchange."""
@@ -162,7 +162,7 @@ class _Exchange:
     def _send(
         self, out: list[list[Tensor]], expected: list[list[Size]], like: Tensor
     ) -> list[Iterator[Tensor]]:
-        """Send each member its tensors; return those of each member for this rank, with the expected sizes."""
+        """Send each member its tensors; return each member's tensors for this rank, with the expected sizes."""
         if self._group is None:
             return [iter(out[0])]
         flat = [tensor.reshape(-1) for tensors in out for tensor in tensors]

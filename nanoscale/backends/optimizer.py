@@ -43,7 +43,7 @@ def make_optimizer(
 
     Args:
         rounded: moments, or weights too, are kept in bf16 and rounded stochastically.
-        build: the user's own optimizer; None: that of the configuration's name.
+        build: the user's own optimizer; None: from the configuration's name.
     """
     groups: dict[tuple[bool, bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
@@ -162,7 +162,7 @@ class Lion(Optimizer):
 
 
 def _dimensions(name: str, parameter: nn.Parameter) -> int:
-    """Return the dimensions of the whole parameter, of biases of experts those of one expert.
+    """Return the dimensions of the whole parameter, or of one expert's bias.
 
     A parameter sharded by DeepSpeed is empty and keeps its shape.
     """

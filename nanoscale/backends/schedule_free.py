@@ -59,7 +59,7 @@ class ScheduleFreeAdamW(Optimizer):
 
 @torch.no_grad()
 def update_averages(optimizer: Optimizer, decay: float) -> None:
-    """Move the moving average of every parameter towards its weights; it begins as those of the first step."""
+    """Move the moving average of every parameter towards its weights; it begins as the first step's weights."""
     for parameter, state in optimizer.state.items():
         if AVERAGE not in state:
             state[AVERAGE] = initial_average(parameter)

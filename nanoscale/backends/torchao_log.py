@@ -8,7 +8,7 @@ import logging
 def silence_missing_extensions() -> None:
     """Drop torchao's warnings about compiled extensions of its own that do not load.
 
-    They are for other GPUs or another CUDA than those here; nanoscale uses none of them. To be called before
+    They are for other GPUs or another CUDA than here; nanoscale uses none of them. To be called before
     torchao is imported.
     """
     logging.getLogger("torchao").addFilter(_is_not_a_load_failure)

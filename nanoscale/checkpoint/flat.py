@@ -45,7 +45,7 @@ class FlatShard(Tensor):
     """
 
     parts: tuple[Tensor, ...]
-    """The tensors in memory: the elements themselves, or those from which they are computed."""
+    """The tensors in memory: the elements themselves, or tensors from which they are computed."""
     join: Callable[..., Tensor]
     """A function from `parts` to the elements."""
     window: Box

@@ -125,7 +125,7 @@ class Saver:
         return Saved(path, manifest["step"], seconds, stall_s, undeleted)
 
     def _prune(self, kept: list[int]) -> dict[int, str]:
-        """Delete old checkpoints, except those of the steps in `kept`; return new failures to delete one."""
+        """Delete old checkpoints, except of the steps in `kept`; return new failures to delete one."""
         settings = self._settings
         if self._uploader is not None:
             self._uploader.wake()
@@ -138,8 +138,7 @@ class Saver:
 
 
 def _group_of_another_thread() -> dist.ProcessGroup:
-    """Create a group of all ranks for the collectives of a second thread in parallel with those of the default
-    group.
+    """Create a group of all ranks for the collectives of a second thread, in parallel with the default group's.
 
     Before torch 2.13 the flight recorder adds a group to its table at the group's first collective, without a
     lock, while the other thread reads the table. So the first collective runs here, while there is one thread.

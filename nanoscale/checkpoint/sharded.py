@@ -48,7 +48,7 @@ def save(
     """Write a checkpoint with all ranks; it is complete and published when this returns.
 
     Args:
-        workspace: that of the run's attempt.
+        workspace: the workspace of the run's attempt.
         about: the content of the manifest, with at least `step`.
         group: a group of all ranks, for another thread than the one that trains.
 

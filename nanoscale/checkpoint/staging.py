@@ -1,8 +1,8 @@
 """A copy of a training state in host memory, so that the training can continue while it is written.
 
-Weights and moments change only at the end of a step, in the optimizer. The writing thread copies those in host
-memory, in parallel with the forward and backward passes of the next step: see `hold`. Those of a GPU are copied
-on a stream of their own, for which only the next update waits.
+Weights and moments change only at the end of a step, in the optimizer. The writing thread copies tensors in
+host memory, in parallel with the forward and backward passes of the next step: see `hold`. Tensors of a GPU are
+copied on a stream of their own, for which only the next update waits.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def obsolete(
     keep_every: int | None,
     best: Collection[int],
 ) -> list[StoredCheckpoint]:
-    """Return the checkpoints that `prune` deletes, of those in the order of their steps."""
+    """Return the checkpoints that `prune` deletes; `stored` is in the order of steps."""
     if keep_last is None:  # every save has checked the one before it, so one is enough
         old = [checkpoint for checkpoint in stored[-2:-1] if _saved_by_time(checkpoint)]
     else:
@@ -331,7 +331,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
-    """Return a problem of the index of tensors, whose bytes match the recorded sum."""
+    """Return a problem of the index of tensors; its bytes match the recorded checksum."""
     try:
         tensors = metadata.read(file).values()
     except MetadataError as error:

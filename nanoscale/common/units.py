@@ -53,7 +53,7 @@ def share(needed: int, capacity: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three significant digits, or all those before its point."""
+    """Return a number with three significant digits, or with all digits before its point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -1,6 +1,6 @@
 """An existing DeepSpeed JSON in nanoscale's keys.
 
-The settings are those of DeepSpeed's documentation (docs/_pages/config-json.md). A value of "auto", as in files
+The settings are from DeepSpeed's documentation (docs/_pages/config-json.md). A value of "auto", as in files
 for transformers' Trainer, leaves the key to nanoscale.
 """
 
@@ -93,7 +93,7 @@ _FIXED: dict[str, _Fixed] = {
     "activation_checkpointing": _Fixed((False, None, 0), "it is off",
         "has no key; recomputation is parallel.activation_checkpointing", "remove it"),
 }  # fmt: skip
-"""Settings without a key, by their path or by that of the object that contains them."""
+"""Settings without a key, by their path or by the path of the object that contains them."""
 _MOST_BYTES = 16 << 20
 _OBJECTS = (
     *("bf16", "fp16", "data_types", "optimizer", "optimizer.params", "scheduler"),
@@ -358,7 +358,7 @@ def _loggers(settings: Mapping[str, Any], result: Translation) -> None:
 
 
 def _rest(settings: Mapping[str, Any], result: Translation, prefix: str = "") -> dict[str, Any]:
-    """Read all other settings by the tables. Return those that DeepSpeed receives as they are."""
+    """Read all other settings by the tables. Return the settings that DeepSpeed receives unchanged."""
     rest: dict[str, Any] = {}
     for name, value in settings.items():
         path = f"{prefix}{name}"

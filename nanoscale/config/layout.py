@@ -1,6 +1,6 @@
 """The coordinates of ranks, pipeline stages, and the numbers of micro batches that each schedule supports.
 
-In the order of ranks tp varies fastest, then cp, then dp, then pp. The numbers of micro batches are those of
+In the order of ranks tp varies fastest, then cp, then dp, then pp. The numbers of micro batches are from
 torch.distributed.pipelining's schedules: their constructors' limits, and the results of a simulation of their
 actions, which deadlock or not.
 """

@@ -1,4 +1,4 @@
-"""A host of a job and its devices. Names of hosts: those safe for ssh, those that are equal, and those of this
+"""A host of a job and its devices. Names of hosts: whether they are safe for ssh, equal, or names of this
 machine.
 
 No name server is queried: its answer may take seconds, and may change.

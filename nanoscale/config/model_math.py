@@ -24,7 +24,7 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Count the active parameters of a token: all but those of experts that it does not use."""
+    """Count the active parameters of a token: all but the parameters of experts that it does not use."""
     idle = max(0, model.experts - model.experts_per_token)
     experts = sum(parameter.numel for parameter in block(model).values() if parameter.is_expert)
     layers = model.layers - model.dense_layers
@@ -86,7 +86,7 @@ def _half_attention(model: Model, seq_len: int) -> int:
 
 
 def adapted_layers(model: Model, lora: Lora) -> dict[str, str]:
-    """Return a block's layers with adapters: their names in the block by those in `lora.targets`."""
+    """Return a block's layers with adapters: their names in the block by their names in `lora.targets`."""
     if not lora.rank:
         return {}
     chosen = adaptable_layers(model) if lora.targets is None else lora.targets

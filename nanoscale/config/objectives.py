@@ -43,5 +43,5 @@ def needs_reference(train: Train) -> bool:
 
 
 def evaluated(train: Train) -> tuple[str, ...]:
-    """Return the metrics of every evaluation, without those of tasks."""
+    """Return the metrics of every evaluation, without metrics of tasks."""
     return ("eval_loss", *_EVALUATED.get(train.objective, ()))

@@ -31,7 +31,7 @@ class UpdateRule:
     passes: float
     """Reads and writes of tensors of the parameter's size in an update."""
     moments_in_blocks: tuple[str, ...] | None = None
-    """The names of the moments of the matrices of blocks; None: as those of all others."""
+    """The names of the moments of the matrices of blocks; None: `moments`."""
     averages: bool = False
     """True if the result is an average of the weights."""
     momentum_key: str | None = None

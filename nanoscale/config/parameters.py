@@ -1,6 +1,6 @@
 """The parameters of `models.transformer.Transformer`: their names, full shapes, and how tp and ep divide them.
 
-Imports no torch. The names follow from the modules, the shapes are those of torch: outputs, then inputs.
+Imports no torch. The names follow from the modules, the shapes are torch's: outputs, then inputs.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def named(model: Model) -> dict[str, Parameter]:
 
 
 def kinds_of_blocks(model: Model) -> list[tuple[int, Model]]:
-    """Return the number of dense blocks and that of the others, each with the shape of its blocks."""
+    """Return the numbers of dense blocks and of other blocks, each with the shape of its blocks."""
     kinds = [(model.dense_layers, model.dense), (model.layers - model.dense_layers, model)]
     return [(count, shape) for count, shape in kinds if count]
 
 
 def block_products(model: Model) -> int:
-    """Count the matrix parameters of a block that multiply a token; of experts, those that it uses."""
+    """Count the matrix parameters of a block that multiply a token, without experts that it does not use."""
     matrices = [parameter for parameter in block(model).values() if not parameter.is_vector]
     experts = sum(parameter.numel for parameter in matrices if parameter.is_expert)
     idle = experts * (model.experts - model.experts_per_token) // max(1, model.experts)

@@ -171,7 +171,7 @@ def flat(
 ) -> dict[str, Any]:
     """Return the leaves of nested mappings by their dotted names; an empty mapping has none.
 
-    A mapping for whose name `stop` is True is a leaf.
+    A mapping is a leaf if `stop` is True for its name.
     """
     leaves: dict[str, Any] = {}
     for name, value in values.items():
@@ -183,7 +183,7 @@ def flat(
 
 
 def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings with the leaves of others in addition, or in place of those of the same name."""
+    """Return nested mappings with the leaves of others, which take precedence."""
     result = dict(values)
     for name, value in others.items():
         both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
@@ -209,7 +209,7 @@ def mapping_around(name: str) -> str | None:
 
 
 def is_mapping(name: str) -> bool:
-    """True if a name is that of a key whose value is a mapping."""
+    """True if the key of this name has a mapping as its value."""
     return name in declared() and declared()[name].takes_mapping
 
 

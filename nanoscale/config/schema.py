@@ -116,7 +116,7 @@ class Model:
 
     source: Literal["own", "hf", "hooks"] = key(
         "own",
-        "which code runs; own: nanoscale's transformer, shaped by the other keys · hf: that of "
+        "which code runs; own: nanoscale's transformer, shaped by the other keys · hf: the class of "
         "transformers, by its config.json · hooks: model() of hooks.path",
     )
     name: str = key(
@@ -142,7 +142,7 @@ class Model:
     )
     rope_head_dim: int = key(
         64,
-        "kv_rank: numbers of a head that are rotated; all heads share those of the keys",
+        "kv_rank: numbers of a head that are rotated; all heads share the keys' rotated numbers",
         at_least=2,
     )
     v_head_dim: int | None = key(
@@ -374,7 +374,7 @@ class Lora:
     rslora: bool = key(False, "scale adapters by alpha/√rank, so that larger ranks learn as fast")
     dora: bool = key(
         False,
-        "also train the length of each row of W + scale · B·A, starting with that of W (arXiv:2402.09353)",
+        "also train the length of each row of W + scale · B·A, starting with W's length (arXiv:2402.09353)",
     )
     base: Literal["whole", "nf4"] = key(
         "whole",
@@ -616,7 +616,7 @@ class Optimizer:
     momentum: float = key(0.9, "sgd and muon: momentum", at_least=0, at_most=1)
     moments_dtype: Literal["params", "bf16"] = key(
         "params",
-        "adamw: dtype of its moments, that of the weights or bf16 with stochastic rounding",
+        "adamw: dtype of its moments, the weights' dtype or bf16 with stochastic rounding",
     )
     ema_decay: float | None = key(
         None,
@@ -769,7 +769,7 @@ class Peaks:
     fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0.001)
     fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0.001)
     tf32: float | None = key(
-        None, "peak in TF32; null: that of fp32", unit="TFLOP/s", at_least=0.001
+        None, "peak in TF32; null: the peak in fp32", unit="TFLOP/s", at_least=0.001
     )
     fp16: float | None = key(None, "peak in fp16", unit="TFLOP/s", at_least=0.001)
     bf16: float | None = key(None, "peak in bf16", unit="TFLOP/s", at_least=0.001)
@@ -816,7 +816,7 @@ class Cluster:
     devices_per_host: int | None = key(None, "devices in a host", at_least=1)
     hosts: int | None = key(None, "number of hosts; null: as many as the layout needs", at_least=1)
     island: int | None = key(
-        None, "devices that the fast links join; null: those of a host", at_least=1
+        None, "devices that the fast links join; null: the devices of a host", at_least=1
     )
     pod: int | None = key(
         None, "hosts that the network joins at inter_host_gbs; null: all of them", at_least=1
@@ -869,7 +869,7 @@ class Cluster:
     )
     inter_pod_gbs: float | None = key(
         None,
-        "bandwidth of the network between pods, per device and direction; null: that between hosts",
+        "bandwidth of the network between pods, per device and direction; null: as between hosts",
         unit="GB/s",
         at_least=0.001,
     )
@@ -1102,7 +1102,7 @@ class StopWhen:
     )
     last_step: int | None = key(
         None,
-        "the training completes after this step, and the learning rate's schedule stays that of train.steps; "
+        "the training completes after this step, and the learning rate's schedule still ends at train.steps; "
         "null: no limit",
         unit="steps",
         at_least=1,

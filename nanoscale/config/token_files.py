@@ -37,7 +37,7 @@ MEMBERS = ("path", "weight", "valid_path")
 
 
 def sources_of(data: Data) -> list[MixtureSource]:
-    """List the sources of a configuration that the rules have checked; those of weight 0 are left out."""
+    """List the sources of a configuration that the rules have checked, without sources of weight 0."""
     if not data.mixture:
         return [MixtureSource(data.path, None, data.valid_path)]
     sources = [MixtureSource(**entry, name=name) for name, entry in data.mixture.items()]
@@ -111,7 +111,7 @@ STDLIB_TOKENS = {"byte": 9.9e6, "bpe": 3.7e6}
 def times_seen(config: Config) -> float | None:
     """Return how often a resolved configuration's training sees its samples; None if it is not known.
 
-    Of the embedded corpus the size is about that of `STDLIB_TOKENS`.
+    The size of the embedded corpus is about `STDLIB_TOKENS`.
     """
     train, samples = config.train, training_samples(config.data, config.train)
     if config.data.source == "stdlib":

@@ -254,7 +254,7 @@ class TokenFormat:
 
     title: str
     files: tuple[str, ...]
-    """Endings that `data.path` lacks of the names of its files; that of the tokens first."""
+    """Endings that the names of the files have in addition to `data.path`; the tokens' ending is the first."""
     suffix: str | None
     """The ending of a path by which `data inspect` recognizes it; None: any other."""
     path: str

@@ -31,7 +31,7 @@ class TrainingPhase:
     lr: float
     """The multiple of the peak rate at its end, with `scheduler.name=piecewise`."""
     weights: dict[str, float] | None
-    """The weights of the sources of the data mixture; None: those of the data."""
+    """The weights of the sources of the data mixture; None: the weights in `data`."""
 
 
 def phases_of(train: Train) -> list[TrainingPhase]:

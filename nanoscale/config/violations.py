@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from nanoscale.common.errors import UserError, Violation
 
 CUTOFF, SHORT_CUTOFF = 0.65, 0.75
-"""The least likeness, for names and for those of at most three letters."""
+"""The least likeness of names, and of names of at most three letters."""
 _BEGINNING = 0.9
 """The likeness of the first word of a longer name, as `h100` of `h100-sxm`; a little more for a shorter
 name."""
@@ -39,7 +39,7 @@ def nearest_key(
 def _best(
     scored: Iterable[tuple[float, str]], count: int, cutoff: float = CUTOFF
 ) -> tuple[str, ...]:
-    """Return the likeliest names, and those that are hardly less likely."""
+    """Return the likeliest names, and names that are hardly less likely."""
     near = sorted((pair for pair in scored if pair[0] >= cutoff), key=lambda pair: -pair[0])
     return tuple(name for score, name in near[:count] if score >= near[0][0] - 0.15)
 

@@ -56,7 +56,7 @@ class Batch:
         return self._changed(lambda array: array[rows])
 
     def cut(self, length: int) -> Self:
-        """Return the same tokens in rows of at most this length, which divides that of the rows."""
+        """Return the same tokens in rows of at most this length, which divides the present length."""
         if length >= self.inputs.shape[1]:
             return self
         return self._changed(lambda array: array.reshape(-1, length, *array.shape[2:]))

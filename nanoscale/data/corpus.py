@@ -4,7 +4,7 @@ The first process that needs it prepares it once, as `prepare.preparation` does,
 
     stdlib-<interpreter>-<tokenizer>-<key>/   a prepared folder
     stdlib-….lock                             held while one process prepares
-    stdlib-….part/                            unfinished work, also that of a killed process
+    stdlib-….part/                            unfinished work, also of a killed process
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ class Loader:
     ) -> Iterator[Batch]:
         """Yield one optimizer step's share of a data-parallel rank: micro_batch rows each.
 
-        `consumed` counts the rows that all ranks together have trained on. Over all ranks the rows are
-        those at positions [consumed, consumed + global_batch) of the order, for any `dp` and `micro_batch`;
-        each rank has a contiguous share of them.
+        `consumed` counts the rows that all ranks together have trained on. All ranks together get
+        the rows at positions [consumed, consumed + global_batch) of the order, for any `dp` and `micro_batch`.
+        Each rank has a contiguous share of them.
         """
         numbers = self._ahead.micro_batches(consumed, global_batch, dp_rank, dp, micro_batch)
         yield from map(self.batch, numbers)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 _AHEAD = 1024
-"""Samples of a rank whose numbers are computed in one call."""
+"""A call computes the numbers of this many samples of a rank."""
 _WINDOW = 1 << 20
 """The widest range of all ranks' samples that such a call covers."""
 
@@ -73,7 +73,7 @@ def due(shares: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarr
 
     The j-th sample of a source with share w is due at time (j + 1/2) / w, counted in samples of the data
     mixture, and samples come in the order of these times (the stride scheduling of C. Waldspurger and W. Weihl,
-    MIT technical memo TM-528, 1995; the rounding is that of A. Sainte-Laguë's seats). After p samples of k
+    MIT technical memo TM-528, 1995; the rounding is A. Sainte-Laguë's, for seats). After p samples of k
     sources, a source with share w has given p · w of them, to within (1 + k · w) / 2.
 
     Ties go by the order of the sources. Times are computed from the number of the sample alone, and rounding

@@ -57,7 +57,7 @@ class SplitTokens:
     check: Check
 
     def targets(self, start: int, stop: int) -> np.ndarray:
-        """Return the file's tokens [start, stop), with IGNORED in place of those without a loss."""
+        """Return the file's tokens [start, stop), with IGNORED in place of tokens without a loss."""
         tokens = self.file.tokens[start:stop].astype(np.int64)
         if self.answers is None:
             return tokens
@@ -333,7 +333,7 @@ HELD_OUT = 1 << 10
 
 
 class Masked:
-    """Samples of which some tokens are hidden, to be predicted from both sides.
+    """Samples with some tokens hidden, to be predicted from both sides.
 
     Of the chosen tokens, 8 of 10 become the mask's token, 1 another token, and 1 stays. The choice follows from
     the seed and the sample's number alone. Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1.

@@ -40,7 +40,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write(folder: Path, config: Config) -> dict[str, Any]:
     """Write the tokenizer's files, as far as it is known; return the special tokens' numbers for config.json.
 
-    It is that of `data.tokenizer`. If only token files were named, it is that of the run's initial model;
+    It is `data.tokenizer`. If only token files were named, it is the tokenizer of the run's initial model;
     otherwise none is known. The initial model's special tokens and its settings of generation are kept.
     """
     data, init_from = config.data, config.model.init_from
@@ -69,7 +69,7 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
 
 
 def tokenizer_of_run(config: Config) -> Tokenizer | None:
-    """Return the tokenizer of a run's tokens, as `write` does, or that of a prepared folder; None: not known.
+    """Return the tokenizer of a run's tokens, as `write` does, or a prepared folder's; None: not known.
 
     The token files themselves need not exist any more.
     """

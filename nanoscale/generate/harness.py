@@ -122,8 +122,8 @@ class Answers:
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of both, as in the library.
 
-        A context's last spaces belong to the continuation, whose ids are those of the whole text after as many
-        as the context alone has.
+        A context's last spaces belong to the continuation. Its ids are the whole text's ids without as
+        many of the first as the context alone has ids.
 
         Raises:
             UserError: the continuation has no ids, or more than the model's context.

@@ -60,8 +60,8 @@ def check_request(
 
     Args:
         composed: the configuration as the user asked for it.
-        devices: the devices of a host; None: those of this machine.
-        hosts: the hosts of the job; None: those of the hostfile or of SLURM.
+        devices: the devices of a host; None: this machine's devices.
+        hosts: the hosts of the job; None: from the hostfile or from SLURM.
         repeats: the frozen configuration that it was made from.
 
     Raises:

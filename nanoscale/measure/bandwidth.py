@@ -1,9 +1,9 @@
 """The speed of the network: all-reduces of all ranks and within each host, and messages between hosts. Before
 that, a test that every host can connect to every other one: otherwise collective operations hang.
 
-A time is the median of several repetitions after a warm-up, and for an all-reduce the slowest rank's. That of
-a message is the lower quartile: other jobs on two hosts lengthen many of its repetitions and shorten none. All
-ranks take the same decisions, on gathered numbers, so no rank waits for one that has stopped.
+A time is the median of several repetitions after a warm-up, and for an all-reduce the slowest rank's. A
+message's time is the lower quartile: other jobs on two hosts lengthen many of its repetitions and shorten none.
+All ranks take the same decisions, on gathered numbers, so no rank waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def bus_gb_s(size: int, seconds: float, count: int) -> float:
 
     That is size / time · 2(n - 1) / n: with any algorithm, n ranks send and receive at least 2(n - 1) / n
     times the data. It can be compared with the hardware's own figure, for any count of ranks. The definition
-    is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
+    is defined in NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
     """
     return size / seconds * 2 * (count - 1) / count / 1e9
 
@@ -123,7 +123,7 @@ def ring_rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def needs_pairs(reduced: Sequence[Figures], within: Sequence[Figures]) -> bool:
-    """True if the all-reduce of all ranks is slow compared with those within hosts, or there are none."""
+    """True if the all-reduce of all ranks is slow compared with all-reduces within hosts, or there are none."""
     usual = [one["bus_gb_s"] for one in within]
     return not usual or reduced[-1]["bus_gb_s"] < _SLOW * median(usual)
 
@@ -139,7 +139,7 @@ def mark_slow(rows: Sequence[Figures], speed: str) -> list[Figures]:
 
 
 def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[Figures]:
-    """Measure each size in turn, and leave out those for which the time does not suffice."""
+    """Measure each size in turn, until the time does not suffice."""
     began = time.perf_counter()
     found: list[Figures] = []
     for size in sizes:
@@ -251,7 +251,7 @@ def _exchange(peer: int, begins: bool, size: int, device: torch.device) -> float
 
 
 def closed_ways(name: str) -> list[dict[str, str]]:
-    """Try all connections from this host, and collect those of all hosts that fail; the same on all ranks.
+    """Try all connections from this host. Return the failed connections of all hosts, the same on all ranks.
 
     Each is the `host` that tried to connect, the host and the address `to` which it did, and `why` it failed.
 

@@ -33,7 +33,7 @@ class Health:
     """The driver's view of one GPU; on a CPU there are no figures."""
 
     def __init__(self, index: int | None) -> None:
-        """Open NVML for the GPU with this number among those that CUDA shows; None: a CPU."""
+        """Open NVML for the GPU with this number among CUDA's visible GPUs; None: a CPU."""
         self._queries: list[Callable[[], float]] = []
         self._named: set[tuple[int, str]] = set()
         if index is not None:

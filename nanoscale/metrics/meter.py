@@ -74,7 +74,7 @@ class Meter:
     def read(self, samples: int) -> dict[str, float | None]:
         """Return means over the steps since the last reading, in which all ranks have used this many samples.
 
-        `mfu` is that of Chowdhery et al. 2022 (PaLM), appendix B.
+        `mfu` is defined in Chowdhery et al. 2022 (PaLM), appendix B.
         """
         step_time = self._busy / self._steps
         tokens_per_s = samples * self._seq_len / self._busy

@@ -115,7 +115,7 @@ def parts_of(events: Sequence[Event]) -> StepParts | None:
     steps = [event.time for event in host if event.name == STEP]
     if not steps:
         return None
-    # Marks of one step do not overlap those of the next, so all steps are analysed as one.
+    # Marks of one step do not overlap the next step's, so all steps are analyzed as one.
     phases = _phases(host, sorted(steps))
     device = [event for event in events if event.on_device]
     data = length(phases["data"])

@@ -283,7 +283,7 @@ class MLflow:
         return max([state.step, *steps])
 
     def _origin(self) -> str:
-        """Return the value of the tag by which a run is found whose number a kill kept from being written."""
+        """Return the value of a tag. It identifies the run if a kill came before its number was written."""
         run = self._subject.run
         return f"{run.path} {status.read(run).created}"
 

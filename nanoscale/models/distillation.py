@@ -33,7 +33,7 @@ class Distillation:
         """Return the loss of the head's inputs, or of logits.
 
         `cross_entropy` takes inputs, targets `[..., n]` and `token_weights` of this shape. `references` are
-        those of a `Batch`.
+        the references of a `Batch`.
         """
         log_probability, ids = references.unbind(-1)
         log_probability = (log_probability / self.temperature).log_softmax(-1)

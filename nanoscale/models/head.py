@@ -31,7 +31,7 @@ _HEADROOM = 1 / 16
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
 """A function from logits `[tokens, vocab]`, in fp32 or better, and targets `[tokens]` to the losses `[tokens]`;
-those of targets that are IGNORED do not count."""
+losses of targets that are IGNORED do not count."""
 
 
 class Vocabulary(Protocol):
@@ -105,7 +105,7 @@ def logits_or_loss(
 ) -> Tensor:
     """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar.
 
-    `references` are those of a `Batch`, bit for bit as int64: FSDP2 would round floats to the compute dtype.
+    `references` are from a `Batch`, bit for bit as int64: FSDP2 would round floats to the compute dtype.
     """
     references = None if references is None else references.view(torch.float64)
     if targets is None:
@@ -201,7 +201,7 @@ def linear_cross_entropy(
         hidden: `[..., hidden]`.
         weight: `[vocab, hidden]`, or with a `vocabulary` this rank's rows of it; then the gradient of `hidden`
             is this rank's partial sum.
-        targets: `[...]`, or `[..., n]` of which each has a weight.
+        targets: `[...]`, or `[..., n]` with a weight for each.
         fused: compile the operations between the products, which then read and write logits a third as often.
         z_loss: the weight of the square of the logarithm of the sum of exponentials (Chowdhery et al. 2022,
             PaLM, section 5), which only the gradients have.

@@ -42,7 +42,7 @@ class HFModel(Transformer):
 
     distillation: Distillation | None = None
     hits: Tensor | None = None
-    """The number of rows with labels since the last reading, and that of those with the right class."""
+    """The numbers of rows with labels, and of rows with the right class, since the last reading."""
 
     def __init__(self, shape: Model, *, real: bool = False) -> None:
         """Build the model; with `real`, parameters are allocated, and the caller makes sure that they fit into
@@ -225,8 +225,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def blocks(model: Any) -> dict[str, nn.Module]:
-    """Return the residual blocks by name: the modules that transformers does not split, except those that share
-    a parameter, or the largest list of modules."""
+    """Return the residual blocks by name: the modules that transformers does not split, except modules that
+    share a parameter, or the largest list of modules."""
     shared = {name for pair in tied_parameters(model).items() for name in pair}
     unsplit_classes = set(getattr(model, "_no_split_modules", None) or ())
     unsplit_blocks: dict[str, nn.Module] = {}

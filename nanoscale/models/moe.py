@@ -1,11 +1,11 @@
-"""A mixture of experts (MoE): a feed-forward block of which each token uses a few experts. Code for one
+"""A mixture of experts (MoE): a feed-forward block in which each token uses a few experts. Code for one
 device, like `transformer`.
 
 Routing follows Mixtral (Jiang et al. 2024, arXiv:2401.04088, section 2.1) and Qwen3: the softmax over all
-experts, of which the largest are kept and normalized to a sum of 1; that is the softmax over the kept ones
-alone. No token is dropped: an expert accepts every token that chooses it.
+experts; the largest weights are kept and normalized to a sum of 1, so they are the softmax over the kept
+experts. No token is dropped: an expert accepts every token that chooses it.
 
-A shared block, of which every token uses the same weights, may be added (Dai et al. 2024, arXiv:2401.06066,
+A shared block, with the same weights for every token, may be added (Dai et al. 2024, arXiv:2401.06066,
 section 3.2).
 
 Shapes: tokens `[tokens, hidden]`; a choice is a token with one of its experts, and there are tokens ·
@@ -74,7 +74,7 @@ class Router(nn.Module):
         self.penalty = 0.0
         """The weight of a sequence's balancing loss in the loss of the backward pass."""
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _same
-        """A function from the counts of this rank's part of each sequence to those of the whole sequence."""
+        """A function from the counts of this rank's part of each sequence to the whole sequence's counts."""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
         self.bias = nn.Parameter(torch.empty(shape.experts)) if shape.bias else None
         for name in ("load", "choice_bias"):
@@ -214,7 +214,7 @@ def _bounded_up(up: Tensor) -> Tensor:
 def run_experts(activations: Activations, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
     """Apply the experts, whose weights are gate, up and down, and possibly their biases.
 
-    Those without tokens take part, so that every rank has all gradients.
+    Experts without tokens take part, so that every rank has all gradients.
     """
     device_type = tokens.device.type
     if torch.is_autocast_enabled(device_type):
@@ -329,7 +329,7 @@ def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
     """Return `x[rows]`, in which every row of `x` occurs equally often.
 
-    `inverse` holds the positions in the result of the first row of x, then those of the second, and so on. With
+    `inverse` holds the positions of the first row of x in the result, then of the second row, and so on. With
     it the gradient is a sum in a fixed order, which PyTorch's own indexing does not guarantee on a GPU.
     """
     gathered: Tensor = _GatherRows.apply(x, rows, inverse)

@@ -57,7 +57,7 @@ class Objective:
         self.counts_values = True
         """False if another rank has the same pairs, and counts their losses."""
         self.sums: Tensor | None = None
-        """Sums over the pairs since the last `read`: their number, those with a positive margin, and the
+        """Sums over the pairs since the last `read`: their number, pairs with a positive margin, and the
         margins; fp64 `[3]`."""
 
     def value_and_weights(

@@ -64,8 +64,8 @@ def scale_frequencies(
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretch wavelengths longer than the original context allows by `factor`, keep short ones, and blend those
-    between linearly in (original context / wavelength).
+    """Stretch wavelengths longer than the original context allows by `factor`, keep short ones, and blend
+    medium ones linearly in (original context / wavelength).
 
     Source: Llama 3.1's model card and the `rope_scaling` of its published configuration.
     """

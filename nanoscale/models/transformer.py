@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         self.sequence_shards = 1
         """Ranks that share the residual stream's sequence between the blocks."""
         self.sequence_length: Callable[[int], int] = _same
-        """A function from the tokens of this rank's sequence to those of the whole sequence."""
+        """A function from the tokens of this rank's sequence to the whole sequence's tokens."""
         self.token_positions: Callable[[int, torch.device], Tensor] = whole_sequence
         """A function that returns the positions `[seq]` of the tokens of this rank's sequence."""
         self.run_layers: RunLayers = run_layers
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
         `documents` `[batch, seq]` is the document number of each token of the whole sequence (`Batch`). With
         it, attention stays within documents, and positions restart with each document. `references` `[batch]`
-        are those of pairs.
+        belong to pairs.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         length, positions = self.sequence_length(seq), self.token_positions(seq, inputs.device)
@@ -338,7 +338,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, *, sees_all: bool = False
     ) -> Tensor:
-        """Attend to earlier keys, or to those of the mask, or to all if `sees_all`."""
+        """Attend to earlier keys, or to the keys of the mask, or to all keys if `sees_all`."""
         causal = mask is None and not sees_all
         if self.softcap is not None:
             return capped_attention(q, k, v, mask, self.softcap, causal=causal)
@@ -446,10 +446,10 @@ class RMSNorm1p(nn.RMSNorm):
 
 
 class WholeNorm(nn.RMSNorm):
-    """An RMSNorm over all heads `[batch, seq, heads · head_dim]`, of which a rank may have a share."""
+    """An RMSNorm over all heads `[batch, seq, heads · head_dim]`; a rank may have some of the heads."""
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """A function from this rank's mean of squares to that of all heads; None: this rank has all."""
+    """A function from this rank's mean of squares to the mean over all heads; None: this rank has all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mean_over_ranks is None:

@@ -1,9 +1,9 @@
-"""Activation checkpointing: the activations kept for the backward pass, and those that are recomputed.
+"""Activation checkpointing: the activations that are kept for the backward pass or recomputed.
 
 | mode | kept until the backward pass | recomputed |
 |---|---|---|
 | none | all that autograd saves | nothing |
-| full | the input of each block (or of every k-th, and all of the others) | those blocks |
+| full | the input of each block (or of every k-th, and all of the others) | these blocks |
 | selective | the input of each block and the results of some products | all other operations |
 | sqrt | the input of each of ⌈√layers⌉ groups of blocks | every group as one |
 

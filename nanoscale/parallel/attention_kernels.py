@@ -48,7 +48,7 @@ def has_cuda_flash() -> bool:
 
 
 def choose_kernel(q: Tensor, cuda_flash: bool) -> str:
-    """Return the name of the kernel that needs the least memory among those that take queries like `q`."""
+    """Return the name of the kernel that takes queries like `q` with the least memory."""
     if q.device.type == "cpu":
         return "flash-cpu"
     fits = q.dtype in _FLASH_TYPES and q.shape[-1] <= _FLASH_HEAD_DIM

@@ -82,7 +82,7 @@ def _along(dimension: int | None) -> Placement:
 
 
 def _own(ep: int, weight: Tensor) -> Tensor:
-    """Return this rank's shard of a matrix or of biases; those of partial results are 0 but on one rank of tp.
+    """Return this rank's shard of a matrix or of biases; biases of partial results are 0 but on one rank of tp.
 
     Its gradient is the sum over the tokens of all ranks of ep. FSDP then averages over the remaining ranks;
     all other gradients are averaged over all ranks.

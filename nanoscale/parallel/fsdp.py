@@ -54,7 +54,7 @@ def shard(
 ) -> None:
     """Shard the parameters of a stage on the meta device in place over all of `mesh`.
 
-    With ep, those of the experts are sharded over the ranks that have the same ones.
+    With ep, parameters of experts are sharded over the ranks that have the same experts.
     """
     options: dict[str, Any] = {
         "mesh": mesh,

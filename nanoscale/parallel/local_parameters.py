@@ -66,7 +66,7 @@ def replicated_grad(parameter: Tensor) -> Tensor:
 
 
 def partial_grad(parameter: Tensor) -> Tensor:
-    """Return the local shard; its gradient is the sum of those of all ranks that share it."""
+    """Return the local shard; its gradient is the sum over all ranks that share it."""
     gradient_placements = (
         Partial() if placement.is_replicate() else placement for placement in _placements(parameter)
     )
@@ -78,7 +78,7 @@ def rank0_only(parameter: Tensor) -> Tensor:
     local = replicated_grad(parameter)
     assert isinstance(parameter, DTensor)
     if parameter.placements[0].is_replicate() and parameter.device_mesh.get_local_rank():
-        return local - local.detach()  # the gradient of a sum is that of every summand
+        return local - local.detach()  # every summand has the gradient of the sum
     return local
 
 

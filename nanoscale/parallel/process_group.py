@@ -43,7 +43,7 @@ def join(
 
 
 def _use_batch_scheduling() -> None:
-    """Let threads that wake up wait for their turn: this one, and those that it starts from now on.
+    """Let this thread, and threads that it starts from now on, wait for their turn when they wake up.
 
     A thread of gloo polls its sockets as long as another holds their lock. If it got that thread's core on
     waking up, both would stall until its time slice ends: with 4 ranks on 2 cores a small all_reduce took 6.0

@@ -156,7 +156,7 @@ def pass_gradients(
         for block_grad in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
     )
     for hop in range(1, degree):
-        # Gradients are sent one hop behind their keys, while those of the next keys are computed.
+        # Gradients are sent one hop behind their keys, while the next keys' gradients are computed.
         grads = Transfer((grad_k, grad_v), group)
         k, v = incoming.wait()
         if hop + 1 < degree:
@@ -189,7 +189,7 @@ def _attending_slices(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge another block's average and log-sum-exp into those so far, in place."""
+    """Merge another block's average and log-sum-exp into `out` and `lse`, in place."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp_().unsqueeze(-1))

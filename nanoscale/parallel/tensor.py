@@ -189,7 +189,7 @@ def _apply_rows(
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's rows of the head among those of the ranks of `group`: a `Vocabulary`."""
+    """This rank's rows of the head, which the ranks of `group` share: a `Vocabulary`."""
 
     first: int
     group: ProcessGroup

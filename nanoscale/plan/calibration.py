@@ -38,7 +38,7 @@ def observed_runs(names: Sequence[str], cluster: Cluster | None) -> list[Observe
     """Read the runs by their names.
 
     Args:
-        cluster: the machine that they ran on; None: that of each configuration.
+        cluster: the machine that they ran on; None: the machine of each configuration.
 
     Raises:
         UserError: some cannot be used, each with the reason; or they ran on several devices.
@@ -82,7 +82,7 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> ObservedRun:
 
 
 def _device(run: RunDirectory, config: ResolvedConfig, cluster: Cluster | None) -> str:
-    """Return the table's name of a run's device; for unlisted devices, that of the command line."""
+    """Return the table's name of a run's device; for unlisted devices, the name on the command line."""
     if config.launcher.device == "cpu":
         return CPU
     if config.cluster.device is not None:

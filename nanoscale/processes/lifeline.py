@@ -179,7 +179,7 @@ def _group_of(pid: int) -> int | None:
 
 
 def create_cgroup(name: str) -> Path | None:
-    """Return a new cgroup below that of this process; None if none was delegated."""
+    """Return a new cgroup below this process's cgroup; None if none was delegated."""
     parent = _own_cgroup()
     if parent is None or not os.access(parent / "cgroup.procs", os.W_OK):
         return None

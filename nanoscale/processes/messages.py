@@ -49,7 +49,7 @@ _COUNT = "bytes"
 
 
 def pack(message: Message, carried: bytes = b"") -> bytes:
-    """Return the bytes of a message that precede those that it carries.
+    """Return a message's line; the bytes that it carries follow.
 
     Raises:
         ValueError: it is too long for the other end.

@@ -1,4 +1,4 @@
-"""Locks of files between processes, and temporary folders: the next process removes those of a killed one.
+"""Locks of files between processes, and temporary folders. The next process removes a killed one's folders.
 
 A process holds a flock on a file in its folder. The semaphores of multiprocessing carry the folder's name.
 """
@@ -24,7 +24,7 @@ _own_folders: list[Path] = []
 
 
 def make(parent: str | None = None) -> Path:
-    """Return a new folder for temporary files of this process; remove those of ended processes."""
+    """Return a new folder for temporary files of this process; remove the folders of ended processes."""
     remove_stale(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     # Locked until this process ends, and renamed once it is locked: others consider an unlocked one stale.

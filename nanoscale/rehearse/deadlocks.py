@@ -22,7 +22,7 @@ class _Meeting(NamedTuple):
     ranks: tuple[int, ...]
     group: tuple[int, ...]
     number: int
-    """Its number among those of the same ranks in the same group."""
+    """Its number among the collectives of the same ranks in the same group."""
 
 
 class _Rank:

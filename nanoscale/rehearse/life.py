@@ -71,7 +71,7 @@ def play(
 
 
 def _told(error: Exception) -> str:
-    """Return an exception and those that it was raised from, with nanoscale's own frames and the innermost."""
+    """Return an exception and its causes, with nanoscale's own frames and the innermost."""
     whole = cause = traceback.TracebackException.from_exception(error)
     while cause is not None:
         outer = [frame for frame in cause.stack[:-1] if is_own(frame.filename)]

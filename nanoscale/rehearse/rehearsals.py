@@ -108,7 +108,7 @@ _SWITCHES = (
     "optimizer.momentum", "optimizer.weight_decay", "checkpoint.every", "checkpoint.every_minutes",
     "checkpoint.keep_best", "train.eval_every",
 )  # fmt: skip
-"""Numbers of which only matters if they are 0: an update skips the term, and a rehearsal the action."""
+"""Numbers that matter only as 0 or not: with 0, an update skips the term, and a rehearsal the action."""
 
 
 def cached(name: str) -> Path:

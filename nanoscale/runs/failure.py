@@ -198,7 +198,7 @@ def absent_ranks(
 
     Args:
         silent: all of them, each with its rank and host.
-        known: the positions of ranks, also of those that waited.
+        known: the positions of ranks, also of ranks that waited.
         waited: how long the others waited, and by which limit.
     """
     first = silent[0]

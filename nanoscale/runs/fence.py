@@ -29,7 +29,7 @@ class FencedError(OSError):
 
 
 class MissingFolderError(FencedError):
-    """The run's folder, or that of its checkpoints, was deleted or renamed during the run."""
+    """The run's folder, or its checkpoints' folder, was deleted or renamed during the run."""
 
 
 def begin(run: RunDirectory, attempt: int) -> None:

@@ -79,7 +79,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """True if `pid` is that of a present or past process of this host."""
+        """True if `pid` belongs to a present or past process of this host."""
         return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), kernel_id("pid"))
 
     def __str__(self) -> str:
@@ -344,7 +344,7 @@ def _read_token(folder: int) -> _Token:
 def _read_owner(handle: int, name: str) -> Owner | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         record = parse(os.read(handle, 65536))
-        if record.pop("token") == name:  # not that of the previous holder
+        if record.pop("token") == name:  # not the previous holder's
             owner = Owner(**record)
             texts = (owner.host, owner.user, owner.command, owner.kernel)
             if all(isinstance(text, str) for text in texts) and type(owner.pid) is int:
@@ -415,7 +415,7 @@ def _open_folder(path: Path) -> int:
 
 
 def _now() -> float:
-    """Return seconds, including those of the machine's sleep."""
+    """Return seconds, including the machine's sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -1,6 +1,6 @@
 """The file metrics.jsonl: one object per logged step. Rank 0 writes it, everybody may read it.
 
-Predictions are compared with the steady steps, those after the warm-up.
+Predictions are compared with the steady steps, after the warm-up.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ METRICS = {
     "eval_margin": Metric(_PAIRS, rises=True),
     "eval_accuracy": Metric(_CLASSES, "eval accuracy", "{:.1%}", rises=True),
 }  # fmt: skip
-"""The metrics by name; evaluations of several data sets add `eval_loss/NAME`, and those of tasks
+"""The metrics by name; evaluations of several data sets add `eval_loss/NAME`, and evaluations of tasks
 `eval_tasks/TASK/METRIC`."""
 RISING = frozenset(name for name, metric in METRICS.items() if metric.rises)
 WARM_UP = 3
@@ -145,8 +145,8 @@ def steady(run: RunDirectory) -> Steady:
 
 
 def _configuration_start(run: RunDirectory) -> tuple[int, list[int]]:
-    """Return the step after which the present configuration was trained, and those after which an attempt
-    began."""
+    """Return the last step before the present configuration was trained, and the last step before each
+    attempt."""
     resumed = events.starts(run)
     changed = [number for number in resumed if run.attempt_config(number).exists()]
     present = [step for number, step in resumed.items() if number > max(changed, default=-1)]

@@ -192,7 +192,7 @@ def next_call(file: Path, rank: int, members: Sequence[int], number: int) -> str
     Args:
         rank: this rank, or one of the same stage of the pipeline stands for it.
         members: the ranks of the group.
-        number: the collective's number in the step, among those of the group, from 1 on.
+        number: the collective's number in the step, among the group's collectives, from 1 on.
     """
     with suppress(OSError, ValueError, LookupError, TypeError, UserError):
         document = read_document(file)
@@ -274,7 +274,7 @@ def answered(failure_file: Path) -> Position | None:
 
 
 def suspects(known: Mapping[int, Position], silent: Collection[int]) -> list[int]:
-    """Return those of the silent ranks, which reported no failure, that wait for nobody.
+    """Return the silent ranks, which reported no failure, without ranks that wait for others.
 
     A rank waits if it is in a collective, or has issued more collectives of a group than another rank of it. A
     rank that gave no answer waits for nobody: none of its threads runs.

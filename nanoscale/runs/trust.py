@@ -84,7 +84,7 @@ def _read_secret() -> bytes | None:
 
 
 def _make_secret() -> bytes | None:
-    """Return a new secret, or that of a faster process; None if none can be stored."""
+    """Return a new secret, or a faster process's; None if none can be stored."""
     file = _secret_file()
     if file is None:
         return None

@@ -17,7 +17,7 @@ def fits(savings: Sequence[SavingPlan], left: int, at_once: int | None) -> bool:
     """Return True if the disk has room for the checkpoints of the trials that have not ended, or is not known.
 
     Args:
-        savings: those of all these trials, or of examples.
+        savings: the plans of all these trials, or of examples.
         left: the number of these trials.
         at_once: the trials that run at the same time; None: all of them.
     """
@@ -35,7 +35,7 @@ def refuse(
 
     Args:
         alternatives: the settings of checkpoints with each override that may be advised; None if the sweep
-            exists already, whose overrides and folder cannot change.
+            exists already: then its overrides and folder cannot change.
 
     Raises:
         UserError: of kind `plan`.
@@ -58,7 +58,7 @@ def refuse(
 
 
 def _needed(savings: Sequence[SavingPlan], left: int, at_once: int | None) -> int:
-    """Return the bytes that all trials keep, and that those of the same time write before they delete."""
+    """Return the bytes kept by all trials plus the bytes written at the same time, before deletion."""
     kept = mean(one.needed_after for one in savings)
     written = mean(one.needed_while_saving for one in savings)
     return int(left * kept + min(left, at_once or left) * written)

@@ -101,7 +101,7 @@ class Study:
                 direction="maximize" if settings.metric in metrics.RISING else "minimize",
                 pruner=pruners[settings.pruner],
             )
-        except Exception as error:  # those of SQLAlchemy, which optuna does not wrap
+        except Exception as error:  # SQLAlchemy's errors, which optuna does not wrap
             reason = str(error).partition("\n")[0]
             raise UserError("usage", f"{sweep.storage} cannot be read: {reason}") from error
 

@@ -19,7 +19,7 @@ _HOST_KEYS |= {"launcher.exclude"}
 
 @dataclass(frozen=True)
 class Slot:
-    """The devices of one trial; without values, those that its configuration requests."""
+    """The devices of one trial; without values, the devices that its configuration requests."""
 
     gpus: tuple[int, ...] | None = None
     """GPUs of this machine; None: all of them, or none."""
@@ -33,10 +33,10 @@ def slots_of(
     """Return a slot for each of the trials that run at the same time.
 
     Args:
-        requests: those of the trials that have not ended.
+        requests: the requests of the trials that have not ended.
         composed: the configuration of one of them, before a slot was chosen for it.
         at_once: the requested number; None: as many as the devices allow, and one on this machine's CPU.
-        keys: those that differ between trials.
+        keys: the keys that differ between trials.
 
     Raises:
         UserError: the machine or the hosts have no room for the requested number.
@@ -76,5 +76,5 @@ def _host_slots(requests: Sequence[Request], composed: Composed) -> list[Slot]:
                 devices = host.used_devices[share * count : (share + 1) * count]
                 entries += [host.entry(devices)] if len(devices) == count else []
             slots += [Slot(include="@".join(entries))] if len(entries) == len(needed) else []
-    # A trial that needs all of them has those that its own keys select.
+    # A trial that needs all devices has the devices that its own keys select.
     return slots if len(slots) > 1 else [Slot()]

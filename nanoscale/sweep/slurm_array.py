@@ -24,7 +24,7 @@ Show = Callable[[Sequence[State]], None]
 
 
 def states(sweep: Sweep, trials: Sequence[Trial]) -> list[State]:
-    """Return the state of every trial; those that wait or run in SLURM are queued or running.
+    """Return the state of every trial; trials that wait or run in SLURM are queued or running.
 
     Raises:
         BatchError: SLURM cannot be asked here.
@@ -50,10 +50,10 @@ def missing(trials: Sequence[Trial], states: Sequence[State], *, retry: bool) ->
 def submit(
     sweep: Sweep, trials: Iterable[Trial], requests: Sequence[Request], at_once: int | None
 ) -> list[Submission]:
-    """Submit trials; those that have a run directory through the script that it was submitted with.
+    """Submit trials. A trial that has a run directory uses the script that it was submitted with.
 
     Args:
-        requests: those of the trials without a run directory, in the same order.
+        requests: the requests of the trials without a run directory, in the same order.
         at_once: the number of trials that run at the same time.
 
     Raises:

@@ -43,7 +43,7 @@ class Settings:
     """The request of a sweep, which never changes."""
 
     overrides: list[str]
-    """The overrides as they were typed, and those that the options of the launch set."""
+    """The overrides as they were typed, and the overrides that the options of the launch set."""
     sampler: Sampler = "grid"
     trials: int | None = None
     """Trials of a sampler; None for a grid, which has all combinations."""

@@ -17,7 +17,7 @@ from nanoscale.parallel import process_group
 _SETS = 4
 """The most sets of ranks that a rank shares tensors with: divided by tp or not, of experts or not."""
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""The integers that are summed at once, of which each needs 8 bytes for a moment; a CPU's stay in its cache."""
+"""The integers that are summed at once. Each needs 8 bytes for a moment; on a CPU all fit in the cache."""
 
 
 class ReplicaError(RuntimeError):
@@ -26,7 +26,7 @@ class ReplicaError(RuntimeError):
 
 @torch.no_grad()
 def require_equal_replicas(engine: Engine, step: int) -> None:
-    """Compare this rank's tensors with those of its replicas; every rank calls it after the same step.
+    """Compare this rank's tensors with its replicas' tensors; every rank calls it after the same step.
 
     Raises:
         ReplicaError: this rank differs, or one of two replicas does.
@@ -59,8 +59,8 @@ def require_equal_replicas(engine: Engine, step: int) -> None:
 
 
 def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None:
-    """Return the index of a set whose ranks do not agree, the ranks that differ from most, and all of its
-    ranks; None if all agree.
+    """Return the index of a set whose ranks do not agree, the ranks that differ from most, and all ranks of
+    the set; None if all agree.
 
     Without a majority, all of the set differ. `rows`: by rank, the first rank and the digest of each set.
     """
@@ -68,7 +68,7 @@ def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None
         sets: dict[int, dict[int, int]] = defaultdict(dict)
         for rank, row in enumerate(rows):
             sets[row[2 * index]][rank] = row[2 * index + 1]
-        for digests in sets.values():  # that of -1 has equal ones
+        for digests in sets.values():  # the set of -1 has equal digests
             common, count = Counter(digests.values()).most_common(1)[0]
             if count < len(digests):
                 majority = 2 * count > len(digests)

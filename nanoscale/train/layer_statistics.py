@@ -60,7 +60,7 @@ class LayerStatistics:
         By module, they are `weight_norm`, `grad_norm`, and of layers the root mean square and the largest size
         of what they return, and the largest score of their attention.
 
-        Every rank calls it. `grad_norm` is that of the whole model before clipping; null stands for what is
+        Every rank calls it. `grad_norm` is the whole model's before clipping; null stands for what is
         not known.
         """
         if dist.is_initialized():

@@ -160,7 +160,7 @@ class Training:
         return self.progress.evaluations.reason_to_stop(self.config.train.stop_when)
 
     def is_logged(self, step: int) -> bool:
-        """True if the metrics of a step are due; those of the last step before a stop are logged as well."""
+        """True if the metrics of a step are due, also in the last step before a stop."""
         train = self.config.train
         dues = (train.log_every, train.eval_every, train.steps, train.stop_when.last_step or 0)
         return any(is_due(step, every) for every in dues)

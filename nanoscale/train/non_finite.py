@@ -74,7 +74,7 @@ def _is_finite(value: Any) -> bool:
 def find_cause(training: Training, last_step: int) -> str | None:
     """Train up to `last_step` again, and return a sentence about the first result that is not finite.
 
-    The training's state is that of an earlier step. None: everything was finite this time, so the cause is
+    The training has the state of an earlier step. None: everything was finite this time, so the cause is
     outside of the modules, or the computation does not repeat exactly.
     """
     since_log = training.config.train.log_every

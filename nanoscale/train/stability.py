@@ -11,7 +11,7 @@ from typing import Any
 from nanoscale.checkpoint.store import BEFORE_SPIKE
 
 _WINDOW, _FEWEST = 100, 20
-"""The logged losses of which the spread is known, and the fewest that show one."""
+"""The logged losses that give the spread, and the fewest that show one."""
 
 
 class NonFiniteError(ArithmeticError):

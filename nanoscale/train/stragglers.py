@@ -51,8 +51,8 @@ class Stragglers:
         )
 
     def _late(self, groups: Mapping[str, Sequence[int]], step_seconds: float) -> dict[str, float]:
-        """Return the group whose first rank is later than those of all others, with the seconds behind their
-        median."""
+        """Return the group whose first rank is later than the first ranks of all others, and the seconds behind
+        their median."""
         if len(groups) < 2:
             return {}
         firsts = [

@@ -37,7 +37,7 @@ class TaskScores:
         self._opened = Opened(model, tokenizer, engine.device, name, (end,), ends, end)
 
     def compute(self) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics, and the names of those that are better if higher. Every rank calls it."""
+        """Return the metrics, and the names of metrics that are better if higher. Every rank calls it."""
         results: dict[str, Any] = {}
         if process_group.rank() == 0:
             answers = Answers(self._opened, run_all=self._run_all)
@@ -97,7 +97,7 @@ def _scores(shards: list[Tensor], rows: list[tuple[list[int], int]]) -> list[Sco
 
 
 def _metrics(results: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Return the metrics of lm-eval's results without their standard errors; names of those to maximize."""
+    """Return the metrics of lm-eval's results without their standard errors, and the names to maximize."""
     metrics, rising = dict[str, float](), list[str]()
     for task, figures in (results["results"] | results.get("groups", {})).items():
         for key, value in figures.items():

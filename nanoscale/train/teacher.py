@@ -42,7 +42,7 @@ _SOURCE = 1 << 48
 def set_teacher(
     folder: Path, config: ResolvedConfig, device: torch.device, data: Dataset, note: Note
 ) -> None:
-    """Give the training samples the teacher's tokens; those that the run has not stored yet are computed.
+    """Give the training samples the teacher's tokens; tokens that the run has not stored yet are computed.
 
     Every rank calls it, before the model takes memory.
 

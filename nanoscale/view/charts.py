@@ -218,7 +218,7 @@ def _curve_names(entries: Sequence[tuple[str, str]], right: float) -> Iterator[s
 def scatter(
     title: str, names: tuple[str, str], points: Sequence[Point], front: Sequence[Point]
 ) -> str:
-    """Return the chart of points, with those of `front` joined and emphasised.
+    """Return the chart of points, with the points of `front` joined and emphasized.
 
     Args:
         names: of the horizontal and of the vertical axis; both begin at zero.

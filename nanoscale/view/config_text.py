@@ -117,7 +117,7 @@ def schedule_chart(config: Config, width: int = 60) -> str:
         for name in {name: None for phase in phases for name in phase.weights or {}}:
             curves[name] = [
                 None if it.weights is None else it.weights.get(name, 0.0) / sum(it.weights.values())
-                for it in phases  # without weights of its own, a phase has those of the data
+                for it in phases  # without weights of its own, a phase has the data's
             ]
     lines = [
         curve_line(name, list(zip(steps, values, strict=True)), width)

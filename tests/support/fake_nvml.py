@@ -30,9 +30,9 @@ def fake_environment(folder: Path, **settings: object) -> dict[str, str]:
 def write_torch_files(
     folder: Path, cuda: str | None, architectures: str = "", version: str = "2.11.0"
 ) -> Path:
-    """Write those files of a torch that tell what it was built for; return the folder to put into PYTHONPATH.
+    """Write the files of torch that tell what it was built for; return the folder to put into PYTHONPATH.
 
-    The text of the library stands as it does in that of torch 2.11.0+cu130.
+    The text of the library is as in the library of torch 2.11.0+cu130.
     """
     torch = folder / "torch"
     (torch / "lib").mkdir(parents=True)

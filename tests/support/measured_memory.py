@@ -481,7 +481,7 @@ def show(row: Row, config: ResolvedConfig, peaks: list[int]) -> list[float]:
 
 
 def show_resident(rows: list[Row]) -> None:
-    """Print what the ranks had resident, in live tensors and by the plan, whose error is the last column."""
+    """Print what the ranks had resident, in live tensors and by the plan. The last column: the plan's error."""
     os.environ.update(GIVES_BACK | os.environ)
     errors = []
     print(f"{'layout':44} {'rank':>4} {'resident':>10} {'live':>10} {'plan':>10} {'error':>7}")
@@ -528,8 +528,8 @@ def measure(_rank: int, config: ResolvedConfig) -> int:
 
 
 def measure_resident(_rank: int, config: ResolvedConfig, small: ResolvedConfig) -> tuple[int, int]:
-    """The peak of what this rank has resident beyond what training `small` has left, and that of live tensors,
-    bytes; Linux and glibc."""
+    """The peak of what this rank has resident beyond what training `small` has left, and the peak of live
+    tensors, in bytes; Linux and glibc."""
     train_two_steps(small, gc.collect)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

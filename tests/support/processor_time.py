@@ -1,4 +1,4 @@
-"""The processor seconds of the tests by folder, printed at the end beside those of an earlier run."""
+"""The processor seconds of the tests by folder, printed at the end next to an earlier run's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProcessorTime:
 
 
 def _used() -> float:
-    """Return the processor seconds of this process, of those that it started, and of theirs that ended."""
+    """Return the processor seconds of this process, its children, and their ended children."""
     this = psutil.Process()
     total = 0.0
     for process in (this, *this.children(recursive=True)):

@@ -219,7 +219,7 @@ class PaperAdafactor(torch.optim.Optimizer):
 
 
 class PaperScheduleFree(torch.optim.Optimizer):
-    """The formulas of arXiv:2405.15682 with all three sequences, of which the model has y."""
+    """The formulas of arXiv:2405.15682 with all three sequences; the model has y."""
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: float) -> None:
         super().__init__(groups, defaults)
@@ -282,7 +282,7 @@ class Both:
 
 
 class Merged(nn.Module):
-    """A frozen model, of whose weights W some are computed as W + alpha/rank · B·A in every forward pass."""
+    """A frozen model. Some of its weights W are computed as W + alpha/rank · B·A in every forward pass."""
 
     def __init__(self, model: Transformer, lora: Lora, seed: int = 3) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ def exhaustive(*values: Any, name: str | None = None) -> Any:
 
 
 def usual_rows(rows: Mapping[str, Any], usual: Collection[str]) -> list[Any]:
-    """Return the rows by name; those that are not usual are marked exhaustive."""
+    """Return the rows by name; rows that are not usual are marked exhaustive."""
     assert set(usual) <= rows.keys()
     return [
         pytest.param(row, id=name) if name in usual else exhaustive(row, name=name)

@@ -184,7 +184,7 @@ class DeepSpeedEngine(Engine):
     def _initialize(self, frozen: bool) -> None:
         """Write the initial weights, which depend on names and shapes alone, to the tensors that are updated.
 
-        With `frozen`, also write those that are not updated.
+        With `frozen`, also write the weights that are not updated.
         """
         draw = self.model.initializer(self.config.train.seed, self.device)
         for shards in shard_ranges.group_by_tensor(self.shards):

@@ -42,7 +42,7 @@ def make_module(
     loss: Loss,
     queue: deque[StageInputs],
 ) -> Any:
-    """Create the pipeline of which this rank has the stage `number`; ranks are arranged as everywhere here.
+    """Create the pipeline; this rank has the stage `number`. Ranks are arranged as everywhere here.
 
     Fill `queue` before each step with the further inputs of its micro batches.
     """
@@ -86,7 +86,7 @@ def forward(
 
 
 def no_timers() -> Any:
-    """Return timers that keep nothing: those of DeepSpeed's pipeline record every step forever."""
+    """Return timers that keep nothing. The timers of DeepSpeed's pipeline record every step forever."""
     from deepspeed.utils.timer import NoopTimer
 
     return NoopTimer()

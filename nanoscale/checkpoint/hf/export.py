@@ -196,7 +196,7 @@ def _config(model: Model, kind: Dtype) -> dict[str, Any]:
 def _require_accepted(hf_config: dict[str, Any], model: Model) -> None:
     """Raise a UserError if an installed transformers refuses this config.json.
 
-    That of `model=hf` has been read by it before.
+    It has read the config.json of `model=hf` before.
     """
     if model.source != "own" or find_spec("transformers") is None:
         return
@@ -238,7 +238,7 @@ def write_json(file: Path, document: dict[str, Any]) -> None:
 
 
 class _Source:
-    """The Hugging Face tensors, made from those of a checkpoint one after another."""
+    """The Hugging Face tensors, made from a checkpoint's tensors one after another."""
 
     def __init__(
         self, path: Path, config: ResolvedConfig, tensors: Tensors, kind: Dtype, note: Note

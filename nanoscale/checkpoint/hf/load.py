@@ -183,7 +183,7 @@ def fingerprint(folder: Path, model: Model) -> str:
 
 
 def read_part(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
-    """Read these elements of a tensor, and at most those between them, from its open file."""
+    """Read these elements of a tensor, and at most the elements between them, from its open file."""
     if tensor.scales is not None:
         return _read_mxfp4(reader, tensor, slices)
     whole = tuple(slice(it.start, it.stop) for it in slices)
@@ -213,7 +213,7 @@ def _read_mxfp4(reader: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tenso
 
 
 def _boxes_of(target: Tensor, position: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the boxes of `boxes`; for one expert, those that contain it, with the memory of its row."""
+    """Yield the boxes of `boxes`; for one expert, the boxes that contain it, with the memory of its row."""
     for box, memory in boxes(target):
         if position.expert is None:
             yield box, memory

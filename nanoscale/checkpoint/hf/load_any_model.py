@@ -75,7 +75,7 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
 def _match_names(
     file_tensors: dict[str, Stored], model: Any
 ) -> tuple[dict[str, Stored], list[str], list[tuple[str, Stored]]]:
-    """Return the file's tensors by the names of their parameters, and the names of those that are no
+    """Return the file's tensors by the names of their parameters, and the names of tensors that are not
     parameters.
 
     The third value lists tensors of tied parameters, each with the parameter's first name.

@@ -274,7 +274,7 @@ def _block_positions(
 def _with_neighbors(
     position: TensorPosition, name: str, module_in_block: str, own_shapes: dict[str, Shape]
 ) -> TensorPosition:
-    """Return the position of a tensor next to those that it is joined with."""
+    """Return the position of a tensor among the tensors that it is joined with."""
     if not position.joined:
         return position
     # Only matrices of all experts have a dimension before their rows.

@@ -51,7 +51,7 @@ def export_adapters(
 
 
 def _settings(config: ResolvedConfig, ranks: dict[str, int]) -> dict[str, Any]:
-    """Return adapter_config.json; `ranks` are those of modules by their names in a block."""
+    """Return adapter_config.json; `ranks` are the modules' ranks by their names in a block."""
     lora = config.lora
     larger = {name: rank for name, rank in ranks.items() if rank != lora.rank}
     return {
@@ -108,7 +108,7 @@ def _tensors(
 
 
 def _row_norms(stored: Stored, transposed: bool) -> Tensor:
-    """Return the norms of the rows of a matrix of the base model, of which adapters may change a part."""
+    """Return the norms of the rows of a matrix of the base model. Adapters may change a part of the matrix."""
     with safe_open(stored.file, "pt") as opened:
         matrix = opened.get_tensor(stored.name).float()
     return torch.linalg.vector_norm(matrix, dim=0 if transposed else 1)

@@ -40,7 +40,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
-    """Write tensors of a dtype, except those that are always in fp32, in the order of `shapes`."""
+    """Write tensors of a dtype, except tensors that are always in fp32, in the order of `shapes`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():

@@ -46,7 +46,7 @@ def recipes(incomplete: str) -> list[tuple[str, str]]:
 
 
 def keys(incomplete: str) -> list[tuple[str, str]]:
-    """Complete the name of a section, and after its dot that of a key."""
+    """Complete the name of a section, and after its dot the name of a key."""
     known = _keys() if "." in incomplete else _sections()
     return list(_starting(known, incomplete).items())
 

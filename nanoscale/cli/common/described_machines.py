@@ -1,4 +1,4 @@
-"""The machines that `cluster` describes, as those of a plan, of a rehearsal or of a job of a batch system."""
+"""The machines that `cluster` describes, for a plan, a rehearsal or a job of a batch system."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def on_described_hosts(line: CommandLine) -> CommandLine:
-    """Return the line of a plan or a rehearsal for several hosts, of each of which as many devices are used as
-    the launcher would start ranks."""
+    """Return the line of a plan or a rehearsal for several hosts. It uses as many devices of each host as the
+    launcher would start ranks."""
     from nanoscale.config.rules.launcher import requested_launcher
     from nanoscale.config.values import forms
 

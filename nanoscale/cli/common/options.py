@@ -193,7 +193,7 @@ def refuse_unused(*modes: tuple[bool, str, Mapping[str, object]]) -> None:
 
 
 def refuse_several(options: Mapping[str, object]) -> None:
-    """Refuse two options of which only one can be used.
+    """Refuse two options that exclude each other.
 
     Raises:
         UserError: both are given.

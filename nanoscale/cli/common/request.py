@@ -174,9 +174,9 @@ def request_job(
 
     Args:
         starts: False for a command that starts no process.
-        verify: a check before those of the rules.
-        devices: returns the devices of a host; None: those of this machine.
-        hosts: returns the hosts of the job; None: those of the hostfile or of SLURM.
+        verify: a check before the rules' checks.
+        devices: returns the devices of a host; None: this machine's devices.
+        hosts: returns the hosts of the job; None: from the hostfile or from SLURM.
 
     Raises:
         UserError: with everything that is wrong.
@@ -229,7 +229,7 @@ def request_new_run(
         fetch: True to download the weights of a model that is given by its name.
         saves: True if the disk must have room for the job's checkpoints.
         continues: True if the run may exist.
-        verify: a check before those of the rules.
+        verify: a check before the rules' checks.
     """
     from nanoscale.launch.lifecycle.continuation import check_uploaded
     from nanoscale.launch.lifecycle.prepare import check_new_run, name_run

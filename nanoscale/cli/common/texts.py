@@ -25,8 +25,8 @@ _MOST = 256 << 20
 def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
     """Prepare the text files that data.path and data.valid_path name; return the keys that name their tokens.
 
-    Chats and pairs of answers are recognised by their first record. The tokenizer is that of data.tokenizer if
-    it is set, otherwise that of model.init_from.
+    Chats and pairs of answers are recognised by their first record. The tokenizer is data.tokenizer if
+    it is set, otherwise the tokenizer of model.init_from.
 
     Raises:
         UserError: a file is too large or cannot be prepared.

@@ -158,7 +158,7 @@ def _one(
 
 
 def _accepted(line: CommandLine, request: Request, plan: Prediction) -> str:
-    """Return the override of a plan's steps, together with those that the rules then advise."""
+    """Return the override of a plan's steps, together with the overrides that the rules then advise."""
     from nanoscale.plan.search.search_space import search_space
 
     text = f"train.steps={plan.training.steps}"

@@ -66,7 +66,7 @@ def stop_run(
         "Wait this number of seconds for its end", shown="launcher.stop_grace_s + 30"
     ),
 ) -> int:
-    """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
+    """Save and stop a run, and wait for its end; cancel its waiting batch job."""
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.batch.jobs import job_of, require_known
     from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
@@ -142,7 +142,7 @@ def prune_checkpoints(
     yes: opt.Yes = False,
     as_json: opt.AsJson = False,
 ) -> int:
-    """Delete checkpoints of a run that are none of those to keep, after a question.
+    """Delete the checkpoints of a run that are not kept, after a question.
 
     Without --keep-last and checkpoint.keep_last every checkpoint is kept. Damaged checkpoints are left as they
     are, and do not count. An active run is refused.

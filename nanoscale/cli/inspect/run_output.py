@@ -28,9 +28,9 @@ _ANSWER_S = 15.0
 
 
 def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
-    """Follow a run until it ends, also while it waits in SLURM's queue.
+    """Follow a run until it ends, also while it waits in a batch system's queue.
 
-    Ctrl-C ends the watching, not the run. The exit code is that of the run.
+    Ctrl-C ends the watching, not the run. The exit code is the run's.
     """
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.live import LiveView

@@ -129,7 +129,7 @@ class _Start:
 
 
 def _run(start: _Start) -> int:
-    """Check and plan the trials, and run those that are missing."""
+    """Check and plan the trials, and run the missing ones."""
     from nanoscale.sweep.samplers import with_metric
     from nanoscale.sweep.slots import slots_of
     from nanoscale.view.run.sweep_table import show_plan

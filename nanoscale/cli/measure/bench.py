@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 _BATCH = "train.global_batch"
 _RECORDED = 3
-"""Steps after the timed ones, of which the first is ignored."""
+"""Steps after the timed ones; the first is ignored."""
 
 
 @requesting("config", "config_dir", *LAUNCH)

@@ -43,7 +43,7 @@ def eval(
     """Compute a checkpoint's validation loss, or run lm-eval tasks.
 
     The loss comes with its perplexity and bits per byte. The job's ranks compute it, in the run's layout or
-    that of the overrides, on the run's data or on data.path=…. The run is not changed, and may be running. A
+    the overrides' layout, on the run's data or on data.path=…. The run is not changed, and may be running. A
     Hugging Face folder needs overrides for its data. --device, --dtype and --tokenizer are for --tasks;
     launcher.device and precision set them for the loss. Tasks use all GPUs of this machine, or --num-gpus of
     them.

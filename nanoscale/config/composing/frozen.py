@@ -160,7 +160,7 @@ def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any
     changed = set(touched)
     launcher = content.get("launcher")
     if isinstance(launcher, dict) and elastic(launcher.get("nodes")):
-        changed.add("launcher.nodes")  # its layout is that of the hosts in use this time
+        changed.add("launcher.nodes")  # its layout follows the hosts in use this time
     for key in (*FOLLOWS, "run.name"):
         follows = key == "run.name" or changed.intersection(FOLLOWS[key])
         if key in asked and key not in touched and follows:

@@ -27,7 +27,7 @@ RECIPE = "recipe"
 ROOT = "config"
 """conf/config.yaml, which defines the order of merging."""
 SCHEMA = "schema"
-"""No file: the defaults of the schema; `schema/model` are those of one section."""
+"""No file: the defaults of the schema; `schema/model` has the defaults of one section."""
 
 
 @cache

@@ -44,7 +44,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
     """Return the source of the shape, and the values of the model's keys.
 
     Args:
-        frozen: the configuration is that of a run, which holds config.json already.
+        frozen: True for the configuration of a run, which holds config.json already.
 
     Raises:
         UserError: there is no such model, it does not predict the next token, or it contradicts keys that were

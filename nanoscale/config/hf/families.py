@@ -242,7 +242,7 @@ def _write_latent_heads(model: Model, document: Json) -> Json:
 
 
 def _inverse_square(scale: float | None) -> Any:
-    """Return the setting whose inverse root is a scale: a whole number."""
+    """Return the setting for a scale: 1 / scale², a whole number."""
     return None if scale is None else round(scale**-2)
 
 

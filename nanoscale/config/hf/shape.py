@@ -219,7 +219,7 @@ def _read_scaling(kind: str, rope: Json, document: Json) -> Json:
 
 
 def _attention_factor(kind: str, values: Json) -> float:
-    """Return the given factor, or that of the papers (arXiv:2309.00071, eq. 22; arXiv:2402.13753)."""
+    """Return the given factor, or the factor of the papers (arXiv:2309.00071, eq. 22; arXiv:2402.13753)."""
     factor, original = values["factor"], values["original_seq_len"]
     if (given := values.get("attention_factor")) is not None:
         return float(given)

@@ -69,7 +69,7 @@ def check(
     Args:
         composed: the request.
         devices: the devices of this machine.
-        hosts: those of the hostfile or of SLURM, whose slots are then the world size; without any, all ranks
+        hosts: the hosts of the hostfile or of SLURM; their slots are the world size. Without any, all ranks
             are on this machine.
         searched: keys that a search of layouts sets later; rules of the layout that read them are left to it.
 

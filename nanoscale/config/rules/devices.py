@@ -95,7 +95,7 @@ def resolve_degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> t
 def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Return the same for given hosts: every slot is a rank."""
     layout, slots = resolution.config.parallel, resolution.slots
-    # the slots of this machine; those of other hosts are counted when they connect
+    # the slots of this machine; slots of other hosts are counted when they connect
     if not resolution.remote and "cpu" not in (device, resolution.devices.kind):
         for host in resolution.hosts:
             highest = max(host.devices) + 1 if host.devices else host.slots
@@ -123,7 +123,7 @@ def _too_large(
     resolution: Resolution, copy: int, available: int, devices: str, instead: str | None,
     *, exact: bool,
 ) -> None:  # fmt: skip
-    """Refuse a layout of which one copy does not fit the devices; `exact`: all devices must be used."""
+    """Refuse a layout if one copy does not fit the devices; `exact`: all devices must be used."""
     layout = resolution.config.parallel
     axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))
     degree = getattr(layout, axis)

@@ -1,6 +1,6 @@
 """Rules of the axes dp, tp, cp and ep, and of the execution of blocks.
 
-Those of pp are in `pipeline`, the number of devices in `devices`.
+The rules of pp are in `pipeline`, the rules of the number of devices in `devices`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused
 from nanoscale.config.schema import Config, Model
 
 _PADDING = 128
-"""The padding of vocabularies, a multiple of which suits the tiles of a GPU's products."""
+"""Vocabularies are padded to a multiple of this, which suits the tiles of a GPU's products."""
 
 # --- tensor parallelism ---------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ def _divides_blocks(config: Config) -> bool:
 def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
     """Return the rule that tp divides the rows of a table, unless tp must change for the blocks anyway.
 
-    The rows can be padded without harm, except those of a loaded model.
+    The rows can be padded without harm, except the rows of a loaded model.
     """
 
     def message(config: Config) -> str:
@@ -120,7 +120,7 @@ def _undivided_sequence(config: Config) -> str:
 
 
 def expert_ranks(config: Config) -> int:
-    """Return the ranks from which ep is taken: those of one sharded model's dp, and of cp."""
+    """Return the number of ranks that ep must divide: one sharded model's dp, times cp."""
     layout = config.parallel
     return data_parallel(config) // layout.dp_replicate * layout.cp
 

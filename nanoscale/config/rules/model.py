@@ -114,7 +114,7 @@ SHAPE = of_kind("config",
 
 
 def resolve_model(resolution: Resolution) -> Model:
-    """Return the model with its heads resolved; transformers resolves those of its own models."""
+    """Return the model with its heads resolved; transformers resolves the heads of its own models."""
     resolution.apply(SHAPE)
     model = resolution.config.model
     _check_scaling(resolution, model)

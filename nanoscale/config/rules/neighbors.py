@@ -16,7 +16,7 @@ from nanoscale.config.violations import override
 _FARTHEST = 8192
 """The distance at which no further neighbors are tried."""
 _MOST_CORRECTED = 4
-"""The most rules that a change may break and whose own advice corrects them."""
+"""The most rules that a change may break, if their own advice corrects the configuration."""
 
 Changes = dict[str, Any]
 """New values by key."""
@@ -29,7 +29,7 @@ def advice(config: Config, rule: Rule, rules: Sequence[Rule]) -> list[str]:
 
 
 def completed(config: Config, text: str, rules: Sequence[Rule]) -> str:
-    """Return an override together with those that it requires."""
+    """Return an override together with the overrides that it requires."""
     kept = [other for other in rules if other.holds(config)]
     changes = _corrected(config, _read(text), None, kept)
     return text if changes is None else _written(changes)
@@ -72,7 +72,7 @@ def _series(config: Config, text: str) -> list[Iterable[Changes]]:
 def _corrected(
     config: Config, changes: Changes, rule: Rule | None, kept: Sequence[Rule]
 ) -> Changes | None:
-    """Return the changes, with those that the kept rules then advise; None if a rule stays broken."""
+    """Return the changes, with the changes that the kept rules then advise; None if a rule stays broken."""
     changed = with_values(config, changes)
     if rule is not None and not rule.holds(changed):
         return None

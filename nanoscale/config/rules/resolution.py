@@ -31,7 +31,7 @@ class Resolution:
     hosts: tuple[Host, ...] = ()
     """The hosts of the ranks, if they are not simply this machine."""
     rules: tuple[Rule, ...] = ()
-    """Every row of the tables: advice breaks none of those that hold."""
+    """Every row of the tables. Advice breaks no rule that holds."""
     violations: list[Violation] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
 
@@ -82,7 +82,7 @@ class Resolution:
                 self.refuse(rule.key, text, *proposals, kind=rule.kind)
 
     def completed(self, text: str) -> str:
-        """Return an override together with those that the rules then require."""
+        """Return an override together with the overrides that the rules then require."""
         return completed(self.config, text, self.rules)
 
     def add(self, kind: str, violation: Violation) -> None:

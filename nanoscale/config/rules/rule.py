@@ -53,7 +53,7 @@ def refused(
 
 
 def of_kind(kind: str, *rules: Rule) -> tuple[Rule, ...]:
-    """Return the rules as those of an error of this kind."""
+    """Return the rules with this kind of error."""
     return tuple(replace(rule, kind=kind) for rule in rules)
 
 

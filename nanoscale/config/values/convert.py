@@ -69,7 +69,7 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
 
 
 def _settings(keys: Iterable[str], value: object) -> Iterator[str]:
-    """Yield the overrides that set those of the keys that admit the value."""
+    """Yield the overrides of all keys that admit the value."""
     return (override(key, value) for key in keys if fits(key, value))
 
 
@@ -205,7 +205,7 @@ _SCALES = {
 
 
 def _check_value(key: reference.Key, value: object) -> None:
-    """Check the bounds of numbers, and that the home folders in paths exist, except in those of the ranks'
+    """Check the bounds of numbers, and that the home folders in paths exist, except in paths of the ranks'
     hosts (cluster, zero)."""
     low = -math.inf if key.at_least is None else key.at_least
     high = math.inf if key.at_most is None else key.at_most

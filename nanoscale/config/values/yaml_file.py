@@ -1,6 +1,6 @@
 """One YAML file, read as data: no tags, no duplicate keys, no alias bombs; every key has its line.
 
-The scalars are those of YAML 1.2: `on`, `off`, `yes` and `no` are texts, `1e-4` is a number.
+The scalars follow YAML 1.2: `on`, `off`, `yes` and `no` are texts, `1e-4` is a number.
 """
 
 from __future__ import annotations

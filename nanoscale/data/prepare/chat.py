@@ -84,7 +84,7 @@ class ChatTokenizer:
     """A tokenizer of rendered chats, in which special tokens keep their meaning."""
 
     def __init__(self, path: Path | None, renderer: Renderer) -> None:
-        """Load the tokenizer of `path`, a tokenizer.json, or that of bytes for None."""
+        """Load the tokenizer of `path`, a tokenizer.json, or the byte tokenizer for None."""
         self._native = _native(path)
         self.renderer = renderer
         """The renderer that turns chats into texts."""

@@ -237,7 +237,7 @@ def _table_chunk(source: TextSource, start: Cursor, cells: list[bytes | None], r
 
 
 def _record_column(batch: Any, schema: Any, field: str) -> Any:
-    """Return the records of a batch as one column: that of the field, or objects of all columns."""
+    """Return the records of a batch as one column: the field's, or objects of all columns."""
     from pyarrow import compute
 
     if batch.num_columns > 1:

@@ -93,7 +93,7 @@ class Documents:
         separator = self._reading.separator_of(self._source)
         for raw in content.split(separator) if separator is not None else [content]:
             if raw.strip():
-                # The position of a document is that of its text, after empty lines.
+                # The position of a document is its text's position, after empty lines.
                 leading = (
                     raw[: len(raw) - len(raw.lstrip())] if self._source.kind == "text" else b""
                 )

@@ -10,7 +10,7 @@ from typing import Any
 from nanoscale.data.prepare.render import RecordError, parsed
 
 PAIR = ("chosen", "rejected")
-"""The fields of the answers: texts, or lists of messages, with or without those of the question."""
+"""The fields of the answers: texts, or lists of messages, with or without the question's messages."""
 QUESTION = "prompt"
 """The field of the question: a text or a list of messages; it may be missing before whole conversations."""
 

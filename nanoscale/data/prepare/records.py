@@ -30,7 +30,7 @@ class Bad:
 def bad_records_error(
     bad_records: Sequence[Bad], kept: str = "", *, nothing_else: bool = False
 ) -> UserError:
-    """Return the error for bad records, of which `bad_records` are the first.
+    """Return the error for bad records; `bad_records` are the first of them.
 
     Args:
         kept: a clause on what was prepared before.

@@ -127,7 +127,7 @@ class Template:
     def _end_of(
         self, first: Sequence[Message], whole: str, messages: Sequence[Message], asks: bool = False
     ) -> int | None:
-        """Return where the text of the first messages ends in that of all; None if that is not certain.
+        """Return where the first messages end in the text of all messages; None if that is not certain.
 
         A template may write earlier messages differently as soon as others follow, for example without their
         thoughts. Then the text must agree from the end of the last message's content on, which gets a mark.

@@ -88,7 +88,7 @@ class Reading:
     pairs: bool = False
     """True if each record is a pair of chats, which become two documents, the chosen one first."""
     labels: int = 0
-    """The number of classes of the records, each of which has a text and a LABEL; 0: they have no labels."""
+    """The number of classes of the records; each record has a text and a LABEL. 0: they have no labels."""
 
     @property
     def is_chat(self) -> bool:
@@ -374,7 +374,7 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
 
 
 def columns_of(schema: Any, reading: Reading) -> list[str]:
-    """Return the columns of a record: that of the field, or a question's and its answer's; [] if none."""
+    """Return the columns of a record: the field's, or a question's and its answer's; [] if none."""
     field = reading.field
     if reading.pairs:
         names = (*PAIR, QUESTION)

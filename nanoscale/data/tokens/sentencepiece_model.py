@@ -3,7 +3,7 @@
 The conversion is compared with sentencepiece's own ids of texts that differ in white space, scripts, digits and
 symbols. A model that gives other ids is refused.
 
-Source: Kudo and Richardson 2018, arXiv:1808.06226; the fields are those of sentencepiece_model.proto.
+Source: Kudo and Richardson 2018, arXiv:1808.06226; the fields are from sentencepiece_model.proto.
 """
 
 from __future__ import annotations

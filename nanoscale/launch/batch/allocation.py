@@ -18,7 +18,7 @@ from nanoscale.launch.batch.system import BatchError
 from nanoscale.launch.batch.systems import SYSTEMS
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-"""SLURM's own steps have numbers from here on: 4294967290 is that of an interactive shell."""
+"""SLURM's own steps have numbers from here on: 4294967290 is an interactive shell."""
 
 
 def requested_nodes(composed: Composed) -> tuple[Host, ...]:

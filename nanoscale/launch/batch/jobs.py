@@ -149,7 +149,7 @@ def _active(run: RunDirectory, what: str, *suggestions: str) -> UserError:
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
-    """Return the jobs of those runs that have one; a batch system is asked once, about those that may run."""
+    """Return the jobs of the runs that have one. Each batch system is asked once, about jobs that may run."""
     handed = {run: one for run in runs if (one := submission.find(run)) is not None}
     jobs = _ask([one for run, one in handed.items() if _may_be_queued(run, one)])
     return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}

@@ -112,7 +112,7 @@ class BatchSystem:
     def submit(
         self, script: Path, tasks: Sequence[int] = (), at_once: int | None = None
     ) -> Submission:
-        """Submit a batch script, or only some tasks of an array, of which `at_once` may run at the same time.
+        """Submit a batch script, or only some tasks of an array; `at_once` tasks may run at the same time.
 
         Raises:
             UserError: the program is not installed here.

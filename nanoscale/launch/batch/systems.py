@@ -1,4 +1,4 @@
-"""The table of batch systems, and those of them that need no more than a screen: PBS and LSF.
+"""The table of batch systems, and the two shortest of them: PBS and LSF.
 
 Sources: the manuals of OpenPBS (qsub, qstat, qsig) and of IBM Spectrum LSF 10.1 (bsub, bjobs, bkill).
 """

@@ -83,7 +83,7 @@ class Member:
 
 
 Source = Member | Sequence[Member]
-"""The member whose agent writes a stream, or those whose agents one command has started."""
+"""The member whose agent writes a stream, or all members whose agents one command has started."""
 
 
 class KeyFile:
@@ -128,7 +128,7 @@ class Connections:
             self._selector.register(self._reverse, selectors.EVENT_READ)
 
     def start(self, members: Sequence[Member]) -> None:
-        """Start the agents of these hosts; those whose command cannot be started are lost."""
+        """Start the agents of these hosts. A host is lost if its command cannot be started."""
         self._cleanup.finish()
         hosts = [member.host for member in members]
         if self._reverse is None:

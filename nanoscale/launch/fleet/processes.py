@@ -83,7 +83,7 @@ class OrphanCleanup:
             self._running.append((Process(command, environment), deadline))
 
     def finish(self) -> None:
-        """Wait for the running commands, and give up those that take too long."""
+        """Wait for the running commands, and give up commands that take too long."""
         for process, deadline in self._running:
             while process.exit_code() is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
@@ -104,7 +104,7 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
 
 
 def members(sessions: Sequence[int], mark: str) -> list[int]:
-    """List living processes of the sessions, or those that carry the mark after they left them."""
+    """List living processes of the sessions, or processes with the mark that left their session."""
     import psutil
 
     marked = set(lifeline.marked(mark))

@@ -213,7 +213,7 @@ def scaling_document(
 ) -> Document:
     """Return the measurements with their speed-up and efficiency, each measured and planned.
 
-    The speed-up is the ratio of the tokens/s to those of the first count. The efficiency is the speed-up over
+    The speed-up is the ratio of the tokens/s to the first count's. The efficiency is the speed-up over
     the ratio of the numbers of ranks.
 
     Args:

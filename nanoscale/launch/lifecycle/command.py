@@ -194,7 +194,7 @@ def wanted_port(config: Config, run: RunDirectory) -> int:
 def agent_environment(
     config: Config, world_size: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of the agents in addition to that of their hosts."""
+    """Return the environment of the agents in addition to their hosts' environment."""
     passed = {name: value for name, value in inherited.items() if _is_inherited(config, name)}
     return passed | _environment(config, world_size, inherited)
 

@@ -50,7 +50,7 @@ def machines(composed: Composed) -> tuple[Config, Sequence[Host]]:
 def examine(
     config: Config, hosts: Sequence[Host], say: Callable[[str], None], *, quick: bool
 ) -> tuple[list[Verdict], Measured | None]:
-    """Examine all hosts, and measure between those that can compute."""
+    """Examine all hosts, and measure between hosts that can compute."""
     measured = None
     root = Path(config.run.root).absolute()
     with Fleet(config, hosts, root) as fleet:
@@ -179,7 +179,7 @@ def _failed(test: JobExecution) -> Verdict:
 
 
 def judge_connections(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
-    """Yield each host with those that it does not reach, for the same reason."""
+    """Yield each host with the hosts that it does not reach, for the same reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for connection in closed:
         reasons.setdefault((connection["host"], connection["why"]), []).append(

@@ -17,7 +17,7 @@ from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 
 _LIMIT_S = 10.0
-"""The time for one message, and for those that are on their way when the launcher ends."""
+"""The time for one message, and for all messages on their way when the launcher ends."""
 _FIRST_CHARACTERS = 2000
 
 

@@ -47,7 +47,7 @@ def run_one_shot_job(
     Args:
         job: its name in worker.JOBS.
         config: resolved.
-        hosts: those of the hostfile or of SLURM; none: this machine alone.
+        hosts: the hosts of the hostfile or of SLURM; none: this machine alone.
         task: the job's task.
         on_line: called with each line that the first rank prints.
 

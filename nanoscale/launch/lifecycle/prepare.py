@@ -49,7 +49,7 @@ def name_run(composed: Composed, config: ResolvedConfig, *, repeats: bool) -> Re
     """Name the run: the requested name, or an unused one.
 
     Args:
-        repeats: the configuration is that of another run, whose name is only a prefix.
+        repeats: True for the configuration of another run; its name is only a prefix.
     """
     name, is_requested = _wanted_name(composed, config, repeats=repeats)
     if not is_requested:

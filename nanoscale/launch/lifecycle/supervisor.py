@@ -164,7 +164,7 @@ class Supervisor:
         events.append(self.run, events.ATTEMPT, message, **about)
 
     def _make_logs(self, plan: LaunchPlan) -> None:
-        """Create empty files, so that readers find them; for very many ranks only of those that print."""
+        """Create empty files, so that readers find them; for very many ranks only of ranks that print."""
         if plan.world_size > _MOST_EMPTY_LOGS:
             return
         for host in plan.hosts:

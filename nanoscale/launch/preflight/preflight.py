@@ -108,7 +108,7 @@ class _Hosts:
 
     @cached_property
     def present(self) -> dict[str, Message]:
-        """The facts of those that have answered."""
+        """The facts of the hosts that have answered."""
         return {
             member.name: member.facts
             for member in self.members

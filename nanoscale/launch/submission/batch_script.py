@@ -59,7 +59,7 @@ def array_script(
     runs.
 
     Args:
-        config: that of any of the runs.
+        config: the configuration of any of the runs.
         at_once: how many of them may run at the same time.
     """
     limit = "" if at_once is None else f"%{at_once}"

@@ -40,7 +40,7 @@ def container_prefix(config: Config) -> list[str]:
 
 
 def _mounts(config: Config) -> Iterator[str]:
-    """Yield that of the runs, unless it is among the configured folders, and those."""
+    """Yield the configured mounts, and before them the folder of runs if they lack it."""
     configured = config.launcher.container_mounts
     root = str(Path(config.run.root).absolute())
     if root not in [mount.split(":")[1] for mount in configured if ":" in mount]:

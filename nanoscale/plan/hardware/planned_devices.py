@@ -15,7 +15,7 @@ from nanoscale.plan.hardware.hardware import hardware_of
 
 
 def planned_devices(composed: Composed) -> Devices:
-    """Return the devices of the described cluster, as one machine. Without a cluster: those of this machine.
+    """Return the devices of the described cluster, as one machine. Without a cluster: this machine's.
 
     If `cluster.hosts` is null, the layout decides how many hosts there are: enough for `parallel.dp` copies of
     the model, or for one copy if dp is `auto`.

@@ -2,7 +2,7 @@
 memory.
 
 Sizes are bytes of one micro batch on one rank. With dropout, saved attention scores and without gathered
-inputs, the sum is that of Korthikanti et al. 2022 (arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a
+inputs, the sum is as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a
 layer.
 """
 
@@ -333,7 +333,7 @@ def block_memory(
         inputs = {"input": entry(shape, run), "rotation": sizes.get("rotation", 0)}
         return BlockMemory(sum(inputs.values()), sum((sizes | inputs).values()), working)
     policy = kept_by_selective(shape, run, keep)
-    # Recomputation reads kept tensors and frees those that autograd does not save. The last product is not
+    # Recomputation reads kept tensors and frees tensors that autograd does not save. The last product is not
     # recomputed, and its kept result stays.
     freed = sum(
         policy.get(name, 0) for name in ("wq", "wk", "wkv_b", "wo", "received", "raw scores")
@@ -456,7 +456,7 @@ def stage_activations(
     parallel: Parallel,
     dense: int = 0,
 ) -> StageActivations:
-    """Return the bytes of a stage's blocks, of which the first `dense` have no experts."""
+    """Return the bytes of a stage's blocks; the first `dense` blocks have no experts."""
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
     mode = parallel.activation_checkpointing

@@ -1,4 +1,4 @@
-"""The activations of a pipeline rank's in-flight micro batches: those between their forward and backward
+"""The activations of a pipeline rank's in-flight micro batches, which are between their forward and backward
 passes."""
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int
     states, trained = setting.states, params.trained
     sharded = states.weights * params.shard + states.gradients * trained.shard
     host = int(sharded) + states.moments(trained.shard, trained.in_blocks_shard)
-    if setting.micro_batches > 1:  # a unit's gradients before they are added to those of others
+    if setting.micro_batches > 1:  # a unit's gradients before they are added to the sum
         unit = max(trained.block, trained.embedding, trained.head)
         host += int(states.gradients * unit) // setting.shards
     nothing = replace(states, weights=0, gradients=0, optimizer=0, in_blocks=0)
@@ -198,7 +198,7 @@ def _last_units(
     untied_head = 0 if tied else trained.head
     head = (0 if before else head_sharded) + compute * (trained.head - untied_head)
     product = compute * _product(setting, trained)
-    # Reduced gradients were allocated on the stream of reductions. Those that wait until stage 1 were not.
+    # Reduced gradients were allocated on the stream of reductions; gradients that wait in stage 1 were not.
     reduces_early = setting.stage >= 2
     pooled = prefetched + (before if reduces_early else head)
     yield acts.loss_event(before * how.reduces_each, gathered=compute * params.head * gathers)
@@ -314,7 +314,7 @@ def _reducing(setting: MemorySetting) -> int:
 
 
 def _resharded_head(setting: MemorySetting, params: RankParameters, before: int) -> int:
-    """Return the bytes of the head's gathered weights that are free at the highest reduction of the head.
+    """Return the bytes of the head's gathered weights that are free when its reduction needs the most memory.
 
     The last backward pass of a step frees these weights before the reduction. All earlier backward passes keep
     them, and the first pass has no waiting gradients.

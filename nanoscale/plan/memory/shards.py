@@ -77,7 +77,7 @@ class Unit:
         return self.matrix_shard(ranks) + sum(-(-length // ranks) for length in self.vectors)
 
     def matrix_shard(self, ranks: int) -> int:
-        """Return those elements of `shard` that are of matrices."""
+        """Return the number of matrix elements in `shard`."""
         matrices = sum(-(-rows // ranks) * width for rows, width in self.matrices)
         if self.experts is None:
             return matrices

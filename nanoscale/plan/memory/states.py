@@ -31,7 +31,7 @@ class BytesPerParameter:
     """The moments of matrices of blocks."""
 
     def moments(self, numel: int, in_blocks: int) -> int:
-        """Return the bytes of the moments of `numel` parameters, of which some are in matrices of blocks."""
+        """Return the bytes of the moments of `numel` parameters, with `in_blocks` in matrices of blocks."""
         return int(self.optimizer * (numel - in_blocks) + self.in_blocks * in_blocks)
 
 

@@ -51,7 +51,7 @@ def bubble(
 ) -> float:
     """Return the seconds of a step in which a rank waits: during the fill, the drain and exposed transfers.
 
-    The forms are exact without transfers. Those of gpipe, 1f1b and looped-bfs are exact with transfers too.
+    The forms are exact without transfers. For gpipe, 1f1b and looped-bfs they are exact with transfers too.
     The exception are too few micro batches to keep a rank busy: fewer than pp (zero-bubble with several stages
     a rank), or fewer than 2·pp - 1 (zbv). For w ≤ f ≤ i a simulated step is never shorter. It is at most 8 %
     longer with too few micro batches, 10 % with t = f / 2, and 2 % with t = f / 10.
@@ -72,7 +72,7 @@ def _gpipe(s: _Step) -> float:
 
 
 def _1f1b(s: _Step) -> float:
-    """Return the bubble of Narayanan et al. 2021, 2.2.1: that of gpipe. The sends of one direction overlap the
+    """Return the bubble of Narayanan et al. 2021, 2.2.1, also for gpipe. Sends of one direction overlap
     receives of the other direction."""
     exposed = s.m + 1 if s.pp == 2 else 2 * (s.m + s.pp - 2) - 1
     return (s.pp - 1) * (s.f + s.b) + exposed * s.t

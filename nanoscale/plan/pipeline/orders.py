@@ -4,8 +4,8 @@ A schedule is its order alone. A rank's waiting time follows from the inputs of 
 `simulation`), so the idle steps that torch writes between actions carry no information and are left out here.
 
 Sources: GPipe, arXiv:1811.06965; 1F1B and its interleaving, arXiv:2104.04473; looped BFS, arXiv:2211.05953;
-zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut in half to a V. Orders are
-those that torch 2.11 to 2.13 runs, which sometimes differ from the papers.
+zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut in half to a V. torch 2.11
+to 2.13 runs these orders, which sometimes differ from the papers.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def simulate_schedule(
 ) -> Timeline:
     """Simulate a step as torch runs it: with its order, its way of waiting, and its first stage undivided.
 
-    `costs` are those of the stages themselves; their `overlap` is ignored.
+    `costs` are the stages' costs; their `overlap` is ignored.
     """
     costs = replace(costs, overlap=transfers_overlap(schedule))
     if pp > 1 and schedule in SPLIT_BACKWARD:
@@ -132,7 +132,7 @@ class _Pass(NamedTuple):
     """Seconds of an input's transfer from another rank."""
     seconds: float
     outputs: Sequence[list[float]]
-    """The inputs that it makes; first those of `reader`."""
+    """The inputs that it makes; first the inputs of `reader`."""
     reader: int | None
     """Another rank that reads its outputs."""
 

@@ -48,7 +48,7 @@ class LayoutChoice:
     result: SearchResult
     world: int
     is_assumed: bool
-    """True if the devices are those of the recipe's reference, because nobody named those of the hosts."""
+    """True if the hosts' devices were not named, so the recipe's reference devices are assumed."""
 
 
 def with_chosen_layout(
@@ -126,7 +126,7 @@ def _space(
 def _hardware(base: ResolvedConfig) -> tuple[Hardware | None, bool]:
     """Return the devices of the job, and True if they are assumed; None if they are unknown.
 
-    Devices of other hosts that nobody named are assumed to be those of the recipe's reference.
+    If the devices of other hosts were not named, the recipe's reference devices are assumed.
     """
     with suppress(UnknownHardwareError):
         return hardware_of(base), False

@@ -60,7 +60,7 @@ def search_space(
     open_keys = frozenset({"parallel.dp", *SEARCHED}) - held - {"backend.compile"}
     plain = Config()
     neutral = with_values(composed.config, {key: value_of(plain, key) for key in open_keys})
-    if world:  # of several hosts, for each of which launcher.devices counts
+    if world:  # of several hosts; launcher.devices counts for each of them
         neutral = with_values(neutral, {"launcher.devices": "auto"})
     base = check(replace(composed, config=neutral), devices, searched=open_keys)
     world = world or devices.count

@@ -21,7 +21,7 @@ _KERNELS = {False: (32, 58), True: (14, 24)}
 """Compiled or not → kernels of a forward and of a backward pass."""
 _ADAPTER_KERNELS = {False: (4, 7), True: (20, 12)}
 """DoRA or not → kernels of an adapter, forward and backward: two products, the scale, and the sums with the
-result and the gradient of its layer. DoRA adds 14 for the norms, and those that scale the result."""
+result and the gradient of its layer. DoRA adds 14 for the norms, and kernels that scale the result."""
 _TP_START = 3
 """The factor on the time to start a kernel with tp, which communicates and reads shards of DTensors."""
 _DEEPSPEED_HOOKS = {0: 1.0, 1: 1.0, 2: 1.25, 3: 3.6}

@@ -1,6 +1,6 @@
 """The time of collectives on a group of ranks, by the ranks' hosts and pods.
 
-Sources: the costs of ring algorithms are those of Thakur, Rabenseifner & Gropp 2005 (Optimization of Collective
+Sources: the costs of ring algorithms are from Thakur, Rabenseifner & Gropp 2005 (Optimization of Collective
 Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and time per byte as β. A ring's
 bandwidth is the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
 """
@@ -20,7 +20,7 @@ the link's latency. Fitted to all-reduces of 16 MB to 1 GB on 8 A100s (Azure's A
 v4) and to gathers on 8 B200s (SimuMax: 9.2 and 8.0 µs for each hop, plus 23 to 26 µs for each collective)."""
 
 _MESSAGES = 0.87
-"""The bandwidth of messages between two ranks of a host over that of a ring: on A100s 195 GB/s (sendrecv_perf)
+"""The bandwidth of messages between two ranks of a host over a ring's: on A100s 195 GB/s (sendrecv_perf)
 to 231 GB/s, on B200s 0.60 (all to all) to 0.67 of the peak."""
 
 

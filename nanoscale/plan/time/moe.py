@@ -1,6 +1,6 @@
 """The time of routing and exchanging tokens in an MoE block, in addition to the experts' matrix products.
 
-The operations are those of `models.moe` and `parallel.expert`. All experts are assumed to be chosen equally
+The operations are from `models.moe` and `parallel.expert`. All experts are assumed to be chosen equally
 often.
 """
 
@@ -28,7 +28,7 @@ _SCORES = (14, 8)
 """fp32 numbers read and written for each of the router's scores: softmax, bias and top-k; and their
 gradient."""
 KERNELS = {False: (27, 17), True: (41, 29)}
-"""True with ep → kernels of a forward and of a backward pass in addition to those of a dense block."""
+"""True with ep → kernels of a forward and of a backward pass in addition to a dense block's kernels."""
 _HOST = 20e-6
 """Seconds, assumed: the host reads the number of received tokens and starts the next kernels while the device
 waits."""

@@ -1,6 +1,6 @@
 """PyTorch's caching allocator: the segments that it reserves on a GPU, and the blocks of tensors in them.
 
-Sizes and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. Every stream has
+Sizes and rules are from c10/cuda/CUDACachingAllocator.cpp with its default settings. Every stream has
 separate pools. Segments are never released: PyTorch releases them only when the device is full.
 """
 
@@ -21,7 +21,7 @@ _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
 _MIDDLE, _MIDDLE_SEGMENT = 10 * _MIB, 20 * _MIB
 """Larger tensors below the first number of bytes share segments of the second.
 
-Every tensor above this has its own segment, whose size is a multiple of 2 MiB.
+Every tensor above this has its own segment. The segment's size is a multiple of 2 MiB.
 """
 _BASE = 0x7F0000000000
 """The address of the first segment in a snapshot."""

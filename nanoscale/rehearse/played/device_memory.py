@@ -113,7 +113,7 @@ class DeviceMemory(LiveMemory):
             super().see_storage(storage)
 
     def uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and whose tensors are not counted."""
+        """Return a function that does the same without counting its tensors."""
 
         def call(*args: Any, **options: Any) -> Any:
             before, self._counts = self._counts, False

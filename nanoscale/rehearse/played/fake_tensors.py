@@ -28,7 +28,7 @@ def device_in_cpp(tensor: FakeTensor) -> torch.device:
 
 
 def report_devices(patches: Patches) -> None:
-    """Report the simulated device to Python and `meta` to C++, for fake tensors and those that wrap them."""
+    """Report the simulated device to Python and `meta` to C++, for fake tensors and tensors that wrap them."""
     dispatch_fake = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
     def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -81,7 +81,7 @@ class StreamEvent(NamedTuple):
     what: str
     """`call` begins one, `wait` waits until one has ended, and `after` until another event has passed."""
     of: int
-    """The index in `RankRecord.calls`, or that of an event."""
+    """The index in `RankRecord.calls`, or the index of an event."""
 
 
 class Wait(NamedTuple):
@@ -118,7 +118,7 @@ class RankRecord:
     reserved: int = 0
     """Bytes that the caching allocator reserves."""
     operations: int = 0
-    """The number of operations on tensors in the last step, those of activation checkpointing included."""
+    """The number of operations on tensors in the last step, with activation checkpointing."""
     host_peak: int = 0
     """Peak bytes of tensors in host memory, for a job on GPUs."""
     after: list[int] = field(default_factory=list)

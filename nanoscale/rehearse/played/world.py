@@ -54,7 +54,7 @@ _LARGE = 1 << 26
 
 
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
-"""Operations that FakeTensorMode computes by others, one of which asks C++ for the device."""
+"""Operations that FakeTensorMode replaces by others; one of the others asks C++ for the device."""
 
 
 def _loss(func: Any, args: Any) -> Any:

@@ -101,7 +101,7 @@ def _outcome(run: ObservedRun, found: Calibration) -> dict[str, Any]:
         "before_error": before / observation.seconds - 1,
         "after_s": after,
         "after_error": after / observation.seconds - 1,
-        # On a CPU it is that of the whole process, mostly of libraries.
+        # On a CPU it is the whole process's memory, mostly of libraries.
         "memory_gib": None if run.device == CPU else run.steady.memory_gib,
         "predicted_memory_gib": None if run.device == CPU else plan.worst.allocated / GIB,
     }

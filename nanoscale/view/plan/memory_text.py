@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MOST_RANKS = 16
-"""The most bars; others in the middle are left out, but never that of the worst rank."""
+"""The most bars; others in the middle are left out, but never the worst rank's bar."""
 LOOKS = {
     "weights": ("w", "black on bright_blue"),
     "compute copies": ("c", "black on cyan"),
@@ -57,7 +57,7 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
 
 
 def shown(memory: Sequence[RankMemory], worst: RankMemory) -> list[int | None]:
-    """Return the ranks to show; None stands for those left out."""
+    """Return the ranks to show; None stands for ranks that are left out."""
     count = len(memory)
     if count <= MOST_RANKS:
         return list(range(count))

@@ -107,7 +107,7 @@ def _left_out(composed: Composed, result: SearchResult) -> list[str]:
 
 
 def _other_backend(composed: Composed, best: Prediction | None, other: SearchResult) -> str:
-    """Compare the fastest layout with that of the other backend."""
+    """Compare the fastest layout with the other backend's."""
     found = other.best or other.nearest
     assert found is not None
     name, words = found.config.backend.name, " ".join(to_type(composed, found.config))
@@ -122,7 +122,7 @@ def _other_backend(composed: Composed, best: Prediction | None, other: SearchRes
 
 
 def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Return the fastest layouts, and of those with the same degrees the first two that differ in speed or
+    """Return the fastest layouts; among layouts with the same degrees, the first two that differ in speed or
     memory."""
     chosen: dict[tuple[object, ...], dict[tuple[str, str], Prediction]] = defaultdict(dict)
     for plan in ranked:

@@ -23,7 +23,7 @@ MEANINGS: dict[Kind, str] = {
     "W": "gradients of weights",
 }
 MOST_RANKS = 32
-"""The most lines of ranks; beyond it, those in the middle are left out."""
+"""The most lines of ranks; beyond it, lines in the middle are left out."""
 _FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
 _STYLE: dict[Kind, str] = {
     "F": "black on bright_blue",
@@ -164,7 +164,7 @@ def rows(timeline: Timeline, most: int) -> list[int | None]:
 
 
 def within(spans: list[Span], window: Window) -> Iterator[Span]:
-    """Yield the spans within a window, cut to it, without those of no duration."""
+    """Yield the spans within a window, cut to it, without empty ones."""
     for span in spans:
         if span.end > window.start and span.start < window.end and span.end > span.start:
             yield Span(span.action, max(span.start, window.start), min(span.end, window.end))

@@ -58,7 +58,7 @@ def proposals(
 def nearest(
     composed: Composed, plan: Prediction, devices: Devices, margin: float = 1.0
 ) -> list[Prediction]:
-    """Return fitting layouts, those with the fewest changes first, then the fastest."""
+    """Return fitting layouts, sorted by the number of changes, then by time."""
     ranked = search(_space(composed, plan, devices), plan.hardware).ranked
     by_changes = sorted(
         (near for near in ranked if near.worst.total * margin <= near.capacity),

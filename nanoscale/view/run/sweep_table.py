@@ -19,7 +19,7 @@ from nanoscale.view.blocks import Column, Table, rich_table, show_table, table
 
 Row = dict[str, Any]
 _MOST_ROWS = 40
-"""The most trials in the live table; those that run come first, then those with the lowest loss."""
+"""The most trials in the live table: first the running ones, then the others by loss, the lowest first."""
 _SHOWN_LOGS, _LOG_LINES, _LOG_BYTES = 3, 3, 4096
 """The failed trials whose output is shown, its lines, and the bytes in which they are searched."""
 _STOPPING = "stopping: trials save a checkpoint; Ctrl-C again ends them without one"
@@ -135,7 +135,7 @@ def show_plan(
 def show_end(
     sweep: Sweep, settings: Settings, rows: Sequence[Row], failed: Sequence[Trial], stopped: bool
 ) -> None:
-    """Show the best trial, the output of those that failed, and how to continue.
+    """Show the best trial, the output of failed trials, and how to continue.
 
     Args:
         failed: the trials that have failed since the sweep was started.
