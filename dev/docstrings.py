@@ -41,10 +41,12 @@ PHRASES = {
     r"\btaken for lost\b|\btake .{1,30} for lost\b": "treated as lost",
 }
 """Phrases that the readers' English does not have → what to write."""
+RIDDLE = re.compile(r"\b(those\s+(that|of|which)|that\s+(of|which))\b", re.IGNORECASE)
+"""Pronouns in place of a noun, in docstrings and pages."""
 
 
 def openings(path: Path) -> Iterator[str]:
-    """Yield a line for each docstring of a file that opens with a forbidden word."""
+    """Yield a line for each docstring of a file that opens with a forbidden word or lacks a noun."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -53,6 +55,8 @@ def openings(path: Path) -> Iterator[str]:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     if word := FORBIDDEN.match(text):
                         yield f"{path}:{statement.lineno}: this docstring opens with `{word[1]}`"
+                    if match := RIDDLE.search(text):
+                        yield f"{path}:{statement.lineno}: `{match[0]}`: write the noun"
 
 
 def phrases(path: Path) -> Iterator[str]:
@@ -61,6 +65,8 @@ def phrases(path: Path) -> Iterator[str]:
         for phrase, instead in PHRASES.items():
             if match := re.search(phrase, line):
                 yield f"{path}:{number}: `{match[0]}`: write {instead}"
+        if path.suffix == ".md" and (match := RIDDLE.search(line)):
+            yield f"{path}:{number}: `{match[0]}`: write the noun"
 
 
 def files(roots: tuple[str, ...]) -> Iterator[Path]:

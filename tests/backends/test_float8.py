@@ -72,7 +72,7 @@ def test_loss_follows_bf16() -> None:
     [("tensorwise", "wk wv"), ("rowwise", "wq wk wv wo down"), (RECIPES[2], "wq wk wv wo down")],
 )
 def test_matrices_that_would_be_slower_stay_as_they_are(recipe: str, kept: str) -> None:
-    """The matrices are those of Llama 3.2 1B, by torchao's own choice."""
+    """The matrices are Llama 3.2 1B's, by torchao's own choice."""
     shape = Model(layers=1, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=96)
     with torch.device("meta"):
         model = Transformer(shape)

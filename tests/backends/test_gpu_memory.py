@@ -69,7 +69,7 @@ T = TypeVar("T")
 def with_engine(config: ResolvedConfig, act: Callable[[Any, World], T]) -> T:
     """Take two steps on rank 0 of a job, and return what `act` makes of its engine and its GPU.
 
-    `gpu.peak` is that of the last step then, bytes.
+    `gpu.peak` is then the peak of the last step, in bytes.
     """
     with world_of(config, RankRecord(0), H200) as gpu:
         engine = build(config, gpu)

@@ -48,7 +48,7 @@ def draw(seed: int) -> dict[str, Tensor]:
 
 
 def draw_gradients(step: int) -> dict[str, Tensor]:
-    """Draw the gradients of a step; the first columns are 0, as those of an input that is always 0."""
+    """Draw the gradients of a step; the first columns are 0, as for an input that is always 0."""
     first = torch.tensor(0)
     return {name: value.index_fill(-1, first, 0.0) for name, value in draw(step + 1).items()}
 

@@ -194,7 +194,7 @@ def test_types_and_one_file(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_the_one_of_the_tokens(tmp_path: Path) -> None:
-    """It is that of `data.tokenizer`, or of the run's initial model."""
+    """It is `data.tokenizer`, or the tokenizer of the run's initial model."""
     stored = checkpoint_of(random_model(GPT2), tmp_path)
     for name, eos in (("own", 9), ("begun", 7)):
         (tmp_path / name).mkdir()

@@ -52,7 +52,7 @@ def test_a_checkpoint_is_whole_where_ranges_make_it_so(tmp_path: Path) -> None:
 
 
 def test_a_range_within_a_window(tmp_path: Path) -> None:
-    """The window is that of a matrix that tensor parallelism has divided by column."""
+    """The window is from a matrix that tensor parallelism has divided by column."""
     whole = torch.arange(24.0).view(4, 6)
     dcp.save({"x": whole}, checkpoint_id=tmp_path, no_dist=True)
     local = torch.zeros(5)

@@ -107,7 +107,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_a_job_begins_with_adapters_of_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], dora: bool
 ) -> None:
-    """Its first loss is that of PEFT's model, and a resume reads the checkpoint's adapters and not these."""
+    """Its first loss equals PEFT's, and a resume reads the checkpoint's adapters and not these."""
     from peft import LoraConfig, get_peft_model
 
     monkeypatch.chdir(tmp_path)

@@ -182,7 +182,7 @@ def test_ended_by_a_signal_it_leaves_nothing(tmp_path: Path, number: signal.Sign
 
 
 def test_the_most_expensive_kernels() -> None:
-    """A GPU's kernels: those that take most time, with names cut at the end of the column."""
+    """A GPU's kernels that take most time, with names cut at the end of the column."""
     parts: dict[str, Any] = {f"{name}_s": 0.0 for name in PARTS}
     parts |= {"where": "device", "steps": 2, "step_s": 0.1, "forward_s": 0.1, "data_on_host_s": 0.0}
     parts |= {"communication_in_all_s": 0.0, "waits": {}, "waits_between": {}}

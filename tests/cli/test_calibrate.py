@@ -21,7 +21,7 @@ SEQ_LEN = 128
 FAST = ("cluster=cpu", "cluster.peak_tflops=10", "cluster.memory_gbs=1000")
 """Far more than a core of any machine has."""
 TRUE = ("cluster=cpu", "cluster.peak_tflops=0.04", "cluster.memory_gbs=6")
-"""The machine of the runs: their step times are those of its plan, since a busy machine measures others."""
+"""The machine of the runs: their step times are its plan's, since a busy machine measures others."""
 
 
 def config_of(folder: Path):

@@ -51,7 +51,7 @@ HELP = dict(parameters(typer.main.get_command(build([])), "nanoscale"))
 
 
 def test_commands_answer_in_json_too() -> None:
-    """But those that AGENTS.md names."""
+    """Except the words that AGENTS.md names."""
     app = typer.main.get_command(build([]))
     without = {
         name

@@ -133,7 +133,7 @@ class Launch:
         return [pid for pid, line in found if "forkserver" in line and _parent(pid) in agents]
 
     def ranks(self, node: str) -> list[int]:
-        """Processes of the ranks on a node, by their start; not that of the store on the first host."""
+        """Processes of the ranks on a node, by their start, without the first host's store."""
         servers = set(self.fork_servers(node))
         copies = [pid for pid in self.nodes.processes(node) if _parent(pid) in servers]
         return sorted(pid for pid in copies if ".rank-" in _stdout(pid))

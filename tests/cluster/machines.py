@@ -18,7 +18,7 @@ Pitfalls:
   has waited for it. So `power_off` reaps what `run_in` started.
 - `nsenter --pid` forks, and a signal to it never reaches the program. Here the calling thread takes on the PID
   namespace for its children before it forks; `Popen.pid` is the program's own.
-- The kernel of a machine that loses its power sends nothing, that of a killed process closes its connections.
+- The kernel of a machine that loses its power sends nothing; a killed process's kernel closes its connections.
   So the bridge's port is shut first, and the next boot has a new network namespace: the old one still holds
   connections that would say goodbye once the link is back.
 - Shutting a port (`bridge link set … state 0`) leaves the carrier on; `ip link set … down` would be noticed at
@@ -166,7 +166,7 @@ class Machines:
     # -- inside the machines --
 
     def run_in(self, node: str, argv: Sequence[object], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on a machine. Options are Popen's; `pid` is that of the program, signals reach it."""
+        """Start a process on a machine. Options are Popen's; `pid` is the program's, signals reach it."""
         machine = self._machines[node]
         enter = [
             "nsenter",
@@ -197,7 +197,7 @@ class Machines:
     def processes(self, *nodes: str) -> dict[int, str]:
         """Return the processes on machines, on all if none is named, besides their inits and services.
 
-        Pids are those of this machine; values are command lines.
+        Pids are this machine's; values are command lines.
         """
         of_nodes = self.processes_by_node(*nodes).values()
         return {pid: line for found in of_nodes for pid, line in found.items()}

@@ -2,8 +2,8 @@
 
 They are machines of machines.py, so a node can lose its power or its link, and SLURM sees what it would see.
 Its commands work on these machines only, with `environment`; `command`, `sbatch` and others run on `login`.
-There are two partitions: `low` (the default), whose jobs are preempted by those of `high`, and requeued if they
-take more than 30 s to end.
+There are two partitions. Jobs of `high` preempt jobs of `low`, the default; these are requeued if they take
+more than 30 s to end.
 
 Every node says that it has 4 CPUs, whatever it has. There is no accounting: what was a job is forgotten after
 five minutes, and `show` asks slurmctld.
@@ -88,7 +88,7 @@ class Slurm(Machines):
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *argv: object, **options: Any) -> str:
-        """Run one of SLURM's commands on the login node; return its output. Options are those of `call`."""
+        """Run one of SLURM's commands on the login node; return its output. Options are `call`'s."""
         environment = options.pop("env", os.environ) | self.environment
         done = self.call(LOGIN, argv, env=environment, **options)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"

@@ -38,7 +38,7 @@ SECRET = "MY_API_TOKEN"
 
 @contextmanager
 def paused(*ranks: int) -> Iterator[None]:
-    """Stop all ranks within the body, also those that wait for another."""
+    """Stop all ranks within the body, also ranks that wait for another."""
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     try:

@@ -32,7 +32,7 @@ LAWS = {
     "data.packing=whole data.document_mask=true": "",
     "data.document_mask=true": "data.document_mask=false",
 }
-"""The overrides that are typed, and those that must be advised, if it matters."""
+"""The typed overrides, and the overrides that must be advised, if it matters."""
 
 
 @pytest.fixture(autouse=True)

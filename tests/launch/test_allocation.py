@@ -1,4 +1,4 @@
-"""A SLURM job's environment; tests/cluster/test_submit.py reads that of a real one."""
+"""A SLURM job's environment; tests/cluster/test_submit.py reads a real one's."""
 
 from __future__ import annotations
 

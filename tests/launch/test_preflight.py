@@ -49,7 +49,7 @@ NOW = 1_000_000.0
 
 
 def facts(number: int) -> dict:
-    """Return those of a healthy host with 8 GPUs."""
+    """Return the facts of a healthy host with 8 GPUs."""
     return {
         "hostname": f"n{number}",
         "machine": f"machine {number}",

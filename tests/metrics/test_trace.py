@@ -17,7 +17,7 @@ def at(name: str, start: int, end: int, thread: int = 1, **about: object) -> Eve
 
 
 def found(events: list[Event]) -> dict[str, float]:
-    """Return the parts in ms, without those of 0."""
+    """Return the parts in ms, without parts of 0."""
     parts = parts_of(events)
     assert parts is not None
     return {

@@ -110,7 +110,7 @@ def test_what_is_between_the_products_can_be_compiled(monkeypatch: pytest.Monkey
 
 
 def test_a_gradient_can_be_asked_for_twice() -> None:
-    """Pipelines that split the backward pass request those of inputs first."""
+    """Pipelines that split the backward pass request the gradients of inputs first."""
     hidden, weight, targets = example(torch.float64)
     loss = head.linear_cross_entropy(hidden, weight, targets) * FACTOR
     (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)

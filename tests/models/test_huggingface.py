@@ -80,7 +80,7 @@ def test_the_older_words_for_rotation(tmp_path: Path) -> None:
 
 
 def test_names_without_the_prefix_of_the_trunk(tmp_path: Path) -> None:
-    """The names are those of the published GPT-2's files, with its masks."""
+    """The names are from the published GPT-2's files, with its masks."""
     theirs = save("gpt2", tmp_path)
     file = tmp_path / "model.safetensors"
     held = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}

@@ -62,7 +62,7 @@ class Seen:
 
 
 class CountOperations(TorchDispatchMode):
-    """A counter of operations that really run: those that other modes answer do not reach it."""
+    """A counter of operations that really run: operations that other modes answer do not reach it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_kept_memory_has_its_closed_form() -> None:
 
 @pytest.mark.slow
 def test_peak_memory_falls() -> None:
-    """In groups the peak is √layers inputs and a group's activations, here 3 and those of 3 blocks."""
+    """In groups the peak is √layers inputs and a group's activations, here 3 inputs and 3 blocks' activations."""
     peak = {mode: see(mode).peak for mode in MODES}
     assert peak["none"] > peak["matmuls"] > peak["every 2nd"] > peak["attention"] > peak["full"]
     assert peak["none"] > peak["sqrt"] > peak["full"]

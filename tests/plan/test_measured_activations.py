@@ -50,8 +50,8 @@ MODES: list[dict[str, Any]] = [
 
 
 def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) -> tuple[int, int]:
-    """Bytes that are held between forward and backward pass, and the most above those of before, of gradients
-    too."""
+    """Bytes that are held between forward and backward pass, and the most above the bytes before, with
+    gradients."""
     part = Transformer(model).to(torch.float32 if autocast else dtype)
     activation.apply(part.layers, parallel)
     loop = activation.make_run_layers(parallel, part.run_layers)

@@ -111,7 +111,7 @@ def test_tensor_parallelism_divides_all_but_norms():
 
 
 def test_shards_are_padded_to_whole_rows():
-    """FSDP2 divides rows: those of most matrices are 4096, and 8192 ranks cannot have half a row each."""
+    """FSDP2 divides rows: most matrices have 4096 rows, and 8192 ranks cannot have half a row each."""
     stage = rank_stages(job("model=llama-8b"))[0][0]
     assert stage.shard(8) == stage.numel / 8
     assert stage.shard(8192) > 1.3 * stage.numel / 8192

@@ -166,7 +166,7 @@ def duration(action: Action, costs: Costs) -> float:
 
 
 def sending_times(timeline: Timeline) -> dict[tuple[str, int, int], float]:
-    """When each result leaves its rank: that of a pair's forward pass when the backward pass is done too."""
+    """When each result leaves its rank: a pair's forward result leaves when the backward pass is done too."""
     sent: dict[tuple[str, int, int], float] = {}
     for spans in timeline.ranks:
         for span, after in zip(spans, [*spans[1:], spans[-1]], strict=True):

@@ -230,7 +230,7 @@ def test_host_memory_is_used_where_nothing_else_fits() -> None:
 
 
 def test_groups_of_blocks_are_recomputed_where_nothing_else_fits() -> None:
-    """1,024 blocks: the inputs of all of them are more than those of 32 groups and the blocks of one."""
+    """1,024 blocks: all of their inputs are more than the inputs of 32 groups and of one group's blocks."""
     deep = (
         "model.layers=1024",
         "model.hidden=512",

@@ -1,4 +1,4 @@
-"""The CPU cores of a rank with a GPU; the GPUs are those of a library in NVML's place."""
+"""The CPU cores of a rank with a GPU; a library in NVML's place has the GPUs."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(tmp_path
 
 
 def test_a_folder_goes_though_a_rank_still_writes_into_it(tmp_path: Path) -> None:
-    """A file that appears between the removal of the files and that of the folder would keep the folder."""
+    """A file that appears after the removal of the files and before the folder's would keep the folder."""
     folder = scratch.make(str(tmp_path))
     rmdir = os.rmdir
 

@@ -98,7 +98,7 @@ EXCUSED = {
 
 
 def lines(page: Path) -> Iterator[str]:
-    """Yield the command lines of a page: those of its blocks, and whole ones within sentences."""
+    """Yield the command lines of a page: lines of its blocks, and whole ones within sentences."""
     kind = ""
     text = page.read_text()
     for line in text.splitlines():

@@ -1,7 +1,7 @@
 """The lines of README and docs that launch on one machine, typed as they are written, with real ranks on CPUs.
 
 The stand-in for `recipe=tiny` is the model of `debug`, with 200 steps. Ctrl-C interrupts the run `first`
-after a few of them, as README says to, and the next line resumes it. The other lines of README and those of
+after a few of them, as README says to, and the next line resumes it. The other lines of README and the lines of
 docs train in the folder of stand-ins of test_command_lines.py, until they have trained three steps.
 """
 

@@ -102,7 +102,7 @@ def played(rank: int, config: ResolvedConfig) -> RankRecord:
 
 
 def essence(record: RankRecord) -> dict[str, Any]:
-    """Return what a record has in common with those of the same kind: all but the numbers of ranks."""
+    """Return what a record has in common with records of the same kind: all but the numbers of ranks."""
     calls = []
     for call in record.calls:
         group = record.groups[call.group]

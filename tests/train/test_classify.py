@@ -186,7 +186,7 @@ def test_a_resume_is_exact_and_an_export_predicts(tmp_path: Path, family: str) -
     ("family", "kind"), [("bert", "MaskedLM"), ("bert", ""), ("llama", "CausalLM"), ("llama", "")]
 )
 def test_only_a_head_may_be_missing(tmp_path: Path, family: str, kind: str) -> None:
-    """Weights of the head are those of a model that begins with random weights; all others are the folder's."""
+    """Weights of the head are as in a model that begins with random weights; all others are the folder's."""
     write_texts(tmp_path)
     saved(family, tmp_path / "model", kind)
     shape = shape_of(tmp_path / "model")

@@ -168,7 +168,7 @@ def test_a_resume_reads_the_same_teacher(tmp_path: Path, teacher: Path) -> None:
 
 @pytest.mark.slow
 def test_further_steps_read_further_samples(tmp_path: Path, teacher: Path) -> None:
-    """A run of one step stores its samples only, and a longer one adds those of the other steps."""
+    """A run of one step stores its samples only, and a longer one adds the samples of the other steps."""
     write_documents(tmp_path)
     config = distilled(saving_config(tmp_path), teacher)
     run = make_run(config)
@@ -185,7 +185,7 @@ def test_further_steps_read_further_samples(tmp_path: Path, teacher: Path) -> No
 def test_chunks_of_the_head_equal_autograd(
     monkeypatch: pytest.MonkeyPatch, temperature: float, dtype: torch.dtype
 ) -> None:
-    """The loss of whole logits is that of `model=hf`: another code."""
+    """The loss of whole logits equals the loss of `model=hf`: another code."""
     from nanoscale.models.hf_model import _cross_entropy
 
     torch.manual_seed(0)

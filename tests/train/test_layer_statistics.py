@@ -1,4 +1,4 @@
-"""Statistics of each layer: those of a plain model, in every layout."""
+"""Statistics of each layer: equal to a plain model's, in every layout."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_jump_is_noted_and_the_checkpoints_before_it_stay(
 def test_a_jump_is_rolled_back_and_its_batches_are_skipped(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    """The steps after it are those of a training on the samples after it, from the checkpoint before it."""
+    """The steps after it equal a training on the samples after it, from the checkpoint before it."""
     config, run = jumping(tmp_path, "rollback", **layout)
     assert (
         run_ranks(train_jumping, config.world_size, run.path) == ["completed"] * config.world_size

@@ -1,4 +1,4 @@
-"""lm-eval's tasks while a model trains: the scores are those of `nanoscale eval --tasks` in every layout."""
+"""lm-eval's tasks while a model trains: the scores equal `nanoscale eval --tasks` in every layout."""
 
 from __future__ import annotations
 
