@@ -36,7 +36,7 @@ class RoundedAdamW(Optimizer):
     """AdamW that computes in fp32 and rounds what is kept in bf16, moments or weights, stochastically.
 
     Rounded to the nearest number, a weight whose updates are below 1/512 of it would never change, and a
-    second moment with `beta2` above 0.998 neither. At random, a number becomes one of its two neighbours, with
+    second moment with `beta2` above 0.998 neither. At random, a number becomes one of its two neighbors, with
     its own value as the mean (Gupta et al. 2015, arXiv:1502.02551). The random numbers depend on the name of
     the parameter, the shard's position and the step alone: replicas stay equal, and a resume continues bit for
     bit.
@@ -100,7 +100,7 @@ def _update(
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """Return fp32 numbers in bf16, each rounded to a neighbour with the value itself as the mean.
+    """Return fp32 numbers in bf16, each rounded to a neighbor with the value itself as the mean.
 
     bf16 is the upper half of fp32: a random number is added to the lower half, which is cut off.
 

@@ -28,7 +28,7 @@ def mismatches(
     good = [record for record in records if not record.error]
     pairs: Iterable[tuple[RankRecord, RankRecord]] = combinations(good, 2)
     if len(good) > _ALL_PAIRS:
-        pairs = _neighbors(good)
+        pairs = _adjacent(good)
     differences = filter(None, (_first_difference(first, second) for first, second in pairs))
     found = [*dict.fromkeys(differences), *_lost_messages(good, is_ring)]
     return found or deadlock(good)
@@ -42,7 +42,7 @@ def compared_groups(records: Sequence[RankRecord]) -> tuple[int, int]:
     return sum(len(good.intersection(group)) > 1 for group in groups), len(groups)
 
 
-def _neighbors(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
+def _adjacent(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
     """Yield each rank with the first played rank of each of its groups."""
     by_rank = {record.rank: record for record in records}
     for record in records:

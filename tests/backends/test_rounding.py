@@ -11,7 +11,7 @@ from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.schema import Optimizer
 
 
-def test_a_number_becomes_one_of_its_neighbours_with_itself_as_the_mean() -> None:
+def test_a_number_becomes_one_of_its_neighbors_with_itself_as_the_mean() -> None:
     torch.manual_seed(0)
     noise = torch.randint(0, 1 << 16, (200_000,), dtype=torch.int32)
     for value, below, above in ((1.001, 1.0, 1.0078125), (-3.0e-5, -3.004074e-05, -2.992153e-05)):

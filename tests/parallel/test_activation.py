@@ -152,7 +152,7 @@ def test_kept_memory_has_its_closed_form() -> None:
 
 @pytest.mark.slow
 def test_peak_memory_falls() -> None:
-    """In groups the peak is √layers inputs and a group's activations, here 3 inputs and 3 blocks' activations."""
+    """In groups the peak is √layers inputs and a group's activations, here of 3 and 3 blocks."""
     peak = {mode: see(mode).peak for mode in MODES}
     assert peak["none"] > peak["matmuls"] > peak["every 2nd"] > peak["attention"] > peak["full"]
     assert peak["none"] > peak["sqrt"] > peak["full"]
