@@ -12,14 +12,23 @@ tokens and needs only their `positions`. A mask covers the whole sequence, which
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.nn import functional as F
 
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
-from nanoscale.models.transformer import CausalAttention
+from nanoscale.models.moe import Router
+from nanoscale.models.transformer import (
+    Attention,
+    CausalAttention,
+    LatentAttention,
+    Transformer,
+)
 from nanoscale.parallel.attention_kernels import KERNELS, choose_kernel, has_cuda_flash
 from nanoscale.parallel.ring import ring_attention
 
@@ -33,6 +42,21 @@ def positions(method: str, seq: int, rank: int, degree: int, device: torch.devic
     chunk = torch.arange(seq // 2, device=device)
     mirrored = 2 * degree - 1 - rank
     return torch.cat((chunk + rank * len(chunk), chunk + mirrored * len(chunk)))
+
+
+def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, rank: int) -> None:
+    """Divide the sequence over the ranks of a group, in place."""
+    method, degree = config.parallel.cp_method, config.parallel.cp
+    model.sequence_length = lambda seq: seq * degree
+    model.token_positions = lambda seq, device: positions(method, seq, rank, degree, device)
+    for module in model.modules():
+        if isinstance(module, Attention | LatentAttention):
+            module.core = make_core(method, group, config.model)
+        if isinstance(module, Router):
+            module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
+    if model.objective is not None:
+        model.objective.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
+        model.objective.counts_values = rank == 0
 
 
 def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:

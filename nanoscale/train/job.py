@@ -188,7 +188,7 @@ def explain(context: RankContext, training: Training, data: Dataset, error: NonF
     text = f"step {first + 1} to {last_step} once more, to find the first result that is not finite"
     make_note(context)("repeat", text)
     if not stored:
-        engine.reinitialize()
+        engine.tensors.reinitialize(engine.device)
     training.progress = restore(context, engine, data)
     finite = "all results of modules were finite when the steps were repeated"
     error.args = (f"{find_cause(training, last_step) or finite}. {error}",)

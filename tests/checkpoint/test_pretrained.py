@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nanoscale.backends.construction import build_stages
 from nanoscale.backends.gradients import local_tensor
-from nanoscale.backends.native import build_stages
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.names import BIASES, hf_positions, shapes

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nanoscale.backends.construction import build_stages
 from nanoscale.backends.gradients import local_tensor
-from nanoscale.backends.native import NativeEngine, build_stages
+from nanoscale.backends.native import NativeEngine
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.parameters import named
 from nanoscale.config.resolved import ResolvedConfig

@@ -33,7 +33,7 @@ FLIPPED_AT = 3
 def flip(training: Training, name: str, moment: str = "") -> None:
     """Flip a bit of one element of a rank's shard; rounding could undo a flip of the lowest one."""
     engine: Any = training.engine
-    parameter = dict(engine._all_parameters())[name]
+    parameter = dict(engine.tensors.named)[name]
     tensor = engine.optimizer.state[parameter][moment] if moment else parameter
     plain_tensors(local_tensor(tensor))[0].view(-1).view(torch.uint8)[:1].bitwise_xor_(16)
 

@@ -1,0 +1,99 @@
+"""The parts of the native engine before the first step: stages, master weights, pipeline, gradient reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from nanoscale.backends import float8, nf4
+from nanoscale.backends.base import make_stage
+from nanoscale.backends.master_weights import MasterWeights, cast_frozen
+from nanoscale.config.layout import is_replicated
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.models import lora
+from nanoscale.models.initialization import fill
+from nanoscale.models.transformer import Transformer
+from nanoscale.parallel.apply import parallelize
+from nanoscale.parallel.ddp import GradientReducer
+from nanoscale.parallel.fsdp import TORCH_DTYPES
+from nanoscale.parallel.mesh import Layout
+from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
+
+
+def build_stages(
+    config: ResolvedConfig, layout: Layout, device: torch.device
+) -> dict[int, Transformer]:
+    """Build this rank's stages of the model with their initial weights, by number; never whole if sharded."""
+    stages, compute_dtype = {}, TORCH_DTYPES[config.precision.compute]
+    for number in stages_of(config.parallel, layout.coordinates.pp):
+        with torch.device("meta"):
+            stage = make_stage(config, number)
+        stage.to(TORCH_DTYPES[config.precision.params])
+        if config.precision.fp8:
+            float8.apply(stage, config.precision.fp8_recipe)
+        parallelize(stage, config, layout)
+        if layout.data is None:  # FSDP2 casts what it gathers
+            cast_frozen(stage, compute_dtype)
+        if config.lora.base == "nf4":
+            nf4.quantize(stage, compute_dtype, device)
+        # Memory is taken only now, for this rank's shards.
+        if config.offloads:
+            stage.materialize(torch.device("cpu"))
+            stage.reset_buffers(device)
+        else:
+            stage.materialize(device)
+        fill_initial(stage, config, device)
+        stages[number] = stage
+    return stages
+
+
+def fill_initial(stage: Transformer, config: ResolvedConfig, device: torch.device) -> None:
+    """Draw the initial weights of a stage, except weights that are loaded from files."""
+    # then everything but adapters, or a head of classes, is loaded
+    is_pretrained = config.model.init_from is not None and config.train.objective != "classify"
+    if not is_pretrained or config.lora.rank:
+        fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)
+        lora.fill_magnitudes(dict(stage.named_parameters()))
+
+
+def make_masters(
+    stages: dict[int, Transformer], config: ResolvedConfig, layout: Layout
+) -> MasterWeights | None:
+    """Create master weights in a single process, in which FSDP2 does not cast the weights."""
+    precision = config.precision
+    if layout.data is not None or precision.compute == precision.params:
+        return None
+    (model,) = stages.values()
+    return MasterWeights(model.named_parameters(), TORCH_DTYPES[precision.compute])
+
+
+def make_reducer(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: ResolvedConfig, layout: Layout
+) -> GradientReducer | None:
+    """Create the reducer of the gradients of replicas; None if FSDP2 reduces them, or nothing does."""
+    if layout.data is None or not is_replicated(config):
+        return None
+    return GradientReducer([p for _, p in parameters], layout.data.get_group("dp_replicate"))
+
+
+def make_pipeline(
+    stages: dict[int, Transformer],
+    config: ResolvedConfig,
+    layout: Layout,
+    device: torch.device,
+    loss: Callable[[Tensor], Tensor],
+) -> Pipeline | None:
+    """Create the pipeline of stages; None without one."""
+    if layout.pipeline is None:
+        return None
+    parallel, train = config.parallel, config.train
+    shards = next(iter(stages.values())).sequence_shards
+    seq = train.seq_len // parallel.cp // shards
+    boundary = Boundary(
+        (train.micro_batch, seq, config.model.hidden),
+        TORCH_DTYPES[config.precision.compute],
+        device,
+    )
+    return Pipeline(stages, parallel, layout.pipeline, boundary, loss)

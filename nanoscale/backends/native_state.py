@@ -1,0 +1,137 @@
+"""The tensors of the native engine between two steps: for checkpoints, for their comparison, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from nanoscale.backends.construction import fill_initial
+from nanoscale.backends.gradients import local_tensor
+from nanoscale.backends.master_weights import MasterWeights
+from nanoscale.backends.optimizer import (
+    fill_own_state,
+    fill_state,
+    load_state,
+    named_state,
+    plain_tensors,
+)
+from nanoscale.config.optimizers import AVERAGE, keeps_average
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.models import lora
+from nanoscale.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class NativeState:
+    """The weights of a rank's stages, and its optimizer's tensors."""
+
+    config: ResolvedConfig
+    stages: dict[int, Transformer]
+    named: list[tuple[str, nn.Parameter]]
+    """All parameters, by names in the whole model; master weights if there are any."""
+    trained: list[tuple[str, nn.Parameter]]
+    masters: MasterWeights | None
+    optimizer: torch.optim.Optimizer
+    data: DeviceMesh | None
+    """The ranks of dp and cp; None in a single process."""
+
+    def fill(self) -> None:
+        """Give every parameter that has no state the one of its first update."""
+        if self.config.optimizer.name != "hooks":  # no step is skipped before its first one
+            fill_state(self.optimizer, averages=self.config.optimizer.ema_decay is not None)
+
+    def state(self, *, to_load: bool = False) -> dict[str, Tensor]:
+        """Return weights and moments as in `Engine.state`; `to_load` as in `named_state`."""
+        model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.trained}
+        moments = named_state(self.trained, self.optimizer, to_load=to_load)
+        return model | {f"optimizer.{name}": value for name, value in moments.items()}
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the frozen weights as in `Engine.frozen_state`."""
+        return {f"model.{name}": p for name, p in self.named if not p.requires_grad}
+
+    def empty(self) -> dict[str, Tensor]:
+        """Return weights and moments as in `Engine.empty_state`."""
+        self.fill()
+        if self.config.optimizer.name == "hooks":
+            fill_own_state(self.optimizer)
+        return self.state(to_load=True)
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Continue as in `Engine.load_state`."""
+        moments = {
+            name.removeprefix("optimizer."): value
+            for name, value in state.items()
+            if name.startswith("optimizer.")
+        }
+        load_state(self.trained, self.optimizer, moments)
+        self._update_compute_copy()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the average of the weights, as in `Engine.averaged`."""
+        if not keeps_average(self.config.optimizer):
+            yield
+            return
+        states = self.optimizer.state
+        trained = {parameter: parameter.detach().clone() for parameter in states}
+        self._set_weights({parameter: state[AVERAGE] for parameter, state in states.items()})
+        try:
+            yield
+        finally:
+            self._set_weights(trained)
+
+    @torch.no_grad()
+    def _set_weights(self, values: dict[Tensor, Tensor]) -> None:
+        for parameter, value in values.items():
+            local_tensor(parameter).copy_(local_tensor(value))
+        self._update_compute_copy()
+
+    def _update_compute_copy(self) -> None:
+        if self.masters is not None:
+            self.masters.update_compute_copy()
+
+    def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
+        """Yield names, ranks and tensors as in `Engine.replicated`."""
+        for name, parameter in self.named:
+            if isinstance(parameter, DTensor):
+                ranks = _replica_ranks(parameter.device_mesh, tuple(parameter.placements))
+            elif self.data is not None:  # whole, or in 4 bits, on each rank of dp and cp
+                ranks = tuple(self.data.mesh.flatten().tolist())
+            else:
+                ranks = (0,)
+            moments = self.optimizer.state.get(parameter, {}).values()
+            # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
+            local = [local_tensor(it) for it in (parameter, *moments) if it.ndim]
+            yield name, ranks, [plain for it in local for plain in plain_tensors(it)]
+
+    @torch.no_grad()
+    def reinitialize(self, device: torch.device) -> None:
+        """Return to the initial weights, unless they come from files, and to an unused optimizer."""
+        self.optimizer.state.clear()
+        for stage in self.stages.values():
+            stage.reset_buffers(device)
+            fill_initial(stage, self.config, device)
+            if self.masters is not None:
+                draw = stage.initializer(self.config.train.seed, device)
+                for name, master in self.masters.parameters:
+                    master.copy_(draw(name, master.shape))
+                lora.fill_magnitudes(dict(self.masters.parameters))
+                self.masters.update_compute_copy()
+
+
+@cache
+def _replica_ranks(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Return the ranks that hold the same shard as this one of a tensor with these placements."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    axes = zip(coordinates, placements, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else at for at, placement in axes)
+    return tuple(mesh.mesh[index].flatten().tolist())
