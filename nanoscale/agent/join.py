@@ -44,8 +44,8 @@ def join(path: Path, limit_s: float, *, serves: bool) -> int:
                 time.sleep(LONGER_S)  # the launcher ends first, with its own words
                 return session.exit_code
             code = 0 if agent is None else agent.poll()
-            again = code not in (None, 0) or (code == 0 and session != tried)
-            if serves and session.addresses and again:
+            starts = code not in (None, 0) or (code == 0 and session != tried)
+            if serves and session.addresses and starts:
                 time.sleep(_PAUSE_S if code else 0)
                 tried = session
                 command = [sys.executable, "-P", "-m", "nanoscale.agent", "--connect"]

@@ -122,7 +122,7 @@ class Translation:
     became: list[tuple[str, str]] = field(default_factory=list)
     """Each setting, by its path, and what it became."""
     violations: list[Violation] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
+    handled: set[str] = field(default_factory=set)
     """The paths of the settings that are dealt with."""
 
     @property
@@ -134,7 +134,7 @@ class Translation:
         """Take a setting as a key; "auto" leaves the key alone."""
         if path.endswith("bucket_size") and isinstance(value, float) and value.is_integer():
             value = int(value)
-        self.taken.add(path)
+        self.handled.add(path)
         if value == "auto":
             self.became.append((path, f"left to nanoscale ({key})"))
             return
@@ -144,11 +144,11 @@ class Translation:
 
     def leave(self, path: str, reason: str) -> None:
         """Note that a setting needs no key."""
-        self.taken.add(path)
+        self.handled.add(path)
         self.became.append((path, f"not needed: {reason}"))
 
     def refuse(self, path: str, value: Any, message: str, remedy: str = "") -> None:
-        self.taken.add(path)
+        self.handled.add(path)
         self.violations.append(Violation(path, value, "the JSON", message, remedy=remedy))
 
 
@@ -195,7 +195,7 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
         message = "asks for Adam with L2 regularization; adamw here decouples the weight decay"
         result.refuse("optimizer.params.adam_w_mode", params["adam_w_mode"], message)
     betas = params.get("betas", "auto")
-    if betas != "auto" and "optimizer.params.betas" not in result.taken:
+    if betas != "auto" and "optimizer.params.betas" not in result.handled:
         for key, beta in zip(("optimizer.beta1", "optimizer.beta2"), betas, strict=True):
             result.set("optimizer.params.betas", key, beta)
     if result.values.get("scheduler.name", "cosine") != "cosine":
@@ -326,14 +326,14 @@ def _types(settings: Mapping[str, Any], result: Translation) -> None:
             continue
         result.refuse(f"{section}.type", kind, message)
         for path, value in flat(values.get("params", {}), f"{section}.params.").items():
-            result.taken.add(path)
+            result.handled.add(path)
             if value != "auto":
                 result.refuse(path, value, _NO_KEY)
 
 
 def _keys(leaves: Mapping[str, Any], result: Translation) -> None:
     for path, key in _KEYS.items():
-        if path not in leaves or path in result.taken or _why_idle(path, leaves[path]):
+        if path not in leaves or path in result.handled or _why_idle(path, leaves[path]):
             continue
         value = leaves[path]
         if path not in _VALUES:
@@ -347,7 +347,7 @@ def _loggers(settings: Mapping[str, Any], result: Translation) -> None:
         monitor = settings.get(name)
         if not isinstance(monitor, Mapping):
             continue
-        result.taken.update(flat(monitor, f"{name}."))
+        result.handled.update(flat(monitor, f"{name}."))
         if not monitor.get("enabled"):
             result.leave(f"{name}.enabled", "it is off")
             continue
@@ -366,7 +366,7 @@ def _rest(settings: Mapping[str, Any], result: Translation, prefix: str = "") ->
             if inner := _rest(value, result, f"{path}."):
                 rest[name] = inner
             continue
-        if path in result.taken:
+        if path in result.handled:
             continue
         fixed = _nearest(path, _FIXED) or _Fixed()
         may_be_left = value == "auto" and path in _VALUES

@@ -115,7 +115,7 @@ def _open_run(
     step: int | None,
     devices: list[torch.device],
     dtype: torch.dtype,
-    said: str | None,
+    tokenizer_name: str | None,
 ) -> Opened:
     config, stored = load_config(run.config), find_checkpoint(run.checkpoints, step)
     require_model(run, stored)
@@ -129,7 +129,7 @@ def _open_run(
             f"{run.path}: its model is transformers' (model=hf), which `generate` of transformers "
             f"runs after `nanoscale checkpoints export {shlex.quote(run.reference)} --format hf`",
         )
-    tokenizer = _named(said) if said else vocabulary.tokenizer_of_run(config)
+    tokenizer = _named(tokenizer_name) if tokenizer_name else vocabulary.tokenizer_of_run(config)
     if tokenizer is None:
         raise _no_tokenizer(
             f"{run.path}: data.source={config.data.source} names none",
@@ -154,7 +154,7 @@ def _open_run(
 
 
 def _open_folder(
-    folder: Path, devices: list[torch.device], dtype: torch.dtype, said: str | None
+    folder: Path, devices: list[torch.device], dtype: torch.dtype, tokenizer_name: str | None
 ) -> Opened:
     try:
         model = _empty(read_shape(folder), devices, dtype)
@@ -162,9 +162,9 @@ def _open_folder(
             load.load(folder, model.shape, dict(state_of(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
-    if not said and in_folder(folder) is None:
+    if not tokenizer_name and in_folder(folder) is None:
         raise _no_tokenizer(f"{folder} has no tokenizer.json or tokenizer.model", model.shape.vocab)
-    tokenizer = _named(said or str(folder))
+    tokenizer = _named(tokenizer_name or str(folder))
     before: tuple[int, ...] = (tokenizer.eos,)
     added, start = tuple[int, ...](), tokenizer.eos
     if isinstance(tokenizer, FileTokenizer):
@@ -247,10 +247,10 @@ def state_of(model: Transformer) -> Iterator[tuple[str, Tensor]]:
             yield f"balance.bias.layers.{number}", block.mlp.router.choice_bias
 
 
-def _named(said: str) -> Tokenizer:
-    if said == "byte":
+def _named(tokenizer_name: str) -> Tokenizer:
+    if tokenizer_name == "byte":
         return ByteTokenizer()
-    return load_tokenizer(find(said, "--tokenizer"), key="--tokenizer")
+    return load_tokenizer(find(tokenizer_name, "--tokenizer"), key="--tokenizer")
 
 
 def _fitting(tokenizer: Tokenizer, model: Transformer) -> Tokenizer:

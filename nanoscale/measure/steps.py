@@ -113,8 +113,8 @@ class _Bench:
                 result = self.training.advance()
                 tick()
                 self.say(f"step {number + 1} of {steps}")
-        mine = [result.loss_sum.item(), peak_memory_gib(self.device), *times]
-        everyone = process_group.gather_numbers(mine)
+        local = [result.loss_sum.item(), peak_memory_gib(self.device), *times]
+        everyone = process_group.gather_numbers(local)
         slowest = everyone.max(dim=0).values.tolist()
         return {
             "first_step_s": first,

@@ -127,7 +127,7 @@ def logits_or_loss(
     assert references is not None, "pairs have them"
     with torch.no_grad():
         rows = zip(hidden, targets, strict=True)
-        losses = torch.stack([compute(row, targets=its_targets) for row, its_targets in rows])
+        losses = torch.stack([compute(row, targets=row_targets) for row, row_targets in rows])
     value, weights = head.objective.value_and_weights(losses, targets, references)
     if not torch.is_grad_enabled():
         return value

@@ -62,11 +62,11 @@ class Pool(Generic[Work, Result]):
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
         try:
             for setup in self.setups:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
+                local, remote = context.Pipe()
+                process = context.Process(target=_serve, args=(remote, setup), daemon=True)
                 process.start()
-                theirs.close()  # so that each side sees the end of the other
-                self._free.append(ours)
+                remote.close()  # so that each side sees the end of the other
+                self._free.append(local)
                 self._processes.append(process)
         finally:
             if is_main:

@@ -290,8 +290,8 @@ def _behind(rank: int, known: Mapping[int, Position]) -> Iterator[int]:
     """Yield the ranks that have issued fewer collectives of a group than this one."""
     for name, group in known[rank].groups.items():
         for other in group["ranks"]:
-            theirs = known[other].groups.get(name) if other in known else None
-            if theirs is not None and theirs["issued"] < group["issued"]:
+            counters = known[other].groups.get(name) if other in known else None
+            if counters is not None and counters["issued"] < group["issued"]:
                 yield other
 
 
@@ -339,20 +339,20 @@ def different_collectives(known: Mapping[int, Position]) -> str:
 
 def explained(known: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
     """Return in words for whom the ranks of a running job wait; `hosts` has all of its ranks."""
-    those = suspects(known, hosts)
+    waited_for = suspects(known, hosts)
     lines = []
-    if len(those) < len(hosts):
-        for rank in those:
+    if len(waited_for) < len(hosts):
+        for rank in waited_for:
             late = late_for(rank, known)
             lines += [f"rank {rank} on {hosts[rank]}: {where(known.get(rank))}"]
             lines += [f"  it is before {late}"] if late else []
             lines += [known[rank].stack.rstrip()] if rank in known else []
-        if not those:
+        if not waited_for:
             lines = ["every rank waits for another one"]
     else:
         lines = ["no rank waits for another one"]
     places: dict[str, list[int]] = {}
-    for rank in sorted(known.keys() - set(those)):
+    for rank in sorted(known.keys() - set(waited_for)):
         places.setdefault(f"in step {known[rank].step}, at {known[rank].line}", []).append(rank)
     for place, ranks in places.items():
         lines.append(f"{_ranks(ranks)}: {'waits' if len(ranks) == 1 else 'wait'} {place}")

@@ -79,7 +79,7 @@ def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Store
         BadFileError: the file is damaged, or holds other adapters.
     """
     stored, rank = read_header(folder / peft.WEIGHTS), config.lora.rank
-    found: dict[str, tuple[Stored, Shape]] = {}
+    tensors: dict[str, tuple[Stored, Shape]] = {}
     names = set()
     for name, position in base_matrices(config).items():
         outputs, inputs = shapes(config.model)[f"{name}.weight"]
@@ -87,15 +87,15 @@ def find_adapters(folder: Path, config: ResolvedConfig) -> dict[str, tuple[Store
         if config.lora.dora:
             kinds["magnitude"] = (outputs,)
         for kind, shape in kinds.items():
-            theirs = peft_name(position, kind)
-            names.add(theirs)
-            if theirs not in stored:
-                raise BadFileError(f"{peft.WEIGHTS} has no {theirs}")
-            refuse_all(differences({theirs: stored[theirs]}, {theirs: shape}))
-            found[f"{name}.adapter.{kind}"] = stored[theirs], shape
+            peft_key = peft_name(position, kind)
+            names.add(peft_key)
+            if peft_key not in stored:
+                raise BadFileError(f"{peft.WEIGHTS} has no {peft_key}")
+            refuse_all(differences({peft_key: stored[peft_key]}, {peft_key: shape}))
+            tensors[f"{name}.adapter.{kind}"] = stored[peft_key], shape
     if more := sorted(stored.keys() - names):
         raise BadFileError(f"{peft.WEIGHTS} has {more[0]}, which is not an adapter of this model")
-    return found
+    return tensors
 
 
 def base_matrices(config: ResolvedConfig) -> dict[str, TensorPosition]:

@@ -61,20 +61,20 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     from nanoscale.launch.batch.jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
-    said, job = "", None
+    reported, job = "", None
     while True:
         owner = lock.owner(run)
         if owner is not None:
             _follow_launcher(run, owner, view)
-            said = ""
+            reported = ""
             continue
         job = job_of(run, job)
         if job is None or not job.is_there:
             return job
         has_run = status.read(run).state in status.ENDED
-        if job.sentence() != said and (job.waits or not has_run):
-            said = job.sentence()
-            view.line(said)
+        if job.sentence() != reported and (job.waits or not has_run):
+            reported = job.sentence()
+            view.line(reported)
         deadline = time.monotonic() + ASK_S
         while lock.owner(run) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -136,10 +136,10 @@ def explain_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
             display.note(f"the launcher of {directory.name} did not answer")
             return FAILED
         time.sleep(_LOOK_S)
-    found = read_json(directory.positions)
+    positions = read_json(directory.positions)
     hosts = {rank: host.host for host in plan.hosts for rank in host.ranks}
-    known = {int(rank): Position(**position) for rank, position in found.items()}
-    answer(as_json, found, lambda _: display.show(explained(known, hosts)))
+    known = {int(rank): Position(**position) for rank, position in positions.items()}
+    answer(as_json, positions, lambda _: display.show(explained(known, hosts)))
     return DONE
 
 
@@ -159,11 +159,11 @@ def show_logs(
     from nanoscale.runs.tail import LineTail
 
     directory = RunDirectory.open(run)
-    goes_on: Callable[[], bool] = Activity(directory) if follow else lambda: False
+    is_active: Callable[[], bool] = Activity(directory) if follow else lambda: False
     tails: dict[Path, LineTail] = {}
     more = True
     while more:
-        more = goes_on()
+        more = is_active()
         files = batch_logs(directory) if batch else directory.log_files(attempt, rank, stream)
         for path in files:
             _print_lines(path, tails.setdefault(path, LineTail(path)), last=not more)

@@ -84,10 +84,10 @@ class Library:
     def folders(self, group: str) -> list[Path]:
         """List the folders of a group's files, in the order of precedence."""
         conf, recipes = packaged()
-        mine = self.config_dir
+        user_dir = self.config_dir
         if group != RECIPE:
-            return [*([mine / group] if mine else []), conf / group]
-        own = [mine / "recipes", mine / "recipe"] if mine else []
+            return [*([user_dir / group] if user_dir else []), conf / group]
+        own = [user_dir / "recipes", user_dir / "recipe"] if user_dir else []
         return [*own, Path("recipes"), recipes]
 
     @staticmethod
@@ -99,15 +99,15 @@ class Library:
 
     def options(self, group: str) -> dict[str, Option]:
         """Return a group's options by name; names of files in sub-folders contain a slash."""
-        found: dict[str, Option] = {}
-        ours = packaged()
+        result: dict[str, Option] = {}
+        conf, recipes = packaged()
         for folder in self.folders(group):
-            packed = folder.resolve().parent == ours[0] or folder.resolve() == ours[1]
+            packed = folder.resolve().parent == conf or folder.resolve() == recipes
             for path in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
                 name = path.relative_to(folder).with_suffix("").as_posix()
                 origin = "nanoscale" if packed else str(folder)
-                found.setdefault(name, Option(group, name, path, origin))
-        return dict(sorted(found.items()))
+                result.setdefault(name, Option(group, name, path, origin))
+        return dict(sorted(result.items()))
 
     def find(self, config: str) -> Path | None:
         """Return the file of a path in the groups, such as `model/llama-8b` or `recipe/./mine.yaml`."""

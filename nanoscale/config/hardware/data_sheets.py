@@ -146,11 +146,11 @@ def _filled(own: _Section, table: _Section | None) -> _Section:
         return own
     values: dict[str, Any] = {}
     for field in fields(own):
-        mine, theirs = getattr(own, field.name), getattr(table, field.name)
-        if is_dataclass(mine):
-            values[field.name] = _filled(mine, theirs)
-        elif mine is None or mine == [] or mine == {}:
-            values[field.name] = theirs
+        value, default = getattr(own, field.name), getattr(table, field.name)
+        if is_dataclass(value):
+            values[field.name] = _filled(value, default)
+        elif value is None or value == [] or value == {}:
+            values[field.name] = default
     return replace(own, **values)
 
 

@@ -75,14 +75,14 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
 
 def sizes(document: Json) -> Json:
     """Return our keys that config.json defines."""
-    found = {}
-    for ours, names in _SIZES.items():
+    values = {}
+    for key, names in _SIZES.items():
         numbers = [document[name] for name in names if type(document.get(name)) is int]
         if numbers and numbers[0] > 0:
-            found[ours] = numbers[0]
+            values[key] = numbers[0]
     if isinstance(document.get("tie_word_embeddings"), bool):
-        found["tie_embeddings"] = document["tie_word_embeddings"]
-    return found
+        values["tie_embeddings"] = document["tie_word_embeddings"]
+    return values
 
 
 def has_experts(document: Json) -> bool:
@@ -100,13 +100,13 @@ def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
     least."""
     model = composed.config.model
     least = {"layers": 1, "hidden": 1, "heads": 1, "ffn": 1}
-    said = {name: getattr(model, name) for name in _SIZES if kept or _said(composed, name)}
-    if "vocab" not in known and "vocab" not in said:
+    configured = {name: getattr(model, name) for name in _SIZES if kept or _is_set(composed, name)}
+    if "vocab" not in known and "vocab" not in configured:
         message = (
             "config.json has no vocab_size: set the number of rows of its embedding, model.vocab=…"
         )
         refuse([Violation(KEY, model.name, composed.source(KEY), message)], kind="model")
-    return least | {"max_seq_len": composed.config.train.seq_len} | said | known
+    return least | {"max_seq_len": composed.config.train.seq_len} | configured | known
 
 
 def _conflicts(
@@ -114,27 +114,27 @@ def _conflicts(
 ) -> Iterator[Violation]:
     """Yield keys that were set, but differ from config.json or mean nothing here."""
     for name in _shape_keys():
-        mine, given = getattr(composed.config.model, name), values[name]
-        if mine == given or mine is None or not _said(composed, name):
+        wanted, given = getattr(composed.config.model, name), values[name]
+        if wanted == given or wanted is None or not _is_set(composed, name):
             continue
         key, instead = f"model.{name}", tuple[str, ...]()
         if name in known:
             message = f"is {shown(given)} in {source}"
             names = _SIZES.get(name, ("tie_word_embeddings",))
             within = next(it for it in names if it in document)
-            instead = (override(key, given), override(f"model.hf_config.{within}", mine))
+            instead = (override(key, given), override(f"model.hf_config.{within}", wanted))
         else:
             message = "shapes nanoscale's own transformer, and model=hf would ignore it"
-        shown_value = mine if key in reference.declared() else "…"
+        shown_value = wanted if key in reference.declared() else "…"
         source_of_key = composed.source(composed.within(key)[-1])
         yield Violation(key, shown_value, source_of_key, message, instead)
 
 
-def _said(composed: Composed, name: str) -> bool:
+def _is_set(composed: Composed, name: str) -> bool:
     """True if a key was set with at least the precedence of the choice of the model.
 
     A model named on the command line replaces a recipe's shape.
     """
     chosen_by_hand = composed.by_hand(KEY) or "model=hf" in composed.words
-    said = composed.by_hand if chosen_by_hand else composed.asked_for
-    return any(map(said, composed.within(f"model.{name}")))
+    was_set = composed.by_hand if chosen_by_hand else composed.asked_for
+    return any(map(was_set, composed.within(f"model.{name}")))

@@ -88,8 +88,8 @@ def why_not(error: Exception) -> str:
 
 def is_offline() -> bool:
     """True if the user allows only the hub's cache."""
-    said = os.environ.get(_OFFLINE) or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return said.upper() in ("1", "ON", "YES", "TRUE")
+    setting = os.environ.get(_OFFLINE) or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return setting.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def hub_host() -> str:

@@ -114,57 +114,57 @@ def read(composed: Composed) -> Pretrained:
         refuse_model(composed, KEY, asked, error)
 
 
-def take_shape(composed: Composed, found: Pretrained) -> dict[str, Any]:
+def take_shape(composed: Composed, model: Pretrained) -> dict[str, Any]:
     """Return the values of the model's keys: the folder's, except for keys that may differ.
 
     Raises:
         UserError: with every key that was set and differs from the folder's.
     """
-    asked, theirs = composed.config.model, found.shape
+    asked, loaded = composed.config.model, model.shape
     values: dict[str, Any] = {}
     violations = []
     for name in (field.name for field in fields(Model) if field.name != "init_from"):
-        mine, given = getattr(asked, name), getattr(theirs, name)
-        if name in _TRAINING and theirs.experts:
-            given = mine
+        wanted, given = getattr(asked, name), getattr(loaded, name)
+        if name in _TRAINING and loaded.experts:
+            given = wanted
         values[name] = given
-        if mine == given or not _said(composed, name):
+        if wanted == given or not _is_set(composed, name):
             continue
-        if _is_free(name, mine, theirs):
-            values[name] = mine
+        if _is_free(name, wanted, loaded):
+            values[name] = wanted
         else:
-            violations.append(_conflict(composed, found, name, mine, given))
+            violations.append(_conflict(composed, model, name, wanted, given))
     if violations:
         refuse(violations, kind="model")
     return values
 
 
-def _said(composed: Composed, name: str) -> bool:
+def _is_set(composed: Composed, name: str) -> bool:
     """True if a key was set with at least the precedence of `model.init_from`.
 
     A folder of the command line replaces a recipe's model, as a model of the command line does.
     """
-    said = composed.asked_for
+    was_set = composed.asked_for
     if composed.by_hand(KEY) and not any(map(_MODEL_BY_HAND.match, composed.words)):
-        said = composed.by_hand
-    return any(map(said, composed.within(f"model.{name}")))
+        was_set = composed.by_hand
+    return any(map(was_set, composed.within(f"model.{name}")))
 
 
-def _is_free(name: str, mine: Any, theirs: Model) -> bool:
+def _is_free(name: str, wanted: Any, loaded: Model) -> bool:
     """True if the weights fit another value too. An untied head starts as a copy of the tied embedding."""
     if name in ("kv_heads", "head_dim"):
-        return mine is None
+        return wanted is None
     if name == "max_seq_len":
-        return theirs.position == "rope"
-    return name in ("name", "init_std") or (name == "tie_embeddings" and not mine)
+        return loaded.position == "rope"
+    return name in ("name", "init_std") or (name == "tie_embeddings" and not wanted)
 
 
-def _conflict(composed: Composed, found: Pretrained, name: str, mine: Any, given: Any) -> Violation:
-    key, folder = f"model.{name}", found.folder
+def _conflict(composed: Composed, base: Pretrained, name: str, asked: Any, given: Any) -> Violation:
+    key, folder = f"model.{name}", base.folder
     source = composed.source(composed.within(key)[-1])
-    is_section = hasattr(given or mine, "__dataclass_fields__")
-    value, other = ("…", "otherwise") if is_section else (mine, shown(given))
-    message = f"is {other} in {folder / found.file}, from which {KEY} takes the shape"
+    is_section = hasattr(given or asked, "__dataclass_fields__")
+    value, other = ("…", "otherwise") if is_section else (asked, shown(given))
+    message = f"is {other} in {folder / base.file}, from which {KEY} takes the shape"
     if name == "tie_embeddings" and has_own_head(folder):
         message = f"is not possible: in {folder} the embedding and the head ({HEAD}) have different values"
     by_hand = composed.by_hand(key) and not is_section

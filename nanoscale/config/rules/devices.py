@@ -173,9 +173,9 @@ def _part_of_hosts(resolution: Resolution, world: int) -> str | None:
         return None
     entries = []
     for host in resolution.hosts:
-        taken = min(host.slots, world)
-        if taken:
-            entries.append(host.entry(host.used_devices[:taken]))
-        world -= taken
+        used = min(host.slots, world)
+        if used:
+            entries.append(host.entry(host.used_devices[:used]))
+        world -= used
     fits = world == 0 and len(entries) <= _MOST_ENTRIES
     return f"--include {shlex.quote('@'.join(entries))}" if fits else None

@@ -164,12 +164,12 @@ def _may_be_queued(run: RunDirectory, one: Submission) -> bool:
 def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     for system in {one.system for one in handed}:
-        ours = [one for one in handed if one.system == system]
+        of_system = [one for one in handed if one.system == system]
         try:
-            states, problem = SYSTEMS[system].states(ours), ""
+            states, problem = SYSTEMS[system].states(of_system), ""
         except BatchError as error:
             states, problem = {}, str(error)
-        jobs |= {str(one): Job(one, states.get(str(one)), problem) for one in ours}
+        jobs |= {str(one): Job(one, states.get(str(one)), problem) for one in of_system}
     return jobs
 
 

@@ -225,9 +225,9 @@ class Attempt:
 
     def _forced(self, reason: str) -> RankFailure:
         """Return the failure of the rank that kept the others from stopping, or of the first one."""
-        those = self._suspects()
-        if those and len(those) < self.plan.world_size:
-            late = absent_ranks(those, self.execution.positions, reason)
+        suspected = self._suspects()
+        if suspected and len(suspected) < self.plan.world_size:
+            late = absent_ranks(suspected, self.execution.positions, reason)
         else:
             host = self.plan.hosts[0]
             first = RankFailure("forced", host.ranks[0], 0, host.host, time.time())
@@ -239,10 +239,10 @@ class Attempt:
         silent, known = self._silent_ranks(), self.execution.positions
         if silent and all(one.kind == "rendezvous" for one in failures):
             return [absent_hosts(silent, RENDEZVOUS_S)]
-        if those := self._suspects():
+        if suspected := self._suspects():
             limit = self.launcher.collective_timeout_s
             waited = f"the others waited for {limit:g} s (launcher.collective_timeout_s)"
-            return [absent_ranks(those, known, waited)]
+            return [absent_ranks(suspected, known, waited)]
         if text := different_collectives(known):
             remedy = "a rank took another branch than the others: compare the lines"
             return [replace(first_cause(failures), kind="absent", diagnosis=text, remedy=remedy)]

@@ -146,11 +146,11 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
             return
         damaged.append(f"{stored.path.name} is damaged ({damage[0]})")
         yield damaged[-1]
-    gone = f"step-{saved['step']:08d} was saved and is gone" if (saved := _last_saved(run)) else ""
-    if damaged or gone:
+    lost = f"step-{saved['step']:08d} was saved and is gone" if (saved := _last_saved(run)) else ""
+    if damaged or lost:
         raise UserError(
             "checkpoint",
-            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged) or gone}; to start "
+            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged) or lost}; to start "
             f"again from step 1, in another run: nanoscale train --config {shlex.quote(str(run.config))}",
         )
     yield "there is no checkpoint yet: starting from the beginning"

@@ -69,21 +69,21 @@ def _misfits(
 ) -> Iterator[Violation]:
     """Yield the reasons for which a job cannot begin from a checkpoint."""
     tensors = stored.manifest["tensors"]
-    theirs = load(source.config)
-    if bool(theirs.lora.rank) != bool(config.lora.rank):
+    trained = load(source.config)
+    if bool(trained.lora.rank) != bool(config.lora.rank):
         export = f"nanoscale checkpoints export {shlex.quote(source.reference)} --format hf"
-        what = "adapters" if theirs.lora.rank else "a whole model and not the adapters of lora"
+        what = "adapters" if trained.lora.rank else "a whole model and not the adapters of lora"
         message = f"holds {what}: export it and begin from the folder, with model.init_from=FOLDER"
         yield Violation(KEY, str(source.path), "", message, (export,))
-    elif config.model.source == theirs.model.source == "own" and not config.lora.rank:
+    elif config.model.source == trained.model.source == "own" and not config.lora.rank:
         yield from _other_shapes(stored, tensors, config)
     if not config.run.from_optimizer:
         return
-    ours, before = config.optimizer, theirs.optimizer
-    has_other_average = keeps_average(ours) != keeps_average(before)
-    for leaf, is_other in ("name", ours.name != before.name), ("ema_decay", has_other_average):
+    optimizer, before = config.optimizer, trained.optimizer
+    has_other_average = keeps_average(optimizer) != keeps_average(before)
+    for leaf, is_other in ("name", optimizer.name != before.name), ("ema_decay", has_other_average):
         if is_other:
-            key, local, other = f"optimizer.{leaf}", getattr(ours, leaf), getattr(before, leaf)
+            key, local, other = f"optimizer.{leaf}", getattr(optimizer, leaf), getattr(before, leaf)
             message = f"has no moments in {source.name}, which was trained with {other}"
             advice = (override(key, other), "run.from_optimizer=false")
             yield Violation(key, local, "", message, advice)
@@ -100,7 +100,7 @@ def _other_shapes(
     other = [name for name in names if needed.get(name) != shapes.get(name)]
     if other:
         name = max(other, key=lambda name: math.prod(needed.get(name, [0])))
-        mine, has = needed.get(name, "no such tensor"), shapes.get(name, "no such tensor")
+        expected, has = needed.get(name, "no such tensor"), shapes.get(name, "no such tensor")
         count = f" and {len(other) - 1} more differ" if len(other) > 1 else ""
-        message = f"is of another model: for {name} it has {has}, and this job {mine}{count}"
+        message = f"is of another model: for {name} it has {has}, and this job {expected}{count}"
         yield Violation(KEY, str(stored.path), "", message)

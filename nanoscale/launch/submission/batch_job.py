@@ -158,11 +158,11 @@ def _refuse_unlike(one: Request, other: Request) -> None:
 
 def refused(error: BatchError, system: BatchSystem, composed: Composed | None = None) -> UserError:
     """Return a batch system's message as an error, with the key of a configuration that it may be about."""
-    said = str(error).replace("Batch job submission failed: ", "")
+    message = str(error).replace("Batch job submission failed: ", "")
     if composed is not None and system.name == "slurm":
         for pattern, key, command in _BLAMED:
-            if re.search(pattern, said, re.IGNORECASE):
+            if re.search(pattern, message, re.IGNORECASE):
                 value = value_of(composed.config, key)
-                cause = Violation(key, value, composed.source(key), said, (command,))
+                cause = Violation(key, value, composed.source(key), message, (command,))
                 return UserError("slurm", "SLURM rejected the job", [cause])
-    return UserError(system.name, f"{system.title} rejected the job: {said}")
+    return UserError(system.name, f"{system.title} rejected the job: {message}")

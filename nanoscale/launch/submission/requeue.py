@@ -22,11 +22,11 @@ def requeue(run: RunDirectory) -> str:
     if job is None or count >= most:
         return f"the job was queued again {count} times already; it is not queued again"
     try:
-        again = SYSTEMS[job.system].submit(Path(run.script))
+        submitted = SYSTEMS[job.system].submit(Path(run.script))
     except (UserError, BatchError) as error:
         return f"the job cannot be queued again: {error}"
-    submission.write(run, replace(again, requeues=count + 1))
-    return f"the job is queued again as job {again} and will resume the run"
+    submission.write(run, replace(submitted, requeues=count + 1))
+    return f"the job is queued again as job {submitted} and will resume the run"
 
 
 if __name__ == "__main__":

@@ -209,8 +209,8 @@ def _passes(ranks: Order, costs: Costs, batches: int) -> dict[Kind, list[_Pass]]
     forward[0] = [0.0] * batches
     made: dict[Kind, list[_Pass]] = {"F": [], "B": [], "I": [], "W": []}
     for stage in range(last + 1):
-        there = [rank_of[other] if 0 <= other <= last else None for other in (stage - 1, stage + 1)]
-        before, after = (None if other == rank_of[stage] else other for other in there)
+        peers = [rank_of[other] if 0 <= other <= last else None for other in (stage - 1, stage + 1)]
+        before, after = (None if other == rank_of[stage] else other for other in peers)
         down = costs.transfer[stage - 1] if before is not None else 0.0
         up = costs.transfer[stage] if after is not None else 0.0
         onward = [forward[stage + 1] if stage < last else backward[last]]

@@ -23,26 +23,26 @@ def document(replay: Replay, replayed: RunDirectory, tolerance: float) -> dict[s
         tolerance: the relative difference that still counts as equal.
     """
     start = replay.start_step
-    again = {it["step"]: it for it in metrics.read(replayed) if it["step"] > start}
+    replayed_steps = {it["step"]: it for it in metrics.read(replayed) if it["step"] > start}
     recorded = {record["step"]: record for record in metrics.read(replay.run)}
     steps = [
         {
             "step": step,
             **{
-                name: {"recorded": before[name], "replayed": again[step][name],
-                       "difference": _relative(before[name], again[step][name])}
+                name: {"recorded": before[name], "replayed": replayed_steps[step][name],
+                       "difference": _relative(before[name], replayed_steps[step][name])}
                 for name in _FIGURES
-                if name in before and name in again[step]
+                if name in before and name in replayed_steps[step]
             },
         }
         for step, before in sorted(recorded.items())
-        if step in again
+        if step in replayed_steps
     ]  # fmt: skip
     return {
         "run": replay.run.name,
         "replay": str(replayed.path),
         "begins_after": start,
-        "trained": max(again, default=start),
+        "trained": max(replayed_steps, default=start),
         "steps": steps,
         "tolerance": tolerance,
         "differing_steps": [
