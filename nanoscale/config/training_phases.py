@@ -36,7 +36,7 @@ class TrainingPhase:
 
 def phases_of(train: Train) -> list[TrainingPhase]:
     """Return the phases in their order; one for a training without `train.phases`."""
-    found: list[TrainingPhase] = []
+    phases: list[TrainingPhase] = []
     first = first_sample = 0
     entries: dict[str, dict[str, Any]] = train.phases or {"": {}}
     for name, entry in entries.items():
@@ -49,11 +49,11 @@ def phases_of(train: Train) -> list[TrainingPhase]:
             last = first + max(1, math.ceil(left / (batch * train.seq_len)))
         weights, lr = entry.get("weights"), entry.get("lr", 1.0)
         seq_len = entry.get("seq_len") or train.seq_len
-        found.append(TrainingPhase(name, first, last, first_sample, batch, seq_len, lr, weights))
+        phases.append(TrainingPhase(name, first, last, first_sample, batch, seq_len, lr, weights))
         if last != math.inf:
             first_sample += (int(last) - first) * batch
             first = int(last)
-    return found
+    return phases
 
 
 def phase_at(train: Train, step: int) -> TrainingPhase:

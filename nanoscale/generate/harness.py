@@ -249,7 +249,7 @@ def evaluate_tasks(
         if not manager.match_tasks([task]):
             raise _no_task(task, tasks, manager.all_tasks)
     try:
-        found: dict[str, Any] = lm_eval.simple_evaluate(
+        results: dict[str, Any] = lm_eval.simple_evaluate(
             model=Model(),
             tasks=manager.match_tasks(list(tasks)),
             num_fewshot=few_shot,
@@ -260,7 +260,7 @@ def evaluate_tasks(
         )
     except OSError as error:  # errors of the hub, the network and the file system
         raise UserError("data", f"--tasks {','.join(tasks)}: lm_eval: {error}") from error
-    return found
+    return results
 
 
 def _no_task(task: str, tasks: Sequence[str], names: Iterable[str]) -> UserError:
@@ -269,5 +269,5 @@ def _no_task(task: str, tasks: Sequence[str], names: Iterable[str]) -> UserError
     close = difflib.get_close_matches(task, list(names), n=3)
     lists = [",".join(name if it == task else it for it in tasks) for name in close]
     instead = tuple(f"--tasks {shlex.quote(text)}" for text in lists)
-    found = Violation("--tasks", task, "command line", "lm_eval has no such task", instead)
-    return UserError("usage", f"--tasks {task}: lm_eval has no such task", [found])
+    violation = Violation("--tasks", task, "command line", "lm_eval has no such task", instead)
+    return UserError("usage", f"--tasks {task}: lm_eval has no such task", [violation])

@@ -211,8 +211,8 @@ def find_devices(
         return (gpus if several else gpus[:1]) or ["cpu"]
     if gpus and count > len(gpus):
         what = f"this machine has {len(gpus)}"
-        found = Violation("--num-gpus", count, "command line", what, (f"--num-gpus {len(gpus)}",))
-        raise UserError("usage", f"--num-gpus {count}: {what}", [found])
+        cause = Violation("--num-gpus", count, "command line", what, (f"--num-gpus {len(gpus)}",))
+        raise UserError("usage", f"--num-gpus {count}: {what}", [cause])
     return gpus[:count] or ["cpu"] * count
 
 
@@ -225,8 +225,8 @@ def _one_device(named: str, gpus: Sequence[str]) -> str:
     if (device.index or 0) < count:
         return named
     ways = tuple(f"--device {name}" for name in ("cpu", *gpus))
-    found = Violation("--device", named, "command line", "is not a device of this machine", ways)
-    raise UserError("usage", f"--device {named}: is not a device of this machine", [found])
+    cause = Violation("--device", named, "command line", "is not a device of this machine", ways)
+    raise UserError("usage", f"--device {named}: is not a device of this machine", [cause])
 
 
 def _empty(shape: Model, devices: list[torch.device], dtype: torch.dtype) -> Transformer:
@@ -266,8 +266,8 @@ def _fitting(tokenizer: Tokenizer, model: Transformer) -> Tokenizer:
 def _no_tokenizer(why: str, vocab: int) -> UserError:
     byte = ("--tokenizer byte",) if vocab >= ByteTokenizer.vocab_size else ()
     ways = ("--tokenizer PATH/tokenizer.json", *byte)
-    found = Violation("--tokenizer", None, "", f"no tokenizer is known: {why}", ways)
-    return UserError("model", f"no tokenizer is known: {why}", [found])
+    cause = Violation("--tokenizer", None, "", f"no tokenizer is known: {why}", ways)
+    return UserError("model", f"no tokenizer is known: {why}", [cause])
 
 
 def _more_ends(folder: Path) -> Iterator[int]:

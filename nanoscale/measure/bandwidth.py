@@ -141,7 +141,7 @@ def mark_slow(rows: Sequence[Figures], speed: str) -> list[Figures]:
 def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[Figures]:
     """Measure each size in turn, until the time does not suffice."""
     began = time.perf_counter()
-    found: list[Figures] = []
+    figures: list[Figures] = []
     for size in sizes:
         reduce = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
         gathered = ranks.gather_numbers(
@@ -150,10 +150,10 @@ def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> l
         *slowest, elapsed = gathered.amax(dim=0).tolist()
         seconds = median(slowest)
         bus = bus_gb_s(size, seconds, len(gathered))
-        found.append({"bytes": size, "latency_us": seconds * 1e6, "bus_gb_s": bus})
+        figures.append({"bytes": size, "latency_us": seconds * 1e6, "bus_gb_s": bus})
         if elapsed + (_LEAST + _WARM_UP) * _GROWTH * seconds > 2 * limit_s:
             break
-    return found
+    return figures
 
 
 def measure_within(hosts: Sequence[str], device: torch.device) -> list[Figures]:

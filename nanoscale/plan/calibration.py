@@ -152,9 +152,9 @@ def calibrate(runs: Sequence[Observation]) -> Calibration:
     return Calibration(median(_factor(run, used) for run in runs), used) if used else NOTHING
 
 
-def predicted(run: Observation, found: Calibration = NOTHING) -> float:
+def predicted(run: Observation, calibration: Calibration = NOTHING) -> float:
     """Return the seconds of a run's step; with the assumed efficiencies by default."""
-    return predicted_step(run.config, found.on(run.hardware))
+    return predicted_step(run.config, calibration.on(run.hardware))
 
 
 def _factor(run: Observation, used: tuple[str, ...]) -> float:
@@ -173,8 +173,8 @@ def _factor(run: Observation, used: tuple[str, ...]) -> float:
     return math.exp((low + high) / 2)
 
 
-def _closed(run: Observation, found: Calibration) -> float:
-    return step_time(run.config, found.on(run.hardware)).seconds
+def _closed(run: Observation, calibration: Calibration) -> float:
+    return step_time(run.config, calibration.on(run.hardware)).seconds
 
 
 def _depends(run: Observation, name: str) -> bool:

@@ -100,8 +100,8 @@ class SavingPlan:
         sizes = f"{byte_size(self.bytes)}, and {byte_size(self.free)} are free in {self.root}"
         message = f"a checkpoint takes {sizes}"
         remedy = "free some space, or start the run with run.root=FOLDER on another disk"
-        found = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
-        raise UserError("plan", f"{message}. Continue with --force", [found])
+        violation = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
+        raise UserError("plan", f"{message}. Continue with --force", [violation])
 
 
 def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) -> SavingPlan:

@@ -71,11 +71,11 @@ def _likelihoods(engine: Engine, pairs: Pairs) -> np.ndarray:
     numbers = np.concatenate([np.arange(first, first + each) for first in firsts])
     rows = (numbers % len(pairs)).reshape(-1, each).tolist()
     batches = (pairs.batch(row) for row in rows)
-    found = engine.log_likelihoods(batches).reshape(-1, 2)
+    likelihoods = engine.log_likelihoods(batches).reshape(-1, 2)
     result = torch.zeros(len(pairs), 2, dtype=torch.float64)
     if at.tp == at.cp == 0:
         inside = torch.from_numpy(numbers < len(pairs))
-        result[torch.from_numpy(numbers)[inside]] = found[inside]
+        result[torch.from_numpy(numbers)[inside]] = likelihoods[inside]
     total = result.to(engine.device)
     if dist.is_initialized():
         dist.all_reduce(total)

@@ -110,9 +110,9 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
 
 def prepared_line(request: PreparationRequest, folder: Path) -> str:
     """Return what was made of a text file that data.path names."""
-    found = manifest(folder)
-    assert found is not None, "it was prepared"
-    train = found["train"]
+    prepared = manifest(folder)
+    assert prepared is not None, "it was prepared"
+    train = prepared["train"]
     documents = counted(train["documents"], "chat" if request.chat else "document")
     if request.pairs:
         documents = counted(train["documents"] // 2, "pair")

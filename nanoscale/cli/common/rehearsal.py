@@ -142,11 +142,11 @@ def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
         return dict.fromkeys(range(world), 1)
     if not re.fullmatch(r"\d+(,\d+)*", asked):
         what = f"--ranks {asked}: is neither distinct nor all nor numbers such as 0,8"
-        found = Violation("--ranks", asked, "command line", what, ("--ranks distinct", "--ranks 0"))
-        raise UserError("usage", what, [found])
+        cause = Violation("--ranks", asked, "command line", what, ("--ranks distinct", "--ranks 0"))
+        raise UserError("usage", what, [cause])
     numbers = sorted({int(number) for number in asked.split(",")})
     if numbers[-1] >= world:
         what = f"--ranks {asked}: the job has the ranks 0 to {world - 1}"
-        found = Violation("--ranks", asked, "command line", what, ("--ranks distinct",))
-        raise UserError("usage", what, [found])
+        cause = Violation("--ranks", asked, "command line", what, ("--ranks distinct",))
+        raise UserError("usage", what, [cause])
     return dict.fromkeys(numbers, 1)

@@ -209,8 +209,8 @@ def _search(
     if write is not None and result.best is not None:
         recipe = recipe_of(composed, result.best.config)
         write_file("--write", write, recipe, overwrite=overwrite)
-    found = search_document(composed, result, other)
-    answer(as_json, found, print_found, console(), composed, space, result, other)
+    search_json = search_document(composed, result, other)
+    answer(as_json, search_json, print_found, console(), composed, space, result, other)
     return DONE if result.best is not None else DOES_NOT_FIT
 
 
@@ -236,8 +236,8 @@ def _calibrate(
     runs = observed_runs(names, cluster)
     file = (file or Path(f"efficiency-{runs[0].device}.json")).absolute()
     require_writable("--write", file, overwrite=overwrite, is_own=_is_calibration)
-    found = calibrate([run.observation for run in runs])
-    about = document(runs, found, file)
+    calibration = calibrate([run.observation for run in runs])
+    about = document(runs, calibration, file)
     text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
     write_file("--write", file, text, overwrite=overwrite or _is_calibration(file))
     answer(as_json, about, show_report, calibration_report(about))

@@ -92,8 +92,8 @@ def _planned(request: Request, result: dict[str, Any]) -> tuple[bool, list[dict[
         return True, []
     most = max(rank["total"] for rank in result["ranks"])
     margin = 1.0 if result["eager"] else most / plan.worst.total
-    found = proposals(request.composed, plan, request.devices, max(1.0, margin))
-    return False, [{"overrides": one.suggestions[0], "expected": one.message} for one in found]
+    proposed = proposals(request.composed, plan, request.devices, max(1.0, margin))
+    return False, [{"overrides": one.suggestions[0], "expected": one.message} for one in proposed]
 
 
 def _require_snapshots(config: ResolvedConfig, folder: Path) -> None:

@@ -151,13 +151,13 @@ def inspect_data(
 def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bool) -> str | None:
     if chat and train:
         what = "chats need the tokenizer of the model that is trained on them, not a new one"
-        found = Violation("--train-tokenizer", True, "command line", what, ("--tokenizer DIR",))
-        raise UserError("usage", what, [found])
+        violation = Violation("--train-tokenizer", True, "command line", what, ("--tokenizer DIR",))
+        raise UserError("usage", what, [violation])
     if (tokenizer is None) is not train:
         what = "give --tokenizer or --train-tokenizer, which says how text becomes tokens"
         instead = ("--tokenizer byte", "--tokenizer PATH/tokenizer.json", "--train-tokenizer")
-        found = Violation("--tokenizer", tokenizer, "command line", what, instead)
-        raise UserError("usage", what, [found])
+        violation = Violation("--tokenizer", tokenizer, "command line", what, instead)
+        raise UserError("usage", what, [violation])
     if eos is not None and tokenizer in (None, "byte"):
         what = (
             "--eos names a token of a tokenizer.json; bytes and a BPE trained here have their own"

@@ -104,11 +104,11 @@ def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Docu
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
         say(f"{label}starting the ranks …")
         try:
-            found = run_one_shot_job(BENCH, measured, request.hosts, task, say)
+            figures = run_one_shot_job(BENCH, measured, request.hosts, task, say)
         except OneShotJobError as error:
             display.note(f"error: {label}{error}")
             return None
-    return {**document(config, found, request.plan), "warmup": warmup}
+    return {**document(config, figures, request.plan), "warmup": warmup}
 
 
 # --- scaling --------------------------------------------------------------------------------------

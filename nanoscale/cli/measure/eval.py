@@ -180,15 +180,15 @@ def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_j
         redirect_stdout(sys.stderr),
     ):
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
-        found = evaluate_tasks(
+        scores = evaluate_tasks(
             answers, request.names, request.limit, request.few_shot, request.folder
         )
     if as_json:
-        tasks = plain_numbers(found["results"])
+        tasks = plain_numbers(scores["results"])
         print_json({"model": opened.source, "limit": request.limit, "tasks": tasks})
         return DONE
     from lm_eval.utils import make_table
 
     display.show(opened.source)
-    display.show(make_table(found).rstrip())
+    display.show(make_table(scores).rstrip())
     return DONE

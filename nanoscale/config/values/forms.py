@@ -83,13 +83,13 @@ def series_of(steps: int | str | list[int] | None) -> list[Steps]:
         if not 1 <= first <= last:
             raise ValueError(steps)
         return [(first, last)]
-    found: list[Steps] = []
+    series: list[Steps] = []
     for step in sorted(set(steps)):
-        if found and found[-1][1] == step - 1:
-            found[-1] = (found[-1][0], step)
+        if series and series[-1][1] == step - 1:
+            series[-1] = (series[-1][0], step)
         else:
-            found.append((step, step))
-    return found
+            series.append((step, step))
+    return series
 
 
 # --- run.name -------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def require_known(run: RunDirectory, job: Job | None) -> None:
 
 
 def _active(run: RunDirectory, what: str, *suggestions: str) -> UserError:
-    found = Violation("RUN", run.name, "command line", what, suggestions)
-    return UserError("run", f"the run {run.name!r} may still be active: {what}", [found])
+    violation = Violation("RUN", run.name, "command line", what, suggestions)
+    return UserError("run", f"the run {run.name!r} may still be active: {what}", [violation])
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:

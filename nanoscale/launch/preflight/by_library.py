@@ -168,15 +168,15 @@ def check_tasks(composed: Composed, config: ResolvedConfig) -> None:
     if not tasks or find_spec("lm_eval") is None:  # then the hosts' own Python has it
         return
     question = {"tasks": tasks, "folder": config.train.eval_tasks_dir}
-    found = _ask("nanoscale.generate.check_tasks", question, "lm-eval")
-    found = {"problem": found} if isinstance(found, str) else found
-    if found["problem"] is not None:
-        key, instead = "train.eval_tasks", override("train.eval_tasks", found.get("instead", []))
-        source, problem = composed.source(key), found["problem"]
+    reply = _ask("nanoscale.generate.check_tasks", question, "lm-eval")
+    reply = {"problem": reply} if isinstance(reply, str) else reply
+    if reply["problem"] is not None:
+        key, instead = "train.eval_tasks", override("train.eval_tasks", reply.get("instead", []))
+        source, problem = composed.source(key), reply["problem"]
         refuse([Violation(key, list(tasks), source, problem, (instead,))])
-    if metric not in (*evaluated(config.train), *found["metrics"]):
-        key, names = "checkpoint.best_metric", nearest(metric, found["metrics"])
-        advice = tuple(override(key, name) for name in names or found["metrics"][:3])
+    if metric not in (*evaluated(config.train), *reply["metrics"]):
+        key, names = "checkpoint.best_metric", nearest(metric, reply["metrics"])
+        advice = tuple(override(key, name) for name in names or reply["metrics"][:3])
         message = "is not a metric of train.eval_tasks"
         refuse([Violation(key, metric, composed.source(key), message, advice)])
 

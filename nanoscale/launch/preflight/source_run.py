@@ -40,7 +40,7 @@ def with_source_run(composed: Composed, config: ResolvedConfig) -> ResolvedConfi
         source = RunDirectory.open(Path(asked).expanduser(), Path(config.run.root))
         stored = find_checkpoint(source.checkpoints, config.run.from_step)
         damage = find_damage(stored.path, sums=False)
-        found = [] if damage else list(_misfits(source, stored, config))
+        violations = [] if damage else list(_misfits(source, stored, config))
     except DamagedCheckpointError as error:
         damage = [str(error)]
     except UserError as error:
@@ -49,8 +49,8 @@ def with_source_run(composed: Composed, config: ResolvedConfig) -> ResolvedConfi
     if damage:
         message = f"{stored.path} is damaged: {'; '.join(damage)}"
         refuse([Violation(KEY, asked, composed.source(KEY), message)], kind="run")
-    if found:
-        refuse([replace(it, source=composed.source(it.key)) for it in found], kind="run")
+    if violations:
+        refuse([replace(it, source=composed.source(it.key)) for it in violations], kind="run")
     run = replace(config.run, from_run=str(source.path), from_step=stored.step)
     return replace(config, run=run)
 

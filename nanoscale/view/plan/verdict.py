@@ -33,9 +33,9 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
         return
     rehearsed = plan.decisive
     margin = rehearsed.total / plan.worst.total if rehearsed is not None else 1.0
-    found = proposals(composed, plan, devices, max(1.0, margin))
-    remedy = "" if found else f"; {would_take(composed, plan, devices)}"
-    raise UserError("plan", f"{verdict(plan)}{remedy}. Continue with --force", found)
+    proposed = proposals(composed, plan, devices, max(1.0, margin))
+    remedy = "" if proposed else f"; {would_take(composed, plan, devices)}"
+    raise UserError("plan", f"{verdict(plan)}{remedy}. Continue with --force", proposed)
 
 
 def proposals(

@@ -162,8 +162,8 @@ def _ill_named(name: str, what: str, near: Iterable[str], option: str, typed: st
 
 
 def _refused(option: str, typed: str, message: str, *advice: str) -> UserError:
-    found = Violation(option, typed, "command line", message, advice)
-    return UserError("usage", f"{option} {typed}: {message}", [found])
+    violation = Violation(option, typed, "command line", message, advice)
+    return UserError("usage", f"{option} {typed}: {message}", [violation])
 
 
 # --- rows -----------------------------------------------------------------------------------------
