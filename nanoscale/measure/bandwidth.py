@@ -129,7 +129,7 @@ def needs_pairs(reduced: Sequence[Figures], within: Sequence[Figures]) -> bool:
 
 
 def mark_slow(rows: Sequence[Figures], speed: str) -> list[Figures]:
-    """Sort rows by bandwidth, the slowest first, and mark those below half of the median of three or more."""
+    """Sort rows by bandwidth, the slowest first, and mark rows below half of the median of three or more."""
     limit = _SLOW * median(row[speed] for row in rows) if len(rows) >= _FEWEST else 0.0
     marked = [row | {"slow": row[speed] < limit} for row in rows]
     return sorted(marked, key=lambda row: float(row[speed]))

@@ -146,7 +146,7 @@ with Nodes(Path(sys.argv[1])) as nodes:
 """
 
 
-# An init ends once those that were put into its namespace from outside are reaped. Not everywhere is that sure.
+# An init ends once processes that were put into its namespace from outside are reaped. It is not always sure.
 HEIR = """
 import os, subprocess, sys
 from nanoscale.launch.fleet.processes import adopt_orphans

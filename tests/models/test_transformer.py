@@ -48,7 +48,7 @@ def make(shape: Model) -> Transformer:
     return model
 
 
-# Long waves are those of more than 16 positions, short ones those of fewer than 4.
+# Long waves have more than 16 positions, short ones fewer than 4.
 STRETCH = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_seq_len=16)
 
 

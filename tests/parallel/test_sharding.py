@@ -81,7 +81,7 @@ def expected(config: ResolvedConfig, pp_rank: int) -> Held:
     """Return the table of parallel/data.py, as arithmetic; 2 is AdamW's moments."""
     whole, parts = share_of(config, pp_rank)
     kept = whole / parts
-    # FSDP frees the gradients that it scattered last, those of the embedding, when it scatters again.
+    # FSDP frees the gradients that it scattered last, the embedding's, when it scatters again.
     bucket = config.model.vocab // config.parallel.tp * config.model.hidden
     between = {
         0: (0 if is_replicated(config) else whole) + whole + whole + 2 * whole,

@@ -62,7 +62,7 @@ def _spoil(scale: Any, here: bool) -> Any:
     def spoiled(grads: list[Any], factor: Any) -> None:
         nonlocal calls
         scale(grads, factor)
-        if isinstance(factor, float):  # the scale's factor, not that of clipping
+        if isinstance(factor, float):  # the scale's factor, not clipping's
             calls += 1
             if here and calls == OVERFLOWS_AT:
                 gradients.local_tensor(grads[0]).fill_(float("inf"))

@@ -79,7 +79,7 @@ _LENGTHS = ("steps", "tokens", "epochs")
 
 
 def resolve_train(resolution: Resolution) -> Train:
-    """Return the batch, and the steps, computed from the tokens or the epochs if those are given instead.
+    """Return the batch, and the steps, computed from the tokens or the epochs if these are given instead.
 
     The data is resolved before.
     """
