@@ -305,12 +305,12 @@ def base_fingerprint(config: ResolvedConfig) -> str | None:
 
 
 def show_sample(training: Training, data: Dataset) -> None:
-    engine, train = training.engine, training.config.train
+    train = training.config.train
     prompt, length = train.sample_prompt, train.sample_tokens
     if data.tokenizer is None or prompt is None:
         return
-    with engine.averaged():
-        text = sample(engine, data.tokenizer, prompt, length, train.seq_len, train.seed)
+    with training.engine.averaged():
+        text = sample(training.engine, data.tokenizer, prompt, length, train.seq_len, train.seed)
     training.note("sample", "a sample of the trained model", text=text)
 
 

@@ -80,7 +80,8 @@ def _script(
     settings = config.launcher.slurm if system.name == "slurm" else config.launcher.batch
     # Anybody who can change the run's config.yaml can change this script as well.
     python = shlex.join([config.cluster.python or sys.executable, "-P"])
-    launch = f"{python} -m nanoscale resume --trust {run} &\n"
+    # `run` is quoted, or a variable of the script.
+    launch = f"{python} -m nanoscale resume --trust" + f" {run} &\n"
     exports, path = "", source_path({})
     if config.cluster.python is None and path is not None:
         exports = f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
