@@ -101,6 +101,7 @@ class Watch:
         self._thread.join()
 
 
+@pytest.mark.slow
 def test_uploads_survive_twenty_faults_and_nothing_half_is_ever_visible(
     server: int, proxy: FaultyProxy, run: RunDirectory, tmp_path: Path
 ) -> None:

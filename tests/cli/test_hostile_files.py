@@ -139,6 +139,7 @@ def test_a_password_does_not_enter_a_run(tmp_path: Path, capsys: Capsys) -> None
     assert "MLFLOW_TRACKING_PASSWORD" in text
 
 
+@pytest.mark.slow
 def test_a_damaged_study_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:

@@ -372,6 +372,7 @@ def test_train_goes_on_by_force_and_keeps_its_plan(capsys):
     assert f"tokens/s, predicted {plan['tokens_per_s']:,.0f}" in shown
 
 
+@pytest.mark.slow
 def test_devices_of_other_hosts_are_no_guess(capsys):
     Path("hosts").write_text("a slots=8\nb slots=8\n")
     words = ["recipe=llama-8b", "--hostfile", "hosts", "train.micro_batch=1"]

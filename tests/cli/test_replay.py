@@ -38,6 +38,7 @@ def replayed(
     return code, json.loads(output.out)
 
 
+@pytest.mark.slow
 def test_the_same_layout_repeats_every_bit(
     trained: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_same_layout_repeats_every_bit(
     assert json.loads(replay.metrics.read_text().splitlines()[-1])["step"] == 9
 
 
+@pytest.mark.slow
 def test_what_differs_is_named(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     records = [json.loads(line) for line in trained.metrics.read_text().splitlines()]
     whole = trained.metrics.read_text()
@@ -119,6 +121,7 @@ def test_skipped_samples_are_not_replayed(
     assert find_replay(run, "1-3").last == 3
 
 
+@pytest.mark.slow
 def test_a_loss_that_was_not_finite_is_null_in_json(
     trained: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

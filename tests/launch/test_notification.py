@@ -41,6 +41,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_each_change_of_the_state_is_posted(tmp_path: Path, received: list[dict[str, Any]]) -> None:
     assert nanoscale([*JOB, f"run.root={tmp_path}", "run.name=first"]) == 0
     assert [it["state"] for it in received] == ["starting", "completed"]
@@ -59,6 +60,7 @@ def test_a_failure_is_posted_with_its_cause(tmp_path: Path, received: list[dict[
     assert "rank 0" in received[-1]["message"] and received[-1]["exit_code"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/closed", "broken"])
 def test_an_address_that_does_not_answer_ends_no_run(
     tmp_path: Path,

@@ -88,6 +88,7 @@ def test_one_rank_on_a_cpu_and_unknown_devices_have_no_choice():
     assert (unknown.config.parallel.dp, unknown.config.zero.stage) == (8, 3)
 
 
+@pytest.mark.slow
 def test_a_request_chooses_again_for_other_devices():
     first = request_of(h100(8))
     again = check_request(first.composed, devices=h100(4), hosts=())
@@ -112,6 +113,7 @@ def test_a_job_that_fits_nowhere_gets_the_layout_that_comes_closest():
     assert "comes closest" in choice_line(chosen.choice)
 
 
+@pytest.mark.slow
 def test_keys_of_the_user_that_keep_a_job_from_fitting_are_named():
     words = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "zero.stage=0")
     held = request_of(h100(8), *words)

@@ -53,6 +53,7 @@ def test_a_search_and_an_open_micro_batch_keep_to_the_memory_of_a_host() -> None
     assert search(roomy, replace(hardware, host_memory_gib=500.0)).best is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["checkpoint.asynchronous=false", "optimizer=adamw8bit"])
 def test_a_way_out_can_be_typed(way: str) -> None:
     words = ["recipe=llama-8b", "checkpoint.asynchronous=true", "cluster=h100-sxm"]

@@ -352,6 +352,7 @@ def test_a_backend_that_cannot_train_the_job_is_not_searched() -> None:
         assert search_other_backend(space, hardware_of(where.base)) is None
 
 
+@pytest.mark.slow
 def test_what_a_search_found_is_typed_in_place_of_the_open_layout() -> None:
     words = ("recipe=llama-8b", "cluster=h100-sxm")
     composed, where = looked_in(*words)

@@ -102,6 +102,7 @@ def test_candidates_pass_check_as_they_are_typed(job: str) -> None:
             pytest.fail(f"{to_type(composed, config)}: {error.violations}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["8b", "deepspeed", "experts", "fp8", "documents", "kernel", "odd"])
 def test_every_legal_combination_of_degrees_is_enumerated(job: str) -> None:
     composed, space, devices = space_of(job)

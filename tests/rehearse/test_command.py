@@ -85,6 +85,7 @@ def test_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert nanoscale([*words, *native]) == 0
 
 
+@pytest.mark.slow
 def test_own_code_is_rehearsed_on_cpus_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

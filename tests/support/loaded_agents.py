@@ -93,7 +93,7 @@ def _serve(env: Mapping[str, str], streams: tuple[int, int, int]) -> NoReturn:
     sys.modules["__main__"] = ModuleType("__main__")  # which ranks would import, were it pytest
     sys.argv = [sys.argv[0]]
     atexit._clear()
-    util._finalizer_registry.clear()
+    vars(util)["_finalizer_registry"].clear()
     scratch._own_folders.clear()
     _forget_processes()
     _clear_caches()
@@ -138,12 +138,14 @@ def _keep_only(descriptors: Sequence[int]) -> None:
 
 def _forget_processes() -> None:
     """Let multiprocessing start its own server, tracker and folder in this copy."""
-    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    processes_of_this: Any = process
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     server._lock, tracker._lock = threading.Lock(), threading.RLock()
     tracker._fd = tracker._pid = None
-    process._children.clear()
-    process.current_process()._config.pop("tempdir", None)
+    processes_of_this._children.clear()
+    processes_of_this.current_process()._config.pop("tempdir", None)
 
 
 def _clear_caches() -> None:

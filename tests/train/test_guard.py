@@ -72,6 +72,7 @@ def saving(folder: Path, guard: int | None = None, **layout: Any) -> ResolvedCon
     return replace(config, guard=Guard(guard), train=replace(config.train, steps=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "wrong", "name", "moment", "expected"),
     [

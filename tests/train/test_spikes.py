@@ -169,6 +169,7 @@ def test_a_rollback_without_a_checkpoint_fails(tmp_path: Path) -> None:
     assert text.startswith("LossSpikeError: ") and "no checkpoint from before it" in text
 
 
+@pytest.mark.slow
 def test_a_jump_stops_every_rank_on_request(tmp_path: Path) -> None:
     _, run = jumping(tmp_path, "stop", dp=2, stage=3)
     texts = run_ranks(train_jumping, 2, run.path)
