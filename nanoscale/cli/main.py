@@ -31,8 +31,8 @@ from nanoscale.common.errors import UserError, Violation, reason
 
 VERBS = {
     "train": "jobs.train",
-    "resume": "jobs.train",
-    "submit": "jobs.train",
+    "resume": "jobs.resume",
+    "submit": "jobs.submit",
     "replay": "jobs.replay",
     "sweep": "jobs.sweep",
     "plan": "inspect.plan",

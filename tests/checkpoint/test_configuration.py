@@ -10,7 +10,7 @@ import pytest
 
 from nanoscale.checkpoint import configuration, store
 from nanoscale.cli.common.request import CommandLine
-from nanoscale.cli.jobs.train import _request
+from nanoscale.cli.jobs.resume import _request
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import compose

@@ -9,7 +9,7 @@ import pytest
 
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.request import CommandLine, request_new_run
-from nanoscale.cli.jobs.train import _request
+from nanoscale.cli.jobs.resume import _request
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load

@@ -43,7 +43,7 @@ TYPED_BACK = {
     "cli/inspect/run_output.py": "cli/test_runs.py",
     "launch/lifecycle/stopping.py": "launch/test_slurm_advice.py",
     "cli/jobs/sweep.py": "sweep/test_sweep.py",
-    "cli/jobs/train.py": "cli/test_advice_on_files.py",
+    "cli/jobs/submit.py": "cli/test_advice_on_files.py",
     "launch/submission/batch_job.py": "cli/test_advice_on_files.py",
     "config/composing/compose.py": "config/test_run_as_model.py",
     "config/composing/interpolation.py": "cli/test_advice.py",

@@ -1,10 +1,10 @@
-"""One attempt of a run as the user sees it; `train` and `resume` end here."""
+"""The launch of an attempt, as the user sees it: `train`, `resume` and launcher=env end here."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 from nanoscale.checkpoint.configuration import newest, record_origin
@@ -12,11 +12,14 @@ from nanoscale.cli.common.output import answer, exit_code_of_signal, print_json,
 from nanoscale.cli.common.request import Refusals
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.config.resolved import ResolvedConfig, differences
+from nanoscale.config.violations import shown
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.lifecycle.command import local_host, plan_launch
-from nanoscale.launch.lifecycle.continuation import fetch_missing
+from nanoscale.launch.lifecycle.continuation import fetch_missing, starting_point
+from nanoscale.launch.lifecycle.prepare import new_run, replace_configuration
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
 from nanoscale.launch.request import Request
@@ -52,6 +55,50 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
         elif mixed := mixed_versions(fleet.members, config):
             display.note(mixed)
         yield fleet
+
+
+def launch(
+    run: RunDirectory,
+    request: Request,
+    last: int,
+    lock: RunLock | None,
+    refusals: Refusals,
+    as_json: bool,
+    signals: Signals | None = None,
+) -> int:
+    """Launch the next attempt of a run; a dry run shows it. Return the exit code of the command.
+
+    Args:
+        last: the number of the attempt before; 0: there is none.
+        lock: the lock of a run that exists, which gets the request's configuration; None: the run is created.
+    """
+    if refusals.postponed:
+        return show_plan(run, request, last + 1, refusals, as_json)
+    with ExitStack() as held:
+        # From here on, a signal stops the agents as well.
+        signals = signals or held.enter_context(Signals())
+        # The hosts are checked before anything is written: a launch that they refuse leaves no trace.
+        fleet = held.enter_context(ready_fleet(request, signals))
+        if lock is None:
+            lock = held.enter_context(new_run(request))
+        else:
+            lock.require()
+            replace_configuration(run, request, last)
+        return attempt(lock, request, last + 1, fleet, signals, as_json)
+
+
+def show_changes(previous: ResolvedConfig, config: ResolvedConfig) -> bool:
+    """Show what differs from a run's previous configuration; True if anything does."""
+    changes = differences(previous, config)
+    for key, (was, now) in changes.items():
+        display.note(f"{key}: {shown(was)} → {shown(now)}")
+    return bool(changes)
+
+
+def show_start(run: RunDirectory) -> None:
+    """Show from which checkpoint a run continues. Errors as of `starting_point`."""
+    for sentence in starting_point(run):
+        display.note(sentence)
 
 
 def attempt(

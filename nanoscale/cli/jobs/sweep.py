@@ -312,7 +312,7 @@ def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
 
 def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
     """Check and plan every trial that has no run yet; examples, if a sampler chooses them."""
-    from nanoscale.cli.jobs.train import request_for_batch, through_batch
+    from nanoscale.cli.jobs.submit import request_for_batch, through_batch
     from nanoscale.config.composing.compose import Setting
 
     sweep, space, settings = start.sweep, start.space, start.settings

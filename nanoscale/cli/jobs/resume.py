@@ -1,0 +1,101 @@
+"""`nanoscale resume`: the next attempt of a run that exists."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, print_json
+from nanoscale.cli.common.request import (
+    LAUNCH,
+    CommandLine,
+    Refusals,
+    planned,
+    request_job,
+    requesting,
+    require_disk,
+)
+from nanoscale.common import display
+
+if TYPE_CHECKING:
+    from nanoscale.config.values.provenance import Composed
+    from nanoscale.launch.request import Request
+    from nanoscale.runs.directory import RunDirectory
+
+
+@requesting(*LAUNCH)
+def resume(
+    run: opt.Run,
+    line: CommandLine,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    as_json: opt.AsJson = False,
+) -> int:
+    """Resume from the newest complete checkpoint, in any layout."""
+    from nanoscale.cli.jobs.launching import launch, show_changes, show_start
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.attempt import Outcome
+    from nanoscale.launch.lifecycle.continuation import (
+        completion,
+        fetch_missing,
+        is_complete,
+        upload_missing,
+    )
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.runs.lock import RunLock, refuse_if_held
+    from nanoscale.view.run.outcome_text import document
+
+    directory = RunDirectory.open(run)
+    line = replace(line, config_file=directory.config)
+    line.require_startable()
+    line = replace(line, trust=True)
+    refusals = Refusals(postponed=dry_run)
+    with ExitStack() as held:
+        lock = signals = None
+        if dry_run:
+            with refusals.gather():
+                refuse_if_held(directory)
+        else:
+            lock, signals = held.enter_context(RunLock(directory)), held.enter_context(Signals())
+        previous = load(directory.config)
+        fetched = fetch_missing(directory, previous.checkpoint.upload, dry_run=dry_run)
+        request = _request(directory, line)
+        complete = is_complete(directory, previous, request.config)
+        if complete and not dry_run:
+            upload_missing(directory, request.config.checkpoint.upload)
+            (display.note if as_json else display.show)(completion(directory, request.config))
+            if as_json:
+                print_json(document(directory, Outcome("completed", DONE)))
+            return DONE
+        changed = show_changes(previous, request.config)
+        require_disk(request, refusals, force=force or complete)
+        # An unchanged run continues, whatever the prediction.
+        request = planned(request, refusals, force=force or complete or not changed)
+        if complete:
+            display.note(completion(directory, request.config))
+        elif not (fetched and dry_run):
+            with refusals.gather():
+                show_start(directory)
+        return launch(
+            directory, request, directory.last_attempt(), lock, refusals, as_json, signals
+        )
+
+
+def _request(run: RunDirectory, line: CommandLine) -> Request:
+    """Return the request of the run's configuration with the changes, which must not make it another run."""
+    from nanoscale.checkpoint.hf.adapters import require_base
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.lifecycle.continuation import require_recorded, require_same_run
+
+    def verify(composed: Composed) -> None:
+        if note := require_recorded(run, composed):
+            display.note(note)
+
+    request = request_job(line, verify=verify)
+    require_same_run(run, request, line.overrides or ())
+    if request.config.lora.rank:
+        require_base(request.config, run.checkpoints)
+    return replace(request, config=replace(request.config, run=load(run.config).run))
