@@ -60,6 +60,7 @@ class NativeEngine(Engine):
             sequence_weight = self._scale / sequences
             self.balance.begin_step(sequence_weight / self.config.parallel.tp)
         if self.pipeline is not None:
+            # The schedule decides when each micro batch runs, so the pipeline gets all of them at once.
             local = self._local_batch(Batch.concatenate(micro_batches))
             self.pipeline.step(*local, len(micro_batches))
         else:
@@ -111,7 +112,7 @@ class NativeEngine(Engine):
     def _finish_gradients(self) -> Tensor:
         """Undo the loss scale and clip; return the norm before clipping."""
         if self.reducer is not None:
-            self.reducer.finish()
+            self.reducer.finish()  # before the norm, which is that of the reduced gradients
         grads = gradients.fill(
             [p for group in self.optimizer.param_groups for p in group["params"]]
         )

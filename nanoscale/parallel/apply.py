@@ -21,6 +21,7 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
         tensor.apply_plan(model, layout.tensor)
     elif layout.tensor is not None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
+    # The step before leaves MoE blocks whole. Their experts are divided over ep and tp at once.
     if config.model.experts:
         expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)
     # Adapters are attached to divided matrices, and then divided as these are.

@@ -71,7 +71,7 @@ class Training:
         collects = gc.isenabled()
         if self.config.train.gc_every:
             gc.disable()
-            gc.collect()
+            gc.collect()  # once in full: collections during the training skip the oldest objects
         try:
             return self._train(agreement)
         except BaseException:
@@ -85,6 +85,7 @@ class Training:
     def _train(self, agreement: Agreement) -> str:
         checkpoint, guard, train = self.config.checkpoint, self.config.guard, self.config.train
         while self.progress.step < train.steps and self.reason_to_stop() is None:
+            # A checkpoint that is complete by now belongs to an earlier step, so it is reported first.
             self.checkpoints.report(self.checkpoints.saver.finished())
             self.recorder.before(self.progress.step + 1)
             self.meter.begin()  # the wait for a slower host's answer is a part of the step
@@ -104,10 +105,11 @@ class Training:
             # Replicas are compared before the step is logged or saved, so that neither shows wrong weights.
             if is_due(step, guard.every or 0):
                 self.checkpoints.compare_replicas()
-            self.meter.end()
+            self.meter.end()  # logging, evaluating and saving do not count as time of the step
             self.logged = None
             if self.is_logged(step) and self.log(result, evaluates):
                 by_step = saves = True
+            # The user's functions are called after the log, because they get its metrics.
             self.callbacks.call("on_step_end", step, metrics=self.logged)
             if evaluates:
                 self.callbacks.call("on_evaluation", step, metrics=self.logged)
@@ -126,7 +128,7 @@ class Training:
     def advance(self) -> StepResult:
         """Run one optimizer step."""
         step = self.progress.step + 1
-        NOW.begin(step)
+        NOW.begin(step)  # first, so that a rank that hangs while it reads data reports this step
         phase = phase_at(self.config.train, step)
         # The samples follow from the number consumed, so a resumed run in any layout continues with the next.
         micro_batches = self.samples.micro_batches(
@@ -220,6 +222,7 @@ class Training:
         self.recorder.end(self.progress.step + 1)
         self.checkpoints.finish()
         self.note("stopping", f"asked to stop after step {self.progress.step}")
+        # The last step is logged even if it is not due, so that the metrics end where the training stops.
         if self.last is not None and not self.is_logged(self.progress.step):
             self.log(self.last, evaluates=False)
         if self.config.checkpoint.at_stop:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.request import (
-    LAUNCH,
-    CommandLine,
-    Refusals,
-    request_new_run,
-    requesting,
-)
+from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
 from nanoscale.common.errors import UserError
 
 
@@ -22,7 +16,7 @@ def train(
     as_json: opt.AsJson = False,
 ) -> int:
     """Check, plan, launch and follow a job until its end."""
-    from nanoscale.cli.jobs.launching import launch
+    from nanoscale.cli.jobs.launching import launch  # here, so that --help loads no launcher
 
     # Asked before anything is checked: of several such processes, only the first may launch.
     if _launches_outside(line):
@@ -32,6 +26,7 @@ def train(
     # Composed, checked and planned before a process starts: a refused job has cost nothing and left no file.
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
+    # The attempt is number 1, and no lock is held: the launch creates the run once the hosts are ready.
     return launch(request.run, request, 0, None, refusals, as_json)
 
 
