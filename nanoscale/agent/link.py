@@ -105,7 +105,6 @@ class Link:
         self._deferred.put({"kind": kind, **content})
 
     def next_order(self) -> Message:
-        """Wait for the next order."""
         return self._orders.get()
 
     def expect_beats(self, lost_after_s: float | None) -> None:

@@ -181,7 +181,6 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size."""
     (numbers,) = _record(size, "Size").arguments
     return tuple(map(_number, numbers))
 

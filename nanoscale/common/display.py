@@ -122,7 +122,6 @@ def content(data: str | bytes) -> None:
 
 
 def has_utf8(stream: TextIO) -> bool:
-    """True if the stream's encoding has every character."""
     with suppress(LookupError, TypeError):
         return codecs.lookup(stream.encoding).name.startswith("utf")
     return False

@@ -46,12 +46,10 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The name without `user@` and without the brackets of IPv6."""
         return address(self.name)
 
 
 def address(name: str) -> str:
-    """Return a name without `user@` and without the brackets of IPv6."""
     host = name.rpartition("@")[2]
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 

@@ -94,7 +94,6 @@ def adapted_layers(model: Model, lora: Lora) -> dict[str, str]:
 
 
 def adaptable_layers(model: Model) -> tuple[str, ...]:
-    """Return the linear layers of a block."""
     if model.experts:
         return ATTENTION
     return ATTENTION + (FEED_FORWARD if model.is_gated else FEED_FORWARD[1:])

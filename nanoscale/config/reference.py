@@ -77,7 +77,6 @@ class Key:
 
     @property
     def takes_list(self) -> bool:
-        """True if its value may be a list."""
         return any(get_origin(choice) is list for choice in alternatives(self.annotation))
 
 
@@ -141,7 +140,6 @@ def _admitted(annotation: Any, field: Field[Any]) -> Any:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a key by its dotted name."""
     return reduce(getattr, key.split("."), config)
 
 

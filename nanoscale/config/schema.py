@@ -908,20 +908,18 @@ LauncherName = Literal["local", "ssh", "pdsh", BatchName, "env", "kubernetes", "
 
 
 @dataclass(frozen=True)
-class BatchSettings:
-    """The settings of launcher=pbs and lsf; null or empty: the site's default."""
+class Batch:
+    """The settings that all batch systems have."""
 
-    queue: str | None = key(None, "queue")
     account: str | None = key(None, "account or project to charge")
     time: str | None = key(None, "time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
-    resources: str | None = key(
-        None, "resources of a node: pbs, as in `ncpus=64:ngpus=8`; lsf, the value of -gpu"
-    )
     setup: list[str] = key(
         [], "shell lines to run first in the batch script, as in `module load`", executes=True
     )
     directives: list[str] = key(
-        [], "further options of qsub or bsub, each as in `-m ae`", executes=True
+        [],
+        "further options of sbatch (as in `--mail-type=END`), qsub or bsub (`-m ae`)",
+        executes=True,
     )
     signal_before_s: int = key(
         120, "time before the limit at which to save and stop", unit="s", at_least=0
@@ -932,29 +930,25 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
-class Slurm:
+class BatchSettings(Batch):
+    """The settings of launcher=pbs and lsf; null or empty: the site's default."""
+
+    queue: str | None = key(None, "queue")
+    resources: str | None = key(
+        None, "resources of a node: pbs, as in `ncpus=64:ngpus=8`; lsf, the value of -gpu"
+    )
+
+
+@dataclass(frozen=True)
+class Slurm(Batch):
     """The settings of launcher=slurm; null or empty: the site's default."""
 
     partition: str | None = key(None, "partition, or several with commas")
-    account: str | None = key(None, "account to charge")
     qos: str | None = key(None, "quality of service")
-    time: str | None = key(None, "time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
     exclusive: bool = key(True, "use nodes exclusively")
     constraint: str | None = key(None, "features that the nodes must have")
     gpus: str | None = key(
         None, "value of --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
-    )
-    setup: list[str] = key(
-        [], "shell lines to run first in the batch script, as in `module load`", executes=True
-    )
-    directives: list[str] = key(
-        [], "further options of sbatch, each as in `--mail-type=END`", executes=True
-    )
-    signal_before_s: int = key(
-        120, "time before the limit at which to save and stop", unit="s", at_least=0
-    )
-    max_requeues: int = key(
-        10, "how often a job stopped by its time limit is queued again automatically", at_least=0
     )
 
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nanoscale.config.layout import Coordinates, coordinates
-from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
+from nanoscale.config.resolved import ResolvedConfig
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,10 @@ def make_layout(config: ResolvedConfig, device_type: str) -> Layout:
     if not dist.is_initialized():
         return Layout(Coordinates(0, 0, 0, 0), None, None, None, None)
     parallel = config.parallel
-    ranks = _data_ranks(parallel)
-    replicas = parallel.dp_replicate if config.zero.stage else ranks
-    mesh = _mesh(
-        device_type,
-        pp=parallel.pp,
-        dp_replicate=replicas,
-        dp_shard=ranks // replicas,
-        tp=parallel.tp,
-    )
+    mesh, data = _data_mesh(config, device_type)
     return Layout(
         coordinates=coordinates(dist.get_rank(), parallel),
-        data=_sharding_mesh(mesh, replicas),
+        data=data,
         tensor=mesh["tp"] if parallel.tp > 1 else None,
         context=context_group(config, device_type),
         pipeline=mesh["pp"].get_group() if parallel.pp > 1 else None,
@@ -65,31 +57,31 @@ def make_layout(config: ResolvedConfig, device_type: str) -> Layout:
 
 
 def _make_expert_layout(config: ResolvedConfig, device_type: str) -> ExpertLayout:
+    mesh, data = _data_mesh(config, device_type, config.parallel.ep)
+    return ExpertLayout(
+        data=data,
+        expert_mesh=mesh["ep", "tp"] if config.parallel.tp > 1 else mesh["ep"],
+        group=mesh["ep"].get_group(),
+    )
+
+
+def _data_mesh(
+    config: ResolvedConfig, device_type: str, ep: int = 1
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh of all ranks, and its axes whose ranks have different tokens and, before sharding, the
+    same parameters."""
     parallel = config.parallel
-    ranks = _data_ranks(parallel) // parallel.ep
+    ranks = parallel.dp * parallel.cp // ep
     replicas = parallel.dp_replicate if config.zero.stage else ranks
     mesh = _mesh(
         device_type,
         pp=parallel.pp,
         dp_replicate=replicas,
         dp_shard=ranks // replicas,
-        ep=parallel.ep,
+        ep=ep,
         tp=parallel.tp,
     )
-    return ExpertLayout(
-        data=_sharding_mesh(mesh, replicas),
-        expert_mesh=mesh["ep", "tp"] if parallel.tp > 1 else mesh["ep"],
-        group=mesh["ep"].get_group(),
-    )
-
-
-def _data_ranks(parallel: ResolvedParallel) -> int:
-    """Return the number of ranks that have different tokens and, before sharding, the same parameters."""
-    return parallel.dp * parallel.cp
-
-
-def _sharding_mesh(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
-    return mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
+    return mesh, mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
 
 
 def _mesh(device_type: str, **degrees: int) -> DeviceMesh:

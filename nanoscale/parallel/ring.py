@@ -63,9 +63,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _empty_sequence_major(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
 
 
@@ -89,17 +87,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    group: str,
-    kernel: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_sequence_major(q), _empty_sequence_major(k), _empty_sequence_major(v)
 
 

@@ -186,7 +186,6 @@ class Task:
 
 
 def record_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's record."""
     return folder / f"rank-{rank}.json"
 
 

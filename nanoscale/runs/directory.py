@@ -152,7 +152,6 @@ class RunDirectory:
         return [path for *_, path in sorted(files)]
 
     def agent_log(self, attempt: int, host: str) -> Path:
-        """Return the log of a host's agent in an attempt."""
         return self.attempt_logs(attempt) / f"{host}.agent.log"
 
     def rank_failure(self, attempt: int, host: str, rank: int) -> Path:
@@ -351,7 +350,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write one JSON document atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -177,7 +177,6 @@ def digest(
 def agent_failure(
     host: str, diagnosis: str, remedy: str = "", exit_code: int | None = None
 ) -> RankFailure:
-    """Return the failure of a host, or of its agent, noticed now."""
     failure = RankFailure("agent", None, None, host, time.time(), exit_code=exit_code)
     return replace(failure, diagnosis=diagnosis, remedy=remedy)
 
@@ -439,7 +438,6 @@ def read_rank_failure(path: Path) -> RankFailure | None:
 
 
 def write(run: RunDirectory, failure: Failure) -> None:
-    """Write failure.json."""
     write_json(run.failure, asdict(failure))
 
 

@@ -55,7 +55,6 @@ class Now:
     """The file of the run's rehearsal, which tells what a step does; None if there was none."""
 
     def begin(self, step: int) -> None:
-        """Begin a step."""
         self.step = step
         if self.program is not None:
             self.begun = {group.group_name: _issued(group) for group in _process_groups()}

@@ -167,7 +167,6 @@ class Study:
         return next((one for one in known if one.user_attrs.get("run") == trial.name), None)
 
     def _figures(self, trial: Trial) -> list[tuple[int, float]]:
-        """Return the steps and finite values of the metric."""
         records = metrics.read(self._sweep.run(trial))
         pairs = ((one["step"], one.get(self._settings.metric)) for one in records)
         return [

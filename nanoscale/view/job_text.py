@@ -86,7 +86,6 @@ def layout_line(job: Document) -> str:
 
 
 def size(count: float) -> str:
-    """Format a number of parameters."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.4g} {name}"

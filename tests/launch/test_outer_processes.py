@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.launch.hosts.outer_processes import OuterProcess, outer_hosts, this_process
@@ -123,3 +124,11 @@ def test_a_file_of_an_earlier_start_is_not_believed(
         keeper.exit_code = 75
     assert not file.exists() and follower.read() is None
     assert file.parent.exists()
+
+
+def test_every_process_shows_why_its_request_is_refused(monkeypatch, capsys):
+    """The first one may be on another host, where the same words are accepted."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert nanoscale(["train", "recipe=nowhere", "launcher=env", "run.name=x"]) == 2
+    assert "unknown recipe" in capsys.readouterr().err

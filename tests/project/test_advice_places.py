@@ -11,6 +11,7 @@ PACKAGE = Path(nanoscale.__file__).parent
 TESTS = Path(__file__).parents[1]
 _POSITION = {
     "Violation": 4,
+    "violation": 2,
     "refuse": 2,
     "refuse_idle": 2,
     "refuse_value": 3,
@@ -25,6 +26,7 @@ TYPED_BACK = {
     "checkpoint/configuration.py": "checkpoint/test_configuration.py",
     "checkpoint/hf/adapters.py": "cli/test_advice_on_adapters.py",
     "checkpoint/store.py": "cli/test_advice_on_files.py",
+    "config/values/provenance.py": "launch/test_hosts.py",
     "common/object_storage.py": "cli/test_object_storage.py",
     "cli/common/rehearsal.py": "rehearse/test_command.py",
     "cli/common/texts.py": "cli/test_tokens_of_model.py",

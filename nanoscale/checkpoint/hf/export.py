@@ -233,7 +233,6 @@ def _write_weights(
 
 
 def write_json(file: Path, document: dict[str, Any]) -> None:
-    """Write one JSON document."""
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

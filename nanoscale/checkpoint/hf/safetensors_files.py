@@ -29,7 +29,6 @@ def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
 
 
 def dtype_of(name: str, dtype: str) -> str:
-    """Return the dtype of a tensor in files of a dtype."""
     return "F32" if name.endswith(IN_FP32) else dtype
 
 

@@ -41,7 +41,6 @@ def overrides(incomplete: str) -> list[tuple[str, str]]:
 
 
 def recipes(incomplete: str) -> list[tuple[str, str]]:
-    """Complete the name of a recipe."""
     return list(_starting(_options("recipe"), incomplete).items())
 
 

@@ -79,7 +79,6 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def console(*, error: bool = False) -> Console:
-    """Return the console for human output."""
     return display.console(sys.stderr if error else sys.stdout)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from nanoscale.launch.lifecycle.continuation import (
     is_complete,
     require_same_run,
 )
-from nanoscale.processes.session import LONGER_S, Keeper
+from nanoscale.processes.session import Keeper
 from nanoscale.runs.lock import RunLock
 
 
@@ -39,14 +38,8 @@ def train_as_one_of_many(line: CommandLine, dry_run: bool, as_json: bool, **how:
     """
     process, line = this_process(), replace(line, one_of_many=True)
     os.environ[AGENT_NAME] = names(process)[process.host]
-    try:
-        config = line.compose().config
-        session = session_file(config)
-    except UserError:
-        if process.launches:
-            raise
-        time.sleep(LONGER_S)  # the first process says what is wrong
-        return 2
+    config = line.compose().config
+    session = session_file(config)
     if not process.launches:
         command = join_command(process, config)
         os.execv(command[0], command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
-from nanoscale.common.errors import UserError
 
 
 @requesting("config", "config_dir", *LAUNCH)
@@ -19,7 +18,7 @@ def train(
     from nanoscale.cli.jobs.launching import launch  # here, so that --help loads no launcher
 
     # Asked before anything is checked: of several such processes, only the first may launch.
-    if _launches_outside(line):
+    if line.compose_settings().config.launcher.name == "env":
         from nanoscale.cli.jobs.outer import train_as_one_of_many
 
         return train_as_one_of_many(line, dry_run, as_json, force=force, rehearse=rehearse)
@@ -28,15 +27,3 @@ def train(
     request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
     # The attempt is number 1, and no lock is held: the launch creates the run once the hosts are ready.
     return launch(request.run, request, 0, None, refusals, as_json)
-
-
-def _launches_outside(line: CommandLine) -> bool:
-    """True if another program has started this process for launcher=env."""
-    from nanoscale.launch.hosts.outer_processes import is_follower
-
-    try:
-        return line.compose_settings().config.launcher.name == "env"
-    except UserError:
-        if not is_follower():
-            raise
-        return True  # the first process says what is wrong

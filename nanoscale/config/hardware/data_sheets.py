@@ -119,7 +119,6 @@ REQUIRED_KEYS = (
 
 @cache
 def known_devices() -> tuple[str, ...]:
-    """Return the devices of the table, by name."""
     folder = packaged()[0] / "cluster"
     return tuple(sorted({path.stem for path in folder.glob("*.yaml")} - {"local"}))
 
@@ -239,7 +238,6 @@ def usual_mfu(config: Config) -> tuple[float, float] | None:
 
 
 def usual_mfu_text(usual: tuple[float, float] | None) -> str | None:
-    """Return the sentence about the usual MFU."""
     if usual is None:
         return None
     return f"published runs of this size and dtype reach an MFU of {usual[0]:.0%} to {usual[1]:.0%}"

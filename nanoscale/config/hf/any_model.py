@@ -105,7 +105,7 @@ def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
         message = (
             "config.json has no vocab_size: set the number of rows of its embedding, model.vocab=…"
         )
-        refuse([Violation(KEY, model.name, composed.source(KEY), message)], kind="model")
+        composed.refuse(KEY, message, kind="model")
     return least | {"max_seq_len": composed.config.train.seq_len} | configured | known
 
 

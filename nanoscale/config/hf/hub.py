@@ -93,7 +93,6 @@ def is_offline() -> bool:
 
 
 def hub_host() -> str:
-    """Return the hub's host."""
     return urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or "the hub"
 
 

@@ -15,7 +15,7 @@ from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.schema import BatchName, BatchSettings, Launcher, LauncherName, Slurm
+from nanoscale.config.schema import Batch, BatchName, BatchSettings, Launcher, LauncherName, Slurm
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
@@ -52,9 +52,10 @@ def resolve_launcher(resolution: Resolution) -> Launcher:
     _check_master(resolution)
     _check_cluster(resolution)
     check_environment(resolution)
-    check_batch(resolution)
-    _check_container(resolution)
     launcher = resolution.config.launcher
+    _check_settings(resolution, "launcher.slurm", launcher.slurm, "--", "long option of sbatch")
+    _check_settings(resolution, "launcher.batch", launcher.batch, "-", "option")
+    _check_container(resolution)
     return replace(launcher, name=_name(resolution), hostfile=absolute(launcher.hostfile))
 
 
@@ -250,9 +251,9 @@ _OUR_OPTIONS = (
 _LINES = ("partition", "account", "qos", "constraint", "gpus", "queue", "resources")
 
 
-def time_limit_s(text: str) -> int | None:
+def time_limit_s(text: str | None) -> int | None:
     """Return the seconds of a time limit: minutes, H:MM:SS or D-HH[:MM[:SS]]; None if it is invalid."""
-    parts = _TIME.fullmatch(text)
+    parts = _TIME.fullmatch(text or "")
     if parts is None:
         return None
     values = {name: int(part or 0) for name, part in parts.groupdict().items()}
@@ -261,15 +262,8 @@ def time_limit_s(text: str) -> int | None:
     return minutes * 60 + values["ds"] + values["s"]
 
 
-def check_batch(resolution: Resolution) -> None:
-    """Check the forms of the settings of batch systems."""
-    launcher = resolution.config.launcher
-    _check_settings(resolution, "launcher.slurm", launcher.slurm, "--", "long option of sbatch")
-    _check_settings(resolution, "launcher.batch", launcher.batch, "-", "option")
-
-
 def _check_settings(
-    resolution: Resolution, section: str, settings: Slurm | BatchSettings, dashes: str, what: str
+    resolution: Resolution, section: str, settings: Batch, dashes: str, what: str
 ) -> None:
     for name in _LINES:
         value = getattr(settings, name, None)

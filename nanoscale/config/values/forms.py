@@ -55,7 +55,7 @@ def nodes_violation(composed: Composed) -> Violation | None:
             # likely meanings: `2-4`, `2..4` and `4:2` mean a range, and 0 the fewest
             numbers = sorted(max(1, int(part)) for part in parts)
             advice = (f"{key}={':'.join(map(str, numbers))}",)
-        return Violation(key, nodes, composed.source(key), str(law), advice)
+        return composed.violation(key, str(law), *advice)
     return None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
+from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.schema import Config
 from nanoscale.config.values.yaml_file import YamlDocument
+from nanoscale.config.violations import refuse
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -106,6 +108,17 @@ class Composed:
         """Return the source that set a key last."""
         settings = self.history.get(key)
         return settings[-1].source if settings else DEFAULT
+
+    def violation(self, key: str, message: str, *suggestions: str, remedy: str = "") -> Violation:
+        """Return a violation of a key as it was set."""
+        value = reference.value_of(self.config, key)
+        return Violation(key, value, self.source(key), message, suggestions, remedy)
+
+    def refuse(
+        self, key: str, message: str, *suggestions: str, kind: str = "config", remedy: str = ""
+    ) -> NoReturn:
+        """Raise the UserError of one violation."""
+        refuse([self.violation(key, message, *suggestions, remedy=remedy)], kind)
 
     def within(self, key: str) -> list[str]:
         """List the key, if something set it, and the keys in it, in the order of the history."""

@@ -188,7 +188,6 @@ class Renderer:
                 yield from map(self._render_alone, batch)
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._end()

@@ -201,7 +201,6 @@ class Setup:
         return lambda chunk: encode(chunk, self.reading, tokenizer, self.dtype)
 
     def open(self) -> Tokenizer | ChatTokenizer:
-        """Return the tokenizer."""
         if self.reading.template is not None:
             return ChatTokenizer(
                 self.tokenizer, Renderer(self.reading.template, self.reading.field)

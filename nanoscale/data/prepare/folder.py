@@ -234,7 +234,6 @@ def committed(unfinished: Path) -> PreparationProgress | None:
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON document durably, as `write_whole` does."""
     write_whole(path, [json.dumps(document, indent=1, ensure_ascii=False).encode()])
 
 

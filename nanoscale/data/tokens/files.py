@@ -30,7 +30,6 @@ def bin_path(prefix: str | Path) -> Path:
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Return the index file of a prefix."""
     return Path(f"{prefix}.idx")
 
 
@@ -142,6 +141,5 @@ def open_answers(prefix: Path, file: TokenFile) -> np.ndarray:
 
 
 def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserError:
-    """Return the error for a damaged file."""
     violation = Violation(key="data.path", value=str(path), source="", message=what)
     return UserError("data", f"{kind}: {path}: {what}", [violation])

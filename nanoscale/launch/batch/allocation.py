@@ -44,7 +44,7 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     violation = forms.nodes_violation(composed)
     if violation is not None:
         refuse([violation])
-    key, system = "launcher.name", SYSTEMS[composed.config.launcher.name]
+    system = SYSTEMS[composed.config.launcher.name]
     try:
         names = system.hosts(os.environ)
     except (BatchError, OSError) as error:
@@ -54,13 +54,11 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
         message = f"starts ranks within a {system.title} job, and this shell is not in one"
         remedy = f"{system.interactive}; to queue a training, type "
         remedy += "`nanoscale submit` instead of `nanoscale train`"
-        refuse([Violation(key, system.name, composed.source(key), message, remedy=remedy)])
+        composed.refuse("launcher.name", message, remedy=remedy)
     least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
-        key = "launcher.nodes"
         message = f"is more than the {len(names)} nodes of this job ({','.join(names)})"
-        value, source = composed.config.launcher.nodes, composed.source(key)
-        refuse([Violation(key, value, source, message, (f"launcher.nodes={len(names)}",))])
+        composed.refuse("launcher.nodes", message, f"launcher.nodes={len(names)}")
     used = names[:most]
     slots = _ranks_per_node(composed, len(used), os.environ.get("SLURM_GPUS_ON_NODE"))
     return tuple(Host(name, slots) for name in used)
@@ -137,10 +135,8 @@ def _ranks_per_node(composed: Composed, count: int, gpus: str | None = None) -> 
         gpu_counts = re.findall(r"(?:^|:)([0-9]+)(?=,|$)", gpus or launcher.slurm.gpus or "")
         if gpu_counts:
             return sum(map(int, gpu_counts))
-        key = "launcher.devices"
         message = "must be set here: it says how many GPUs of a node are used"
-        suggestions = ("launcher.devices=8", "launcher.device=cpu")
-        refuse([Violation(key, "auto", composed.source(key), message, suggestions)])
+        composed.refuse("launcher.devices", message, "launcher.devices=8", "launcher.device=cpu")
     replicas = layout.dp_replicate if layout.dp == "auto" else layout.dp
     ranks = replicas * layout.tp * layout.pp * layout.cp
     if layout.dp == "auto":

@@ -106,7 +106,6 @@ class BatchSystem:
 
     @property
     def program(self) -> str:
-        """The program that accepts a batch script."""
         return self.commands[0].split()[0]
 
     def submit(
@@ -161,7 +160,7 @@ class BatchSystem:
         """Return the lines of a batch script that receive signals, also before its time limit."""
         log = f'{shlex.quote(f"{logs}/{self.name}-")}"{self.job}".out'
         settings = config.launcher.batch
-        limit_s = time_limit_s(settings.time or "")
+        limit_s = time_limit_s(settings.time)
         alarm = "alarm=\n"
         if limit_s is not None and settings.signal_before_s:
             alarm = _ALARM.format(limit_s - settings.signal_before_s)

@@ -50,7 +50,7 @@ class Pbs(BatchSystem):
         launcher, settings = config.launcher, config.launcher.batch
         gpus = f":ngpus={launcher.devices}" if launcher.device == "cuda" else ""
         resources = settings.resources or f"ncpus={_cpus(config)}{gpus}"
-        seconds = time_limit_s(settings.time or "")
+        seconds = time_limit_s(settings.time)
         options = {
             "-N ": _job_name(name),
             "-o ": str(logs / "pbs.out"),
@@ -97,7 +97,7 @@ class Lsf(BatchSystem):
 
     def options(self, config: ResolvedConfig, name: str, logs: Path) -> list[str]:
         launcher, settings, cpus = config.launcher, config.launcher.batch, _cpus(config)
-        seconds = time_limit_s(settings.time or "")
+        seconds = time_limit_s(settings.time)
         counted = any(option.startswith("-nnodes") for option in settings.directives)
         options = {
             "-J ": _job_name(name),

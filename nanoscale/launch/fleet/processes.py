@@ -64,7 +64,6 @@ class Process:
                 (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Reap it once it has ended."""
         for pipe in (self.stdin, self.stdout, self.stderr):
             with suppress(OSError):
                 pipe.close()

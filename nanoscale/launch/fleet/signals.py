@@ -59,7 +59,6 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def record(self, number: int, _frame: FrameType | None = None) -> None:
-        """Record a signal, whoever received it."""
         if number == signal.SIGTSTP:
             self.suspended = True
         elif self.first is None:

@@ -35,9 +35,9 @@ def select(
     """Return the hosts and slots that the configuration's filter leaves, in the file's order."""
     include_text, exclude_text = composed.config.launcher.include, composed.config.launcher.exclude
     if include_text is not None and exclude_text is not None:
-        key, message = "launcher.exclude", "cannot be given together with launcher.include"
+        message = "cannot be given together with launcher.include"
         suggestions = ("launcher.exclude=null", "launcher.include=null")
-        return [], [Violation(key, exclude_text, composed.source(key), message, suggestions)]
+        return [], [composed.violation("launcher.exclude", message, *suggestions)]
     if include_text is not None:
         key, text, apply_filter = "launcher.include", include_text, include
     elif exclude_text is not None:
@@ -45,12 +45,10 @@ def select(
     else:
         return list(hosts), []
     chosen, problems = read_filter(text, hosts, file)
-    remaining, source = apply_filter(hosts, chosen), composed.source(key)
+    remaining = apply_filter(hosts, chosen)
     if not problems and not remaining:
         problems = [f"leaves no slot of {file}"]
-    return remaining, [
-        Violation(key, text, source, problem, (f"{key}=null",)) for problem in problems
-    ]
+    return remaining, [composed.violation(key, problem, f"{key}=null") for problem in problems]
 
 
 def include(hosts: Sequence[Host], chosen: ChosenSlots) -> list[Host]:

@@ -112,23 +112,19 @@ def _line_problem(fields: Sequence[str]) -> tuple[str, str] | None:
 def _read(composed: Composed) -> tuple[str, str]:
     """Return the hostfile's text and its name in messages."""
     key, name = "launcher.hostfile", str(composed.config.launcher.hostfile)
-
-    def violation(message: str, *suggestions: str) -> Violation:
-        return Violation(key, name, composed.source(key), message, suggestions)
-
     path = Path(name).expanduser()
     if path.is_dir():
-        refuse([violation("is a folder; it must be a hostfile")])
+        composed.refuse(key, "is a folder; it must be a hostfile")
     try:
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        refuse([violation("is a file that does not exist", *_similar_files(path))])
+        composed.refuse(key, "is a file that does not exist", *_similar_files(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not a path"
-        refuse([violation(f"cannot be read: {reason}")])
+        composed.refuse(key, f"cannot be read: {reason}")
     if len(raw) > LARGEST_FILE:
-        refuse([violation(f"has more than {LARGEST_FILE} bytes, too many for a hostfile")])
+        composed.refuse(key, f"has more than {LARGEST_FILE} bytes, too many for a hostfile")
     try:
         return raw.decode("utf-8-sig"), name
     except UnicodeDecodeError as error:
@@ -159,7 +155,7 @@ def _limit_hosts(
         message += " that its filter leaves" if filtered else ""
         numbers = f"{len(hosts)}:{most}" if most > fewest else f"{len(hosts)}"
         option = f"--num-nodes {numbers}"
-        violations.append(_key_violation(composed, "launcher.nodes", message, option))
+        violations.append(composed.violation("launcher.nodes", message, option))
     hosts = hosts[:most]
     devices = launcher.devices
     if devices == "auto":
@@ -171,13 +167,8 @@ def _limit_hosts(
         others = f" and of {more} more" if more > 0 else ""
         message = f"is more than the slots of {', '.join(names)}{others}"
         option = f"--num-gpus {min(host.slots for host in too_few)}"
-        violations.append(_key_violation(composed, "launcher.devices", message, option))
+        violations.append(composed.violation("launcher.devices", message, option))
     return [
         replace(host, slots=devices, devices=host.devices and host.devices[:devices])
         for host in hosts
     ], violations
-
-
-def _key_violation(composed: Composed, key: str, message: str, *suggestions: str) -> Violation:
-    value = getattr(composed.config.launcher, key.partition(".")[2])
-    return Violation(key, value, composed.source(key), message, suggestions)

@@ -14,27 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError
 from nanoscale.config.machines import Host
 from nanoscale.config.schema import Config
 from nanoscale.config.values.provenance import Composed
-from nanoscale.config.violations import refuse
 from nanoscale.launch.batch.slurm import host_names
 from nanoscale.launch.batch.system import BatchError
 
 AGENT_NAME = "NANOSCALE_AGENT_NAME"
 """The name of the variable with the name by which a host's agent introduces itself."""
-_VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
-"""The variables of each program with a process's number, their count, and both within its host."""
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""The variables of torchrun, mpirun and srun with a process's number, their count, and both within its host."""
 _SESSION = (
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
     "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
@@ -60,21 +54,13 @@ class OuterProcess:
         return self.host == self.local == 0
 
 
-def is_follower() -> bool:
-    """True if another program has started this process and an earlier one."""
-    try:
-        return not this_process().launches
-    except UserError:
-        return False
-
-
 def this_process(env: Mapping[str, str] = os.environ) -> OuterProcess:
     """Return the place of this process among all.
 
     Raises:
         UserError: no known program has started it, or hosts have different numbers of processes.
     """
-    for rank_name, count_name, local_name, local_count_name in _VARIABLES.values():
+    for rank_name, count_name, local_name, local_count_name in _VARIABLES:
         if rank_name not in env or count_name not in env:
             continue
         rank, count, local = (int(env.get(it, "0")) for it in (rank_name, count_name, local_name))
@@ -86,11 +72,10 @@ def this_process(env: Mapping[str, str] = os.environ) -> OuterProcess:
                 "usage", f"launcher=env: {what}: each host needs the same number of processes"
             )
         return OuterProcess(rank // slots, count // slots, slots, local)
-    known = " and ".join(_VARIABLES["torchrun"][:2])
     raise UserError(
         "usage",
-        f"launcher=env: {known} are not set: put torchrun, srun or mpirun before the command, set them and "
-        "MASTER_ADDR in each process, or choose launcher=local",
+        "launcher=env: RANK and WORLD_SIZE are not set: put torchrun, srun or mpirun before the command, set "
+        "them and MASTER_ADDR in each process, or choose launcher=local",
     )
 
 
@@ -102,8 +87,7 @@ def outer_hosts(composed: Composed) -> tuple[Host, ...]:
         slots = launcher.devices
     elif launcher.devices not in ("auto", slots):
         message = f"is not the {slots} processes of each host"
-        key, better = "launcher.devices", (f"launcher.devices={slots}",)
-        refuse([Violation(key, launcher.devices, composed.source(key), message, better)])
+        composed.refuse("launcher.devices", message, f"launcher.devices={slots}")
     return tuple(Host(name, slots) for name in names(process))
 
 

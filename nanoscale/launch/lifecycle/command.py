@@ -113,7 +113,6 @@ class LaunchPlan:
     mesh: Mesh = field(default_factory=Mesh)
 
     def document(self) -> dict[str, Any]:
-        """Return the content of launch.json."""
         return asdict(self)
 
 

@@ -60,8 +60,7 @@ def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> 
                 f"must be false: {folder} has an embedding and a head ({HEAD}) with different values, and "
                 f"transformers does not tie them either"
             )
-            violation = Violation(key, True, composed.source(key), message, (f"{key}=false",))
-            refuse([violation], kind="model")
+            composed.refuse(key, message, f"{key}=false", kind="model")
     except (NoSuchModelError, BadFileError) as error:
         refuse_model(composed, KEY, init_from, error)
     return found
@@ -109,13 +108,13 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
     if answer["problem"] is not None:
         if answer["of"] == "tp":
             key, tp = "parallel.tp", config.parallel.tp
-            advice = ("parallel.tp=1",)
-            refuse([Violation(key, tp, composed.source(key), answer["problem"], advice)])
+            refuse(
+                [Violation(key, tp, composed.source(key), answer["problem"], ("parallel.tp=1",))]
+            )
         has_code = "auto_map" in model.hf_config and not model.trust_remote_code
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
-        key, value = (KEY, init_from) if answer["of"] == "files" else (any_model.KEY, model.name)
-        text = "; ".join(filter(None, (answer["problem"], code)))
-        refuse([Violation(key, value, composed.source(key), text)], kind="model")
+        key = KEY if answer["of"] == "files" else any_model.KEY
+        composed.refuse(key, "; ".join(filter(None, (answer["problem"], code))), kind="model")
     checked = replace(model, init_from=folder or init_from, parameters=answer["parameters"])
     return replace(config, model=checked)
 
@@ -127,8 +126,7 @@ def _with_own_model(composed: Composed, config: ResolvedConfig) -> ResolvedConfi
         file.flush()
         answer = _ask("nanoscale.backends.count_parameters", file.name, "the model of hooks.path")
     if not isinstance(answer, int):
-        key, value = "hooks.path", config.hooks.path
-        refuse([Violation(key, value, composed.source(key), answer)], kind="model")
+        composed.refuse("hooks.path", answer, kind="model")
     return replace(config, model=replace(config.model, parameters=answer))
 
 
@@ -172,13 +170,11 @@ def check_tasks(composed: Composed, config: ResolvedConfig) -> None:
     reply = {"problem": reply} if isinstance(reply, str) else reply
     if reply["problem"] is not None:
         key, instead = "train.eval_tasks", override("train.eval_tasks", reply.get("instead", []))
-        source, problem = composed.source(key), reply["problem"]
-        refuse([Violation(key, list(tasks), source, problem, (instead,))])
+        composed.refuse(key, reply["problem"], instead)
     if metric not in (*evaluated(config.train), *reply["metrics"]):
         key, names = "checkpoint.best_metric", nearest(metric, reply["metrics"])
-        advice = tuple(override(key, name) for name in names or reply["metrics"][:3])
-        message = "is not a metric of train.eval_tasks"
-        refuse([Violation(key, metric, composed.source(key), message, advice)])
+        advice = (override(key, name) for name in names or reply["metrics"][:3])
+        composed.refuse(key, "is not a metric of train.eval_tasks", *advice)
 
 
 def _suggestions(names: Sequence[str], value: object) -> Iterator[str]:

@@ -127,7 +127,6 @@ class _Hosts:
 
     @cached_property
     def launcher_versions(self) -> dict[str, str | None]:
-        """The launcher's versions."""
         return versions()
 
     @cached_property

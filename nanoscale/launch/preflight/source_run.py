@@ -45,10 +45,9 @@ def with_source_run(composed: Composed, config: ResolvedConfig) -> ResolvedConfi
         damage = [str(error)]
     except UserError as error:
         ways = [way for violation in error.violations for way in _ways(violation.suggestions)]
-        refuse([Violation(KEY, asked, composed.source(KEY), str(error), tuple(ways))], kind="run")
+        composed.refuse(KEY, str(error), *ways, kind="run")
     if damage:
-        message = f"{stored.path} is damaged: {'; '.join(damage)}"
-        refuse([Violation(KEY, asked, composed.source(KEY), message)], kind="run")
+        composed.refuse(KEY, f"{stored.path} is damaged: {'; '.join(damage)}", kind="run")
     if violations:
         refuse([replace(it, source=composed.source(it.key)) for it in violations], kind="run")
     run = replace(config.run, from_run=str(source.path), from_step=stored.step)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import differences
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
@@ -162,7 +161,6 @@ def refused(error: BatchError, system: BatchSystem, composed: Composed | None = 
     if composed is not None and system.name == "slurm":
         for pattern, key, command in _BLAMED:
             if re.search(pattern, message, re.IGNORECASE):
-                value = value_of(composed.config, key)
-                cause = Violation(key, value, composed.source(key), message, (command,))
+                cause = composed.violation(key, message, command)
                 return UserError("slurm", "SLURM rejected the job", [cause])
     return UserError(system.name, f"{system.title} rejected the job: {message}")

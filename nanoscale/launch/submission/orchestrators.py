@@ -11,9 +11,6 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
-from nanoscale.common.errors import Violation
-from nanoscale.config.reference import value_of
-from nanoscale.config.violations import refuse
 from nanoscale.launch.request import Request
 
 Document = dict[str, Any]
@@ -130,5 +127,4 @@ def _task(request: Request, hosts: int, slots: int) -> Document:
 
 def _require(request: Request, key: str, is_met: bool, message: str, advice: str) -> None:
     if not is_met:
-        value, source = value_of(request.composed.config, key), request.composed.source(key)
-        refuse([Violation(key, value, source, message, (advice,))])
+        request.composed.refuse(key, message, advice)

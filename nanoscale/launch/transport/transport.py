@@ -105,7 +105,6 @@ class Transport(ABC):
         return None
 
     def exclusion_remedy(self, host: Host) -> str:
-        """Return the remedy that excludes a host."""
         return f"do without {host.name}"
 
     def idle_machines(self) -> str | None:
@@ -148,7 +147,6 @@ class Ssh(Transport):
         return {}
 
     def exclusion_remedy(self, host: Host) -> str:
-        """Return the remedy that excludes a host, in addition to the present filter."""
         launcher, entry = self.config.launcher, machines.in_filter(host.name)
         if launcher.include is not None:
             return f"take {entry} out of --include {shlex.quote(launcher.include)}"

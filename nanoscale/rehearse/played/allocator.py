@@ -82,7 +82,6 @@ class Allocator:
         return block.address
 
     def size_at(self, address: int) -> int:
-        """Return the bytes of the block at an address."""
         return self._at[address].size
 
     def free(self, key: int) -> int | None:

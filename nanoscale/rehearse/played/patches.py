@@ -11,7 +11,6 @@ class Patches(ExitStack):
     """Replacements that last until the `with` block ends."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a module or class."""
         if name in vars(owner):
             self.callback(setattr, owner, name, vars(owner)[name])
         else:
@@ -19,7 +18,6 @@ class Patches(ExitStack):
         setattr(owner, name, value)
 
     def replace_item(self, owner: Any, key: Any, value: Any) -> None:
-        """Set an item of a dictionary."""
         if key in owner:
             self.callback(owner.__setitem__, key, owner[key])
         else:

@@ -171,5 +171,4 @@ def within(spans: list[Span], window: Window) -> Iterator[Span]:
 
 
 def percent(share: float) -> str:
-    """Format a share as percent with one decimal."""
     return f"{100 * share:.1f} %"

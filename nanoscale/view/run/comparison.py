@@ -118,7 +118,6 @@ def _loss_after(run: list[Document], seconds: float) -> float | None:
 
 
 def comparison_report(about: Document) -> Report:
-    """Return tables and curves side by side."""
     names = [run["name"] for run in about["runs"]]
     return Report(f"comparison of {', '.join(names)}", list(_blocks(about, names)))
 

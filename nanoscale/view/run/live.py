@@ -91,7 +91,6 @@ class LiveView:
             self._step(record)
 
     def line(self, text: str) -> None:
-        """Show one line."""
         self._screen.line(text)
 
     def __exit__(self, *_: object) -> None:
@@ -289,7 +288,6 @@ class _Plain:
         self._shown = float("-inf")
 
     def line(self, text: str) -> None:
-        """Show a line that stays."""
         self.close()
         self._print(text)
 

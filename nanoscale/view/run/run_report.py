@@ -223,7 +223,6 @@ def _head(about: Document) -> list[str]:
 
 
 def _outcome(about: Document) -> str:
-    """Describe the outcome in one line."""
     of = f" of {about['steps']:,}" if about["steps"] is not None else ""
     words = [f"{about['state']} after step {about['step']:,}{of}"]
     if about["started"] is not None and about["ended"] is not None:

@@ -79,7 +79,6 @@ def most_important(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Print all trials."""
     show_table(display.console(stream), _table(rows))
 
 

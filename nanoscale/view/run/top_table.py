@@ -117,5 +117,4 @@ _COLUMNS = (
 
 
 def top_table(rows: list[Row]) -> Table:
-    """Return the table of the rows."""
     return table(_COLUMNS, rows)
