@@ -111,7 +111,8 @@ def train_and_stop(nodes: Nodes, tmp_path: Path, launcher: str) -> Launch:
     hostile = Hostile()
     own = nodes.make_private(tmp_path / "own")
     shutil.copytree(SOURCE / "nanoscale", own["n2"] / "copy" / "nanoscale")
-    for node, source in (("n1", SOURCE), ("n2", tmp_path / "own" / "copy")):
+    sources = {"n1": SOURCE, "n2": tmp_path / "own" / "copy", "n3": SOURCE}
+    for node, source in sources.items():
         write_interpreter(own[node] / hostile.name, tmp_path / "own", source)
     root = tmp_path / f"{hostile.name}\nruns"
     hosts = hostfile(tmp_path, "root@n1 slots=2", "n2 slots=1", "n3 slots=2")
