@@ -13,7 +13,6 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from nanoscale.cli.main import build
 from tests.cli.test_help import commands
-from tests.support.loaded_agents import loaded_agents  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = {
