@@ -908,7 +908,7 @@ LauncherName = Literal["local", "ssh", "pdsh", BatchName, "env", "kubernetes", "
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchOptions:
     """The settings that all batch systems have."""
 
     account: str | None = key(None, "account or project to charge")
@@ -930,7 +930,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class BatchSettings(Batch):
+class BatchSettings(BatchOptions):
     """The settings of launcher=pbs and lsf; null or empty: the site's default."""
 
     queue: str | None = key(None, "queue")
@@ -940,7 +940,7 @@ class BatchSettings(Batch):
 
 
 @dataclass(frozen=True)
-class Slurm(Batch):
+class Slurm(BatchOptions):
     """The settings of launcher=slurm; null or empty: the site's default."""
 
     partition: str | None = key(None, "partition, or several with commas")

@@ -58,6 +58,6 @@ def test_a_task_is_a_rank_and_the_same_command_continues(
 def test_every_task_ends_with_the_code_of_an_error(slurm: Slurm, tmp_path: Path) -> None:
     done = srun(slurm, tmp_path, ["-N2", "-n2"], "train.seedx=4")
     assert done.returncode == 2
-    assert done.stderr.count("train.seedx=4: unknown key") == 1
+    assert done.stderr.count("train.seedx=4: unknown key") == 2, "each task shows its own error"
     done = srun(slurm, tmp_path, ["-N2", "-n2"], "parallel.dp=3")
     assert done.returncode == 2 and "parallel.dp" in done.stderr

@@ -15,7 +15,14 @@ from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.schema import Batch, BatchName, BatchSettings, Launcher, LauncherName, Slurm
+from nanoscale.config.schema import (
+    BatchName,
+    BatchOptions,
+    BatchSettings,
+    Launcher,
+    LauncherName,
+    Slurm,
+)
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
@@ -263,7 +270,7 @@ def time_limit_s(text: str | None) -> int | None:
 
 
 def _check_settings(
-    resolution: Resolution, section: str, settings: Batch, dashes: str, what: str
+    resolution: Resolution, section: str, settings: BatchOptions, dashes: str, what: str
 ) -> None:
     for name in _LINES:
         value = getattr(settings, name, None)
