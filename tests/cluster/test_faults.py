@@ -333,7 +333,7 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
     launch = start(nodes, tmp_path, hosts, *words, root=seen)
     launch.trains(3)
     began = time.monotonic()
-    fill(seen, room)
+    fill(seen, room, launch)
     row = measure(launch, FULL_DISK, began, 1)
     assert "diagnosis  the disk is full" in launch.screen, launch.screen
     (who,) = re.findall("^(rank . on n.) failed:", launch.screen, re.MULTILINE)
@@ -342,19 +342,29 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
         rows.append(row)
 
 
-def fill(folder: Path, room: int) -> None:
-    """Leave about this many bytes free, in spite of concurrent writes.
+def fill(folder: Path, room: int, launch: Launch) -> None:
+    """Keep about this many bytes free until the job has failed, in spite of checkpoints that are being written.
 
+    A checkpoint that began before may still fit into the room; it is given back, or failure.json would not fit.
     In small pieces: what does not fit is taken for a moment all the same, and let go. A rank whose write failed
     in that moment would find a disk with much room.
     """
-    piece = 1 << 19
+    size, piece = 0, 1 << 19
     with (folder / "filler").open("wb") as filler:
-        while (piece := min(piece, shutil.disk_usage(folder).free - room)) > 0:
-            try:
-                os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, piece)
-            except OSError:
-                piece //= 2
+        while launch.process.poll() is None:
+            missing = room - shutil.disk_usage(folder).free
+            if missing > 0:
+                size = max(0, size - missing)
+                filler.truncate(size)
+            elif (piece := min(piece, -missing)) > 0:
+                try:
+                    os.posix_fallocate(filler.fileno(), size, piece)
+                    size += piece
+                except OSError:
+                    piece //= 2
+            else:
+                piece = 1 << 19
+                time.sleep(0.01)
 
 
 @pytest.mark.exhaustive
