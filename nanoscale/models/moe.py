@@ -14,7 +14,8 @@ experts_per_token of them. load `[experts]` counts the choices of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -97,10 +98,7 @@ class Router(nn.Module):
             bias = None if bias is None else bias.to(score_dtype)
             products = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype), bias)
         scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
-        biased_scores = scores.detach() + (BIAS_UNIT * self.choice_bias.double()).to(score_dtype)
-        if self.groups > 1:
-            biased_scores = self._in_best_groups(biased_scores)
-        chosen = biased_scores.topk(self.top_k).indices
+        chosen = _choose(partial(self._best, scores.detach()))
         if self.penalty and torch.is_grad_enabled():
             scores = _add_loss(scores, self.penalty * self.imbalance(scores, chosen, len(hidden)))
         weights = scores.gather(1, chosen)
@@ -108,6 +106,13 @@ class Router(nn.Module):
             self.load += count(chosen, self.experts)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalizes else weights
         return weights * self.scale if self.scale != 1 else weights, chosen
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """Return the numbers of the experts of each token."""
+        biased_scores = scores + (BIAS_UNIT * self.choice_bias.double()).to(scores.dtype)
+        if self.groups > 1:
+            biased_scores = self._in_best_groups(biased_scores)
+        return biased_scores.topk(self.top_k).indices
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """Return the scores, -∞ outside of a token's groups (DeepSeek-AI 2024, arXiv:2412.19437, section
@@ -161,6 +166,31 @@ class _AddLoss(torch.autograd.Function):
 def is_recomputed() -> bool:
     """True in a forward pass that the backward pass repeats."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _choose(choice: Callable[[], Tensor]) -> Tensor:
+    """Return a router's choice; `routing_kept` replaces this function."""
+    return choice()
+
+
+@contextmanager
+def routing_kept(kept: list[Tensor]) -> Iterator[None]:
+    """Keep the choices of the routers in a region of the forward pass, and repeat them in its recomputation.
+
+    Recomputed scores may differ in their last bits, and a token between two experts would be routed otherwise.
+    """
+    global _choose
+    before, repeated = _choose, iter(kept)
+
+    def keep(choice: Callable[[], Tensor]) -> Tensor:
+        kept.append(choice())
+        return kept[-1]
+
+    _choose = (lambda _: next(repeated)) if is_recomputed() else keep
+    try:
+        yield
+    finally:
+        _choose = before
 
 
 class Experts(nn.Module):

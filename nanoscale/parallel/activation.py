@@ -11,13 +11,14 @@ Only the `forward` of a block, as an attribute of the instance, or the model's l
 replaced: names of parameters and modules stay, and the hooks of FSDP2 and tensor parallelism stay outside. In
 groups the blocks' hooks run again with them; FSDP2 supports that, and keeps a group's parameters gathered from
 its recomputation to its backward, so that nothing is gathered twice. Nothing in a block draws random numbers,
-so no generator's state is kept.
+so no generator's state is kept. Every mode keeps the experts that each token chose.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -37,9 +38,21 @@ from torch.utils.checkpoint import (
 )
 
 from nanoscale.config.schema import Parallel
+from nanoscale.models.moe import MixtureOfExperts, routing_kept
 from nanoscale.models.transformer import Masks, Rotations, RunLayers
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def _recompute_as_routed(run: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
+    kept: list[Tensor] = []
+
+    def run_as_routed(*inputs: Any) -> Tensor:
+        with routing_kept(kept):
+            return run(*inputs)
+
+    result: Tensor = _recompute(run_as_routed, *inputs, **options)
+    return result
 
 
 def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
@@ -47,12 +60,18 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
     blocks: list[nn.Module] = list(layers.values())
     if parallel.activation_checkpointing == "full":
         for block in blocks[:: parallel.checkpoint_every]:
-            block.forward = partial(_recompute, block.forward)
+            block.forward = partial(_recompute_block(block), block.forward)
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts
         contexts = partial(make_contexts, parallel.selective_keep)
         for block in blocks:
-            block.forward = partial(_recompute, block.forward, context_fn=contexts)
+            block.forward = partial(_recompute_block(block), block.forward, context_fn=contexts)
+
+
+def _recompute_block(block: nn.Module) -> Callable[..., Tensor]:
+    """Return the function that recomputes a block; the compiler supports only the one of dense blocks."""
+    routes = any(isinstance(module, MixtureOfExperts) for module in block.modules())
+    return _recompute_as_routed if routes else _recompute
 
 
 def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:
@@ -97,7 +116,7 @@ def run_in_groups(
     blocks: list[nn.Module] = list(layers.values())
     for group in groups(len(blocks)):
         members = blocks[group.start : group.stop]
-        hidden = _recompute(_run_blocks, members, hidden, rotations, masks)
+        hidden = _recompute_as_routed(_run_blocks, members, hidden, rotations, masks)
     return hidden
 
 

@@ -258,6 +258,7 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         shared = shape.tokens * shape.shared * run.compute
         sizes_of |= {"shared gate": shared, "shared up": shared, "shared down": hidden}
         sizes_of["shared gating"] = shape.tokens * run.compute
+        kept["chosen"] = sizes["chosen"]
         if shape.local_experts < shape.experts:  # the two all-to-alls
             kept["exchanged"] = 2 * sizes["expert outputs"]
     if run.tensor_parallel:
@@ -330,7 +331,8 @@ def block_memory(
         kept = sum(sizes.values())
         return BlockMemory(kept, kept, working)
     if mode == "full":
-        inputs = {"input": entry(shape, run), "rotation": sizes.get("rotation", 0)}
+        inputs = {name: sizes.get(name, 0) for name in ("rotation", "chosen")}
+        inputs["input"] = entry(shape, run)
         return BlockMemory(sum(inputs.values()), sum((sizes | inputs).values()), working)
     policy = kept_by_selective(shape, run, keep)
     # Recomputation reads kept tensors and frees tensors that autograd does not save. The last product is not
@@ -459,22 +461,23 @@ def stage_activations(
     """Return the bytes of a stage's blocks; the first `dense` blocks have no experts."""
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
-    mode = parallel.activation_checkpointing
-    plain = block_memory(shape, run)
+    mode, every = parallel.activation_checkpointing, parallel.checkpoint_every
+    plain, chosen = block_memory(shape, run), saved(shape, run).get("chosen", 0)
     recomputed = 0
     if mode == "none":
         kept, extra, last = layers * plain.kept, plain.working, plain.kept
     elif mode == "sqrt":
         groups = isqrt(layers - 1) + 1
-        last = block_memory(shape, run, "full").kept
-        kept = groups * last
-        recomputed = ceil(layers / groups) * plain.recomputed - last
+        largest = ceil(layers / groups)
+        first = block_memory(shape, run, "full").kept - chosen
+        kept, last = groups * first + layers * chosen, first + largest * chosen
+        recomputed = largest * plain.recomputed - last
         extra = recomputed + plain.working
     else:
         block = block_memory(shape, run, mode, parallel.selective_keep)
-        count = ceil(layers / parallel.checkpoint_every)
+        count = ceil(layers / every)
         kept = count * block.kept + (layers - count) * plain.kept
-        checkpointed = (layers - 1) % parallel.checkpoint_every == 0
+        checkpointed = (layers - 1) % every == 0
         recomputed = block.recomputed - block.kept if checkpointed else 0
         extra = block.working + recomputed
         last = block.kept if checkpointed else plain.kept
@@ -493,7 +496,11 @@ def stage_activations(
     waiting *= layers
     if run.offloaded:
         for_weights = recomputed + last
-        return StageActivations(0, extra + last, 0, kept, waiting, for_inputs + last, for_weights)
+        # What autograd saves moves to the host; the experts that recomputation repeats do not.
+        routing = 0 if mode == "none" else ceil((layers - dense) / every) * chosen
+        return StageActivations(
+            routing, extra + last, 0, kept - routing, waiting, for_inputs + last, for_weights
+        )
     return StageActivations(kept, extra, last, 0, waiting, for_inputs, recomputed)
 
 
