@@ -32,8 +32,8 @@ class Distillation:
     ) -> Tensor:
         """Return the loss of the head's inputs, or of logits.
 
-        `cross_entropy` takes inputs, targets `[..., n]` and `token_weights` of this shape. `references` are
-        the references of a `Batch`.
+        `cross_entropy` takes inputs, targets `[..., n]`, `token_weights` of this shape, and the `temperature`
+        of its softmax. `references` are the references of a `Batch`.
         """
         log_probability, ids = references.unbind(-1)
         log_probability = (log_probability / self.temperature).log_softmax(-1)
@@ -45,7 +45,9 @@ class Distillation:
         if self.temperature == 1:  # one softmax serves both
             ids, weights = torch.cat([hard, ids], -1), torch.cat([hard_weights, weights], -1)
             return cross_entropy(inputs, targets=ids, token_weights=weights) - teacher_entropy
-        soft = cross_entropy(inputs / self.temperature, targets=ids, token_weights=weights)
+        soft = cross_entropy(
+            inputs, targets=ids, token_weights=weights, temperature=self.temperature
+        )
         return cross_entropy(inputs, targets=hard, token_weights=hard_weights) + (
             soft - teacher_entropy
         )

@@ -193,6 +193,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     token_weights: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Return the sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not
     IGNORED.
@@ -208,7 +209,11 @@ def linear_cross_entropy(
         softcap: the bound of the logits; None: none.
         token_weights: `[...]`, the weights of the tokens' losses, which only the gradients have; None: 1. Of
             targets `[..., n]` the weights of all, which the loss has too.
+        temperature: the divisor of the bounded logits.
     """
+    if temperature != 1:  # c · tanh(z / c) / T = c / T · tanh((z / T) / (c / T))
+        hidden = hidden / temperature
+        softcap = None if softcap is None else softcap / temperature
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)

@@ -138,8 +138,11 @@ class HFModel(Transformer):
         return RandomWeights(self.shape, seed, device)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, token_weights: Tensor) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, token_weights: Tensor, temperature: float = 1.0
+) -> Tensor:
     """Return the weighted sum of the losses of targets `[..., n]`."""
+    logits = logits if temperature == 1 else logits / temperature
     picked = logits.log_softmax(-1).gather(-1, targets.clamp(min=0))
     return -(picked * token_weights * (targets >= 0)).sum()
 

@@ -180,10 +180,11 @@ def test_further_steps_read_further_samples(tmp_path: Path, teacher: Path) -> No
     assert len(first) == 2 * SEQ_LEN * K * 2 * 8 < len(then) and then.startswith(first)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_chunks_of_the_head_equal_autograd(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, temperature: float, dtype: torch.dtype, softcap: float | None
 ) -> None:
     """The loss of whole logits equals the loss of `model=hf`: another code."""
     from nanoscale.models.hf_model import _cross_entropy
@@ -197,12 +198,14 @@ def test_chunks_of_the_head_equal_autograd(
     distillation = Distillation(WEIGHT, temperature)
     module = head.Head(8, 32, bias=False)
     module.weight, module.distillation = nn.Parameter(weight.detach()), distillation
+    module.softcap = softcap
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 5 * 32)
     found = module(hidden, targets, references.view(torch.int64))
     (found / 3).backward()
     grads = hidden.grad, module.weight.grad
     other = hidden.detach().double().requires_grad_()
     logits = F.linear(other, weight.double())
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     expected = distillation.loss(_cross_entropy, logits, targets, references)
     expected_grads = torch.autograd.grad(expected / 3, [other, weight])
     exact = dtype == torch.float64
