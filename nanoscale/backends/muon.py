@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Muon(LocalAdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step()
+        # PyTorch wraps the `step` of every class that had an object: the wrapped one runs all hooks again.
+        unwrap(LocalAdamW.step)(self)
         if self._exchanges is None:
             self._exchanges = _exchanges(self.matrices())
         groups = {id(p): group for group in self.param_groups for p in group["params"]}

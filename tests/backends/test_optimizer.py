@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nanoscale.backends import gradients
+from nanoscale.backends.adamw import LocalAdamW
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import (
     NamedParameters,
@@ -296,6 +297,23 @@ def test_an_update_that_cannot_clip_says_so() -> None:
         assert not clip_in_update(
             make_optimizer(make_parameters(), config(name)), torch.ones(()), 1.0
         )
+
+
+def test_an_update_of_muon_runs_a_hook_once() -> None:
+    """PyTorch wraps the `step` of a class when its first object is made."""
+    LocalAdamW([nn.Parameter(torch.zeros(2))])
+    parameters = [
+        ("layers.0.w", nn.Parameter(torch.ones(2, 2))),
+        ("b", nn.Parameter(torch.ones(2))),
+    ]
+    optimizer, calls = make_optimizer(parameters, config("muon")), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert calls == ["before", "after"]
+    assert all(not torch.equal(p, torch.ones_like(p)) for _, p in parameters)
 
 
 def test_the_engine_clips_in_a_pass_of_its_own_on_a_cpu(
