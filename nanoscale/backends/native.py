@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,8 +14,8 @@ from nanoscale.backends.construction import build_stages, make_masters, make_pip
 from nanoscale.backends.native_state import NativeState
 from nanoscale.backends.optimizer import clip_in_update, make_optimizer, own_optimizer, set_lr
 from nanoscale.backends.qk_clip import QKClip
-from nanoscale.backends.schedule_free import update_averages
-from nanoscale.config.optimizers import rounds
+from nanoscale.backends.schedule_free import ScheduleFreeAdamW, update_averages
+from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import fsdp
@@ -49,6 +49,7 @@ class NativeEngine(Engine):
             config, self.stages, named, trained, self.masters, self.optimizer, layout.data
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._hooks: list[Callable[[], None]] = []
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         self._loss_sum.zero_()
@@ -70,10 +71,11 @@ class NativeEngine(Engine):
         skipped = self.scaling is not None and not self.scaling.update(bool(grad_norm.isfinite()))
         if not skipped:
             set_lr(self.optimizer, lr)
+            self._begin_change()
             self.optimizer.step()
             # Clipped before the average is taken and the copy is made: both hold the clipped weights.
             if self.qk_clip is not None:
-                self.qk_clip.end_step(self.parameters())
+                self.qk_clip.end_step(self._copies())
             if self.config.optimizer.ema_decay is not None:
                 update_averages(self.optimizer, self.config.optimizer.ema_decay)
             if self.masters is not None:
@@ -85,6 +87,13 @@ class NativeEngine(Engine):
         if self.balance is not None:
             self.balance.end_step(self._counts_losses, skipped)
         return StepResult(self._loss_sum * self._counts_losses, self._tokens, grad_norm, skipped)
+
+    def _copies(self) -> list[tuple[str, Tensor]]:
+        """List the weights, and the averages that the next update computes new weights from, by name."""
+        named: list[tuple[str, Tensor]] = [*self.parameters()]
+        if isinstance(self.optimizer, ScheduleFreeAdamW):
+            named += [(name, self.optimizer.state[p][AVERAGE]) for name, p in self.parameters()]
+        return named
 
     def _accumulate(self, micro_batches: list[Batch]) -> None:
         (model,) = self.stages.values()
@@ -162,7 +171,16 @@ class NativeEngine(Engine):
         return self.tensors.replicated()
 
     def averaged(self) -> AbstractContextManager[None]:
+        if keeps_average(self.config.optimizer):
+            self._begin_change()  # after a skipped step the last checkpoint may not be copied yet
         return self.tensors.averaged()
+
+    def before_update(self, hook: Callable[[], None]) -> None:
+        self._hooks.append(hook)
+
+    def _begin_change(self) -> None:
+        for hook in self._hooks:
+            hook()
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer

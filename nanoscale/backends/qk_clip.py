@@ -44,14 +44,14 @@ class QKClip:
                 core.register_forward_pre_hook(partial(self._read, int(number)))
 
     @torch.no_grad()
-    def end_step(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+    def end_step(self, weights: list[tuple[str, Tensor]]) -> None:
         """Scale the weights after an update. Every rank calls it."""
         if dist.is_initialized():
             dist.all_reduce(self._largest, dist.ReduceOp.MAX)
         self._last = self._largest.max()
         factors = torch.where(self._largest > self._limit, self._limit / self._largest, 1.0)
         self._largest.zero_()
-        for name, parameter in parameters:
+        for name, parameter in weights:
             *_, layer, block, module, _kind = ("", "", "", *name.split("."))
             if block == "attention" and module in self._exponents:
                 exponents = torch.tensor(self._exponents[module]).to(factors)

@@ -1,0 +1,59 @@
+"""Steps of the native engine in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.checkpoint.staging import Staging
+from nanoscale.config.optimizers import AVERAGE
+from nanoscale.config.schema import Optimizer
+from nanoscale.data.batch import Batch
+from tests.support.jobs import SHAPE, make_config
+
+CPU = torch.device("cpu")
+
+
+def micro_batches() -> list[Batch]:
+    rows = np.random.default_rng(5).integers(0, SHAPE.vocab, (4, 2, 25))
+    return [Batch.of_rows(each) for each in rows]
+
+
+def test_qk_clip_scales_both_copies_of_schedule_free(tmp_path: Path) -> None:
+    """The next weights are computed from the weights and their average."""
+    optimizer = Optimizer("schedule-free", lr=1e-2)
+    copies = []
+    for limit in (None, 0.05):
+        config = make_config(tmp_path, optimizer=replace(optimizer, qk_clip=limit))
+        engine = NativeEngine(config, CPU)
+        engine.train_step(micro_batches(), 1e-2)
+        weights = dict(engine.parameters())["layers.0.attention.wq.weight"]
+        copies.append((weights.detach(), engine.optimizer.state[weights][AVERAGE]))
+    of_weights, of_average = (clipped / plain for plain, clipped in zip(*copies, strict=True))
+    assert of_weights.max() < 0.9
+    torch.testing.assert_close(of_average, of_weights)
+
+
+def test_a_checkpoint_in_progress_has_no_averages_after_a_skipped_step(tmp_path: Path) -> None:
+    optimizer = Optimizer(lr=1e-2, ema_decay=0.9)
+    engine = NativeEngine(make_config(tmp_path, precision="fp16", optimizer=optimizer), CPU)
+    staging = Staging()
+    engine.before_update(staging.hold)
+    for _ in range(2):
+        engine.train_step(micro_batches(), 1e-2)
+    trained = {name: value.clone() for name, value in engine.state().items()}
+    staged = staging.copy(engine.state())
+    assert engine.scaling is not None
+    with patch.object(engine.scaling, "update", return_value=False):
+        assert engine.train_step(micro_batches(), 1e-2).skipped
+    thread = Timer(0.05, staging.fill)
+    thread.start()
+    with engine.averaged():
+        thread.join()
+    assert [name for name, value in trained.items() if not torch.equal(value, staged[name])] == []
