@@ -180,13 +180,15 @@ def routing_kept(kept: list[Tensor]) -> Iterator[None]:
     Recomputed scores may differ in their last bits, and a token between two experts would be routed otherwise.
     """
     global _choose
-    before, repeated = _choose, iter(kept)
+    before, repeated = _choose, iter(kept) if is_recomputed() else None
 
-    def keep(choice: Callable[[], Tensor]) -> Tensor:
+    def choose(choice: Callable[[], Tensor]) -> Tensor:
+        if repeated is not None:
+            return next(repeated)
         kept.append(choice())
         return kept[-1]
 
-    _choose = (lambda _: next(repeated)) if is_recomputed() else keep
+    _choose = choose
     try:
         yield
     finally:
