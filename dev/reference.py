@@ -32,13 +32,20 @@ def render() -> str:
     """Return the reference of every key."""
     named = (f"`{key.name}`" for key in reference.declared().values() if key.path)
     parts = [HEAD.format(paths=", ".join(named))]
-    for section in filter(None, reference.sections()):
-        keys = [k for k in reference.declared().values() if k.name.rpartition(".")[0] == section]
-        parts.append(f"\n## {section}\n\n{reference.meaning(section)}\n")
+    entries = {
+        f"{key.name}.NAME": kind
+        for key in reference.declared().values()
+        if (kind := reference.entry_type(key.annotation)) is not None
+    }
+    for section, kind in (reference.sections() | entries).items():
+        if not section:
+            continue
+        about = kind.__doc__ if section in entries else reference.meaning(section)
+        parts.append(f"\n## {section}\n\n{about}\n")
         parts.append("| key | type | default | unit | meaning |\n|---|---|---|---|---|")
-        for key in keys:
-            kind = ", ".join(filter(None, (key.type, key.bounds)))
-            cells = (f"`{key.name}`", kind, f"`{shown(key.default)}`", key.unit, key.meaning)
+        for key in reference.keys_of(kind, section).values():
+            form = ", ".join(filter(None, (key.type, key.bounds)))
+            cells = (f"`{key.name}`", form, f"`{shown(key.default)}`", key.unit, key.meaning)
             parts.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(parts) + "\n"
 

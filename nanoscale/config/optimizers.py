@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nanoscale.config.schema import Optimizer, Precision
+from nanoscale.config.schema import Optimizer, ParameterGroup, Precision
 
 MUON_ITERATIONS = 5
 """Newton and Schulz's iterations of an update of Muon (Jordan et al. 2024)."""
@@ -123,21 +123,9 @@ OPTIMIZERS = {
 """The rows by the value of `optimizer.name`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Parameters with values of their own: an entry of `optimizer.groups`."""
-
-    match: str
-    """A pattern of names in the whole model, in which `*` stands for any text."""
-    lr_factor: float = 1.0
-    """The multiple of the learning rate."""
-    weight_decay: float | None = None
-    """The weight decay; None: as without the group."""
-
-
 def group_of(name: str, optimizer: Optimizer) -> ParameterGroup | None:
     """Return the first group of a job that a parameter is in."""
-    groups = (ParameterGroup(**entry) for entry in optimizer.groups.values())
+    groups = optimizer.groups.values()
     return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 

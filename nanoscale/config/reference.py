@@ -48,7 +48,7 @@ class Key:
             list[int]: "a list of integers",
             list[float]: "a list of numbers",
             list[str]: "a list of texts",
-            dict[str, Any]: "a mapping",
+            dict[str, float]: "a mapping of numbers",
             type(None): "null",
         }
         parts = []
@@ -56,7 +56,8 @@ class Key:
             if get_origin(choice) is Literal:
                 parts += [str(value) for value in get_args(choice)]
             else:
-                parts.append(words.get(choice, "a section"))
+                is_mapping = get_origin(choice) is dict
+                parts.append(words.get(choice, "a mapping" if is_mapping else "a section"))
         if get_origin(self.annotation) is Literal:
             return "one of " + ", ".join(parts)
         return " or ".join(parts)
@@ -120,14 +121,35 @@ def sections(section: type = Config, name: str = "") -> dict[str, type]:
 def declared() -> dict[str, Key]:
     """Return every key by its dotted name, in the schema's order."""
     return {
+        name: key
+        for prefix, section in sections().items()
+        if prefix
+        for name, key in keys_of(section, prefix).items()
+    }
+
+
+@cache
+def keys_of(section: type, prefix: str) -> dict[str, Key]:
+    """Return the keys of a section of this dotted name, by their dotted names."""
+    return {
         f"{prefix}.{name}": Key(
             f"{prefix}.{name}", _admitted(annotation, field), _default(field), **field.metadata
         )
-        for prefix, section in sections().items()
-        if prefix
         for name, (annotation, field) in members(section).items()
         if section_of(annotation) is None or optional(annotation)
     }
+
+
+def keys_beside(name: str) -> dict[str, Key]:
+    """Return the keys of the entry that a dotted name is in, as in `train.phases.NAME`; else every key."""
+    mapping = declared().get(mapping_around(name) or "")
+    kind = entry_type(mapping.annotation) if mapping else None
+    return keys_of(kind, name.rpartition(".")[0]) if kind else declared()
+
+
+def entry_type(annotation: Any) -> type | None:
+    """Return the dataclass of the entries of a mapping; None if the annotation is not such a mapping."""
+    return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def _admitted(annotation: Any, field: Field[Any]) -> Any:

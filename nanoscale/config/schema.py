@@ -593,6 +593,15 @@ class Backend:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with values of their own: an entry of `optimizer.groups`."""
+
+    match: str = key("", "pattern of names in the whole model, in which `*` stands for any text")
+    lr_factor: float = key(1.0, "multiple of the learning rate", at_least=0)
+    weight_decay: float | None = key(None, "weight decay; null: as without the group", at_least=0)
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """The update rule. Biases and normalization weights are never decayed."""
 
@@ -625,7 +634,7 @@ class Optimizer:
         at_least=0,
         at_most=1,
     )
-    groups: dict[str, Any] = key(
+    groups: dict[str, ParameterGroup] = key(
         {},
         "parameters with values of their own, each NAME: {match, lr_factor, weight_decay}; match is a pattern "
         "of names such as *norm*, and the first group that matches counts",
@@ -660,6 +669,17 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """One source of tokens: an entry of `data.mixture`."""
+
+    path: str | None = key(None, "its files, as in data.path", path=True)
+    weight: float | None = key(
+        None, "its share among the weights of all; null: by its size, as for all others", at_least=0
+    )
+    valid_path: str | None = key(None, "its validation files, as in data.valid_path", path=True)
+
+
+@dataclass(frozen=True)
 class Data:
     """The training data and its tokenizer."""
 
@@ -678,7 +698,7 @@ class Data:
     valid_path: str | None = key(
         None, "validation files, in the format of path; then nothing of path is held out", path=True
     )
-    mixture: dict[str, Any] = key(
+    mixture: dict[str, DataSource] = key(
         {},
         "data mixture: several sources instead of path, each NAME: {path, weight, valid_path}; a "
         "weight is the source's share of the samples; without weights, shares follow the sizes",
@@ -1104,6 +1124,24 @@ class StopWhen:
 
 
 @dataclass(frozen=True)
+class PhaseSettings:
+    """Some steps of a training, with values of their own: an entry of `train.phases`."""
+
+    until: int | None = key(None, "its last step; null in the last phase", scaled="decimal")
+    until_tokens: int | None = key(
+        None, "tokens after which it ends, in place of until", at_least=1, scaled="decimal"
+    )
+    lr: float | None = key(
+        None, "piecewise: multiple of the peak learning rate at its end", at_least=0
+    )
+    global_batch: int | None = key(None, "null: train.global_batch", scaled="decimal")
+    seq_len: int | None = key(None, "null: train.seq_len", unit="tokens", scaled="binary")
+    weights: dict[str, float] | None = key(
+        None, "weights of the sources by their names; null: the weights in data.mixture"
+    )
+
+
+@dataclass(frozen=True)
 class Train:
     """The length, the batches and the intervals of the training."""
 
@@ -1149,7 +1187,7 @@ class Train:
     seq_len: int = key(
         64, "tokens per sample", unit="tokens", at_least=1, at_most=2**30, scaled="binary"
     )
-    phases: dict[str, Any] = key(
+    phases: dict[str, PhaseSettings] = key(
         {},
         "phases in their order, each NAME: {until or until_tokens, lr, global_batch, seq_len, weights}: "
         "from a step on, another batch, shorter sequences, other weights of the sources",

@@ -10,19 +10,15 @@ from typing import Any
 
 from nanoscale.common.json_text import parse
 from nanoscale.config.objectives import has_whole_documents
-from nanoscale.config.schema import Config, Data, Train
+from nanoscale.config.schema import Config, Data, DataSource, Train
 from nanoscale.config.token_formats import FORMATS, DamagedError, TokenIndex
 from nanoscale.config.training_phases import samples_after
 
 
 @dataclass(frozen=True)
-class MixtureSource:
+class MixtureSource(DataSource):
     """One source of `data.mixture`, or the only one."""
 
-    path: str | None
-    weight: float | None = None
-    """Its weight among the sources; None: by its size, as for all others."""
-    valid_path: str | None = None
     name: str = ""
     """Empty if it is the only source."""
 
@@ -32,16 +28,16 @@ class MixtureSource:
         return f"data.mixture.{self.name}" if self.name else "data"
 
 
-MEMBERS = ("path", "weight", "valid_path")
-"""The keys of a source in `data.mixture`."""
-
-
 def sources_of(data: Data) -> list[MixtureSource]:
     """List the sources of a configuration that the rules have checked, without sources of weight 0."""
     if not data.mixture:
         return [MixtureSource(data.path, None, data.valid_path)]
-    sources = [MixtureSource(**entry, name=name) for name, entry in data.mixture.items()]
-    return [source for source in sources if source.weight != 0]
+    return [source for source in named_sources(data) if source.weight != 0]
+
+
+def named_sources(data: Data) -> list[MixtureSource]:
+    """List the sources of a data mixture."""
+    return [MixtureSource(**vars(entry), name=name) for name, entry in data.mixture.items()]
 
 
 TOKENS = "tokens"

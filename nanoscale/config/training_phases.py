@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from nanoscale.config.schema import Train
-
-ENTRY = ("until", "until_tokens", "lr", "global_batch", "seq_len", "weights")
-"""The keys of an entry of `train.phases`."""
+from nanoscale.config.schema import PhaseSettings, Train
 
 
 @dataclass(frozen=True)
@@ -38,18 +34,15 @@ def phases_of(train: Train) -> list[TrainingPhase]:
     """Return the phases in their order; one for a training without `train.phases`."""
     phases: list[TrainingPhase] = []
     first = first_sample = 0
-    entries: dict[str, dict[str, Any]] = train.phases or {"": {}}
-    for name, entry in entries.items():
-        batch = entry.get("global_batch") or train.global_batch
-        last: float = math.inf
-        if entry.get("until") is not None:
-            last = entry["until"]
-        elif entry.get("until_tokens") is not None:
-            left = entry["until_tokens"] - first_sample * train.seq_len
+    for name, entry in (train.phases or {"": PhaseSettings()}).items():
+        batch = entry.global_batch or train.global_batch
+        last: float = math.inf if entry.until is None else entry.until
+        if entry.until_tokens is not None:
+            left = entry.until_tokens - first_sample * train.seq_len
             last = first + max(1, math.ceil(left / (batch * train.seq_len)))
-        weights, lr = entry.get("weights"), entry.get("lr", 1.0)
-        seq_len = entry.get("seq_len") or train.seq_len
-        phases.append(TrainingPhase(name, first, last, first_sample, batch, seq_len, lr, weights))
+        lr, seq_len = 1.0 if entry.lr is None else entry.lr, entry.seq_len or train.seq_len
+        phase = TrainingPhase(name, first, last, first_sample, batch, seq_len, lr, entry.weights)
+        phases.append(phase)
         if last != math.inf:
             first_sample += (int(last) - first) * batch
             first = int(last)

@@ -13,7 +13,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.optimizers import KEYS, OPTIMIZERS, by_other_name, keeps_average, moments_of
 from nanoscale.config.rules import Devices, check
-from nanoscale.config.schema import Optimizer
+from nanoscale.config.schema import Optimizer, ParameterGroup
 
 FACTORS = {"exp_avg_sq_row": (64,), "exp_avg_sq_col": (64,)}
 """Adafactor's state of a matrix of 64 rows and columns."""
@@ -56,9 +56,9 @@ def test_muon_has_one_moment_of_a_matrix_in_a_block_and_two_of_others() -> None:
 
 def test_groups_have_values_of_their_own() -> None:
     groups = {
-        "norms": {"match": "*norm*", "weight_decay": 0.3},
-        "embedding": {"match": "embed.weight", "lr_factor": 0.5},
-        "late": {"match": "*", "lr_factor": 2.0},
+        "norms": ParameterGroup("*norm*", weight_decay=0.3),
+        "embedding": ParameterGroup("embed.weight", lr_factor=0.5),
+        "late": ParameterGroup("*", lr_factor=2.0),
     }
     config = Optimizer(lr=1e-2, weight_decay=0.1, groups=groups)
     names = ("embed.weight", "norm.weight", "layers.0.mlp.up.weight", "layers.0.mlp.up.bias")
@@ -84,8 +84,8 @@ def test_groups_have_values_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("words", "text", "advice"),
     [
-        ("3", "needs `match`", "optimizer.groups.n.match='*norm*'"),
-        ("{lr_factor: 2}", "needs `match`", "optimizer.groups.n.match='*norm*'"),
+        ("3", "is a section", "optimizer.groups.n.lr_factor=3"),
+        ("{lr_factor: 2}", "is needed", "optimizer.groups.n.match='*norm*'"),
         ("{match: '*nrm*'}", "matches no parameter", "'optimizer.groups.n.match=\"*norm*\"'"),
         ("{match: '*', decay: 2}", "unknown key", "optimizer.groups.n.weight_decay=2"),
         ("{match: '*', lr_factor: -1}", "at least 0", "optimizer.groups.n.lr_factor=0"),

@@ -14,7 +14,7 @@ from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.composing.interpolation import escape, resolve, unescape
 from nanoscale.config.resolved import resolved
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, DataSource
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.lifecycle.prepare import provenance
 from tests.support.recipes import complete
@@ -50,7 +50,7 @@ def test_environment_variables_are_read_in_keys_that_name_paths() -> None:
     config = composed.config
     assert (config.data.path, config.run.root) == ("/data/c4/tokens", "/scratch/runs")
     assert config.data.valid_path == "/data/c4/tokens-valid"
-    assert config.data.mixture == {"a": {"path": "/data/c4/a", "weight": 1}}
+    assert config.data.mixture == {"a": DataSource("/data/c4/a", weight=1)}
     assert config.launcher.hostfile == "/data/c4/hosts"
     written = provenance(composed)
     assert written["data.path"]["environment"] == ["CORPUS"]

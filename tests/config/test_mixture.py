@@ -70,7 +70,7 @@ def test_folders_are_taken_apart_and_share_their_tokenizer(folder: Path) -> None
         (["web.weight=1"], "data.mixture.web.path", ("data.mixture.web.path=/path/to/corpus",)),
         (["web.path=wbe"], "data.mixture.web.path", ()),
         (["web.path=3"], "data.mixture.web.path", None),
-        (["web.path=web", "web.weight=-1"], "data.mixture.web.weight", ("data.mixture.web.weight=1",)),
+        (["web.path=web", "web.weight=-1"], "data.mixture.web.weight", ("data.mixture.web.weight=0",)),
         (["web.path=web", "web.weight=much"], "data.mixture.web.weight", None),
         (["web.path=web", "web.weight=1", "code.path=code"], "data.mixture",
          ("data.mixture.code.weight=1",)),

@@ -39,6 +39,7 @@ UNKNOWN = {
     "modle=llama-8b": "model=llama-8b",
     "recpe=tiny": "recipe=tiny",
     "model.rope_scaling.facto=2": "model.rope_scaling.factor=2",
+    "train.phases.a.untl=5": "train.phases.a.until=5",
 }
 
 

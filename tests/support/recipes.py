@@ -39,7 +39,8 @@ def changed(*words: str, options: Mapping[str, Setting] | None = None) -> Compos
     for key, setting in [*said, *(options or {}).items()]:
         _set(raw, key, setting.value)
         history[reference.mapping_around(key) or key] = [setting]
-    config = to_config(raw, lambda key: history[key][-1].source)
+    around = reference.mapping_around
+    config = to_config(raw, lambda key: history[around(key) or key][-1].source)
     chosen = tuple(f"nanoscale/conf/{group}/" for group in asked.choices)
     unasked = frozenset(name for name in base.unasked if not name.startswith(chosen))
     return Composed(config, history, "debug", words, unasked)

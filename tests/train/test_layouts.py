@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Lora, Model, Optimizer
+from nanoscale.config.schema import Lora, Model, Optimizer, ParameterGroup
 from tests.support.jobs import (
     LONG_STEPS,
     SHAPE,
@@ -213,8 +213,8 @@ def test_muon_of_adapters_is_equal_in_every_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_groups_of_parameters_are_equal_in_every_layout(tmp_path: Path, name: str) -> None:
     groups = {
-        "norms": {"match": "*norm*", "weight_decay": 0.2},
-        "mlp": {"match": "layers.*.mlp.*", "lr_factor": 0.3},
+        "norms": ParameterGroup("*norm*", weight_decay=0.2),
+        "mlp": ParameterGroup("layers.*.mlp.*", lr_factor=0.3),
     }
     plain = Optimizer(name=name, lr=1e-2, clip_norm=0.5)  # type: ignore[arg-type]
     grouped = replace(plain, groups=groups)

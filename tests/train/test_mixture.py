@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, DataSource
 from tests.support.jobs import (
     SAMPLES,
     SAVED_STEPS,
@@ -42,8 +42,7 @@ def write_source(folder: Path, name: str, samples: int) -> np.ndarray:
 def mixture(folder: Path, shares: dict[str, float] = SHARES, **changes: object) -> Config:
     config = saving_config(folder, **changes)
     entries = {
-        name: {"path": str(folder / name), "weight": 7 * share, "valid_path": None}
-        for name, share in shares.items()
+        name: DataSource(str(folder / name), weight=7 * share) for name, share in shares.items()
     }
     data = replace(config.data, path=None, mixture=entries, valid_fraction=HELD_OUT)
     return replace(

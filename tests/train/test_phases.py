@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Scheduler, Train
+from nanoscale.config.schema import PhaseSettings, Scheduler, Train
 from nanoscale.config.training_phases import (
     phase_at,
     phases_of,
@@ -44,10 +44,10 @@ from tests.support.layouts import train_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves
 
-PHASES: dict[str, Any] = {
-    "short": {"until": 2, "seq_len": SEQ_LEN // 2, "lr": 1.0},
-    "wide": {"until": 4, "global_batch": 2 * SAMPLES, "lr": 0.5},
-    "last": {"lr": 0.1},
+PHASES = {
+    "short": PhaseSettings(until=2, seq_len=SEQ_LEN // 2, lr=1.0),
+    "wide": PhaseSettings(until=4, global_batch=2 * SAMPLES, lr=0.5),
+    "last": PhaseSettings(lr=0.1),
 }
 SCHEDULE = [(8, 8, 1), (8, 8, 1), (16, 16, 0.75), (16, 16, 0.5), (16, 8, 0.3), (16, 8, 0.1)]
 """Length, batch and multiple of the rate in each step."""
@@ -137,7 +137,8 @@ def test_a_resume_in_another_layout_has_the_same_phases(tmp_path: Path) -> None:
 
 def test_steps_samples_and_tokens_of_phases() -> None:
     settings = Train(global_batch=8, seq_len=16, steps=100, phases={
-        "a": {"until_tokens": 1000}, "b": {"until": 20, "global_batch": 16}, "c": {},
+        "a": PhaseSettings(until_tokens=1000), "b": PhaseSettings(until=20, global_batch=16),
+        "c": PhaseSettings(),
     })  # fmt: skip
     assert [(it.first, it.last) for it in phases_of(settings)[:2]] == [(0, 8), (8, 20)]
     sizes = [phase_at(settings, step).global_batch for step in range(1, 31)]
@@ -148,8 +149,9 @@ def test_steps_samples_and_tokens_of_phases() -> None:
 
 
 def test_piecewise_rates_are_numpys_interpolation() -> None:
-    ends = {"a": {"until": 10, "lr": 1.0}, "b": {"until": 30, "lr": 0.2}, "c": {"lr": 0.6}}
-    settings = Train(steps=40, phases=ends)
+    ends = {"a": (10, 1.0), "b": (30, 0.2), "c": (None, 0.6)}
+    phases = {name: PhaseSettings(until=last, lr=lr) for name, (last, lr) in ends.items()}
+    settings = Train(steps=40, phases=phases)
     found = [piecewise(settings, step) for step in range(1, 41)]
     expected = np.interp(range(1, 41), [0, 10, 30, 40], [1.0, 1.0, 0.2, 0.6])
     np.testing.assert_allclose(found, expected, rtol=1e-12)

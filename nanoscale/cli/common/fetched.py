@@ -25,11 +25,11 @@ def fetched_data(composed: Composed) -> dict[str, Setting]:
     data = composed.config.data
     named = {"path": data.path, "valid_path": data.valid_path}
     for source, entry in data.mixture.items():
-        for name in ("path", "valid_path") if isinstance(entry, dict) else ():
-            named[f"mixture.{source}.{name}"] = entry.get(name)
+        named[f"mixture.{source}.path"] = entry.path
+        named[f"mixture.{source}.valid_path"] = entry.valid_path
     settings = {}
     for name, address in named.items():
-        if isinstance(address, str) and is_address(address):
+        if address is not None and is_address(address):
             with explained(f"data.{name}", address, "data"):
                 local = _fetch(address, cache_path(data.cache_dir) / "fetched")
             settings[f"data.{name}"] = Setting(str(local), f"fetched from {address}")

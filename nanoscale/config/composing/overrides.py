@@ -234,7 +234,7 @@ def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Vio
         for name, inner in value.items():
             yield from _set(f"{key}.{name}", inner, library, into)
     elif key not in reference.declared():
-        yield whole_section(key, value, COMMAND_LINE)
+        yield whole_section(reference.sections()[key], key, value, COMMAND_LINE)
     elif problem := misplaced(key, value):
         yield Violation(key, value, COMMAND_LINE, problem)
     else:

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoscale.common.units import counted, listed
+from nanoscale.common.units import counted
 from nanoscale.config import reference, token_files
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.objectives import PAIRED, has_whole_documents, is_distilled
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, only_with, other_than, refused
-from nanoscale.config.schema import Config, Data
+from nanoscale.config.schema import Config, Data, DataSource
 from nanoscale.config.token_files import (
-    MEMBERS,
     MixtureSource,
     answers_of,
+    named_sources,
     open_index,
     sources_of,
     split_sizes,
 )
 from nanoscale.config.token_formats import FORMATS, DamagedError
-from nanoscale.config.violations import nearest, override
+from nanoscale.config.violations import override
 
 BYTE_VOCAB = 257
 """256 bytes and the end of a document."""
@@ -241,60 +240,23 @@ def resolve_mixture(resolution: Resolution) -> Data:
         if value is not None:
             key, message = f"data.{name}", f"and {KEY} both name token files"
             resolution.refuse_value(key, value, message, f"{key}=null", kind="data")
-    before = len(resolution.violations)
-    sources = list(_sources(resolution, data.mixture))
-    # otherwise a mistyped weight would be reported as missing, too
-    if len(resolution.violations) == before:
-        _weights(resolution, sources)
+    sources = named_sources(data)
+    _weights(resolution, sources)
     folders: dict[str, TokenFiles] = {}
-    resolved: dict[str, dict[str, Any]] = {}
+    resolved: dict[str, DataSource] = {}
     for source in sources:
         files = look(resolution, source)
         if files.prepared and source.weight != 0:
             folders[source.name] = files
-        found = replace(source, path=files.path, valid_path=files.valid_path)
-        resolved[source.name] = {key: asdict(found)[key] for key in MEMBERS}
+        resolved[source.name] = DataSource(
+            absolute(files.path), source.weight, absolute(files.valid_path)
+        )
     _require_one_tokenizer(resolution, folders)
     tokenizer = data.tokenizer
     if tokenizer == "byte":
         named = [str(files.tokenizer) for files in folders.values() if files.tokenizer]
         tokenizer = named[0] if named else "byte"
     return replace(data, mixture=resolved, tokenizer=tokenizer)
-
-
-def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[MixtureSource]:
-    for name, entry in mixture.items():
-        key = f"{KEY}.{name}"
-        if not isinstance(entry, dict):
-            example = override(f"{key}.path", entry) if isinstance(entry, str) else f"{key}.path=…"
-            message = f"is a section of {listed(list(MEMBERS))}"
-            resolution.refuse_value(key, entry, message, example, kind="data")
-            continue
-        for unknown in entry.keys() - set(MEMBERS):
-            near = nearest(unknown, MEMBERS) or MEMBERS
-            wrong, value = f"{key}.{unknown}", entry[unknown]
-            proposals = [override(f"{key}.{member}", value) for member in near]
-            resolution.refuse_value(wrong, value, "unknown key", *proposals, kind="data")
-        yield MixtureSource(**_typed(resolution, key, entry), name=name)
-
-
-def _typed(resolution: Resolution, key: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a source that have values of the right type."""
-    found: dict[str, Any] = {"path": None}
-    for name in ("path", "valid_path"):
-        value = entry.get(name)
-        if value is None or isinstance(value, str):
-            found[name] = absolute(value)
-        else:
-            resolution.refuse_value(f"{key}.{name}", value, "must be a text or null", kind="data")
-    weight = entry.get("weight")
-    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if weight is None or (number and math.isfinite(weight) and weight >= 0):
-        found["weight"] = weight
-    else:
-        key, message = f"{key}.weight", "must be a number, at least 0"
-        resolution.refuse_value(key, weight, message, f"{key}=1", kind="data")
-    return found
 
 
 def _weights(resolution: Resolution, sources: list[MixtureSource]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 from nanoscale.common.units import listed
 from nanoscale.config.optimizers import OPTIMIZERS, optimizers_with, rule_of
@@ -294,36 +293,24 @@ OPTIMIZER = of_kind("config",
 def check_optimizer(resolution: Resolution) -> None:
     """Check that the package of the chosen update is installed, and the groups of parameters."""
     for name, entry in resolution.config.optimizer.groups.items():
-        _check_group(resolution, f"optimizer.groups.{name}", entry)
+        _check_match(resolution, f"optimizer.groups.{name}.match", entry.match)
     package = rule_of(resolution.config.optimizer).package
     if package:
         resolution.require_for_ranks("optimizer.name", package, "optimizer.name=adamw")
 
 
-_GROUP = ("match", "lr_factor", "weight_decay")
-
-
-def _check_group(resolution: Resolution, key: str, entry: Any) -> None:
-    """Refuse a group of parameters with other keys or values, or that matches no parameter."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("match"), str):
-        message = "needs `match`, a pattern of the names of parameters"
-        resolution.refuse_value(key, entry, message, f"{key}.match='*norm*'")
+def _check_match(resolution: Resolution, key: str, pattern: str) -> None:
+    """Refuse a group of parameters that matches none."""
+    if not pattern:
+        message = "is needed: a pattern of the names of parameters"
+        resolution.refuse_value(key, pattern, message, f"{key}='*norm*'")
         return
-    for name in entry:
-        value = entry[name]
-        if name not in _GROUP:
-            near = nearest(name, _GROUP) or _GROUP
-            advice = [override(f"{key}.{member}", value) for member in near]
-            resolution.refuse_value(f"{key}.{name}", value, "unknown key", *advice)
-        elif name != "match" and not (type(value) in (int, float) and 0 <= value < math.inf):
-            message = "must be a number, at least 0"
-            resolution.refuse_value(f"{key}.{name}", value, message, f"{key}.{name}=0")
     config = resolution.config
     if config.model.source != "own" or config.lora.rank:
         return  # its names are known once it is built
     names = list(named(config.model))
-    if not any(fnmatchcase(name, entry["match"]) for name in names):
+    if not any(fnmatchcase(name, pattern) for name in names):
         modules = {part for name in names for part in name.split(".") if not part.isdecimal()}
-        near = nearest(entry["match"].strip("*."), modules) or ("norm",)
-        advice = [override(f"{key}.match", f"*{module}*") for module in near]
-        resolution.refuse_value(f"{key}.match", entry["match"], "matches no parameter", *advice)
+        near = nearest(pattern.strip("*."), modules) or ("norm",)
+        advice = [override(key, f"*{module}*") for module in near]
+        resolution.refuse_value(key, pattern, "matches no parameter", *advice)

@@ -69,8 +69,8 @@ class Resolution:
         kind: str = "config", typed: str = "",
     ) -> None:  # fmt: skip
         """Record a violation of a key or of an entry of a mapping, with the value to show."""
-        source = self.composed.source(reference.mapping_around(key) or key)
         proposals = tuple(dict.fromkeys(text for text in suggestions if text))
+        source = self.composed.source(key)
         self.add(kind, Violation(key, value, source, message, proposals, typed=typed))
 
     def apply(self, rules: Iterable[Rule]) -> None:

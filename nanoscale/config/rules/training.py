@@ -3,7 +3,6 @@ checkpoints, its profile."""
 
 from __future__ import annotations
 
-import math
 import netrc
 import os
 import re
@@ -33,11 +32,11 @@ from nanoscale.config.rules.rule import (
     several,
 )
 from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
-from nanoscale.config.schema import Config, Run, Scheduler, Train
+from nanoscale.config.schema import Config, PhaseSettings, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
-from nanoscale.config.training_phases import ENTRY, phases_of, steps_for
+from nanoscale.config.training_phases import phases_of, steps_for
 from nanoscale.config.values.forms import RULE, legal_name, series_of
-from nanoscale.config.violations import nearest, override, shown
+from nanoscale.config.violations import override, shown
 
 # --- batch ----------------------------------------------------------------------------------------
 
@@ -124,27 +123,14 @@ def _check_phases(resolution: Resolution) -> bool:
     names, done = list(train.phases), 0
     for name, entry in train.phases.items():
         key = f"train.phases.{name}"
-        if not isinstance(entry, dict):
-            message = f"needs one of the keys {', '.join(ENTRY)}"
-            resolution.refuse_value(key, entry, message, f"{key}.until=100")
-            continue
-        for member in set(entry) - set(ENTRY):
-            known = {other: value for other, value in entry.items() if other in ENTRY}
-            meant = [{other: entry[member]} | known for other in nearest(member, ENTRY)] or [known]
-            advice = [override(key, each) for each in meant]
-            resolution.refuse_value(f"{key}.{member}", entry[member], "unknown key", *advice)
         _check_end(resolution, key, entry, done, is_last=name == names[-1])
-        done = entry["until"] if type(entry.get("until")) is int else done
+        done = done if entry.until is None else entry.until
         _check_sizes(resolution, key, entry)
-        _check_weights(resolution, f"{key}.weights", entry.get("weights"))
-        lr = entry.get("lr", 1.0)
-        if type(lr) not in (int, float) or not 0 <= lr < math.inf:
-            message = "must be a number, at least 0"
-            resolution.refuse_value(f"{key}.lr", lr, message, f"{key}.lr=1.0")
-        elif ("lr" in entry) != (resolution.config.scheduler.name == PIECEWISE):
+        _check_weights(resolution, f"{key}.weights", entry.weights)
+        if (entry.lr is not None) != (resolution.config.scheduler.name == PIECEWISE):
             message = "and scheduler.name=piecewise belong together, in every phase"
-            other = "scheduler.name=piecewise" if "lr" in entry else f"{key}.lr=1.0"
-            resolution.refuse_value(f"{key}.lr", entry.get("lr"), message, other)
+            other = f"{key}.lr=1.0" if entry.lr is None else "scheduler.name=piecewise"
+            resolution.refuse_value(f"{key}.lr", entry.lr, message, other)
     if not train.phases and resolution.config.scheduler.name == PIECEWISE:
         message = "takes its rates from train.phases, which has none"
         some = override("train.phases", {"all": {"lr": 1.0}})
@@ -161,25 +147,21 @@ def _check_phases(resolution: Resolution) -> bool:
 
 
 def _check_end(
-    resolution: Resolution, key: str, entry: dict[str, Any], done: int, *, is_last: bool
+    resolution: Resolution, key: str, entry: PhaseSettings, done: int, *, is_last: bool
 ) -> None:
-    ends = {name: entry[name] for name in ("until", "until_tokens") if name in entry}
+    ends = [name for name in ("until", "until_tokens") if getattr(entry, name) is not None]
     if len(ends) > 1:
-        one = {name: value for name, value in entry.items() if name != "until_tokens"}
-        resolution.refuse_value(key, entry, "has two ends", override(key, one))
-    for name, end in ends.items():
-        least = done + 1 if name == "until" else 1
-        if type(end) is not int or end < least:
-            message, better = f"must be an integer from {least}", f"{key}.{name}={least + 99}"
-            resolution.refuse_value(f"{key}.{name}", end, message, better)
+        resolution.refuse_value(key, vars(entry), "has two ends", f"{key}.until_tokens=null")
+    if entry.until is not None and entry.until <= done:
+        message, better = f"must be an integer from {done + 1}", f"{key}.until={done + 100}"
+        resolution.refuse_value(f"{key}.until", entry.until, message, better)
     if bool(ends) == is_last:
         message = "is the last phase, and lasts to the end" if is_last else "has no end"
-        others = {name: value for name, value in entry.items() if name not in ends}
-        advice = [override(key, others) if is_last else f"{key}.until={done + 100}"]
-        resolution.refuse_value(key, entry, message, *advice)
+        advice = [f"{key}.{name}=null" for name in ends] or [f"{key}.until={done + 100}"]
+        resolution.refuse_value(key, vars(entry), message, " ".join(advice))
 
 
-def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> None:
+def _check_sizes(resolution: Resolution, key: str, entry: PhaseSettings) -> None:
     config = resolution.config
     train, backend = config.train, config.backend.name
     step = sequence_step(config)
@@ -190,8 +172,9 @@ def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> Non
             f"a multiple of {step} that divides train.seq_len={train.seq_len}", train.seq_len),
     }  # fmt: skip
     for name, (holds, rule, usual) in legal.items():
-        size = entry.get(name, usual)
-        if type(size) is not int or size < 1 or not holds(size):
+        size = getattr(entry, name)
+        size = usual if size is None else size
+        if size < 1 or not holds(size):
             message = f"must be {rule}"
             resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
         elif size != usual and name == "seq_len" and has_whole_documents(train):
@@ -200,23 +183,21 @@ def _check_sizes(resolution: Resolution, key: str, entry: dict[str, Any]) -> Non
         elif size != usual and backend == "deepspeed":
             message = "changes within a run, which DeepSpeed's engine does not support"
             resolution.refuse_value(f"{key}.{name}", size, message, "backend=native")
-    layout, batch = config.parallel, entry.get("global_batch", train.global_batch)
+    layout, batch = config.parallel, entry.global_batch or train.global_batch
     if layout.pp > 1 and layout.schedule in _ALL_IN_FLIGHT and batch != train.global_batch:
         message = f"keeps more micro batches with parallel.schedule={layout.schedule}"
         resolution.refuse_value(f"{key}.global_batch", batch, message, "parallel.schedule=1f1b")
 
 
-def _check_weights(resolution: Resolution, key: str, weights: Any) -> None:
+def _check_weights(resolution: Resolution, key: str, weights: dict[str, float] | None) -> None:
     sources = resolution.config.data.mixture
     if weights is None:
         return
-    known = isinstance(weights, dict) and set(weights) <= set(sources)
-    values = list(weights.values()) if known else []
-    if not values or not all(type(it) in (int, float) and 0 <= it < math.inf for it in values):
+    if not weights or not set(weights) <= set(sources) or min(weights.values()) < 0:
         names = ", ".join(sources) or "none, as data.mixture is empty"
         message = f"must be numbers by the names of the sources, which are {names}"
         resolution.refuse_value(key, weights, message, f"{key}=null")
-    elif sum(values) <= 0:
+    elif not any(weights.values()):
         resolution.refuse_value(key, weights, "leaves no source", f"{key}=null")
 
 

@@ -42,19 +42,20 @@ def convert(raw: Mapping[str, Any], source: Source) -> tuple[Config, list[Violat
 
 def unknown_key(name: str, value: object, source: str, file_section: str = "") -> Violation:
     """Return the violation for a key that the schema does not declare."""
-    message, advice = _elsewhere(name, value)
+    declared, sections = reference.keys_beside(name), reference.sections()
+    message, advice = _elsewhere(name, value) if declared is reference.declared() else ("", ())
     if message:
         return Violation(name, value, source, message, advice)
     section, _, leaf = name.rpartition(".")
-    sections = reference.sections()
-    known = [key for key in reference.declared() if not section or key.startswith(f"{section}.")]
-    near = nearest_key(name, known) or nearest_key(name, reference.declared())
+    known = [key for key in declared if not section or key.startswith(f"{section}.")]
+    near = nearest_key(name, known) or nearest_key(name, declared)
     if not near and section:
         near = nearest_key(name, known, cutoff=0.5)
     message = "unknown key"
-    if not near and section in sections:
+    if not near and known:
         of = section or "the configuration"
-        message = f"unknown key; {of} has " + ", ".join(reference.members(sections[section]))
+        names = (key.removeprefix(f"{section}.").partition(".")[0] for key in known)
+        message = f"unknown key; {of} has " + ", ".join(dict.fromkeys(names))
     if file_section and leaf == file_section:
         message += f": in a file of the group {file_section}, its keys start at the left margin"
     if isinstance(value, Mapping):
@@ -62,7 +63,7 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
         return Violation(name, value, source, message, tuple(f"{part}: …" for part in near))
     keys = []
     for key in near:
-        keys += [it for it in reference.declared() if it.startswith(f"{key}.")] or [key]
+        keys += [it for it in declared if it.startswith(f"{key}.")] or [key]
     explain = tuple(f"nanoscale config explain {key}" for key in near)
     settings = tuple(_settings(keys, value)) or explain
     return Violation(name, value, source, message, settings[:3])
@@ -108,11 +109,14 @@ def _section(
         if name not in raw:
             continue
         dotted = f"{prefix}{name}"
-        inner = reference.section_of(annotation)
-        if inner is not None and isinstance(raw[name], Mapping):
-            values[name] = _section(inner, f"{dotted}.", raw[name], source, violations)
-        elif inner is not None and not (raw[name] is None and reference.optional(annotation)):
-            violations.append(whole_section(dotted, raw[name], source(dotted)))
+        inner, entry = reference.section_of(annotation), reference.entry_type(annotation)
+        if inner is not None and not (raw[name] is None and reference.optional(annotation)):
+            values[name] = _inner(inner, dotted, raw[name], source, violations)
+        elif entry is not None and isinstance(raw[name], Mapping):
+            values[name] = {
+                it: _inner(entry, f"{dotted}.{it}", content, source, violations)
+                for it, content in raw[name].items()
+            }
         else:
             if is_left_to_plan(dotted, raw[name]):
                 continue  # the default, until the plan has chosen
@@ -123,11 +127,18 @@ def _section(
     return kind(**values)
 
 
-def whole_section(name: str, value: object, source: str) -> Violation:
+def _inner(kind: type, name: str, raw: object, source: Source, violations: list[Violation]) -> Any:
+    if isinstance(raw, Mapping):
+        return _section(kind, f"{name}.", raw, source, violations)
+    violations.append(whole_section(kind, name, raw, source(name)))
+    return kind()
+
+
+def whole_section(kind: type, name: str, value: object, source: str) -> Violation:
     """Return the violation for a section that is given one value."""
-    first = next(iter(reference.members(reference.sections()[name])))
-    message = f"is a section: set its keys, as in {name}.{first}=…"
-    return Violation(name, value, source, message)
+    message = f"is a section: set its keys, as in {name}.{next(iter(reference.members(kind)))}=…"
+    fitting = () if value is None else _settings(reference.keys_of(kind, name), value)
+    return Violation(name, value, source, message, tuple(fitting)[:1])
 
 
 class _WrongError(Exception):
@@ -136,7 +147,7 @@ class _WrongError(Exception):
 
 def value_of(name: str, raw: object) -> object:
     """Return the typed value of a key that is not a section."""
-    key = reference.declared()[name]
+    key = reference.keys_beside(name)[name]
     for choice in reference.alternatives(key.annotation):
         matches, value = _match(choice, raw, key)
         if matches:
@@ -191,7 +202,12 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
         return is_filled and all(fits for fits, _ in matches), [value for _, value in matches]
     if choice == list[str]:
         return isinstance(raw, list) and all(isinstance(entry, str) for entry in raw), raw
-    if choice == dict[str, Any]:
+    if choice == dict[str, float]:
+        pairs = raw.items() if isinstance(raw, dict) else [("", None)]
+        numbers = {name: _match(float, entry, key) for name, entry in pairs}
+        matched = {name: value for name, (fits, value) in numbers.items() if fits}
+        return len(matched) == len(numbers), matched
+    if get_origin(choice) is dict:
         return isinstance(raw, dict) and all(isinstance(name, str) for name in raw), raw
     return choice is str and isinstance(raw, str) and raw != "???", raw
 

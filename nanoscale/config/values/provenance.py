@@ -105,8 +105,8 @@ class Composed:
         return reference.with_values(self.config, values)
 
     def source(self, key: str) -> str:
-        """Return the source that set a key last."""
-        settings = self.history.get(key)
+        """Return the source that set a key, or the mapping around it, last."""
+        settings = self.history.get(key) or self.history.get(reference.mapping_around(key) or key)
         return settings[-1].source if settings else DEFAULT
 
     def violation(self, key: str, message: str, *suggestions: str, remedy: str = "") -> Violation:

@@ -13,7 +13,6 @@ from nanoscale.checkpoint.configuration import record_origin
 from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.reference import mapping_around
 from nanoscale.config.resolved import differences
 from nanoscale.config.violations import shown
 from nanoscale.launch.lifecycle.continuation import IDENTITY
@@ -138,7 +137,7 @@ def require_same_training(replay: Replay, request: Request) -> None:
         Violation(
             key,
             now,
-            request.composed.source(mapping_around(key) or key),
+            request.composed.source(key),
             f"was {shown(was)}, and a replay trains the same model with the same data",
         )
         for key in other
