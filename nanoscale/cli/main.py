@@ -149,48 +149,48 @@ def _options(
     """Train a large language model from one YAML recipe, on any number of devices."""
 
 
+_EXCESS = re.compile(r"Value error, |, unable to parse.*|\.?( \(Possible options: .*\))?$")
+"""What Typer's messages say too much; it passes on pydantic's sentences."""
+_NOT_A_CHOICE = re.compile(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)")
+
+
 def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
     """Return a mistake in options or commands, in the form of all other mistakes."""
     from nanoscale.config.violations import nearest
 
-    # Typer passes on pydantic's sentences.
-    message = re.sub(r"Value error, |, unable to parse.*", "", error.format_message()).rstrip(".")
-    message = re.sub(r" \(Possible options: .*\)$", "", message)
-    message = message.replace("Input should be", "must be")
-    if choice := re.fullmatch(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)", message):
-        name, wrong, choices = choice[1], choice[2], re.findall(r"'([^']+)'", choice[3])
+    message = _EXCESS.sub("", error.format_message()).replace("Input should be", "must be")
+    option, advice, wrong = getattr(error, "option_name", None), tuple[str, ...](), None
+    what = "unknown option of this command"
+    if choice := _NOT_A_CHOICE.fullmatch(message):
+        option, wrong, choices = choice[1], choice[2], re.findall(r"'([^']+)'", choice[3])
         what = f"is not one of {', '.join(choices)}"
-        advice = tuple(f"{name} {it}" for it in nearest(wrong, choices) or choices)
-        violation = Violation(name, wrong, "command line", what, advice)
-        return UserError("usage", f"{name} {wrong}: {what}", [violation])
-    option = getattr(error, "option_name", None)
-    is_unknown = hasattr(error, "possibilities")  # else it lacks its value
-    if not isinstance(option, str) or not is_unknown:
+        advice = tuple(f"{option} {it}" for it in nearest(wrong, choices) or choices)
+    elif isinstance(option, str) and hasattr(error, "possibilities"):  # else it lacks its value
+        value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
+        if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
+            wrong, what = value, f"{what}; a recipe is made of DeepSpeed's JSON"
+            advice = (f"nanoscale config from-deepspeed {shlex.quote(value)}",)
+        else:
+            first, _, rest = dashed.rpartition("-")
+            near = [
+                name  # of --num-gpus, the last word must be near, too
+                for name in nearest(dashed, error.possibilities or ())
+                if len(rest) < 4
+                or not name.startswith(f"{first}-")
+                or nearest(rest, [name.removeprefix(f"{first}-")])
+            ]
+            is_exact = dashed in near
+            options = [
+                _with_value(name, value, getattr(error, "ctx", None))
+                for name in ([dashed] if is_exact else near)
+            ]
+            overrides, note = ((), "") if is_exact else _as_overrides(option, value, arguments)
+            advice, what = (*options, *overrides), what + (f"; it {note}" if note else "")
+    if not advice:
         return UserError("usage", message)
-    value = _value_of(option, arguments)
-    if value is not None and option in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
-        what = "unknown option of this command; a recipe is made of DeepSpeed's JSON"
-        advice = (f"nanoscale config from-deepspeed {shlex.quote(value)}",)
-        violation = Violation(option, value, "command line", what, advice)
-        return UserError("usage", f"{option}: {what}", [violation])
-    dashed = option.replace("_", "-")  # as in --num_nodes
-    first, _, rest = dashed.rpartition("-")
-    possible = tuple(
-        name  # of --num-gpus, the last word must be near, too
-        for name in nearest(dashed, getattr(error, "possibilities", None) or ())
-        if len(rest) < 4
-        or not name.startswith(f"{first}-")
-        or nearest(rest, [name.removeprefix(f"{first}-")])
-    )
-    if dashed in possible:
-        possible = (dashed,)
-    options = [_with_value(name, value, getattr(error, "ctx", None)) for name in possible]
-    overrides, note = ((), "") if dashed in possible else _as_overrides(option, value, arguments)
-    if not options and not overrides:
-        return UserError("usage", message)
-    what = "unknown option of this command" + (f"; it {note}" if note else "")
-    violation = Violation(option, None, "command line", what, (*options, *overrides))
-    return UserError("usage", f"{option}: {what}", [violation])
+    shown = f"{option} {wrong}" if choice else option
+    violation = Violation(str(option), wrong, "command line", what, advice)
+    return UserError("usage", f"{shown}: {what}", [violation])
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
