@@ -150,7 +150,7 @@ def _options(
 
 
 _EXCESS = re.compile(r"Value error, |, unable to parse.*|\.?( \(Possible options: .*\))?$")
-"""What Typer's messages say too much; it passes on pydantic's sentences."""
+"""Parts of Typer's messages to leave out. Typer passes on pydantic's sentences."""
 _NOT_A_CHOICE = re.compile(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)")
 
 
