@@ -109,7 +109,8 @@ class NativeState:
                 ranks = (0,)
             moments = self.optimizer.state.get(parameter, {}).values()
             # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
-            local = [local_tensor(it) for it in (parameter, *moments) if it.ndim]
+            tensors = [parameter, *(it for it in moments if isinstance(it, Tensor))]
+            local = [local_tensor(it) for it in tensors if it.ndim]
             yield name, ranks, [plain for it in local for plain in plain_tensors(it)]
 
     @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -75,9 +77,23 @@ def make_optimizer(
         group["names"] = [names[parameter] for parameter in group["params"]]
     if build is not None:
         optimizer = build([{**group, "lr": config.lr} for group in own])
+        for group in optimizer.param_groups:
+            group[_INITIAL] = {
+                key: float(value) for key, value in group.items() if _is_kept(key, value)
+            }
         _check_own(optimizer, parameters)
         return optimizer
     return RoundedAdamW(own, lr=config.lr, **arguments)
+
+
+_INITIAL = "initial"
+"""The key of a group of the user's optimizer for the first values of what `_is_kept`."""
+
+
+def _is_kept(key: str, value: Any) -> bool:
+    """True for a number of a group that an update may change."""
+    is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.ndim == 0)
+    return is_number and key not in ("lr", "lr_factor", "weight_decay")
 
 
 def own_optimizer(config: Config) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
@@ -110,13 +126,21 @@ def _check_own(optimizer: Optimizer, parameters: NamedParameters) -> None:
 
 @torch.no_grad()
 def fill_own_state(optimizer: Optimizer) -> None:
-    """Give the parameters of the user's optimizer the states of an update with a rate and gradients of zero."""
+    """Give the parameters of the user's optimizer the states of an update with a rate and gradients of zero.
+
+    Raises:
+        UserError: it also changes what no checkpoint has.
+    """
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(optimizer.state.get(parameter) for parameter in parameters):
         return
     kept = [(parameter, parameter.grad, parameter.detach().clone()) for parameter in parameters]
-    rates = [group["lr"] for group in groups]
+    values = [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+    own = _numbers(vars(optimizer))
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     set_lr(optimizer, 0.0)
@@ -124,8 +148,20 @@ def fill_own_state(optimizer: Optimizer) -> None:
     for parameter, gradient, weights in kept:
         local_tensor(parameter).copy_(local_tensor(weights))
         parameter.grad = gradient
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
+    lost = [key for key, value in _numbers(vars(optimizer)).items() if value != own.get(key)]
+    for group, first in zip(groups, values, strict=True):
+        others = group.keys() - {*group.get(_INITIAL, ()), "params", "lr"}
+        lost += [key for key in others if repr(group[key]) != repr(first.get(key))]
+        group.update(first)
+    if lost:
+        why = (
+            "a checkpoint has the states of parameters, and numbers that groups have from the start"
+        )
+        raise UserError("hooks", f"optimizer() of hooks.path changes {lost[0]}: {why}")
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if type(value) in (int, float)}
 
 
 def _is_in_block(name: str) -> bool:
@@ -272,20 +308,41 @@ def named_state(
             `load_state` must be called.
     """
     convert = _buffer_to_load if to_load else _moment_to_save
-    return {
+    moments = {
         name: convert(value) if is_quantized(value) else value
         for name, value in _named_tensors(parameters, optimizer)
     }
+    for name, group, key, initial in _group_values(parameters, optimizer):
+        # A value that no update has changed is a setting, which a resumed run may have changed: infinity.
+        value = float(group[key])
+        moments[name] = torch.tensor(math.inf if value == initial else value, dtype=torch.float64)
+    return moments
 
 
 @torch.no_grad()
 def load_state(parameters: NamedParameters, optimizer: Optimizer, moments: Moments) -> None:
-    """Quantize the fp32 buffers of `named_state` after loading."""
+    """Quantize the fp32 buffers of `named_state` after loading, and set the values of groups."""
     for name, value in _named_tensors(parameters, optimizer):
         if is_quantized(value):
             loaded: Any = moments[name]
             local = local_tensor(value)
             local.copy_(loaded.local.to(local.device).view(local.shape))
+    for name, group, key, _ in _group_values(parameters, optimizer):
+        if math.isfinite(stored := float(moments[name])):
+            value = group[key]
+            group[key] = value.fill_(stored) if isinstance(value, Tensor) else type(value)(stored)
+
+
+def _group_values(
+    parameters: NamedParameters, optimizer: Optimizer
+) -> Iterator[tuple[str, dict[str, Any], str, float]]:
+    """Yield the numbers in groups of the user's optimizer, as a moment of each parameter of the group: its
+    name, the group, the key, and the first value."""
+    names = {parameter: name for name, parameter in parameters}
+    for group in optimizer.param_groups:
+        for key, initial in group.get(_INITIAL, {}).items():
+            for parameter in group["params"]:
+                yield f"{names[parameter]}.group_{key}", group, key, initial
 
 
 def _moment_to_save(moment: Tensor) -> FlatShard:

@@ -57,3 +57,10 @@ def test_a_checkpoint_in_progress_has_no_averages_after_a_skipped_step(tmp_path:
     with engine.averaged():
         thread.join()
     assert [name for name, value in trained.items() if not torch.equal(value, staged[name])] == []
+
+
+def test_a_state_of_none_is_no_tensor_of_replicas(tmp_path: Path) -> None:
+    engine = NativeEngine(make_config(tmp_path, optimizer=Optimizer("sgd", lr=1e-2)), CPU)
+    for _, parameter in engine.parameters():
+        engine.optimizer.state[parameter]["momentum_buffer"] = None
+    assert all(len(tensors) == 1 for _, _, tensors in engine.replicated())

@@ -20,6 +20,7 @@ from nanoscale.backends.optimizer import (
     NamedParameters,
     clip_in_update,
     dequantize,
+    fill_own_state,
     fill_state,
     is_quantized,
     load_state,
@@ -28,6 +29,7 @@ from nanoscale.backends.optimizer import (
     set_lr,
 )
 from nanoscale.checkpoint.flat import FlatShard
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
@@ -297,6 +299,53 @@ def test_an_update_that_cannot_clip_says_so() -> None:
         assert not clip_in_update(
             make_optimizer(make_parameters(), config(name)), torch.ones(()), 1.0
         )
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's optimizer that counts its steps in its groups, and keeps a state of None."""
+
+    def __init__(self, groups: list[dict[str, Any]], **more: Any) -> None:
+        super().__init__(groups, {"k": 0, "total": torch.tensor(0.0), "eps": 1e-3} | more)
+        self.calls = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += group["lr"]
+            for parameter in group["params"]:
+                self.state[parameter]["buffer"] = None
+
+
+def test_numbers_in_groups_of_a_user_s_optimizer_are_kept() -> None:
+    parameters = make_parameters()
+
+    def build(**more: Any) -> torch.optim.Optimizer:
+        return make_optimizer(parameters, config("hooks"), build=lambda it: Counting(it, **more))
+
+    optimizer = build()
+    assert {group["k"] for group in optimizer.param_groups} == {0}, "the trial does not count"
+    train(parameters, optimizer, range(3))
+    resumed = build(eps=1e-4)
+    fill_own_state(resumed)
+    load_state(parameters, resumed, named_state(parameters, optimizer))
+    for group, other in zip(resumed.param_groups, optimizer.param_groups, strict=True):
+        assert group["k"] == other["k"] == 3 and type(group["k"]) is int
+        assert group["total"] == other["total"] != 0
+        assert group["eps"] == 1e-4, "a setting is the present one"
+
+
+def test_what_a_user_s_optimizer_keeps_elsewhere_is_refused() -> None:
+    class Elsewhere(Counting):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            self.calls += 1
+
+    class Late(Counting):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            self.param_groups[0]["late"] = 1
+
+    for kind, key in ((Elsewhere, "calls"), (Late, "late")):
+        with pytest.raises(UserError, match=f"changes {key}: a checkpoint has"):
+            make_optimizer(make_parameters(), config("hooks"), build=kind)
 
 
 def test_an_update_of_muon_runs_a_hook_once() -> None:
