@@ -107,10 +107,18 @@ class NativeState:
                 ranks = tuple(self.data.mesh.flatten().tolist())
             else:
                 ranks = (0,)
-            moments = self.optimizer.state.get(parameter, {}).values()
             # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
-            tensors = [parameter, *(it for it in moments if isinstance(it, Tensor))]
-            local = [local_tensor(it) for it in tensors if it.ndim]
+            moments = {
+                key: value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if isinstance(value, Tensor) and value.ndim
+            }
+            if isinstance(parameter, DTensor):
+                sharing = tuple(parameter.device_mesh.mesh.flatten().tolist())
+                for key in [key for key, it in moments.items() if not isinstance(it, DTensor)]:
+                    # every rank has the whole of it, such as Adafactor's rows
+                    yield f"{name}.{key}", sharing, plain_tensors(moments.pop(key))
+            local = [local_tensor(it) for it in (parameter, *moments.values())]
             yield name, ranks, [plain for it in local for plain in plain_tensors(it)]
 
     @torch.no_grad()

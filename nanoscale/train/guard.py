@@ -14,8 +14,9 @@ from nanoscale.common.errors import LostPeerError
 from nanoscale.common.units import counted
 from nanoscale.parallel import process_group
 
-_SETS = 4
-"""The most sets of ranks that a rank shares tensors with: divided by tp or not, of experts or not."""
+_SETS = 8
+"""The most sets of ranks that a rank shares tensors with: divided by tp or not, of experts or not, replicas of
+shards or all ranks with shards."""
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 """The integers that are summed at once. Each needs 8 bytes for a moment; on a CPU all fit in the cache."""
 

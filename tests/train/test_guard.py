@@ -15,10 +15,10 @@ from nanoscale.backends.optimizer import plain_tensors
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Checkpoint, Guard, Lora
+from nanoscale.config.schema import Checkpoint, Guard, Lora, Optimizer
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
-from nanoscale.train.guard import _CHUNK, _differing, _sums
+from nanoscale.train.guard import _CHUNK, _SETS, _differing, _sums
 from nanoscale.train.loop import Training
 from tests.support.hf_families import save
 from tests.support.jobs import make_config, make_run, train_rank, write_tokens
@@ -27,6 +27,7 @@ from tests.support.ranks import run_ranks
 MATRIX = "layers.0.attention.wq.weight"
 NORM = "layers.1.mlp_norm.weight"
 FLIPPED_AT = 3
+ADAFACTOR = Optimizer("adafactor", lr=1e-2)
 
 
 @torch.no_grad()
@@ -78,6 +79,7 @@ def saving(folder: Path, guard: int | None = None, **layout: Any) -> ResolvedCon
     [
         ({"dp": 2}, 1, MATRIX, "", "ranks 0 and 1 differ in tensors that must be equal"),
         ({"dp": 2}, 0, MATRIX, "exp_avg_sq", "ranks 0 and 1 differ in tensors"),
+        ({"dp": 2, "stage": 3, "optimizer": ADAFACTOR}, 0, MATRIX, "exp_avg_sq_row", "ranks 0 and 1 differ"),
         ({"dp": 4}, 2, NORM, "", "rank 2 differs from the 3 other replicas"),
         # Ranks 1 and 3 hold the same columns, and all four the norms.
         ({"dp": 2, "parallel": {"tp": 2}}, 3, MATRIX, "", "ranks 1 and 3 differ"),
@@ -120,8 +122,8 @@ def test_every_step_or_never(tmp_path: Path) -> None:
 
 
 def test_the_rank_without_a_majority_is_named() -> None:
-    none = [-1, 0]
-    rows = [[0, 7, *none * 3], [0, 7, *none * 3], [0, 8, *none * 3], [3, 9, *none * 3]]
+    others = [-1, 0] * (_SETS - 1)
+    rows = [[first, digest, *others] for first, digest in ((0, 7), (0, 7), (0, 8), (3, 9))]
     assert _differing(rows) == (0, [2], [0, 1, 2])
     assert _differing([rows[0], rows[2]]) == (0, [0, 1], [0, 1])
     assert _differing([rows[0], rows[1], rows[3]]) is None
