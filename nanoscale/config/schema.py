@@ -1204,7 +1204,9 @@ class Train:
         [],
         "lm-eval tasks that every evaluation runs as well; tasks that score given answers, or whole texts",
     )
-    eval_tasks_dir: str | None = key(None, "folder with more tasks for train.eval_tasks")
+    eval_tasks_dir: str | None = key(
+        None, "folder with more tasks for train.eval_tasks, which may have code", executes=True
+    )
     eval_tasks_limit: int | None = key(
         None, "documents of each task per evaluation; null: all", at_least=1
     )

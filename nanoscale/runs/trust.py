@@ -1,4 +1,4 @@
-"""Signatures of run folders, which distinguish this user's own runs from other people's.
+"""Signatures of the folders of runs and sweeps, which distinguish this user's own runs from other people's.
 
 Some keys of a configuration name code or programs (`executes` in the schema). A launch signs their values with
 a secret in the user's own settings. Without the secret nobody can sign a folder, and a value that is changed
@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,46 +27,61 @@ from nanoscale.runs.directory import SIGNATURE, RunDirectory, write_atomically
 _BYTES = 32
 
 
-def executed(config: Config) -> dict[str, Any]:
-    """Return the keys that name code or programs and differ from their defaults, with the values."""
+_PLANNED = ("hooks.", "model.", "train.")
+"""Sections whose code runs before anything is launched, to count parameters, to check tasks or to rehearse."""
+
+
+def executed(config: Config, *, launched: bool = True) -> dict[str, Any]:
+    """Return the keys that name code or programs and differ from their defaults, with the values.
+
+    Args:
+        launched: False for the keys whose code also a plan or a rehearsal runs.
+    """
     found = {}
     for name, key in declared().items():
         if key.executes and (key.executes is True or value_of(config, key.executes)):
             found[name] = value_of(config, name)
-    return {name: value for name, value in found.items() if value != declared()[name].default}
+    return {
+        name: value
+        for name, value in found.items()
+        if value != declared()[name].default and (launched or name.startswith(_PLANNED))
+    }
 
 
-def sign(run: RunDirectory, config: Config) -> None:
-    """Write a signature into the run folder; none if this user has no place for a secret.
+def sign(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write a signature of values into the folder; none if this user has no place for a secret.
+
+    Args:
+        folder: of a run, with the values that are `executed`, or of a sweep, with its overrides.
 
     Raises:
-        OSError: the run folder cannot be written to.
+        OSError: the folder cannot be written to.
     """
     secret = _read_secret() or _make_secret()
     if secret is not None:
-        write_atomically(run.signature, _signature(secret, config) + "\n")
+        write_atomically(folder / SIGNATURE, _signature(secret, values) + "\n")
 
 
-def is_signed(folder: Path, config: Config) -> bool:
-    """True if a run of this user made the folder, with the same values of the keys that are executed."""
+def is_signed(folder: Path, values: Mapping[str, Any]) -> bool:
+    """True if a run or sweep of this user made the folder, with the same values."""
     secret = _read_secret()
     try:
         signature = (folder / SIGNATURE).read_text("ascii").strip()
     except (OSError, ValueError):
         return False
-    return secret is not None and hmac.compare_digest(signature, _signature(secret, config))
+    return secret is not None and hmac.compare_digest(signature, _signature(secret, values))
 
 
 def is_own(run: RunDirectory) -> bool:
     """True if a run of this user made the run folder."""
     try:
-        return is_signed(run.path, load(run.config))
+        return is_signed(run.path, executed(load(run.config)))
     except UserError:
         return False
 
 
-def _signature(secret: bytes, config: Config) -> str:
-    text = json.dumps(executed(config), sort_keys=True)
+def _signature(secret: bytes, values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.processes.scratch import flock
-from nanoscale.runs import lock, metrics, status
+from nanoscale.runs import lock, metrics, status, trust
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, write_json
 
 Sampler = Literal["grid", "random", "tpe"]
@@ -55,6 +55,10 @@ class Settings:
     config_dir: str | None = None
     slurm: bool = False
     """True if the trials are an array of SLURM jobs."""
+
+
+def _signed(settings: Settings) -> dict[str, Any]:
+    return {"overrides": settings.overrides, "config_dir": settings.config_dir}
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,11 @@ class Sweep:
         for folder in ("runs", "logs"):
             (self.path / folder).mkdir()
         self.write(settings, trials)
+        trust.sign(self.path, _signed(settings))
+
+    def is_own(self, settings: Settings) -> bool:
+        """True if this user made the sweep, with these overrides."""
+        return trust.is_signed(self.path, _signed(settings))
 
     def write(self, settings: Settings, trials: Sequence[Trial]) -> None:
         write_json(

@@ -62,7 +62,7 @@ def make(root, name, state, created):
     run = RunDirectory.create(root, name)
     config = check(composed, Devices("cpu", 2))
     run.config.write_text(dump(config, composed.config))
-    trust.sign(run, config)
+    trust.sign(run.path, trust.executed(config))
     status.write(run, status.Status("prepared", 0, created).starting(1).ending(state, 0))
     run.metrics.write_text(json.dumps(RECORD) + "\n")
     return run

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.reference import declared
+from nanoscale.config.reference import declared, with_values
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Launcher, Model
+from nanoscale.config.values.hooks import file_name, read
 from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.launch.request import Request
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.trust import executed, is_signed, sign
+from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.support.recipes import changed
 
 PROGRAMS = ["launcher.env={LD_PRELOAD: ./theirs.so, A: one}"]
@@ -64,6 +68,68 @@ def test_nothing_is_started_or_written_before_somebody_was_asked(command, capsys
     assert tree(tmp_path) == before
 
 
+CODE = {
+    "hooks": ["hooks.path=hooks.py", "model.source=hooks"],
+    "tasks": ["train.eval_tasks=[theirs]", "train.eval_tasks_dir=tasks"],
+    "model": ["model.source=hf", "model.name=theirs", "model.trust_remote_code=true"],
+}
+"""Code of a stranger's folder, by the keys that name it. It writes a file when it is run."""
+READERS = [
+    *COMMANDS,
+    ["plan", "--config", "runs/x/config.yaml"],
+    ["rehearse", "--config", "runs/x/config.yaml"],
+    ["replay", "x", "--steps", "1"],
+]
+"""Every command that makes a job of another user's configuration."""
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_no_command_runs_a_strangers_code(code, capsys, tmp_path):
+    writes = "from pathlib import Path\nPath('ran').touch()\n"
+    (tmp_path / "hooks.py").write_text(writes + "def model(config): ...\n")
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "utils.py").write_text(writes + "def f(*_): ...\n")
+    (tasks / "theirs.yaml").write_text("task: theirs\nprocess_docs: !function utils.f\n")
+    model = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Theirs"}, "vocab_size": 256}
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(model))
+    (tmp_path / "theirs" / "code.py").write_text(writes)
+    run, config = make()
+    values = dict(word.split("=") for word in CODE[code])
+    theirs = with_values(config, {key: yaml.safe_load(value) for key, value in values.items()})
+    if code == "hooks":
+        sha256 = read(tmp_path / "hooks.py").sha256
+        (tmp_path / "hooks.py").rename(run.path / file_name(sha256))
+        theirs = replace(theirs, hooks=replace(theirs.hooks, sha256=sha256))
+    if code == "model":
+        theirs = replace(theirs, model=replace(theirs.model, hf_config=model))
+    run.config.write_text(dump(theirs, theirs))
+    for command in READERS[: -1 if code == "tasks" else None]:  # a replay evaluates nothing
+        assert nanoscale(command) == 2, command
+        assert "add --trust" in capsys.readouterr().err, command
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_strangers_sweep_is_asked_about(capsys, tmp_path):
+    values = {"launcher.env": "{LD_PRELOAD: ./theirs.so}"}
+    trial = Trial("a", {"train.seed": "1"})
+    for overrides, trials in (
+        (["recipe=debug", "train.seed=1,2", "launcher.env={LD_PRELOAD: ./theirs.so}"], [trial]),
+        (["recipe=debug", "train.seed=1,2"], [replace(trial, values=values)]),
+    ):
+        sweep = Sweep(tmp_path / "sweeps" / str(len(trials[0].values)))
+        sweep.path.mkdir(parents=True, exist_ok=True)
+        sweep.write(Settings(overrides), trials)
+        assert nanoscale(["sweep", "--resume", sweep.name, "--dry-run"]) == 2
+        said = capsys.readouterr().err
+        assert "add --trust" in said and "launcher.env" in said
+        sign(sweep.path, {"overrides": overrides, "config_dir": None})
+        signed = 0 if "launcher" in overrides[-1] else 2
+        assert nanoscale(["sweep", "--resume", sweep.name, "--dry-run"]) == signed
+        capsys.readouterr()
+
+
 def test_trust_says_yes(capsys):
     make(*PROGRAMS)
     assert nanoscale(["resume", "x", "--dry-run", "--trust"]) == 0
@@ -94,7 +160,7 @@ def test_ones_own_runs_are_known_wherever_they_are(capsys):
 
 def test_a_value_that_is_changed_later_is_asked_about(capsys):
     run, config = make(*PROGRAMS)
-    sign(run, config)
+    sign(run.path, executed(config))
     assert nanoscale(["resume", "x", "--dry-run"]) == 0
     run.config.write_text(run.config.read_text().replace("./theirs.so", "./other.so"))
     assert nanoscale(["resume", "x", "--dry-run"]) == 2
@@ -103,10 +169,10 @@ def test_a_value_that_is_changed_later_is_asked_about(capsys):
 
 def test_another_users_signature_proves_nothing(capsys, monkeypatch, tmp_path):
     run, config = make(*PROGRAMS)
-    sign(run, config)
+    sign(run.path, executed(config))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
     assert nanoscale(["resume", "x", "--dry-run"]) == 2
-    sign(RunDirectory.create(Path("runs"), "mine"), Config())  # this user has a secret as well
+    sign(RunDirectory.create(Path("runs"), "mine").path, {})  # this user has a secret as well
     assert nanoscale(["resume", "x", "--dry-run"]) == 2
 
 
@@ -145,6 +211,7 @@ def test_every_key_that_names_code_or_programs_is_marked():
         "model.hf_config",
         "model.name",
         "model.trust_remote_code",
+        "train.eval_tasks_dir",
     }
 
 
@@ -159,17 +226,17 @@ def test_a_user_without_settings_signs_nothing(monkeypatch, tmp_path):
     run, config = make(*PROGRAMS)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    sign(run, config)
+    sign(run.path, executed(config))
     assert not run.signature.exists()
 
 
 def test_the_secret_is_the_users_alone_and_stays(tmp_path):
     run, _ = make()
     config = Config(launcher=Launcher(env={"A": "1"}))
-    sign(run, config)
+    sign(run.path, executed(config))
     secret = tmp_path / "settings" / "nanoscale" / "secret"
     assert secret.stat().st_mode & 0o777 == 0o600 and len(secret.read_bytes()) == 32
     assert [path.name for path in secret.parent.iterdir()] == ["secret"]
     assert secret.read_bytes().hex() not in run.signature.read_text()
-    sign(run, config)
-    assert is_signed(run.path, config)
+    sign(run.path, executed(config))
+    assert is_signed(run.path, executed(config))

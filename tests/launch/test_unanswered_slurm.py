@@ -18,7 +18,7 @@ from nanoscale.launch.lifecycle import stopping
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
-from nanoscale.runs.trust import sign
+from nanoscale.runs.trust import executed, sign
 from tests.support.recipes import changed
 
 LIMIT_S = 120
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     made.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
     status.write(made, status.prepared())
     submission.write(made, Submission("12"))
-    sign(made, load(made.config))
+    sign(made.path, executed(load(made.config)))
     return made
 
 

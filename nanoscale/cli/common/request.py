@@ -97,8 +97,16 @@ class CommandLine:
 
         if not self.one_of_many:
             require_one_launcher()
+        self.require_trusted()
+
+    def require_trusted(self, *, launched: bool = True) -> None:
+        """Ask before code is run that a file of another user names.
+
+        Raises:
+            UserError: nobody can be asked, or the answer is no.
+        """
         if self.config_file is not None:
-            require_trust(self.config_file, self.compose, trust=self.trust)
+            require_trust(self.config_file, self.compose, trust=self.trust, launched=launched)
 
 
 def requesting(*names: str) -> Callable[[_Verb], _Verb]:
@@ -186,6 +194,8 @@ def request_job(
 
     if starts:
         line.require_startable()
+    else:
+        line.require_trusted(launched=False)
     composed = line.compose()
     if starts and not line.one_of_many and composed.config.launcher.name == "env":
         raise UserError("usage", "launcher=env is for `nanoscale train` alone")

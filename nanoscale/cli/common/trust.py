@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
 
 
-def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -> None:
+def require_trust(
+    file: Path, compose: Callable[[], Composed], *, trust: bool, launched: bool
+) -> None:
     """Ask before a frozen configuration that this user's own runs did not make names code or programs.
 
     Values that the command line replaces need no confirmation.
@@ -35,22 +37,28 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     Args:
         file: config.yaml of a run.
         compose: returns it with the command line's changes.
+        launched: False if the job is only planned or rehearsed.
 
     Raises:
         UserError: nobody can be asked, or the answer is no.
     """
     from nanoscale.config.composing.frozen import load
-    from nanoscale.config.violations import subject
     from nanoscale.runs.trust import executed, is_signed
 
     try:
         config: Config = load(file)
     except UserError:  # it is not a configuration of a run, and may choose groups like a recipe
         config = compose().config
-    values = executed(config)
-    if trust or not values or is_signed(file.absolute().parent, config):
+    values = executed(config, launched=launched)
+    if trust or not values or is_signed(file.absolute().parent, executed(config)):
         return
-    found = list(_violations(values, compose(), file))
+    ask(file, list(_violations(values, compose(), file)))
+
+
+def ask(file: Path, found: list[Violation]) -> None:
+    """Ask whether code and programs that a file names may run. Raises a UserError if not."""
+    from nanoscale.config.violations import subject
+
     if not found:
         return
     what = f"{file} names code or programs to run, and was not made by your own runs, or was changed since"

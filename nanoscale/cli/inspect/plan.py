@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nanoscale.plan.predict import Prediction
 
 
-@requesting("config", "config_dir", *HOSTS)
+@requesting("config", "config_dir", *HOSTS, "trust")
 def plan(
     line: CommandLine,
     explain: bool = opt.option(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanoscale.launch.request import Request
 
 
-@requesting("config", "config_dir", *HOSTS)
+@requesting("config", "config_dir", *HOSTS, "trust")
 def rehearse(
     line: CommandLine,
     ranks: str = opt.option(

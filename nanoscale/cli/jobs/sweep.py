@@ -22,6 +22,7 @@ from nanoscale.cli.common.request import (
     request_job,
     requesting,
 )
+from nanoscale.cli.common.trust import ask
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from nanoscale.view.run.sweep_table import SweepTable
 
 
-@requesting("config_dir", *HOSTS, "no_preflight")
+@requesting("config_dir", *HOSTS, "no_preflight", "trust")
 def sweep(
     line: CommandLine,
     name: str | None = opt.option("Name the sweep and its folder", shown="the recipe and the time"),
@@ -97,8 +98,27 @@ def sweep(
                 raise UserError("usage", message, [violation])
     space = read_space(settings.overrides, _config_dir(settings))
     present = first_trials(settings, space) if known is None else known
-    options = at_once, dry_run, force, as_json, retry
+    if known is not None and not line.trust:
+        _require_trust(folder, settings, space, known)
+    options = at_once, dry_run, force, as_json, retry, line.trust
     return _run(_Start(folder, settings, space, present, known is None, *options))
+
+
+def _require_trust(sweep: Sweep, settings: Settings, space: Space, trials: Sequence[Trial]) -> None:
+    """Ask before code and programs run that the file of another user's sweep names, or a changed one."""
+    from nanoscale.config.reference import declared, meaning
+    from nanoscale.runs.trust import executed
+
+    known = declared()
+    kept = {(key, text) for trial in trials for key, text in trial.values.items()}
+    swept = {(key, text) for key, text in kept if key in known and known[key].executes}
+    if sweep.is_own(settings) and swept <= {
+        (it.key, text) for it in space.dimensions for text in it.values
+    }:
+        return
+    line = CommandLine(space.overrides(space.probes()[0]), config_dir=_config_dir(settings))
+    named = [*executed(line.compose_settings().config).items(), *sorted(swept)]
+    ask(sweep.file, [Violation(key, value, str(sweep.file), meaning(key)) for key, value in named])
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,7 @@ class _Start:
     force: bool
     as_json: bool
     retry: bool
+    trust: bool
 
     def table(self) -> SweepTable:
         """Return the view of all trials."""
@@ -190,7 +211,8 @@ def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
 
     with sweep.held(), Signals() as signals, start.table() as view:
         source = None if settings.sampler == "grid" else Study(sweep, space, settings)
-        options = (["--force"] if start.force else [], start.retry)
+        words = [*(["--force"] if start.force else ()), *(["--trust"] if start.trust else ())]
+        options = words, start.retry
         runner = Runner(sweep, settings, space, source, start.trials, slots, show, *options)
         whole = runner.run(signals)
     rows = start.rows(runner.trials, runner.failed)

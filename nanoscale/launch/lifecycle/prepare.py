@@ -159,7 +159,7 @@ def write_configuration(run: RunDirectory, request: Request, home: Path | None =
     write_json(run.provenance, provenance(request.composed))
     if request.config.backend.name == "deepspeed":
         write_json(run.deepspeed, deepspeed_settings(request.config))
-    trust.sign(run, config)
+    trust.sign(run.path, trust.executed(config))
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
@@ -175,7 +175,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
         run.program.unlink(missing_ok=True)
-    trust.sign(run, config)  # also if another user's was trusted unchanged
+    trust.sign(run.path, trust.executed(config))  # also if another user's was trusted unchanged
     if request.plan is not None:
         write_json(run.plan, request.plan)
     if request.program is not None:
