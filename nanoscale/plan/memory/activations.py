@@ -459,9 +459,18 @@ def stage_activations(
     dense: int = 0,
 ) -> StageActivations:
     """Return the bytes of a stage's blocks; the first `dense` blocks have no experts."""
+    recomputing = (
+        parallel.activation_checkpointing, parallel.checkpoint_every, parallel.selective_keep
+    )  # fmt: skip
+    return _stage_activations(layers, shape, run, parallel.tp, dense, *recomputing)
+
+
+@lru_cache(maxsize=16384)
+def _stage_activations(
+    layers: int, shape: Shape, run: Execution, tp: int, dense: int, mode: str, every: int, keep: str
+) -> StageActivations:
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
-    mode, every = parallel.activation_checkpointing, parallel.checkpoint_every
     plain, chosen = block_memory(shape, run), saved(shape, run).get("chosen", 0)
     recomputed = 0
     if mode == "none":
@@ -474,7 +483,7 @@ def stage_activations(
         recomputed = largest * plain.recomputed - last
         extra = recomputed + plain.working
     else:
-        block = block_memory(shape, run, mode, parallel.selective_keep)
+        block = block_memory(shape, run, mode, keep)
         count = ceil(layers / every)
         kept = count * block.kept + (layers - count) * plain.kept
         checkpointed = (layers - 1) % every == 0
@@ -482,8 +491,8 @@ def stage_activations(
         extra = block.working + recomputed
         last = block.kept if checkpointed else plain.kept
     if dense and mode != "sqrt":
-        block = block_memory(shape, run, mode, parallel.selective_keep)
-        other = block_memory(_dense(shape, parallel.tp), run, mode, parallel.selective_keep)
+        block = block_memory(shape, run, mode, keep)
+        other = block_memory(_dense(shape, tp), run, mode, keep)
         kept += dense * (other.kept - block.kept)
         if dense == layers:
             extra = other.working + other.recomputed - other.kept

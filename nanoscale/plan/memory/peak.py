@@ -10,7 +10,7 @@ So reserved memory is the sum of the peaks of all pools, plus fragmentation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from nanoscale.common.units import byte_size
@@ -120,7 +120,7 @@ def setting_memory(
         counts = in_flight[rank] if in_flight is not None else [1] * len(params.stages)
         phases = phases_of(setting, params, counts)
         copy = ("checkpoint copy", _checkpoint_copy(setting, params.trained))
-        phases = replace(phases, host=(*phases.host, copy))
+        phases = RankPhases(phases.phases, phases.pools, (*phases.host, copy), phases.explain)
         numbers = tuple(stage.number for stage in params.stages)
         peak = max(phases.phases, key=lambda phase: phase.allocated)
         allocated = reserved = peak.allocated

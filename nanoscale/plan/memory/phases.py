@@ -56,21 +56,26 @@ class Phase:
     """The bytes that a rank has allocated at the peak of an event."""
 
     name: str
-    parts: Sizes
-    """Bytes of each part, by the name that a plan shows."""
+    levels: Sizes
+    during: Sizes
+    pooled: int
+    """See `MemoryEvent` on these three; `levels` has all parts."""
     allocated: int
     """The sum of all parts."""
-    pooled: int
-    """See `MemoryEvent`."""
+
+    @property
+    def parts(self) -> Sizes:
+        """Bytes of each part, by the name that a plan shows."""
+        return {name: self.levels[part] + self.during.get(part, 0) for part, name in PARTS.items()}
 
 
 def phases_of(levels: Sizes, events: Iterable[MemoryEvent]) -> tuple[Phase, ...]:
     """Return the phases of events in their order, from the sizes of the parts before the first event."""
     phases, levels = [], dict.fromkeys(PARTS, 0) | levels
     for it in events:
-        levels.update(it.levels)
-        parts = {name: levels[part] + it.during.get(part, 0) for part, name in PARTS.items()}
-        phases.append(Phase(it.name, parts, sum(parts.values()), it.pooled))
+        levels = levels | it.levels
+        allocated = sum(levels.values()) + sum(it.during.values())
+        phases.append(Phase(it.name, levels, it.during, it.pooled, allocated))
     return tuple(phases)
 
 

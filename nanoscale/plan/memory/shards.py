@@ -292,6 +292,7 @@ def _stage(key: _Key, number: int, layers: int, dense: int) -> Stage:
     return Stage(number, layers, dense, first, last, tuple(units), numel)
 
 
+@lru_cache(maxsize=4096)
 def _block(key: _Key, model: Model, count: int) -> Unit:
     """Return the unit of `count` equal blocks."""
     ep = key.ep
