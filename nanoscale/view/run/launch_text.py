@@ -140,6 +140,13 @@ def request_lines(request: Request) -> list[str]:
         *([f"layout chosen by the plan: {choice_line(request.choice)}"] if request.choice else []),
         *precision_lines(request),
         *([] if seen is None else [f"data: {seen_text(seen)}"]),
+        *_warnings(request),
+    ]
+
+
+def _warnings(request: Request) -> list[str]:
+    """Return lines on the data, the rehearsal and the checkpoints of a launch or of a submitted job."""
+    return [
         *trial_data_warning(request.config),
         *rehearsal_lines(request),
         *saving_text.saving_lines(request.saving),
@@ -200,7 +207,7 @@ def print_script(batch: BatchJob, variants: Sequence[Variant]) -> None:
         _print_runs(batch, variants)
     if shutil.which(batch.system.program) is None:
         display.note(f"{batch.system.program} is not installed here: submit from a login node")
-    for line in _batch_lines(batch):
+    for line in _warnings(batch.requests[0]):
         display.note(line)
     display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
@@ -215,19 +222,10 @@ def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submissi
     else:
         display.show(f"  run     {runs[0].path}")
     display.show(f"  script  {batch.path}")
-    for line in _batch_lines(batch):
+    for line in _warnings(batch.requests[0]):
         display.show(f"  {line}")
     display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
     display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")
-
-
-def _batch_lines(batch: BatchJob) -> list[str]:
-    first = batch.requests[0]
-    return [
-        *trial_data_warning(first.config),
-        *rehearsal_lines(first),
-        *saving_text.saving_lines(first.saving),
-    ]
 
 
 def _runs_document(
