@@ -179,13 +179,10 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
                 or not name.startswith(f"{first}-")
                 or nearest(rest, [name.removeprefix(f"{first}-")])
             ]
-            is_exact = dashed in near
-            options = [
-                _with_value(name, value, getattr(error, "ctx", None))
-                for name in ([dashed] if is_exact else near)
-            ]
-            overrides, note = ((), "") if is_exact else _as_overrides(option, value, arguments)
-            advice, what = (*options, *overrides), what + (f"; it {note}" if note else "")
+            near = [dashed] if dashed in near else near
+            options = [_with_value(name, value, getattr(error, "ctx", None)) for name in near]
+            more, note = ((), "") if dashed in near else _as_overrides(option, value, arguments)
+            advice, what = (*options, *more), what + (f"; it {note}" if note else "")
     if not advice:
         return UserError("usage", message)
     shown = f"{option} {wrong}" if choice else option

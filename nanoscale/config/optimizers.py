@@ -125,8 +125,7 @@ OPTIMIZERS = {
 
 def group_of(name: str, optimizer: Optimizer) -> ParameterGroup | None:
     """Return the first group of a job that a parameter is in."""
-    groups = optimizer.groups.values()
-    return next((group for group in groups if fnmatchcase(name, group.match)), None)
+    return next((it for it in optimizer.groups.values() if fnmatchcase(name, it.match)), None)
 
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:

@@ -673,9 +673,7 @@ class DataSource:
     """One source of tokens: an entry of `data.mixture`."""
 
     path: str | None = key(None, "its files, as in data.path", path=True)
-    weight: float | None = key(
-        None, "its share among the weights of all; null: by its size, as for all others", at_least=0
-    )
+    weight: float | None = key(None, "its share; null: by its size, as for all others", at_least=0)
     valid_path: str | None = key(None, "its validation files, as in data.valid_path", path=True)
 
 
@@ -1131,14 +1129,10 @@ class PhaseSettings:
     until_tokens: int | None = key(
         None, "tokens after which it ends, in place of until", at_least=1, scaled="decimal"
     )
-    lr: float | None = key(
-        None, "piecewise: multiple of the peak learning rate at its end", at_least=0
-    )
+    lr: float | None = key(None, "piecewise: multiple of the peak rate at its end", at_least=0)
     global_batch: int | None = key(None, "null: train.global_batch", scaled="decimal")
     seq_len: int | None = key(None, "null: train.seq_len", unit="tokens", scaled="binary")
-    weights: dict[str, float] | None = key(
-        None, "weights of the sources by their names; null: the weights in data.mixture"
-    )
+    weights: dict[str, float] | None = key(None, "weights of the sources; null: of data.mixture")
 
 
 @dataclass(frozen=True)

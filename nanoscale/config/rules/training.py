@@ -172,17 +172,19 @@ def _check_sizes(resolution: Resolution, key: str, entry: PhaseSettings) -> None
             f"a multiple of {step} that divides train.seq_len={train.seq_len}", train.seq_len),
     }  # fmt: skip
     for name, (holds, rule, usual) in legal.items():
-        size = getattr(entry, name)
-        size = usual if size is None else size
+        size, advice = getattr(entry, name), f"{key}.{name}={usual}"
+        if size in (None, usual):
+            continue
         if size < 1 or not holds(size):
             message = f"must be {rule}"
-            resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
-        elif size != usual and name == "seq_len" and has_whole_documents(train):
+        elif name == "seq_len" and has_whole_documents(train):
             message = f"cuts samples, and train.objective={train.objective} needs whole documents"
-            resolution.refuse_value(f"{key}.{name}", size, message, f"{key}.{name}={usual}")
-        elif size != usual and backend == "deepspeed":
+        elif backend == "deepspeed":
+            advice = "backend=native"
             message = "changes within a run, which DeepSpeed's engine does not support"
-            resolution.refuse_value(f"{key}.{name}", size, message, "backend=native")
+        else:
+            continue
+        resolution.refuse_value(f"{key}.{name}", size, message, advice)
     layout, batch = config.parallel, entry.global_batch or train.global_batch
     if layout.pp > 1 and layout.schedule in _ALL_IN_FLIGHT and batch != train.global_batch:
         message = f"keeps more micro batches with parallel.schedule={layout.schedule}"

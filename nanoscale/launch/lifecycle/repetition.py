@@ -131,17 +131,11 @@ def require_same_training(replay: Replay, request: Request) -> None:
     Raises:
         UserError: they would train something else.
     """
-    changed = differences(load(replay.config), request.config)
-    other = [key for key in changed if key.startswith(IDENTITY) and not key.startswith("run.")]
+    message = "was {}, and a replay trains the same model with the same data"
     violations = [
-        Violation(
-            key,
-            now,
-            request.composed.source(key),
-            f"was {shown(was)}, and a replay trains the same model with the same data",
-        )
-        for key in other
-        for was, now in [changed[key]]
+        Violation(key, now, request.composed.source(key), message.format(shown(was)))
+        for key, (was, now) in differences(load(replay.config), request.config).items()
+        if key.startswith(IDENTITY) and not key.startswith("run.")
     ]
     if violations:
         raise UserError("run", "a changed value would train something else", violations)

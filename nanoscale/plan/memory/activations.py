@@ -452,17 +452,12 @@ class StageActivations:
 
 
 def stage_activations(
-    layers: int,
-    shape: Shape,
-    run: Execution,
-    parallel: Parallel,
-    dense: int = 0,
+    layers: int, shape: Shape, run: Execution, parallel: Parallel, dense: int = 0
 ) -> StageActivations:
     """Return the bytes of a stage's blocks; the first `dense` blocks have no experts."""
-    recomputing = (
-        parallel.activation_checkpointing, parallel.checkpoint_every, parallel.selective_keep
-    )  # fmt: skip
-    return _stage_activations(layers, shape, run, parallel.tp, dense, *recomputing)
+    mode, every = parallel.activation_checkpointing, parallel.checkpoint_every
+    others = parallel.tp, dense, mode, every, parallel.selective_keep
+    return _stage_activations(layers, shape, run, *others)
 
 
 @lru_cache(maxsize=16384)
