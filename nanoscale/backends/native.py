@@ -49,6 +49,8 @@ class NativeEngine(Engine):
             config, self.stages, named, trained, self.masters, self.optimizer, layout.data
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.filled: list[Tensor] = []
+        """The parameters without a gradient in the last step, which are updated with zeros."""
         self._hooks: list[Callable[[], None]] = []
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -120,11 +122,11 @@ class NativeEngine(Engine):
 
     def _finish_gradients(self) -> Tensor:
         """Undo the loss scale and clip; return the norm before clipping."""
-        if self.reducer is not None:
-            self.reducer.finish()  # before the norm, which is that of the reduced gradients
-        grads = gradients.fill(
-            [p for group in self.optimizer.param_groups for p in group["params"]]
-        )
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.filled = [p for p in parameters if p.grad is None]
+        if self.reducer is not None:  # before the norm, which is that of the reduced gradients
+            self.filled = self.reducer.finish()
+        grads = gradients.fill(parameters)
         # Unscaled before the norm is taken: clip_norm and the logged norm mean the true gradients.
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)

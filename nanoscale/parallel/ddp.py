@@ -7,7 +7,7 @@ model's forward, and copies gradients into its buckets and out again; here the r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -25,10 +25,13 @@ class _Bucket:
     parameters: list[nn.Parameter]
     missing: int = 0
     """Gradients that the backward pass has not reached yet."""
+    unused: list[nn.Parameter] = field(default_factory=list)
+    """The parameters without a gradient in the last step."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
     def send(self, group: dist.ProcessGroup) -> None:
+        self.unused = [p for p in self.parameters if p.grad is None]
         self.flat = torch.cat([_take_gradient(p).flatten() for p in self.parameters])
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
@@ -61,13 +64,17 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
 
-    def finish(self) -> None:
-        """Wait after the last backward until every parameter has the sum over ranks as its gradient."""
+    def finish(self) -> list[nn.Parameter]:
+        """Wait after the last backward until every parameter has the sum over ranks as its gradient.
+
+        Return the parameters that had no gradient on this rank.
+        """
         for bucket in self._buckets[self._sent :]:  # unused parameters have no gradient
             bucket.send(self._group)
         self._sent = len(self._buckets)
         for bucket in self._buckets:
             bucket.receive()
+        return [parameter for bucket in self._buckets for parameter in bucket.unused]
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
         bucket.missing -= 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanoscale.checkpoint.store import BEFORE_SPIKE
 
+_MOST_ZEROS = 3
 _WINDOW, _FEWEST = 100, 20
 """The logged losses that give the spread, and the fewest that show one."""
 
@@ -33,6 +34,32 @@ def require_finite(step: int, **values: float) -> None:
 
 class LossSpikeError(ArithmeticError):
     """The loss has jumped, and `train.on_spike` is not `note`."""
+
+
+class ZeroGradientError(ArithmeticError):
+    """The gradient norm stays at exactly 0: the training only decays its weights."""
+
+
+@dataclass
+class ZeroNorms:
+    """The logged gradient norms in a row that are exactly 0."""
+
+    count: int = 0
+
+    def add(self, step: int, loss: float, norm: float) -> str | None:
+        """Add a logged step; return a sentence if the norm is 0 for the first time. A loss of 0 has no tokens.
+
+        Raises:
+            ZeroGradientError: the third norm in a row is 0.
+        """
+        self.count = self.count + 1 if norm == 0 and loss else 0
+        if self.count == _MOST_ZEROS:
+            raise ZeroGradientError(
+                f"grad_norm is exactly 0 in {_MOST_ZEROS} logged steps up to {step}"
+            )
+        if self.count == 1:
+            return f"grad_norm is exactly 0 at step {step}: no gradient reaches the weights"
+        return None
 
 
 @dataclass

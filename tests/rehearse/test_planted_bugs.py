@@ -17,7 +17,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.models import transformer
-from nanoscale.parallel import ring
+from nanoscale.parallel import fsdp, ring
 from nanoscale.parallel.attention_kernels import KERNELS
 from nanoscale.rehearse.compare import mismatches
 from nanoscale.rehearse.kinds import played_ranks
@@ -301,6 +301,16 @@ BUGS = {
         instead(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None),
         "gradients are kept after the step",
         SHARDED,
+    ),
+    "gradients that are never summed": Bug(
+        instead(
+            fsdp,
+            "begin_micro_batch",
+            lambda _, plain, model, stage, last: plain(model, stage, False),
+        ),
+        "no gradient reaches",
+        SHARDED,
+        1,
     ),
     "an uneven shard": Bug(lambda *_: None, "uneven shards", {"dp": 3}, 3),
     "an error in the state of a checkpoint": Bug(

@@ -24,7 +24,7 @@ from nanoscale.view.run.live import figures, number
 
 MOST_POINTS = 600
 """The most points of a curve."""
-_NOTICED = ("straggler", "spike", "health")
+_NOTICED = ("straggler", "spike", "zero gradient", "health")
 """Kinds of events that a reader of the report should know."""
 Document = dict[str, Any]
 
