@@ -49,7 +49,7 @@ class NativeEngine(Engine):
             config, self.stages, named, trained, self.masters, self.optimizer, layout.data
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.filled: list[Tensor] = []
+        self.filled: list[nn.Parameter] = []
         """The parameters without a gradient in the last step, which are updated with zeros."""
         self._hooks: list[Callable[[], None]] = []
 

@@ -184,7 +184,16 @@ class Mixture:
             last = self._phases[-1]
             before = last.before + taken(last.shares, first - last.first)
             self._phases.append(_MixturePhase(first, _shares(new_weights), before))
-        self._ahead = PrecomputedSamples(self.find, self.loaders[0].rows)
+        self.skip(0)
+
+    def skip(self, rows: int) -> None:
+        """Begin phases this many rows later: the rows that the steps before have skipped in rollbacks.
+
+        Phases are of steps. A phase continues the order in which its samples would be without a rollback.
+        """
+        each = self.loaders[0].rows
+        self._skipped = max(0, rows // each)
+        self._ahead = PrecomputedSamples(self.find, each)
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
@@ -209,9 +218,10 @@ class Mixture:
     def find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
         result = np.empty((2, *positions.shape), dtype=np.int64)
+        of_steps = (positions - self._skipped).clip(0)
         ends = [*(phase.first for phase in self._phases[1:]), np.inf]
         for phase, end in zip(self._phases, ends, strict=True):
-            inside = (positions >= phase.first) & (positions < end)
+            inside = (of_steps >= phase.first) & (of_steps < end)
             if not inside.any():
                 continue
             offsets = positions[inside] - phase.first

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -11,6 +14,7 @@ from nanoscale.config.hardware.data_sheets import peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.training_phases import phase_at, phases_of
 from nanoscale.metrics import waits
 
 
@@ -25,6 +29,15 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Begin `peak_memory_gib` again with what is in use now; on a CPU as far as the system allows."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def wait_for(device: torch.device) -> None:
@@ -51,21 +64,29 @@ class Meter:
         self._seq_len, self._recomputed = config.train.seq_len, recomputed
         # The active experts of a model=hf are not known.
         is_known = not has_experts(config.model.hf_config)
-        self._flops_per_token = trained_flops_per_token(config) if is_known else None
+        self._train, self._flops_per_token = config.train, {}
+        for length in {phase.seq_len for phase in phases_of(config.train)} if is_known else ():
+            rows = replace(config, train=replace(config.train, seq_len=length))
+            self._flops_per_token[length] = trained_flops_per_token(rows)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
         self._start = self._waited_before = 0.0
         self._busy = 0.0
         self._waited = 0.0
+        self._samples = self._flops = 0.0
+        """The samples of the steps, and the sum over them of the FLOPs of a token."""
         self._steps = 0
 
     def begin(self) -> None:
         self._start, self._waited_before = time.perf_counter(), waits.seconds()
 
-    def end(self) -> None:
+    def end(self, step: int = 1) -> None:
         self._busy += time.perf_counter() - self._start
         self._waited += waits.seconds() - self._waited_before
         self._steps += 1
+        phase = phase_at(self._train, step)
+        self._samples += phase.global_batch
+        self._flops += phase.global_batch * self._flops_per_token.get(phase.seq_len, 0.0)
 
     def own_time(self) -> float:
         """Return the mean seconds of a step since the last reading in which this rank waited for no other."""
@@ -78,10 +99,11 @@ class Meter:
         """
         step_time = self._busy / self._steps
         tokens_per_s = samples * self._seq_len / self._busy
-        self._busy, self._waited, self._steps = 0.0, 0.0, 0
         mfu = None
-        if self._peak is not None and self._flops_per_token is not None:
-            mfu = tokens_per_s * self._flops_per_token / self._peak
+        if self._peak is not None and self._flops_per_token:
+            mfu = tokens_per_s * self._flops / self._samples / self._peak
+        self._busy, self._waited, self._steps = 0.0, 0.0, 0
+        self._samples = self._flops = 0.0
         return {
             "step_time_s": step_time,
             "tokens_per_s": tokens_per_s,

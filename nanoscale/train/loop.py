@@ -13,9 +13,9 @@ from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schedulers import lr_factor
-from nanoscale.config.training_phases import phase_at
+from nanoscale.config.training_phases import phase_at, samples_after
 from nanoscale.data.dataset import Dataset
-from nanoscale.data.loader import Prefetched, SampleSource
+from nanoscale.data.loader import Mixture, Prefetched, SampleSource
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
@@ -51,6 +51,8 @@ class Training:
 
     def __post_init__(self) -> None:
         config, engine, progress, train = self.config, self.engine, self.progress, self.data.train
+        if isinstance(train, Mixture):
+            train.skip(progress.consumed_samples - samples_after(config.train, progress.step))
         self.last: StepResult | None = None
         self.logged: dict[str, Any] | None = None
         self.zero_norms = ZeroNorms()
@@ -106,7 +108,7 @@ class Training:
             # Replicas are compared before the step is logged or saved, so that neither shows wrong weights.
             if is_due(step, guard.every or 0):
                 self.checkpoints.compare_replicas()
-            self.meter.end()  # logging, evaluating and saving do not count as time of the step
+            self.meter.end(step)  # logging, evaluating and saving do not count as time of the step
             self.logged = None
             if self.is_logged(step) and self.log(result, evaluates):
                 by_step = saves = True

@@ -29,6 +29,7 @@ from nanoscale.config.training_phases import samples_after
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset
 from nanoscale.data.loader import Loader, Mixture
+from nanoscale.metrics.meter import forget_peak_memory
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import write_atomically
 from nanoscale.runs.events import Note
@@ -70,6 +71,7 @@ def set_teacher(
                 if process_group.rank() == 0:
                     opened.write(records.astype(dtype).tobytes())
         gc.collect()
+        forget_peak_memory(device)
         keys = np.concatenate([keys, missing])
         if process_group.rank() == 0:
             np.savez(buffer := io.BytesIO(), keys=keys, about=np.array(about))

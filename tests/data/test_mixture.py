@@ -112,6 +112,17 @@ def test_weights_change_with_a_phase(loaders, dp, micro):
         np.testing.assert_array_equal(seen, expected[12 * step : 12 * step + 12])
 
 
+def test_a_phase_begins_at_its_step_after_a_rollback(loaders):
+    """Skipped samples are of the phase in which they were skipped."""
+    mixture = Mixture(loaders, [1.0, 0.0, 0.0], [(24, [0.0, 1.0, 0.0])])
+    assert mixture.find(np.arange(40))[0].tolist() == [0] * 24 + [1] * 16
+    next(mixture.micro_batches(12, 12, 0, 1, 12))  # numbers of later steps are computed with it
+    mixture.skip(12)
+    assert mixture.find(np.arange(48))[0].tolist() == [0] * 36 + [1] * 12
+    batches = [next(mixture.micro_batches(first, 12, 0, 1, 12)) for first in (24, 36)]
+    assert [(batch.inputs // 1000).max() for batch in batches] == [0, 1]
+
+
 def test_an_epoch_of_each_source_has_each_sample_once(loaders):
     mixture = Mixture(loaders, [1, 1, 1])
     batches = [next(mixture.micro_batches(12 * i, 12, 0, 1, 12)) for i in range(25)]

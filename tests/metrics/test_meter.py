@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from nanoscale.config.schema import Cluster, Config, Model, Peaks, Precision, Train
-from nanoscale.metrics.meter import Meter, device_peak, peak_memory_gib
+from nanoscale.config.schema import Cluster, Config, Model, Peaks, PhaseSettings, Precision, Train
+from nanoscale.metrics.meter import Meter, device_peak, forget_peak_memory, peak_memory_gib
 
 LLAMA_8B = Model(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
@@ -27,6 +28,23 @@ def test_mfu_by_hand() -> None:
     assert reading["tokens_per_s"] == pytest.approx(2 * 4096 / reading["step_time_s"])
     matmul = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without input embedding and norms
     flops = 6 * matmul + 12 * 32 * 4096 * 4096
+    expected = reading["tokens_per_s"] * flops / (2 * 989e12)
+    assert reading["mfu"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_attention_of_a_phase_is_that_of_its_samples() -> None:
+    """A step of shorter samples and two of the whole length: the mean of their FLOPs counts."""
+    short = PhaseSettings(until=1, seq_len=1024, global_batch=4)
+    phases = {"short": short, "long": PhaseSettings()}
+    train = Train(seq_len=4096, global_batch=8, phases=phases)
+    config = Config(model=LLAMA_8B, train=train, cluster=Cluster(peak_tflops=989.0))
+    meter = Meter(config, 2, CPU)
+    for step in (1, 2, 3):
+        meter.begin()
+        meter.end(step)
+    reading = meter.read(samples=20)
+    matmul = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    flops = 6 * matmul + 12 * 32 * 4096 * (4 * 1024 + 16 * 4096) / 20
     expected = reading["tokens_per_s"] * flops / (2 * 989e12)
     assert reading["mfu"] == pytest.approx(expected, rel=1e-3)
 
@@ -51,6 +69,17 @@ def test_memory_is_that_of_this_process() -> None:
     held = torch.ones(1 << 27)  # half a GiB
     assert held.sum() > 0
     assert peak_memory_gib(CPU) >= max(before, 0.5)
+
+
+def test_a_peak_can_be_forgotten() -> None:
+    """The teacher of a distillation needs its memory before the training."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the system does not let a process reset its peak")
+    held = torch.ones(1 << 27)
+    before = peak_memory_gib(CPU)
+    del held
+    forget_peak_memory(CPU)
+    assert peak_memory_gib(CPU) < before - 0.4
 
 
 def test_the_peak_of_a_gpu_is_that_of_the_table_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
