@@ -49,8 +49,7 @@ class NativeEngine(Engine):
             config, self.stages, named, trained, self.masters, self.optimizer, layout.data
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.filled: list[nn.Parameter] = []
-        """The parameters without a gradient in the last step, which are updated with zeros."""
+        self.filled: list[nn.Parameter] = []  # had no gradient in the last step, and got zeros
         self._hooks: list[Callable[[], None]] = []
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -73,7 +72,8 @@ class NativeEngine(Engine):
         skipped = self.scaling is not None and not self.scaling.update(bool(grad_norm.isfinite()))
         if not skipped:
             set_lr(self.optimizer, lr)
-            self._begin_change()
+            for hook in self._hooks:
+                hook()
             self.optimizer.step()
             # Clipped before the average is taken and the copy is made: both hold the clipped weights.
             if self.qk_clip is not None:
@@ -173,16 +173,13 @@ class NativeEngine(Engine):
         return self.tensors.replicated()
 
     def averaged(self) -> AbstractContextManager[None]:
-        if keeps_average(self.config.optimizer):
-            self._begin_change()  # after a skipped step the last checkpoint may not be copied yet
+        # After a skipped step the last checkpoint may not be copied yet.
+        for hook in self._hooks if keeps_average(self.config.optimizer) else ():
+            hook()
         return self.tensors.averaged()
 
     def before_update(self, hook: Callable[[], None]) -> None:
         self._hooks.append(hook)
-
-    def _begin_change(self) -> None:
-        for hook in self._hooks:
-            hook()
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer

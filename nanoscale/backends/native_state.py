@@ -108,18 +108,16 @@ class NativeState:
             else:
                 ranks = (0,)
             # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
-            moments = {
-                key: value
-                for key, value in self.optimizer.state.get(parameter, {}).items()
-                if isinstance(value, Tensor) and value.ndim
-            }
-            if isinstance(parameter, DTensor):
-                sharing = tuple(parameter.device_mesh.mesh.flatten().tolist())
-                for key in [key for key, it in moments.items() if not isinstance(it, DTensor)]:
-                    # every rank has the whole of it, such as Adafactor's rows
-                    yield f"{name}.{key}", sharing, plain_tensors(moments.pop(key))
-            local = [local_tensor(it) for it in (parameter, *moments.values())]
-            yield name, ranks, [plain for it in local for plain in plain_tensors(it)]
+            local: list[Tensor] = [parameter]
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.ndim:
+                    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                        # every rank has the whole of it, such as Adafactor's rows
+                        sharing = tuple(parameter.device_mesh.mesh.flatten().tolist())
+                        yield f"{name}.{key}", sharing, plain_tensors(value)
+                    else:
+                        local.append(value)
+            yield name, ranks, [plain for it in local for plain in plain_tensors(local_tensor(it))]
 
     @torch.no_grad()
     def reinitialize(self, device: torch.device) -> None:

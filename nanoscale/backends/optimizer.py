@@ -78,22 +78,10 @@ def make_optimizer(
     if build is not None:
         optimizer = build([{**group, "lr": config.lr} for group in own])
         for group in optimizer.param_groups:
-            group[_INITIAL] = {
-                key: float(value) for key, value in group.items() if _is_kept(key, value)
-            }
+            group["initial"] = _numbers(group)  # values before the first update
         _check_own(optimizer, parameters)
         return optimizer
     return RoundedAdamW(own, lr=config.lr, **arguments)
-
-
-_INITIAL = "initial"
-"""The key of a group of the user's optimizer for the first values of what `_is_kept`."""
-
-
-def _is_kept(key: str, value: Any) -> bool:
-    """True for a number of a group that an update may change."""
-    is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.ndim == 0)
-    return is_number and key not in ("lr", "lr_factor", "weight_decay")
 
 
 def own_optimizer(config: Config) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
@@ -128,8 +116,7 @@ def _check_own(optimizer: Optimizer, parameters: NamedParameters) -> None:
 def fill_own_state(optimizer: Optimizer) -> None:
     """Give the parameters of the user's optimizer the states of an update with a rate and gradients of zero.
 
-    Raises:
-        UserError: it also changes what no checkpoint has.
+    Raises a UserError if it also changes what no checkpoint has.
     """
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -150,18 +137,22 @@ def fill_own_state(optimizer: Optimizer) -> None:
         parameter.grad = gradient
     lost = [key for key, value in _numbers(vars(optimizer)).items() if value != own.get(key)]
     for group, first in zip(groups, values, strict=True):
-        others = group.keys() - {*group.get(_INITIAL, ()), "params", "lr"}
+        others = group.keys() - {*group.get("initial", ()), "params", "lr"}
         lost += [key for key in others if repr(group[key]) != repr(first.get(key))]
         group.update(first)
     if lost:
-        why = (
-            "a checkpoint has the states of parameters, and numbers that groups have from the start"
-        )
+        why = "a checkpoint has only states of parameters, and numbers with which groups begin"
         raise UserError("hooks", f"optimizer() of hooks.path changes {lost[0]}: {why}")
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if type(value) in (int, float)}
+    """Return the numbers among values, except the ones that nanoscale sets."""
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.ndim == 0)
+        if key not in ("lr", "lr_factor", "weight_decay")
+    }
 
 
 def _is_in_block(name: str) -> bool:
@@ -336,11 +327,10 @@ def load_state(parameters: NamedParameters, optimizer: Optimizer, moments: Momen
 def _group_values(
     parameters: NamedParameters, optimizer: Optimizer
 ) -> Iterator[tuple[str, dict[str, Any], str, float]]:
-    """Yield the numbers in groups of the user's optimizer, as a moment of each parameter of the group: its
-    name, the group, the key, and the first value."""
+    """Yield the numbers in groups, as a moment of each parameter: its name, group, key, and first value."""
     names = {parameter: name for name, parameter in parameters}
     for group in optimizer.param_groups:
-        for key, initial in group.get(_INITIAL, {}).items():
+        for key, initial in group.get("initial", {}).items():
             for parameter in group["params"]:
                 yield f"{names[parameter]}.group_{key}", group, key, initial
 

@@ -187,10 +187,7 @@ class Mixture:
         self.skip(0)
 
     def skip(self, rows: int) -> None:
-        """Begin phases this many rows later: the rows that the steps before have skipped in rollbacks.
-
-        Phases are of steps. A phase continues the order in which its samples would be without a rollback.
-        """
+        """Begin phases this many rows later, which rollbacks have skipped: phases are of steps."""
         each = self.loaders[0].rows
         self._skipped = max(0, rows // each)
         self._ahead = PrecomputedSamples(self.find, each)

@@ -71,10 +71,8 @@ class Meter:
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
         self._start = self._waited_before = 0.0
-        self._busy = 0.0
-        self._waited = 0.0
-        self._samples = self._flops = 0.0
-        """The samples of the steps, and the sum over them of the FLOPs of a token."""
+        self._busy = self._waited = 0.0
+        self._samples = self._flops = 0.0  # the samples, and the sum over them of a token's FLOPs
         self._steps = 0
 
     def begin(self) -> None:

@@ -168,31 +168,27 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_kept: list[Tensor] | Iterator[Tensor] | None = None
+"""The choices of routers that are kept, or repeated; None: neither."""
+
+
 def _choose(choice: Callable[[], Tensor]) -> Tensor:
-    """Return a router's choice; `routing_kept` replaces this function."""
-    return choice()
+    if isinstance(_kept, list):
+        _kept.append(choice())
+        return _kept[-1]
+    return choice() if _kept is None else next(_kept)
 
 
 @contextmanager
 def routing_kept(kept: list[Tensor]) -> Iterator[None]:
-    """Keep the choices of the routers in a region of the forward pass, and repeat them in its recomputation.
-
-    Recomputed scores may differ in their last bits, and a token between two experts would be routed otherwise.
-    """
-    global _choose
-    before, repeated = _choose, iter(kept) if is_recomputed() else None
-
-    def choose(choice: Callable[[], Tensor]) -> Tensor:
-        if repeated is not None:
-            return next(repeated)
-        kept.append(choice())
-        return kept[-1]
-
-    _choose = choose
+    """Keep the choices of routers in a forward pass, and repeat them in its recomputation, whose scores may
+    differ in their last bits."""
+    global _kept
+    before, _kept = _kept, iter(kept) if is_recomputed() else kept
     try:
         yield
     finally:
-        _choose = before
+        _kept = before
 
 
 class Experts(nn.Module):

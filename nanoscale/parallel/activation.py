@@ -51,27 +51,22 @@ def _recompute_as_routed(run: Callable[..., Tensor], *inputs: Any, **options: An
         with routing_kept(kept):
             return run(*inputs)
 
-    result: Tensor = _recompute(run_as_routed, *inputs, **options)
-    return result
+    return _recompute(run_as_routed, *inputs, **options)
 
 
 def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
     """Let the blocks of a model, in place, recompute activations that the mode does not keep."""
     blocks: list[nn.Module] = list(layers.values())
+    routes = any(isinstance(module, MixtureOfExperts) for module in layers.modules())
+    recompute = _recompute_as_routed if routes else _recompute  # the compiler needs the latter
     if parallel.activation_checkpointing == "full":
         for block in blocks[:: parallel.checkpoint_every]:
-            block.forward = partial(_recompute_block(block), block.forward)
+            block.forward = partial(recompute, block.forward)
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts
         contexts = partial(make_contexts, parallel.selective_keep)
         for block in blocks:
-            block.forward = partial(_recompute_block(block), block.forward, context_fn=contexts)
-
-
-def _recompute_block(block: nn.Module) -> Callable[..., Tensor]:
-    """Return the function that recomputes a block; the compiler supports only the one of dense blocks."""
-    routes = any(isinstance(module, MixtureOfExperts) for module in block.modules())
-    return _recompute_as_routed if routes else _recompute
+            block.forward = partial(recompute, block.forward, context_fn=contexts)
 
 
 def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:

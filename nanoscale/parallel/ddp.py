@@ -26,7 +26,6 @@ class _Bucket:
     missing: int = 0
     """Gradients that the backward pass has not reached yet."""
     unused: list[nn.Parameter] = field(default_factory=list)
-    """The parameters without a gradient in the last step."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -65,10 +64,7 @@ class GradientReducer:
                 bucket.missing = len(bucket.parameters)
 
     def finish(self) -> list[nn.Parameter]:
-        """Wait after the last backward until every parameter has the sum over ranks as its gradient.
-
-        Return the parameters that had no gradient on this rank.
-        """
+        """Wait until every parameter has the sum over ranks as its gradient; return the local unused ones."""
         for bucket in self._buckets[self._sent :]:  # unused parameters have no gradient
             bucket.send(self._group)
         self._sent = len(self._buckets)

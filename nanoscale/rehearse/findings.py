@@ -24,14 +24,11 @@ def of_gradients(engine: NativeEngine) -> list[str]:
     return [f"gradients are kept after the step: {_shown(kept)}"] if kept else []
 
 
-def of_filled(engine: NativeEngine) -> tuple[list[str], list[str]]:
-    """Report parameters without a gradient: findings if that is all of them, otherwise notes."""
+def of_filled(engine: NativeEngine) -> list[str]:
+    """Report parameters whose gradients are zeros in place of missing ones."""
     filled = {id(parameter) for parameter in engine.filled}
     names = [name for name, p in engine.parameters() if id(p) in filled]
-    if not names:
-        return [], []
-    text = [f"no gradient reaches {_shown(names)}: zeros are taken"]
-    return (text, []) if len(names) == len(engine.parameters()) else ([], text)
+    return [f"no gradient reaches {_shown(names)}: zeros are taken"] if names else []
 
 
 def of_growth(after: list[int], where: str = "on the device") -> list[str]:

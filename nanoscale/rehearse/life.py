@@ -132,8 +132,7 @@ def _train(config: ResolvedConfig, world: World) -> None:
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
-    missing, unused = findings.of_filled(engine)
-    record.findings, record.notes = record.findings + missing, record.notes + unused
+    record.notes += findings.of_filled(engine)
     record.findings += findings.of_growth(record.host_after, "in host memory")
     with world.during("checkpoint"):
         sizes = [_bytes(value) for value in engine.state().values()]

@@ -329,11 +329,6 @@ _BY_TEXT = (
         "resume from the newest checkpoint with a lower optimizer.lr, or with train.on_spike=rollback or note",
     ),
     (
-        r"ZeroGradientError",
-        "no gradient reaches the weights: they are frozen, the loss does not use them, or fp16 rounds all to 0",
-        "`nanoscale rehearse`, which lists parameters without a gradient, or precision=bf16 in place of fp16",
-    ),
-    (
         r"ReplicaError",
         "tensors that several ranks hold equally are different: a device or its memory has made an error, or "
         "code treats the ranks differently",

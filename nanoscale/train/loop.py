@@ -27,7 +27,7 @@ from nanoscale.train.checkpointing import CheckpointWriter, Progress
 from nanoscale.train.evaluations import Evaluator
 from nanoscale.train.layer_statistics import LayerStatistics
 from nanoscale.train.profile import Recorder
-from nanoscale.train.stability import LossSpikeError, ZeroNorms, require_finite
+from nanoscale.train.stability import LossSpikeError, count_zeros, require_finite
 from nanoscale.train.step_log import StepLog
 
 
@@ -55,7 +55,7 @@ class Training:
             train.skip(progress.consumed_samples - samples_after(config.train, progress.step))
         self.last: StepResult | None = None
         self.logged: dict[str, Any] | None = None
-        self.zero_norms = ZeroNorms()
+        self.zero_norms = 0
         # A GPU must not wait for the next samples. On a CPU, a thread would take its cores.
         self.samples: SampleSource = Prefetched(train) if engine.device.type == "cuda" else train
         self.statistics: LayerStatistics | None = None
@@ -177,7 +177,7 @@ class Training:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
             LossSpikeError: the loss has jumped, and `train.on_spike` is stop or rollback.
-            ZeroGradientError: the gradient norm stays at exactly 0.
+            ZeroGradientError: the gradient norm stays 0.
         """
         # The time and memory of the steps are read before the evaluation, which needs its own.
         record = self.step_log.gather(result, self.learning_rate(self.progress.step))
@@ -189,8 +189,10 @@ class Training:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
         self.require_finite_gradients(result)
-        if zero := self.zero_norms.add(record["step"], record["loss"], record["grad_norm"]):
-            self.note("zero gradient", zero)
+        step, loss, norm = (record[name] for name in ("step", "loss", "grad_norm"))
+        self.zero_norms = count_zeros(self.zero_norms, step, loss, norm)
+        if self.zero_norms == 1:
+            self.note("zero gradient", f"no gradient reaches the weights in step {step}")
         self.step_log.warn(record)
         if jump := self.progress.spikes.add(record["loss"]):
             jump = f"{jump} (step {record['step']})"

@@ -10,7 +10,6 @@ from typing import Any
 
 from nanoscale.checkpoint.store import BEFORE_SPIKE
 
-_MOST_ZEROS = 3
 _WINDOW, _FEWEST = 100, 20
 """The logged losses that give the spread, and the fewest that show one."""
 
@@ -40,26 +39,12 @@ class ZeroGradientError(ArithmeticError):
     """The gradient norm stays at exactly 0: the training only decays its weights."""
 
 
-@dataclass
-class ZeroNorms:
-    """The logged gradient norms in a row that are exactly 0."""
-
-    count: int = 0
-
-    def add(self, step: int, loss: float, norm: float) -> str | None:
-        """Add a logged step; return a sentence if the norm is 0 for the first time. A loss of 0 has no tokens.
-
-        Raises:
-            ZeroGradientError: the third norm in a row is 0.
-        """
-        self.count = self.count + 1 if norm == 0 and loss else 0
-        if self.count == _MOST_ZEROS:
-            raise ZeroGradientError(
-                f"grad_norm is exactly 0 in {_MOST_ZEROS} logged steps up to {step}"
-            )
-        if self.count == 1:
-            return f"grad_norm is exactly 0 at step {step}: no gradient reaches the weights"
-        return None
+def count_zeros(before: int, step: int, loss: float, norm: float) -> int:
+    """Count the logged norms in a row that are exactly 0, unless no token has a loss; raise an error at 3."""
+    count = before + 1 if norm == 0 and loss else 0
+    if count == 3:
+        raise ZeroGradientError(f"grad_norm is 0 in 3 logged steps up to {step}")
+    return count
 
 
 @dataclass
