@@ -335,9 +335,9 @@ def collections_of(rank: int, path: Path) -> tuple[list[Any], set[bool], bool]:
     in_steps: set[bool] = set()
     end = meter.Meter.end
 
-    def end_step(self: meter.Meter) -> None:
+    def end_step(self: meter.Meter, step: int) -> None:
         in_steps.add(gc.isenabled())
-        end(self)
+        end(self, step)
 
     gc.collect = lambda *generation: collected.append(generation) or 0  # type: ignore[assignment]
     meter.Meter.end = end_step  # type: ignore[method-assign]
