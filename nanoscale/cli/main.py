@@ -166,6 +166,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
         what = f"is not one of {', '.join(choices)}"
         advice = tuple(f"{option} {it}" for it in nearest(wrong, choices) or choices)
     elif isinstance(option, str) and hasattr(error, "possibilities"):  # else it lacks its value
+        option = next((it for it in arguments if it.startswith(option)), option).partition("=")[0]
         value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
         if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
             wrong, what = value, f"{what}; a recipe is made of DeepSpeed's JSON"
@@ -174,7 +175,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
             first, _, rest = dashed.rpartition("-")
             near = [
                 name  # of --num-gpus, the last word must be near, too
-                for name in nearest(dashed, error.possibilities or ())
+                for name in _near_option(dashed, getattr(error, "ctx", None))
                 if len(rest) < 4
                 or not name.startswith(f"{first}-")
                 or nearest(rest, [name.removeprefix(f"{first}-")])
@@ -183,11 +184,25 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
             options = [_with_value(name, value, getattr(error, "ctx", None)) for name in near]
             more, note = ((), "") if dashed in near else _as_overrides(option, value, arguments)
             advice, what = (*options, *more), what + (f"; it {note}" if note else "")
-    if not advice:
+    if message.startswith("No such command 'version'"):
+        option, what, advice = "version", "is an option", ("nanoscale --version",)
+    if not advice and what == "unknown option of this command":
         return UserError("usage", message)
     shown = f"{option} {wrong}" if choice else option
     violation = Violation(str(option), wrong, "command line", what, advice)
     return UserError("usage", f"{shown}: {what}", [violation])
+
+
+def _near_option(option: str, context: typer.Context | None) -> list[str]:
+    """Return the command's options that are like one, by what follows their dashes."""
+    from nanoscale.config.violations import nearest
+
+    parameters = context.command.params if context is not None else ()
+    known = [
+        "help",
+        *(name.lstrip("-") for one in parameters for name in one.opts if name.startswith("--")),
+    ]
+    return [f"--{name}" for name in nearest(option.lstrip("-"), known)]
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
@@ -215,18 +230,18 @@ def _as_overrides(
 ) -> tuple[tuple[str, ...], str]:
     """Return the overrides for `--steps 3`, another program's form of `train.steps=3`, and the key's
     difference."""
-    if arguments[0] not in _CONFIGURED:
-        return (), ""
     from nanoscale.config.composing.library import Library
     from nanoscale.config.composing.overrides import read_words, with_good_advice
     from nanoscale.config.values.equivalents import equivalent
 
     name = option.lstrip("-").replace("-", "_")
+    meant = equivalent(name)
+    if arguments[0] not in _CONFIGURED:
+        return (), "" if meant is None or meant.about else meant.note
     word, library = f"{name}={'true' if value is None else value}", Library()
     asked = read_words([word], library)
     if not asked.violations:
         return (word,), ""
-    meant = equivalent(name)
     advice = with_good_advice(asked.violations[0], asked, library).suggestions
     return advice, meant.note if meant is not None else ""
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from nanoscale.common.errors import UserError, Violation
 
 CUTOFF, SHORT_CUTOFF = 0.65, 0.75
-"""The least likeness of names, and of names of at most three letters."""
+"""The least likeness of names, and of names of at most four letters."""
 _BEGINNING = 0.9
 """The likeness of the first word of a longer name, as `h100` of `h100-sxm`; a little more for a shorter
 name."""
@@ -51,12 +51,12 @@ def _likeness(a: str, b: str) -> float:
     word is often part of another.
     """
     a, b = a.lower(), b.lower()
-    if len(a) > 2 and re.match(rf"{re.escape(a)}[-_.]", b):
+    if (len(a) > 2 and re.match(rf"{re.escape(a)}[-_.]", b)) or (len(a) > 3 and b.startswith(a)):
         return _BEGINNING + 0.05 * len(a) / len(b)
     part = CUTOFF if (len(a) > 2 or a.isdigit()) and a in b else 0.0
     matcher = SequenceMatcher(None, a, b)
     ratio = matcher.ratio() if matcher.quick_ratio() >= 0.6 else 0.0
-    return max(part, ratio if len(a) > 3 or ratio >= SHORT_CUTOFF else 0.0)
+    return max(part, ratio if len(a) > 4 or ratio >= SHORT_CUTOFF else 0.0)
 
 
 _PLAIN = re.compile(r"[\w./:+-]+", re.ASCII)

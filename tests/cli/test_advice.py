@@ -199,11 +199,6 @@ def test_a_wrong_value_of_an_option_is_answered_in_our_words(capsys: Capsys) -> 
     assert capsys.readouterr().err == "error: Option '--hostfile' requires an argument\n"
 
 
-def test_an_option_is_not_taken_for_one_that_only_begins_alike(capsys: Capsys) -> None:
-    assert run(shlex.split("generate first --num-beams 4")) == 2
-    assert capsys.readouterr().err == "error: No such option: --num-beams\n"
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_an_error_in_a_recipe_advises_is_accepted(name: str, capsys: Capsys) -> None:
     arguments, path = ["config", "show", f"recipe={name}"], Path(f"recipes/{name}.yaml")

@@ -8,6 +8,7 @@ import pytest
 
 from nanoscale.cli.main import run
 from nanoscale.config import reference
+from nanoscale.config.composing.library import Library
 from nanoscale.config.values.convert import fits, unknown_key
 from nanoscale.config.values.equivalents import Equivalent, equivalent, equivalents
 from tests.support.recipes import changed
@@ -46,7 +47,49 @@ def test_a_term_of_another_trainer_is_answered(
     assert unknown_key(typed, value, "command line").suggestions == answers
 
 
-@pytest.mark.parametrize("typed", ["rl", "dpo", "load_in_8bit", "lora_dropout"])
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("train --config_file debug", "recipe=debug"),
+        ("train config_name=debug", "recipe=debug"),
+        ("train -cn debug", "recipe=debug"),
+        ("train --save x", "run.root=x"),
+        ("train --load x", "nanoscale resume --help"),
+        ("train --temp 0", "nanoscale config explain train.distill_temperature"),
+        ("generate x --temp 0", "--temperature 0"),
+        ("generate x --num-beams 3", ""),
+        ("train main_process_port=1", "launcher.master_port=1"),
+        ("train report_to=wandb", "logger=wandb"),
+        ("train log_level=debug", ""),
+        ("train --cfg job", "nanoscale config show --help"),
+        ("train --multirun", "nanoscale sweep --help"),
+        ("train recipe=debug train.steps = 5", "train.steps=5"),
+        ("train recipe debug", "recipe=debug"),
+        ("config show optimizer", "nanoscale config explain optimizer"),
+        ("train --model x", "model.init_from=x"),
+        ("train model=meta-llama/Llama-3.1-8B", "model.init_from=meta-llama/Llama-3.1-8B"),
+        ("train recipe=sft", "recipe=chat"),
+        ("train recipe=dpo", "train.objective=dpo"),
+        ("train zero=fsdp", "zero=stage3"),
+        ("train launcher=k8s", "launcher=kubernetes"),
+        ("train lora.r=8", "lora.rank=8"),
+        ("train data.workers=3", ""),
+        ("train load_best_model_at_end=true", "checkpoint.keep_best=1"),
+        ("train val_set_size=0.1", "data.valid_fraction=0.1"),
+        ("version", "nanoscale --version"),
+        ("help lora", "nanoscale config explain lora"),
+    ],
+)
+def test_what_people_type_first_is_answered(
+    typed: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shlex.split(typed)) == 2
+    error = capsys.readouterr().err
+    advised = error.partition("type instead: ")[2].splitlines()[:1]
+    assert (answer in advised[0].split(" or ")) if answer else not advised, error
+
+
+@pytest.mark.parametrize("typed", ["rl", "ppo", "load_in_8bit", "lora_dropout"])
 def test_a_method_that_does_not_exist_here_is_answered_with_what_does(typed: str) -> None:
     assert "unknown key; it does not exist here: " in unknown_key(typed, "x", "").message
 
@@ -72,7 +115,10 @@ def test_every_answer_names_what_exists_and_is_accepted(line: str) -> None:
     for key in meant.keys:
         assert key == "recipe" or fits(key, reference.example(key))
     for advice in _overrides(meant):
-        changed(*shlex.split(advice))  # raises a UserError or fails if it is refused
+        if advice.startswith("recipe="):
+            assert Library().find(advice.replace("=", "/"))
+        else:
+            changed(*shlex.split(advice))  # raises a UserError or fails if it is refused
 
 
 def test_every_command_of_the_table_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,8 +83,11 @@ def help(
     elif topic in TOPICS:
         display.show(TOPICS[topic])
     else:
+        from nanoscale.config.reference import declared, sections
         from nanoscale.config.violations import nearest
 
-        near = (f"nanoscale help {name}" for name in nearest(topic, [*TOPICS, *VERBS]))
+        near = [f"nanoscale help {name}" for name in nearest(topic, [*TOPICS, *VERBS])]
+        if topic in sections() or topic in declared():
+            near = [f"nanoscale config explain {topic}"]
         refuse_name(topic, "unknown topic; the topics are " + ", ".join(TOPICS), *near)
     return 0

@@ -62,7 +62,7 @@ def read_words(words: Sequence[str], library: Library) -> Words:
     """Parse and check every override; wrong ones are left out and listed in `violations`."""
     result = Words()
     before = ""
-    for word in words:
+    for word in _joined(words, library, result):
         if _continues(before, word, library):
             before = f"{before} {word}"
             key, _, text = before.partition("=")
@@ -89,6 +89,24 @@ def read_words(words: Sequence[str], library: Library) -> Words:
     return result
 
 
+def _joined(words: Sequence[str], library: Library, into: Words) -> Iterator[str]:
+    """Yield the words without those that stand for one override, as in `train.steps = 5` and `recipe debug`."""
+    at = 0
+    while at < len(words):
+        key, *rest = words[at : at + 3]
+        known = key in library.groups() or key in reference.declared()
+        value = rest[1:] if rest[:1] == ["="] else rest[:1]
+        if known and value and "=" not in value[0] and not value[0].startswith("~"):
+            advice = f"{key}={shlex.quote(value[0])}"
+            if not read_words([advice], library).violations:
+                message = "is followed by its value: write `=` between them, without blanks"
+                into.violations.append(Violation(key, None, COMMAND_LINE, message, (advice,)))
+                at += 3 if rest[:1] == ["="] else 2
+                continue
+        yield key
+        at += 1
+
+
 def parsed(word: str) -> Override | None:
     """Return an override as Hydra's grammar reads it; None if it cannot."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -103,7 +121,7 @@ def parsed(word: str) -> Override | None:
 def _continues(before: str, word: str, library: Library) -> bool:
     """True if a lone word belongs to the text of the override before it, divided by the shell at a blank."""
     key, equals, text = before.partition("=")
-    if not equals or not word or "=" in word or word in reference.declared():
+    if not equals or not word or "=" in word or word[0] == "~" or word in reference.declared():
         return False
     if any(library.find(f"{group}/{word}") for group in library.groups()):
         return False
@@ -194,9 +212,15 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
         options = library.options(group)
         near = nearest(shown(value), options)
         message = f"unknown {group}"
+        if (meant := equivalent(shown(value))) is not None and "" in meant.overrides:
+            yield Violation(group, value, COMMAND_LINE, message, (meant.overrides[""],))
+            return
         if not near or len(options) <= _FEW:
             message += "; there are " + ", ".join(options)
         proposals = tuple(to_override(group, option) for option in near)
+        if group == "model" and not near:
+            message += "; the weights of a model's folder, or of a hub's model, are model.init_from"
+            proposals = (to_override("model.init_from", value),)
         yield Violation(group, value, COMMAND_LINE, message, proposals)
 
 
@@ -336,8 +360,10 @@ def _meanings(word: str, library: Library) -> Iterator[str]:
             yield f"{group}={word}"
             return
     if word in library.groups():
-        for option in list(library.options(word))[:3]:
+        for option in list(library.options(word))[:2]:
             yield f"{word}={option}"
+        if word in reference.sections():
+            yield f"nanoscale config explain {word}"
         return
     for recipe in nearest(word, library.options(RECIPE), 1):
         yield f"{RECIPE}={recipe}"

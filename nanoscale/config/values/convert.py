@@ -163,7 +163,9 @@ def is_left_to_plan(name: str, raw: object) -> bool:
 
 
 def fits(name: str, raw: object) -> bool:
-    """True if a key that is not a section allows a value."""
+    """True if a key that is not a section allows a value; `recipe` stands for its choice."""
+    if name == "recipe":
+        return isinstance(raw, str)
     try:
         value_of(name, raw)
     except _WrongError:
