@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.data.texts import write_jsonl, write_parquet
 from tests.support import hf_models
 from tests.support.jobs import run_of_bytes
+from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,15 @@ EXCUSED = {
     ),
 }
 """Lines that are not run here, and why."""
+LONG = {
+    "nanoscale rehearse recipe=debug cluster=h100-sxm cluster.hosts=1 parallel.tp=2 parallel.pp=2 zero=stage1",
+    "nanoscale doctor backend.compile=on",
+    "nanoscale train model=hf model.name=./bert data=megatron data.path=reviews train.objective=classify "
+    "train.labels=4 train.seq_len=256 train.steps=500",
+    "nanoscale train model=hf model.name=./pythia-160m train.seq_len=2k train.steps=1000 data=megatron "
+    "data.path=/data/corpus",
+}
+"""Lines whose processes load torch: only `make test-exhaustive` runs them; the commands have other tests."""
 
 
 def lines(page: Path) -> Iterator[str]:
@@ -276,18 +286,25 @@ FIGURES: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "left_out", [pytest.param(LONG, id="usual"), exhaustive(set(), name="whole")]
+)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_command_lines_of_a_page_run(
-    page: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, left_out: set[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    type_page(page, here, monkeypatch)
+    type_page(page, here, monkeypatch, left_out=left_out)
 
 
 Launch = Callable[[str, list[str]], bool]
 
 
 def type_page(
-    page: Path, here: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch = lambda *_: False
+    page: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: Launch = lambda *_: False,
+    left_out: Collection[str] = (),
 ) -> None:
     """Type the lines in their order: a line may need what an earlier one made.
 
@@ -303,7 +320,9 @@ def type_page(
             assert needed is not None and f'"{needed[0]}' in (ROOT / "pyproject.toml").read_text()
         elif line in MENTIONED:
             assert nanoscale([*shlex.split(line)[1:], "--help"]) == 0
-        elif line not in EXCUSED and "run.from_run=" not in line:  # which needs a trained run
+        elif (
+            line not in {*EXCUSED, *left_out} and "run.from_run=" not in line
+        ):  # which needs a trained run
             refused = is_refused(below.get(line, []))
             _type(placed(line, page.name, here), monkeypatch, partial(launch, line), refused)
 
@@ -361,7 +380,7 @@ def test_errors_and_plans_that_a_page_shows_are_printed(
 
 
 def test_what_is_excused_is_written_somewhere() -> None:
-    assert set(EXCUSED) | MENTIONED <= {line for page in PAGES for line in lines(page)}
+    assert set(EXCUSED) | LONG | MENTIONED <= {line for page in PAGES for line in lines(page)}
 
 
 EXCUSED_EXAMPLES = {

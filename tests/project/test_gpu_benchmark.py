@@ -186,6 +186,7 @@ print(*sorted(it.name for it in installed))
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_dry_run_writes_the_machine_and_its_figures(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path))
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", *out, "device", "1b"]

@@ -71,13 +71,10 @@ for name, degrees, changes in (
     ROWS[name] = replace(on_gpus(Row("", degrees, 3, **changes)), zero=OFFLOADED)
 USUAL = (
     "offloaded, dp 2, bf16",
-    "offloaded, one process, full",
-    "dp 2, stage 3, full",
     "dp 2, stage 2, large tied vocabulary, few tokens",
     "Muon, dp 2, stage 3",
     "LoRA, dp 2, stage 3, bf16",
     "gpt-oss, bf16, selective",
-    "experts larger than the head, dp 2, stage 3",
 )
 
 

@@ -146,12 +146,14 @@ def test_what_does_not_fit_is_told_with_overrides_that_do(
 @pytest.mark.slow
 def test_a_rehearsal_is_compared_with_a_former_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert nanoscale(["rehearse", *LAYOUT, "--json"]) == 0
-    Path("former.json").write_text(capsys.readouterr().out)
+    former = json.loads(capsys.readouterr().out)
+    Path("former.json").write_text(json.dumps(former))
+    Path("other.json").write_text(json.dumps(former | {"zero": 2}))
     against = ["rehearse", *LAYOUT, "--against", "former.json"]
     assert nanoscale([*against, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["against"] == []
-    assert nanoscale([*against, "zero.stage=2"]) == 2
-    assert "is of another job: zero 3 in place of 2" in capsys.readouterr().err
+    assert nanoscale([*against[:-1], "other.json"]) == 2
+    assert "is of another job: zero 2 in place of 3" in capsys.readouterr().err
     assert nanoscale([*against, "parallel.activation_checkpointing=full"]) == 0
     out = capsys.readouterr().out.split("changed:\n")[1]
     assert "the peak of tensors is" in out and "operations of a step:" in out
@@ -161,7 +163,8 @@ def test_a_rehearsal_is_compared_with_a_former_one(capsys: pytest.CaptureFixture
 def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["rehearse", *LAYOUT, *advice(["rehearse", *LAYOUT, "--ranks", "2"], capsys)]
+    job = (*LAYOUT, "train.steps=1", "train.eval_every=0")
+    words = ["rehearse", *job, *advice(["rehearse", *job, "--ranks", "2"], capsys)]
     assert nanoscale([*words, "--json", "--html", "page.html"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["world_size"] == 2 and result["mismatches"] == []
@@ -172,20 +175,23 @@ def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
     monkeypatch.setattr(rehearsals, "rehearse", None)  # it is not played again
     assert nanoscale(words) == 0
     assert "all members of every group agree" in capsys.readouterr().out
-    assert nanoscale(["plan", *LAYOUT, "--json"]) == 0
+    assert nanoscale(["plan", *job, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["rehearsed"]["rank"] == 0 and planned["rehearsed"]["decides"]
     assert planned["rehearsed"]["allocated_gib"] == result["ranks"][0]["allocated"] / 2**30
-    assert nanoscale(["plan", *LAYOUT]) == 0
+    assert nanoscale(["plan", *job]) == 0
     assert "(rehearsed: rank 0, " in capsys.readouterr().out
-    assert nanoscale(["plan", *LAYOUT, "train.micro_batch=1", "--json"]) == 0
+    assert nanoscale(["plan", *job, "train.micro_batch=1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rehearsed"] is None
-    assert nanoscale(["train", *LAYOUT, "--dry-run", "--json"]) == 0
+    assert nanoscale(["train", *job, "--dry-run", "--json"]) == 0
     dry_run = json.loads(capsys.readouterr().out)
     assert dry_run["rehearsed"] is True
     assert dry_run["plan"]["rehearsed"] == planned["rehearsed"]
-    assert nanoscale(["train", *LAYOUT, "train.micro_batch=1", "--dry-run"]) == 0
+    assert nanoscale(["train", *job, "train.micro_batch=1", "--dry-run"]) == 0
     assert "not rehearsed: --rehearse" in capsys.readouterr().out
+    assert nanoscale(["train", *job, "run.name=a", "--rehearse"]) == 0
+    program = read_json(Path("runs/a/program.json"))["program"]["0"]
+    assert "_reduce_scatter_base_" in program["kind"]
 
 
 def test_a_rehearsal_decides_whether_a_job_fits() -> None:
@@ -300,14 +306,6 @@ def _lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.mark.slow
-def test_the_program_is_in_the_run_directory() -> None:
-    words = ["train", *LAYOUT, "train.steps=1", "train.eval_every=0", "run.name=a"]
-    assert nanoscale([*words, "--rehearse"]) == 0
-    program = read_json(Path("runs/a/program.json"))["program"]["0"]
-    assert "_reduce_scatter_base_" in program["kind"]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ def test_ranks_that_do_the_same_agree() -> None:
         [REDUCE, GATHER._replace(bytes=4096)],
         [REDUCE, GATHER._replace(dtype="bfloat16")],
         [REDUCE, GATHER._replace(repeat=2)],
+        [REDUCE._replace(reduction="max"), GATHER],
         [REDUCE, GATHER, GATHER],
     ],
-    ids=["order", "skipped", "size", "type", "repeated", "one too many"],
+    ids=["order", "skipped", "size", "type", "repeated", "reduction", "one too many"],
 )
 def test_a_collective_that_differs_is_named(other: list[Call]) -> None:
     (found,) = pair([REDUCE, GATHER], other)

@@ -55,6 +55,21 @@ def test_the_host_holds_up_all_streams() -> None:
     assert pair(both, both, "c0 w0 h1 1c1 1w1", "c0 w0 h1 1c1 1w1") == [TEXT]
 
 
+def test_a_circle_over_two_axes() -> None:
+    """Ranks 0 and 3 begin with tp, ranks 1 and 2 with dp."""
+    calls = [REDUCE, REDUCE._replace(group=1)]
+    groups = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+
+    def found(order: dict[int, str]) -> list[str]:
+        events = (events_of(order.get(rank, "c0 w0 c1 w1")) for rank in range(4))
+        records = zip(range(4), groups, events, strict=True)
+        return mismatches([RankRecord(rank, own, calls, its) for rank, own, its in records])
+
+    assert found({}) == []
+    (text,) = found(dict.fromkeys((1, 2), "c1 w1 c0 w0"))
+    assert text.startswith("a deadlock: rank 0 waits for rank 1 in allreduce")
+
+
 def test_a_rank_that_was_not_played_is_waited_for_by_nobody() -> None:
     record = RankRecord(0, [[0, 1]], [SEND, RECEIVE], events_of("c0 w0 c1 w1"))
     assert mismatches([record]) == []

@@ -15,6 +15,7 @@ from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 
 def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> ResolvedConfig:
@@ -72,10 +73,11 @@ ALIKE: dict[str, Row] = {
     "stages": Row("", {"pp": 2, "dp": 2, "tp": 2}, 1, 1, global_batch=4),
     "experts": Row("", {"dp": 4, "ep": 2}, 3, 1, shape=MIXTURE, global_batch=4),
 }
+USUAL = ("uneven", "ring", "bias")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", [it if it in USUAL else exhaustive(it) for it in ALIKE])
 def test_ranks_of_a_kind_do_the_same(name: str) -> None:
     row = ALIKE[name]
     config = config_of(replace(row, precision="bf16", shape=replace(row.shape, layers=2)))

@@ -28,7 +28,7 @@ from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.train.loop import Training
 from tests.support.measured_memory import SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
-from tests.support.rows import exhaustive
+from tests.support.rows import exhaustive, usual_rows
 
 H200 = Gpu(**json.loads(json.dumps(asdict(Gpu("NVIDIA H200", 140 << 30, 8)))))
 """A GPU in the form in which the process that plays ranks reads it."""
@@ -380,15 +380,27 @@ def reports(bug: str, config: ResolvedConfig) -> str:
 
 
 REPEATED = (
+    "swapped collectives",
     "a rank that skips a collective",
+    "a rank with another size",
     "a rank with another dtype",
     "another root of a broadcast",
+    "parameters gathered once more by one rank",
+    "another reduction on one rank",
+    "both stages send first",
+    "a circle over tp and dp",
+    "a message that nobody awaits",
     "a message of another size",
+    "a collective that the last rank of dp skips",
+    "another dtype on the last rank of tp",
     "a gather of rank 0 alone",
     "a wrong shape on one stage",
     "an error in the state of a checkpoint",
+    "a tensor that one rank alone saves",
 )
-"""Bugs that a rehearsal finds as it finds others."""
+"""Bugs that a rehearsal finds as it finds others.
+
+test_compare.py and test_deadlocks.py have records of each kind."""
 
 
 @pytest.mark.slow
@@ -400,6 +412,9 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [STAGES, SHARDED, RING], ids=["stages", "sharded", "ring"])
+@pytest.mark.parametrize(
+    "degrees",
+    usual_rows({"stages": STAGES, "sharded": SHARDED, "ring": RING}, ("stages", "sharded")),
+)
 def test_nothing_is_found_without_a_bug(degrees: dict[str, Any]) -> None:
     assert reports("", config(degrees, 0)) == ""

@@ -70,12 +70,8 @@ QUICK = [
 ]
 """Rows that cover every axis."""
 USUAL = (
-    "one process, selective, offloaded",
-    "one process, adamw8bit, update highest",
     "dp 2, stage 3, full",
     "tp 2 · pp 2, large vocabulary",
-    "cp 2, selective",
-    "pp 2, zbv",
     "experts, ep 2",
 )
 

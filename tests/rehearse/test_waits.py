@@ -12,6 +12,7 @@ from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 LAYERS, MICRO_BATCHES = 2, 4
 DENSE, EXPERTS = replace(SHAPE, layers=LAYERS), replace(MIXTURE, layers=LAYERS)
@@ -38,6 +39,7 @@ ROWS = {
         {"tolist": LAYERS * MICRO_BATCHES},
     ),
 }
+USUAL = ("fp8", "Muon", "schedule-free", "fp16", "experts", "experts, ep 2")
 
 
 def waits(_: int, config: ResolvedConfig) -> tuple[str, dict[str, int]]:
@@ -46,7 +48,7 @@ def waits(_: int, config: ResolvedConfig) -> tuple[str, dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [it if it in USUAL else exhaustive(it) for it in ROWS])
 def test_waits_of_a_step(name: str) -> None:
     row, expected = ROWS[name]
     config = config_of(replace(row, micro_batch=1, global_batch=2 * MICRO_BATCHES))
