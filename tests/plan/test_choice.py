@@ -73,8 +73,9 @@ def test_the_zero_stage_and_the_micro_batch_of_the_user_are_held():
     assert (config.zero.stage, config.train.micro_batch) == (3, 2)
 
 
-def test_a_recipe_without_a_zero_stage_leaves_it_to_the_plan():
-    composed = compose(["recipe=debug", "parallel=auto", "cluster=h100-sxm"])
+@pytest.mark.parametrize("degrees", [[], ["parallel.tp=2", "parallel.pp=2", "parallel.cp=1"]])
+def test_a_recipe_without_a_zero_stage_leaves_it_to_the_plan(degrees):
+    composed = compose(["recipe=debug", "parallel=auto", "cluster=h100-sxm", *degrees])
     chosen = check_request(composed, devices=h100(8), hosts=())
     assert chosen.composed.source("zero.stage") == SOURCE
 

@@ -90,7 +90,7 @@ def read_words(words: Sequence[str], library: Library) -> Words:
 
 
 def _joined(words: Sequence[str], library: Library, into: Words) -> Iterator[str]:
-    """Yield the words, but not several words that stand for one override, as `train.steps = 5` and `recipe debug`."""
+    """Yield the words, except several that stand for one override, as `train.steps = 5` and `recipe debug`."""
     at = 0
     while at < len(words):
         key, *rest = words[at : at + 3]

@@ -72,7 +72,10 @@ def with_chosen_layout(
     if not left:
         return composed, None
     is_first = not composed.opened  # a stage that an earlier choice left alone is the user's
-    if left & _DEGREES and is_first and not composed.asked_for(_STAGE):
+    # With parallel=auto the stage is open too, also if published degrees replace all of its own.
+    settings = [one for key in _DEGREES for one in composed.history.get(key, ())]
+    was_open = any(one.value == AUTO for one in settings)
+    if was_open and is_first and not composed.asked_for(_STAGE):
         left |= {_STAGE}
     composed = _without_choice(replace(composed, left_to_plan=left))
     space, hardware, is_assumed = _space(composed, devices, hosts)
