@@ -144,6 +144,8 @@ LAWS = [
     (["parallel.pp=2", "parallel.layers_per_stage=[3,3,2]"], CPU, "parallel.layers_per_stage"),
     (["parallel=interleaved", "parallel.layers_per_stage=[2,2,2,1]"], CPU, "parallel.layers_per_stage"),
     (["parallel=interleaved", "parallel.layers_per_stage=[4,0,2,2]"], CPU, "parallel.layers_per_stage"),
+    (["parallel=interleaved", "model.layers=3", "parallel.layers_per_stage=[0,1,2]"], CPU,
+     "parallel.layers_per_stage"),
     (["parallel.pp=2", "model.tie_embeddings=true"], CPU, "model.tie_embeddings"),
     (["parallel.pp=4", "train.micro_batch=4"], CPU, "train.micro_batch"),
     (["parallel.pp=4", "parallel.dp=4"], CPU, "train.global_batch"),
@@ -357,6 +359,12 @@ def test_a_law_names_what_breaks_it_and_suggests_what_keeps_it(words, on, key):
     for suggestion in violation.suggestions:
         if suggestion not in OTHER_LAWS:
             checked(*words, *shlex.split(suggestion), on=on)
+
+
+def test_the_first_and_the_last_stage_may_have_no_blocks():
+    """As in Llama 3's pre-training: as many stages as blocks, and two more."""
+    words = ("parallel=interleaved", "model.layers=2", "parallel.layers_per_stage=[0,1,1,0]")
+    assert checked(*words, on=CPU).parallel.layers_per_stage == [0, 1, 1, 0]
 
 
 BAD_LAYOUTS = [

@@ -46,7 +46,10 @@ def _has_usual_stages(config: Config) -> bool:
 
 
 def _has_blocks(config: Config) -> bool:
-    return config.parallel.pp == 1 or _stages(config) <= config.model.layers
+    """The first stage, with the embedding, and the last, with the head, may be listed without blocks."""
+    listed = config.parallel.layers_per_stage or []
+    empty = [*listed[:1], *listed[1:][-1:]].count(0)
+    return config.parallel.pp == 1 or _stages(config) - empty <= config.model.layers
 
 
 def _too_many_stages(config: Config) -> str:
@@ -163,7 +166,8 @@ RULES = (
         ("parallel.layers_per_stage", "parallel.virtual_stages", *_AXIS, "model.layers"),
         _lists_blocks, _wrong_list,
         lambda config: (
-            override("parallel.layers_per_stage", stage_layers(config.model, _stages(config), None)),
+            *([override("parallel.layers_per_stage", stage_layers(config.model, _stages(config), None))]
+                if _stages(config) <= config.model.layers else ()),
             "parallel.layers_per_stage=null",
         )),
     refused("model.tie_embeddings", {"model.tie_embeddings": True, "parallel.pp": several},
