@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -94,6 +95,30 @@ def test_a_damaged_run_hides_no_other(runs: list[RunDirectory], capsys: Capsys) 
     assert "damaged" in lines and "old" in lines
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", "[]"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "loss": {"a": 1}, "tokens_per_s": "fast", "memory_gib": []}',
+        ),
+        ("events.jsonl", '{"kind": "note", "message": 5}'),
+        ("events.jsonl", "[1]"),
+        ("plan.json", '{"tokens_per_s": "fast"}'),
+    ],
+)
+def test_a_line_of_another_kind_hides_no_run(
+    runs: list[RunDirectory], file: str, line: str, capsys: Capsys
+) -> None:
+    with (runs[0].path / file).open("w" if file == "plan.json" else "a") as opened:
+        opened.write(f"{line}\n")
+    assert nanoscale(["top"]) == 0
+    assert nanoscale(["top", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "new" in shown and "old" in shown
+
+
 def test_a_curve() -> None:
     assert curve([]) == "" and curve([float("nan")]) == ""
     assert curve([2.0, 2.0]) == "▁▁" and curve([1.0, 8.0, float("inf"), 4.4]) == "▁█▄"
@@ -147,7 +172,11 @@ def test_a_page_is_for_who_knows_its_token() -> None:
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", address)
-        page = urllib.request.urlopen(address, timeout=LIMIT_S).read().decode()
+        with socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", address)[0]))):
+            answer = urllib.request.urlopen(address, timeout=LIMIT_S)  # beside one who asks nothing
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+        page = answer.read().decode()
         assert "something of new" in page and 'http-equiv="refresh"' in page
         assert "<script" not in page and "width=device-width" in page
         for other in (address[:-2] + "x/", address.rpartition("/")[0].rpartition("/")[0] + "/"):

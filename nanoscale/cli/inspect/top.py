@@ -109,16 +109,25 @@ def _key(limit_s: float) -> str:
     return os.read(sys.stdin.fileno(), 8).decode(errors="replace") or "q"
 
 
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "Referrer-Policy": "no-referrer",
+}
+"""The page runs no program, fetches nothing, and neither it nor its address, which is a secret, is kept."""
+
+
 def _serve(runs: RunsAtAGlance, root: Path) -> None:
     """Serve one page to who knows its token, until Ctrl-C."""
     import hmac
     import secrets
-    from http.server import BaseHTTPRequestHandler, HTTPServer
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
     from nanoscale.view.blocks import Report, page
     from nanoscale.view.run.top_table import top_table
 
-    token = secrets.token_urlsafe(16)
+    token, reading = secrets.token_urlsafe(16), threading.Lock()
 
     class Page(BaseHTTPRequestHandler):
         timeout = 5  # who connects and asks nothing keeps out nobody
@@ -128,11 +137,15 @@ def _serve(runs: RunsAtAGlance, root: Path) -> None:
                 self.send_error(404)
                 return
             now = time.strftime("%H:%M:%S")
-            text = page(Report(f"{root.absolute()} at {now}", [top_table(runs.rows())]))
+            with reading:
+                rows = runs.rows()
+            text = page(Report(f"{root.absolute()} at {now}", [top_table(rows)]))
             refresh = f'<head><meta http-equiv="refresh" content="{_EVERY_S:g}">'
             body = text.replace("<head>", refresh, 1).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
+            for name, value in _HEADERS.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -140,7 +153,7 @@ def _serve(runs: RunsAtAGlance, root: Path) -> None:
         def log_message(self, *_: object) -> None:
             """Write nothing: the address is a secret."""
 
-    with HTTPServer(("127.0.0.1", 0), Page) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         display.show(f"http://127.0.0.1:{server.server_port}/{token}/")
         display.note("Ctrl-C ends the page, and no run")
         sys.stdout.flush()

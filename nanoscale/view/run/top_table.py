@@ -65,26 +65,39 @@ def _version(path: Path) -> tuple[int, int]:
 
 
 def _read(run: RunDirectory, job: Job | None) -> Row:
-    losses, last, event, planned = [], {}, None, None
-    with suppress(OSError, ValueError):
-        for line in read_end(run.metrics, _END_BYTES).splitlines():
-            last = json.loads(line)
-            losses.append(last.get("loss"))
+    records, events = _objects(run.metrics), _objects(run.events)
+    losses = [_number(record.get("loss")) for record in records]
+    last, event = (found[-1] if found else {} for found in (records, events))
+    planned = None
     with suppress(OSError, UserError):
-        planned = read_document(run.plan).get("tokens_per_s")
-    with suppress(OSError, ValueError, KeyError, UserError):
-        event = json.loads(read_end(run.events, _END_BYTES).splitlines()[-1])["message"]
+        planned = _number(read_document(run.plan).get("tokens_per_s"))
     values = row(run, job, [])
     left = (values["steps"] or 0) - (values["step"] or 0)
-    seconds = last.get("step_time_s")
+    seconds, message = _number(last.get("step_time_s")), event.get("message")
     return values | {
-        "losses": [it for it in losses if isinstance(it, int | float)][-_POINTS:],
-        "tokens_per_s": last.get("tokens_per_s"),
+        "loss": _number(values["loss"]),
+        "losses": [it for it in losses if it is not None][-_POINTS:],
+        "tokens_per_s": _number(last.get("tokens_per_s")),
         "planned_tokens_per_s": planned,
-        "memory_gib": last.get("memory_gib"),
+        "memory_gib": _number(last.get("memory_gib")),
         "eta_s": left * seconds if seconds and values["in_progress"] and left > 0 else None,
-        "event": event or values["message"],
+        "event": message if isinstance(message, str) and message else values["message"],
     }
+
+
+def _objects(path: Path) -> list[Row]:
+    """Return the objects at the end of a file; what is damaged hides no other run."""
+    found = []
+    with suppress(OSError):
+        for line in read_end(path, _END_BYTES).splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return [it for it in found if isinstance(it, dict)]
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else None  # type: ignore[return-value]
 
 
 def curve(losses: list[float]) -> str:
