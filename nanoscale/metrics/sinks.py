@@ -17,7 +17,7 @@ from nanoscale.common.versions import missing
 from nanoscale.config.schema import Logger
 from nanoscale.metrics.trackers import Record, Subject, open_trackers
 from nanoscale.runs import events, fence
-from nanoscale.runs.directory import RunDirectory, write_atomically
+from nanoscale.runs.directory import RunDirectory, open_to_append, write_atomically
 
 _LINES_NAMED = 5
 """The most damaged lines that a message names."""
@@ -75,7 +75,7 @@ class JsonLines:
         self._workspace = workspace
         if run.metrics.exists() or step:
             self._keep_lines(run, step)
-        self._file = run.metrics.open("a", encoding="utf-8")
+        self._file = open_to_append(run.metrics)
 
     def _keep_lines(self, run: RunDirectory, step: int) -> None:
         """Keep the lines up to `step`; damaged lines are moved to a file next to it and reported in the run's
@@ -187,7 +187,7 @@ class Csv:
         writer.writerows(records)
         with fence.explained(self._workspace):
             write_atomically(self._run.metrics_csv, text.getvalue(), self._workspace)
-        self._file = self._run.metrics_csv.open("a", encoding="utf-8", newline="")
+        self._file = open_to_append(self._run.metrics_csv, newline="")
         self._writer = csv.DictWriter(self._file, self._columns)
 
     def write(self, record: Record) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
@@ -335,6 +335,21 @@ def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) 
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def no_follow(path: str | Path, flags: int) -> int:
+    """Open a file of a run folder, and no link: in a stranger's folder it could lead to any file of the user.
+
+    Raises:
+        OSError: it is a link, among others.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def open_to_append(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text file of a run folder to append to it. Errors as of `no_follow`."""
+    handle = no_follow(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(handle, "a", encoding="utf-8", newline=newline)
 
 
 def sync_folder(folder: Path) -> None:

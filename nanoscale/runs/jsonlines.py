@@ -12,6 +12,7 @@ from typing import Any
 from nanoscale.common.json_text import parse
 from nanoscale.processes.scratch import flock
 from nanoscale.runs import tail
+from nanoscale.runs.directory import no_follow
 from nanoscale.runs.documents import damaged
 
 Object = dict[str, Any]
@@ -26,7 +27,7 @@ def append(path: Path, value: Object) -> None:
     A line that a killed writer left unfinished is closed first, so that only this line is lost.
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    handle = no_follow(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         # The size of a file grows page by page within a write: another writer's half line would look like a
         # torn one.

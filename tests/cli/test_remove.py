@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -168,11 +169,15 @@ def test_what_an_interrupted_deletion_leaves_is_no_run(
     assert list(Path("runs").iterdir()) == []
 
 
-def test_the_target_of_a_link_is_deleted(run: RunDirectory) -> None:
+def test_the_target_of_a_link_is_deleted_by_its_own_name(run: RunDirectory, capsys: Capsys) -> None:
+    """Somebody else may have planted the link, so that --yes deletes nothing outside of the folder of runs."""
     shutil.move(run.path, "elsewhere")
     run.path.symlink_to(Path("elsewhere").absolute())
-    assert nanoscale(["runs", "rm", "first", "--yes"]) == 0
-    assert [path.name for path in Path().iterdir()] == ["runs"] and not list(Path("runs").iterdir())
+    assert nanoscale(["runs", "rm", "first", "--yes"]) == 2
+    advice = capsys.readouterr().err.partition("type instead: ")[2].strip()
+    assert Path("elsewhere").is_dir()
+    assert nanoscale(shlex.split(advice)[1:]) == 0
+    assert not Path("elsewhere").exists()
 
 
 @pytest.mark.parametrize(

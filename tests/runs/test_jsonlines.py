@@ -5,6 +5,8 @@ import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from nanoscale.runs import jsonlines, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Tail
@@ -131,3 +133,13 @@ def test_the_end_of_a_file_begins_with_a_line(tmp_path):
     assert read_end(path, 100) == b"one\ntwo\nthree"
     assert read_end(path, 8) == b"three"
     assert read_end(path, 3) == b"ree"
+
+
+def test_nothing_is_appended_through_a_link(tmp_path):
+    """Whoever made a run folder would otherwise have another's run write to any file of theirs."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept\n")
+    (tmp_path / "events.jsonl").symlink_to(theirs)
+    with pytest.raises(OSError, match="events.jsonl"):
+        jsonlines.append(tmp_path / "events.jsonl", {"a": 1})
+    assert theirs.read_text() == "kept\n"

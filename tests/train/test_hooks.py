@@ -249,6 +249,10 @@ def test_own_parts_resume_bit_for_bit_and_elsewhere_and_are_exported(tmp_path: P
     assert model.load_state_dict(loaded, strict=False).missing_keys == ["scale"]
     for name, value in loaded.items():
         assert torch.equal(value, states[f"model.hf.{name}"])
+    (run.path / file_name(str(config.hooks.sha256))).write_text("changed = True\n")
+    with pytest.raises(UserError, match="has changed since the launch"):
+        export(stored, config, tmp_path / "again", "fp64", 10**9, lambda *_: None)
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(

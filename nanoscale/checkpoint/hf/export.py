@@ -5,6 +5,7 @@ The folder is written next to its destination and renamed to it when all of it i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -124,7 +125,10 @@ def export(
                 shutil.copyfile(file, temporary / file.name)
         if config.model.source == "hooks":
             hooks = stored.path.parents[1] / file_name(str(config.hooks.sha256))
-            shutil.copyfile(hooks, temporary / "hooks.py")
+            content = hooks.read_bytes()
+            if hashlib.sha256(content).hexdigest() != config.hooks.sha256:
+                raise UserError("hooks", f"{hooks} has changed since the launch")
+            (temporary / "hooks.py").write_bytes(content)
         write_json(temporary / "config.json", hf_config)
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
     return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,6 +118,11 @@ def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = Fals
     for path, run in unique.items():
         if run.path.is_symlink():
             names[run] += f", a link to {path}"
+            if yes:
+                command = shlex.join(["nanoscale", "runs", "rm", str(path), "--yes"])
+                what = f"is a link to {path}, which nobody is asked about"
+                violation = Violation("RUN", run.reference, "command line", what, (command,))
+                raise UserError("usage", f"{run.reference} {what}", [violation])
     if not _is_agreed("RUN", {names[run]: sizes[run] for run in sizes}, yes=yes):
         return DONE
     with ExitStack() as locks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -118,7 +119,7 @@ def explain_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
     """
     from nanoscale.launch.lifecycle.command import read_plan
     from nanoscale.runs import lock
-    from nanoscale.runs.directory import RunDirectory, read_json
+    from nanoscale.runs.directory import RunDirectory, no_follow, read_json
     from nanoscale.runs.position import Position, explained
 
     directory = RunDirectory.open(run)
@@ -129,7 +130,7 @@ def explain_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
         violation = Violation("RUN", directory.name, "command line", what, (command,))
         raise UserError("run", f"{directory.name} {what}", [violation])
     directory.positions.unlink(missing_ok=True)
-    directory.question.touch()
+    os.close(no_follow(directory.question, os.O_WRONLY | os.O_CREAT))
     deadline = time.monotonic() + _ANSWER_S
     while not directory.positions.exists():
         if time.monotonic() > deadline or lock.owner(directory) is None:
