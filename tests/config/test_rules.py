@@ -362,7 +362,7 @@ def test_a_law_names_what_breaks_it_and_suggests_what_keeps_it(words, on, key):
 
 
 def test_the_first_and_the_last_stage_may_have_no_blocks():
-    """As in Llama 3's pre-training: as many stages as blocks, and two more."""
+    """Llama 3's pre-training had as many stages as blocks, and two more."""
     words = ("parallel=interleaved", "model.layers=2", "parallel.layers_per_stage=[0,1,1,0]")
     assert checked(*words, on=CPU).parallel.layers_per_stage == [0, 1, 1, 0]
 

@@ -214,3 +214,26 @@ def test_what_a_file_lacks_is_asked_for(
     assert nanoscale(["submit", *words]) == 2 and "--dry-run" in capsys.readouterr().err
     assert nanoscale(["train", *words]) == 2
     assert "is for `nanoscale submit --dry-run`" in capsys.readouterr().err
+
+
+def test_mounts_and_words_are_those_of_kubernetes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["launcher=kubernetes", *SMALL, *TWO, "launcher.container=image", "run.root=/runs"]
+    words.append("run.tags=['$(HOME) of $HOME']")
+    mounts = "launcher.container_mounts=[shm:/data,shm:/runs,b.c:/more]"
+    document = written(capsys, *words, mounts)
+    pod = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    volumes = {
+        it["name"]: it.get("persistentVolumeClaim", {}).get("claimName") for it in pod["volumes"]
+    }
+    (container,) = pod["containers"]
+    mounted = [(volumes[it["name"]], it["mountPath"]) for it in container["volumeMounts"]]
+    assert mounted == [("shm", "/data"), ("shm", "/runs"), ("b.c", "/more"), (None, "/dev/shm")]
+    assert "run.tags=['$$(HOME) of $HOME']" in container["command"]
+    for wrong in ("Claim_1:/runs", "a:/runs,b:/runs", "a:/runs,b:/dev/shm", "a:/runs,b:data"):
+        assert (
+            nanoscale(["submit", *words, f"launcher.container_mounts=[{wrong}]", "--dry-run"]) == 2
+        )
+        assert "launcher.container_mounts" in capsys.readouterr().err

@@ -89,6 +89,11 @@ def _write_file(line: CommandLine, dry_run: bool, force: bool, as_json: bool) ->
     named = name_run(request.composed, request.config, repeats=False)
     request = planned(replace(request, config=named), refusals, force=force)
     document = render(request)
+    if request.config.launcher.name == "skypilot":
+        display.note(
+            f"add what this task does not know: `setup` or an image that installs nanoscale, and a mount of a "
+            f"folder that all nodes share as run.root={request.config.run.root}"
+        )
     answer(as_json, document, lambda it: display.content(to_yaml(it)))
     return refusals.show()
 

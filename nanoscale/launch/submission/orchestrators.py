@@ -23,6 +23,9 @@ _DECIDED = (
     "run.root",
 )
 """The keys that the file decides."""
+_SHM = "/dev/shm"
+_CLAIM = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""The name of an object of Kubernetes."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -48,8 +51,9 @@ def _command(request: Request, slots: int) -> list[str]:
 
 
 def _name(request: Request) -> str:
-    """Return the run's name as the DNS label that both require."""
-    return re.sub(r"[^a-z0-9]+", "-", str(request.config.run.name).lower())[:40].strip("-") or "run"
+    """Return the run's name as the DNS label that both require, which begins with a letter."""
+    label = re.sub(r"[^a-z0-9]+", "-", str(request.config.run.name).lower())[:40].strip("-")
+    return label if label[:1].isalpha() else f"run-{label}".strip("-")
 
 
 def _jobset(request: Request, hosts: int, slots: int) -> Document:
@@ -62,23 +66,38 @@ def _jobset(request: Request, hosts: int, slots: int) -> Document:
     message = f"has no CLAIM:FOLDER of a persistent volume that holds run.root={root}"
     advice = "'launcher.container_mounts=[runs:/runs]' run.root=/runs"
     _require(request, "launcher.container_mounts", holds_runs, message, advice)
+    for claim, path in claims:
+        is_name = _CLAIM.fullmatch(claim) is not None
+        message = (
+            f"has {claim!r}, which cannot name a claim: Kubernetes takes a-z, 0-9, `-` and `.`"
+        )
+        _require(request, "launcher.container_mounts", is_name, message, advice)
+        is_free = path.startswith("/") and [it for _, it in (*claims, ("", _SHM))].count(path) == 1
+        message = f"mounts {path!r}, which must be a folder from / on and the place of one claim"
+        _require(request, "launcher.container_mounts", is_free, message, advice)
     variables: list[Document] = [
         {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         {"name": "WORLD_SIZE", "value": str(hosts)},
         {"name": "MASTER_ADDR", "value": f"{name}-hosts-0-0.{name}"},
     ]
-    folders = [*dict(claims).items(), ("shm", "/dev/shm")]
+    names = {
+        claim: f"claim-{number}"
+        for number, claim in enumerate(dict.fromkeys(it for it, _ in claims))
+    }
+    folders = [*((names[claim], path) for claim, path in claims), ("shm", _SHM)]
     container: Document = {
         "name": "nanoscale",
         "image": launcher.container,
-        "command": _command(request, slots),
+        # Kubernetes replaces $(NAME) in a command; the doubled sign stands for one
+        "command": [word.replace("$(", "$$(") for word in _command(request, slots)],
         "env": variables,
-        "volumeMounts": [{"name": claim, "mountPath": path} for claim, path in folders],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in folders],
     }
     if launcher.device != "cpu":
         container["resources"] = {"limits": {"nvidia.com/gpu": str(slots)}}
     volumes: list[Document] = [
-        {"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in dict(claims)
+        {"name": volume, "persistentVolumeClaim": {"claimName": claim}}
+        for claim, volume in names.items()
     ]
     pod = {
         "restartPolicy": "Never",
