@@ -4,8 +4,9 @@
 
 Without a pattern the table of docs/faults.md is written.
 
-A row is right if failure.json names the rank that was struck, its diagnosis has the words expected of the
-fault, the command ends at most 10 s after the limit of a collective, and no process of the training is left.
+A row is right if failure.json names the rank that was struck, its diagnosis has the words that this fault of
+this rank must give, the command ends at most 10 s after the limit of a collective, and no process of the
+training is left.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LAYOUTS = {
     "ep 2 · dp 4": "model.experts=4 parallel.ep=2 parallel.dp=4",
     "dp 4, ZeRO 3": "parallel.dp=4 zero=stage3",
 }
-WAITED, OTHERS = "did not arrive", "different collectives"
+WAITED, OTHERS = "rank {} did not arrive", "different collectives: rank {} at "
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Fault:
 
     layout: str
     planted: str
-    rank: int | None
+    rank: int
     says: str = WAITED
 
     @property
@@ -71,13 +72,14 @@ FAULTS = (
     Fault("dp 2", "hang disk 1 4", 1, ".distcp"),
     Fault("dp 2", "hang join 1 0", 1, "before it joined"),
     Fault("dp 2", "kill backward 1 3", 1, "SIGKILL"),
-    Fault("dp 2", "skip collective 1 3", None, OTHERS),
+    Fault("dp 2", "skip collective 1 3", 1, OTHERS + "parallel/ddp.py"),
     Fault("dp 4", "hang backward 2 3", 2),
     Fault("dp 4", "spin data 3 3", 3),
     Fault("dp 4", "stop forward 1 3", 1, "was stopped"),
     Fault("dp 4", "kill forward 2 3", 2, "SIGKILL"),
-    Fault("dp 4", "order collective 2 3", None, OTHERS),
-    Fault("dp 4", "shape collective 1 3", None, ""),
+    Fault("dp 4", "skip collective 2 3", 2, OTHERS + "parallel/ddp.py"),
+    Fault("dp 4", "order collective 2 3", 2, OTHERS + "train/step_log.py"),
+    Fault("dp 4", "shape collective 1 3", 1, OTHERS + "parallel/process_group.py"),
     Fault("dp 4, ZeRO 3", "hang forward 2 3", 2),
     Fault("dp 4, ZeRO 3", "spin backward 1 3", 1),
     Fault("tp 2 · dp 2", "hang forward 2 3", 2),
@@ -131,8 +133,8 @@ def run(fault: Fault, folder: Path) -> tuple[bool, float, str]:
     left = sum(_has_mark(process, mark) for process in psutil.process_iter())
     seconds = ended - float(struck[1]) if struck else 999.0
     said = f"rank {cause['rank']}: {cause['diagnosis']}"
-    right = cause["rank"] == fault.rank or fault.rank is None
-    right &= fault.says in cause["diagnosis"] and left == 0 and seconds < LIMIT_S + 10
+    says = fault.says.format(fault.rank) in cause["diagnosis"]
+    right = cause["rank"] == fault.rank and says and left == 0 and seconds < LIMIT_S + 10
     return right, seconds, said + (f"; {left} processes are left" if left else "")
 
 

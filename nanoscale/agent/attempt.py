@@ -21,7 +21,13 @@ from nanoscale.processes.network import interface_towards, is_loopback
 from nanoscale.processes.proc import available_gib, is_stopped, oom_kills
 from nanoscale.runs import position
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
-from nanoscale.runs.failure import Evidence, RankFailure, read_rank_failure, stopped_rank
+from nanoscale.runs.failure import (
+    Evidence,
+    RankFailure,
+    ended_rank,
+    read_rank_failure,
+    stopped_rank,
+)
 from nanoscale.runs.job_messages import Answered, Ended, Failing, HostRanks, LaunchOrder, message_of
 from nanoscale.runs.position import Position
 from nanoscale.worker import Job
@@ -226,9 +232,8 @@ class Watch:
             elif exit_code == 0 and _outcome(files) is not None:
                 continue
             elif exit_code is not None and rank not in self.failures:
-                self.failures[rank] = RankFailure(
-                    "ended", rank, local_rank, self._host.name, time.time(), exit_code=exit_code
-                )
+                about = rank, local_rank, self._host.name
+                self.failures[rank] = ended_rank(*about, exit_code, files.stderr)
             elif self._stays_stopped(rank, process):
                 self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))
         if self.failures != known:

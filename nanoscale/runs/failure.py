@@ -19,17 +19,22 @@ from nanoscale.common.units import GIB, byte_size, listed
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import damaged, read_record
 from nanoscale.runs.position import Position, late_for, of_error, waits, where
+from nanoscale.runs.tail import read_end
 
 Document = dict[str, Any]
 
 _MESSAGE_LENGTH, _TRACEBACK_LENGTH = 1 << 12, 1 << 14
 """Characters; all ranks of a host may fail, and the agent reports them in one message."""
+_STACKS_LENGTH = 1 << 17
+"""Bytes of the end of a log, for the stacks of all threads of an aborted rank and the message before them."""
 
-
-Kind = Literal["raised", "lost", "rendezvous", "ended", "stopped", "absent", "forced", "agent"]
+Kind = Literal[
+    "raised", "lost", "mismatched", "rendezvous", "ended", "stopped", "absent", "forced", "agent"
+]
 """The event, as the place that noticed it knows it: the rank raised an exception of its own, or one that says
-that another rank did not answer; it missed another host in the rendezvous; its process ended without a report,
-or was stopped by a signal; others waited for it; the launcher ended it by force; the agent failed."""
+that another rank did not answer, or that it called another collective (an abort may say so too); it missed
+another host in the rendezvous; its process ended without a report, or was stopped by a signal; others waited
+for it; the launcher ended it by force; the agent failed."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class RankFailure:
     exit_code: int | None = None
     """The exit code of its process; negative: the signal that ended it; None: still running or unknown."""
     position: Document | None = None
-    """The `Position` of a rank that lost another one."""
+    """The `Position` of a rank that lost another one, or differs from it."""
     diagnosis: str = ""
     """The diagnosis, if it is known already; "" leaves it to `diagnose`."""
     remedy: str = ""
@@ -68,14 +73,17 @@ class RankFailure:
         kind: Kind = "raised",
     ) -> RankFailure:
         """Return the failure of a rank that raised `error` now."""
-        is_lost = kind == "raised" and is_of_another_rank(error)
+        if kind == "raised" and is_of_another_rank(error):
+            kind = "lost"
+        elif kind == "raised" and _MISMATCH.search(str(error)):
+            kind = "mismatched"
         return cls(
-            *("lost" if is_lost else kind, rank, local_rank, host, time.time()),
+            *(kind, rank, local_rank, host, time.time()),
             type=_qualified_name(type(error)),
             message=_shortened(str(error), _MESSAGE_LENGTH),
             traceback=_shortened("".join(traceback.format_exception(error)), _TRACEBACK_LENGTH),
             user_error=_user_document(error) if isinstance(error, UserError) else None,
-            position=asdict(of_error(error)) if is_lost else None,
+            position=asdict(of_error(error)) if kind in ("lost", "mismatched") else None,
         )
 
     @property
@@ -181,6 +189,16 @@ def agent_failure(
     return replace(failure, diagnosis=diagnosis, remedy=remedy)
 
 
+def ended_rank(rank: int, local_rank: int, host: str, exit_code: int, log: Path) -> RankFailure:
+    """Return the failure of a rank that ended without a report. `log`: the file of its standard error."""
+    failure = RankFailure("ended", rank, local_rank, host, time.time(), exit_code=exit_code)
+    if exit_code != -signal.SIGABRT or not log.is_file():
+        return failure
+    message = abort_message(read_end(log, _STACKS_LENGTH).decode(errors="replace"))
+    is_mismatch = _MISMATCH.search(message)
+    return replace(failure, kind="mismatched" if is_mismatch else "ended", message=message)
+
+
 def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
     """Return the failure of a rank that was stopped by a signal and not continued."""
     return replace(
@@ -240,24 +258,44 @@ def signal_name(exit_code: int | None) -> str | None:
 
 _OF_TRANSPORT = re.compile(r"\[\S*gloo/transport/|.*\[[\da-fA-F.:]+\]:\d+")
 """Beginnings of gloo's errors outside of a wait: the source file of its network code, or a peer's address."""
+_SAYS_LOST = re.compile(
+    r"timed? ?out|\bclos(ed|ure)\b|connection|reset by peer|broken pipe|unreachable|no route", re.I
+)
+"""Words of gloo's errors about a peer or a connection that was lost."""
+_OWN_NCCL = re.compile(r"nccl(UnhandledCudaError|InvalidUsage|InvalidArgument)")
+"""NCCL's results that are about this rank, not about a peer."""
+_MISMATCH = re.compile(r"collective mismatch|mismatch between collectives")
+"""Words of gloo and torch about a peer that called another collective, or the same with another size."""
 
 
 def is_of_another_rank(error: BaseException | None) -> bool:
     """True if an exception, or one that it was raised from, says that another rank did not answer."""
     while error is not None:
-        names = {kind.__name__ for kind in type(error).__mro__}
-        if names & {"LostPeerError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+        names, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
+        if names & {"LostPeerError", "DistNetworkError", "DistStoreError"}:
+            return True
+        if "DistBackendError" in names and not (_OWN_NCCL.search(text) or _MISMATCH.search(text)):
             return True
         frames = list(traceback.walk_tb(error.__traceback__))
-        if type(error) is RuntimeError and (waits(frames) or _OF_TRANSPORT.match(str(error))):
+        is_of_gloo = type(error) is RuntimeError and _SAYS_LOST.search(text)
+        if is_of_gloo and (waits(frames) or _OF_TRANSPORT.match(text)):
             return True
         error = error.__cause__
     return False
 
 
+def abort_message(log: str) -> str:
+    """Return what native code wrote before it aborted, above the stacks of Python; "" if it wrote nothing."""
+    before = log.rpartition("Fatal Python error: Aborted")[0].rstrip()
+    _, is_cpp, message = before.rpartition("what():")
+    return _shortened((message if is_cpp else before.rpartition("\n")[2]).strip(), _MESSAGE_LENGTH)
+
+
 def _distance_from_cause(failure: RankFailure) -> int:
-    """Return 0 for a cause of its own, 1 for an abort, which may follow from a lost peer, 2 for a lost peer."""
-    if failure.exit_code == -signal.SIGABRT and failure.kind == "ended":
+    """Return 0 for a cause of its own, 1 for an abort or a mismatch, which may follow from a peer, 2 for a lost
+    peer."""
+    is_abort = failure.exit_code == -signal.SIGABRT and failure.kind == "ended"
+    if is_abort or failure.kind == "mismatched":
         return 1
     return 2 if failure.kind in ("lost", "rendezvous") else 0
 
@@ -335,6 +373,12 @@ _BY_TEXT = (
         "test the devices of that host, or leave it out with --exclude; resume from the newest checkpoint",
     ),
     (
+        _MISMATCH.pattern,
+        "a peer sent data of another size than this rank's collective expects: ranks called different "
+        "collectives, or one with different sizes",
+        "a rank took another branch, or has other shapes, than the others: compare all ranks' logs",
+    ),
+    (
         r"No (available kernel|viable backend)",
         "the attention kernel of backend.attention does not support this model here",
         "backend.attention=auto",
@@ -366,8 +410,8 @@ _BY_SIGNAL = {
         "look for a file that was truncated while it was mapped, a full disk, or a full /dev/shm",
     ),
     "SIGABRT": (
-        "native code aborted (SIGABRT)",
-        "the last lines of the log say why",
+        "native code aborted (SIGABRT) without a message",
+        "the log ends with the Python stack",
     ),
     "SIGILL": (
         "it used an instruction that this processor does not have",
@@ -392,14 +436,20 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
             f"{failure.message}; steps that it had not saved are trained again there",
             "this rank needs no action; `nanoscale runs show` shows how the run continues",
         )
-    name = signal_name(failure.exit_code)
-    if name and failure.kind == "ended":
-        unknown = f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
-        return _diagnose_kill(evidence) if name == "SIGKILL" else _BY_SIGNAL.get(name, unknown)
     text = f"{failure.type}: {failure.message}"
     for pattern, diagnosis, remedy in _BY_TEXT:
         if re.search(pattern, text, re.IGNORECASE):
             return diagnosis, remedy
+    name = signal_name(failure.exit_code)
+    if name and failure.kind == "ended":
+        unknown = f"it was killed by {name}, which nanoscale did not send", "find out who sent it"
+        if name == "SIGABRT" and failure.message:
+            why = failure.message.partition("\n")[0]
+            return (
+                f"native code aborted: {why}",
+                "its log has the whole message and the Python stack",
+            )
+        return _diagnose_kill(evidence) if name == "SIGKILL" else _BY_SIGNAL.get(name, unknown)
     if is_consequence(failure):
         return (
             "the connection to another rank was lost, and no rank reported a cause",

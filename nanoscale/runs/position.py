@@ -79,6 +79,8 @@ class Position:
     path: str = ""
     """The file that it was writing or reading."""
     stack: str = ""
+    call: str = ""
+    """The collective that it called, as `all_gather of 24 B`; "" if its frames do not tell it."""
 
 
 def of_frames(frames: list[tuple[FrameType, int]]) -> Position:
@@ -97,6 +99,7 @@ def of_frames(frames: list[tuple[FrameType, int]]) -> Position:
         line=" < ".join(_place(frame, line) for frame, line in reversed(own[-2:])),
         path=next((path for frame, _ in reversed(frames[-12:]) if (path := _path(frame))), ""),
         stack="".join(traceback.format_list(texts)),
+        call=next((call for frame, _ in reversed(frames[-4:]) if (call := _call(frame))), ""),
     )
 
 
@@ -170,6 +173,15 @@ def waits(frames: Sequence[tuple[FrameType, int]], *, also_begins: bool = False)
     text = linecache.getline(frame.f_code.co_filename, line)
     is_inside = also_begins and frame.f_code.co_filename.endswith(_COMMUNICATING)
     return is_inside or ".wait(" in text or "wait_tensor(" in text
+
+
+def _call(frame: FrameType) -> str:
+    """Return the collective of a frame of torch, with the size of this rank's tensor."""
+    if not frame.f_code.co_filename.endswith(_COMMUNICATING[0]):
+        return ""
+    tensors = (frame.f_locals.get(name) for name in ("tensor", "input_tensor", "input"))
+    sizes = (size for it in tensors if (size := getattr(it, "nbytes", None)) is not None)
+    return " of ".join([frame.f_code.co_name, *(byte_size(size) for size in [*sizes][:1])])
 
 
 def _path(frame: FrameType) -> str:
@@ -322,18 +334,33 @@ def late_for(rank: int, known: Mapping[int, Position]) -> str:
     return ""
 
 
-def different_collectives(known: Mapping[int, Position]) -> str:
-    """Return what the ranks wait in, if it is not the same; "" if it is."""
-    lines: dict[str, list[int]] = {}
+def different_collectives(
+    known: Mapping[int, Position], aborted: Sequence[int] = ()
+) -> tuple[int, str] | None:
+    """Return the rank that differs from most, and in which collectives the ranks are; None if it is the same.
+
+    Without a majority it is the rank in the latest step: it has left out what the others wait in.
+
+    Args:
+        aborted: ranks without a position whose peer sent data of another size than they expected.
+    """
+    places: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(known):
-        lines.setdefault(known[rank].line, []).append(rank)
-    if len(lines) < 2:
-        return ""
+        places.setdefault((known[rank].line, known[rank].call), []).append(rank)
+    if not places or len(places) + bool(aborted) < 2:
+        return None
+    groups = sorted(places.items(), key=lambda it: (len(it[1]), -known[it[1][0]].step))
     parts = [
-        f"{_ranks(ranks)} at {line}"
-        for line, ranks in sorted(lines.items(), key=lambda pair: len(pair[1]))
+        f"{_ranks(ranks)} at {line}{f' ({call})' if call else ''}" for (line, call), ranks in groups
     ]
-    return f"ranks wait in different collectives: {'; '.join(parts)}"
+    if aborted:
+        parts.append(f"{_ranks(aborted)} got data of another size than expected, and aborted")
+    # An aborted rank is the victim of the rank that differs, unless all others agree.
+    odd = groups[0][1][0] if len(places) > 1 else aborted[0]
+    sizes = [len(ranks) for _, ranks in groups] + ([len(aborted)] if len(places) < 2 else [])
+    if sizes[0] == sizes[1]:
+        parts.append("without a majority it is not known which of them is wrong")
+    return odd, f"ranks wait in different collectives: {'; '.join(parts)}"
 
 
 def explained(known: Mapping[int, Position], hosts: Mapping[int, str]) -> str:

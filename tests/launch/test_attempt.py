@@ -19,7 +19,7 @@ from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs import events, failure
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import RankFailure, agent_failure
+from nanoscale.runs.failure import RankFailure, agent_failure, ended_rank
 from nanoscale.runs.job_messages import Ended, Failing, message_of
 from nanoscale.runs.position import Position
 
@@ -163,6 +163,33 @@ def test_ranks_that_did_not_arrive_are_named(attempt):
     assert (cause.rank, cause.host) == (2, "b")
     assert "rank 2 did not arrive" in cause.diagnosis
     assert cause.log == "logs/attempt-1/b.rank-2.err"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "aborted", "rank"),
+    [
+        ({0: 12, 1: 24, 3: 12}, [2], 1),  # rank 2 aborts because of what rank 1 sends
+        ({0: 12, 2: 12, 3: 12}, [1], 1),  # all others agree
+        ({0: 12, 1: 12, 2: 24, 3: 12}, [], 2),
+    ],
+)
+def test_the_rank_with_another_collective_is_named_and_not_its_victim(
+    attempt, sizes, aborted, rank
+):
+    for of, size in sizes.items():
+        at = asdict(Position(3, {}, True, "x.py:1 in f", call=f"all_gather of {size} B"))
+        lost = replace(raised(LOST, of, "ab"[of // 2]), position=at)
+        failing(attempt, lost.host, lost)
+    for of in aborted:
+        host = "ab"[of // 2]
+        message = "24 vs 12. Is there a distributed collective mismatch in your code?"
+        log = attempt.run.path / "err"
+        log.write_text(f"what(): {message}\nFatal Python error: Aborted\n\nThread 1:\n")
+        failing(attempt, host, ended_rank(of, 0, host, -6, log))
+    attempt.execution.outcomes = {"a": "killed", "b": "killed"}
+    cause = attempt._judge().failure
+    assert (cause.rank, cause.also_failed) == (rank, tuple({0, 1, 2, 3} - {rank}))
+    assert "different collectives" in cause.diagnosis and "all_gather of 12 B" in cause.diagnosis
 
 
 def test_a_host_that_misses_the_rendezvous_is_named_with_its_own_limit(attempt):

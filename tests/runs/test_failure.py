@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
@@ -24,6 +25,10 @@ def failed(rank, at, type="", message="", exit_code=1, **more):
 
 CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
 RESET = "Read error [127.0.0.1]:21021: Connection reset by peer"
+MISMATCH = (  # as gloo writes it
+    "op.preamble.length <= op.nbytes. 24 vs 12. Received data size doesn't match expected size. "
+    "Is there a distributed collective mismatch in your code?"
+)
 NCCL = "NCCL error: remote process exited or there was a network error\nncclRemoteError: A call"
 STORE = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
 LATE = "[c10d] The client socket has timed out after 600000ms while trying to connect to (h, 1)"
@@ -58,14 +63,8 @@ def raised(error):
         return RankFailure.of(caught, rank=0, local_rank=0, host="h")
 
 
-def _wait():
-    sizes = {1: 1}
-
-    class Work:
-        wait = iter(sizes).__next__  # raises a RuntimeError in C, as the work of a collective
-
-    sizes[2] = 2
-    Work.wait()
+def _wait(message):
+    (None for _ in ()).throw(RuntimeError(message))  # raised as by work.wait(), which has no frame
 
 
 def _pipeline():
@@ -84,7 +83,8 @@ def _pipeline():
         DistStoreError(LATE),
         LostPeerError("x"),
         _pipeline,
-        _wait,
+        partial(_wait, "Application timeout caused pair closure"),
+        partial(_wait, "Socket closed [127.0.0.1]:4242"),
     ],
 )
 def test_an_error_of_another_rank_is_a_consequence_however_early(error):
@@ -95,10 +95,23 @@ def test_an_error_of_another_rank_is_a_consequence_however_early(error):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("ProcessGroupGloo::allreduce: a wrong shape"), ValueError(CLOSED)]
+    "error",
+    [
+        RuntimeError("ProcessGroupGloo::allreduce: a wrong shape"),
+        ValueError(CLOSED),
+        partial(_wait, "Split sizes doesn't match total dim 0 size"),
+        DistBackendError("NCCL error: invalid usage\nncclInvalidUsage: This usually reflects"),
+        DistBackendError("NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA"),
+    ],
 )
 def test_another_error_is_a_cause_whatever_it_says(error):
     assert raised(error).kind == "raised"
+
+
+def test_a_mismatch_is_told_with_the_position_of_the_rank():
+    found = raised(RuntimeError(f"[/pytorch/gloo/transport/tcp/pair.cc:456] {MISMATCH}"))
+    assert found.kind == "mismatched" and found.position is not None
+    assert first_cause([lost(1, 0.0), found]) is found
 
 
 def test_a_killed_rank_beats_those_that_lost_it():
@@ -112,6 +125,19 @@ def test_an_abort_may_follow_from_a_lost_peer_but_says_more_than_one():
     segfault = failed(1, 13.0, exit_code=-signal.SIGSEGV)
     assert first_cause([peer, aborted]) is aborted
     assert first_cause([peer, aborted, segfault]) is segfault
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("step 3\nterminate called after throwing an instance of 'E'\n  what():  a\nb\n", "a\nb"),
+        ("step 3\nmalloc(): invalid size (unsorted)\n", "malloc(): invalid size (unsorted)"),
+        ("", ""),
+    ],
+)
+def test_the_message_of_an_abort_stands_before_the_stacks(before, message):
+    stacks = 'Fatal Python error: Aborted\n\nThread 1:\n  File "x"\n\nExtension modules: numpy\n'
+    assert failure.abort_message(before + stacks) == message
 
 
 def test_of_several_causes_the_earliest_wins():
@@ -139,6 +165,16 @@ def test_of_several_causes_the_earliest_wins():
         ("torch._inductor.exc.InductorError", NO_HEADERS, 1, "Python.h", "backend.compile=off"),
         ("RuntimeError", "x.c:1: fatal error: Python.h: No such file", 1, "Python.h", "headers"),
         ("", "", 3, "ended with code 3", "log"),
+        ("", MISMATCH, -signal.SIGABRT, "of another size", "other shapes"),
+        ("", "CUDA error: an illegal memory access", -signal.SIGABRT, "GPU operation", "BLOCKING"),
+        (
+            "",
+            "double free or corruption (out)\n#0",
+            -signal.SIGABRT,
+            "aborted: double free or",
+            "log",
+        ),
+        ("", "", -signal.SIGABRT, "without a message", "log"),
         ("", "", -signal.SIGSEGV, "segmentation fault", "log"),
         ("", "", -signal.SIGBUS, "bus error", "/dev/shm"),
         ("", "", -signal.SIGTERM, "SIGTERM, which nanoscale did not send", "who"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -30,13 +31,13 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 
 
-def at(waits=False, line="train/loop.py:1 in log", **issued):
+def at(waits=False, line="train/loop.py:1 in log", step=3, **issued):
     """Return the position of a rank in groups `tp01`, whose ranks are in the name."""
     groups = {
         name: {"axis": name[:2], "ranks": [int(rank) for rank in name[2:]], "issued": count}
         for name, count in issued.items()
     }
-    return Position(3, groups, waits, line)
+    return Position(step, groups, waits, line)
 
 
 def test_the_rank_that_waits_for_nobody_is_suspected():
@@ -93,8 +94,13 @@ def test_a_rank_that_gives_no_answer_is_suspected():
 
 def test_ranks_in_different_collectives_are_listed_with_their_lines():
     same = {rank: at(waits=True) for rank in range(3)}
-    assert different_collectives(same) == ""
-    text = different_collectives({**same, 3: at(waits=True, line="parallel/ddp.py:37 in receive")})
+    assert different_collectives(same) is None
+    other = at(waits=True, line="parallel/ddp.py:37 in receive")
+    rank, text = different_collectives({**same, 3: other})  # type: ignore[misc]
+    assert rank == 3 and "majority" not in text
+    two = {0: at(waits=True), 1: replace(other, step=4)}
+    rank, tie = different_collectives(two)  # type: ignore[misc]
+    assert rank == 1 and "without a majority" in tie
     assert text.index("rank 3 at parallel/ddp.py:37") < text.index(
         "ranks 0, 1 and 2 at train/loop.py:1"
     )
@@ -141,7 +147,7 @@ def test_a_file_that_is_being_written_is_named(tmp_path):
     [
         "tp 2 · dp 2: hang forward",
         "tp 2 · pp 2: kill forward",
-        "dp 2: skip collective",
+        "dp 4: shape collective",
         "dp 2: hang join",
         "dp 2: hang disk",
     ],

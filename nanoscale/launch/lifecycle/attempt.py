@@ -25,7 +25,6 @@ from nanoscale.runs.failure import (
     absent_hosts,
     absent_ranks,
     agent_failure,
-    first_cause,
     is_consequence,
 )
 from nanoscale.runs.job_messages import RENDEZVOUS_S, LaunchOrder
@@ -243,9 +242,13 @@ class Attempt:
             limit = self.launcher.collective_timeout_s
             waited = f"the others waited for {limit:g} s (launcher.collective_timeout_s)"
             return [absent_ranks(suspected, known, waited)]
-        if text := different_collectives(known):
-            remedy = "a rank took another branch than the others: compare the lines"
-            return [replace(first_cause(failures), kind="absent", diagnosis=text, remedy=remedy)]
+        mismatched = [it.rank for it in failures if it.kind == "mismatched" and it.rank is not None]
+        aborted = sorted(set(mismatched) - known.keys())
+        if difference := different_collectives(known, aborted):
+            rank, text = difference
+            remedy = "a rank took another branch, or has other shapes, than the others: compare the lines"
+            odd = next(it for it in [*failures, *silent] if it.rank == rank)
+            return [replace(odd, kind="absent", diagnosis=text, remedy=remedy)]
         return []
 
     def _suspects(self) -> list[RankFailure]:

@@ -19,8 +19,8 @@ from nanoscale.view.run.live import number
 from nanoscale.view.run.run_report import prediction
 
 _LOG_LINES, _LOG_BYTES = 12, 1 << 14
-_NOISE = ("The hostname of the client socket cannot be retrieved",)
-"""Messages of torch on any network that does not resolve addresses to names."""
+_NOISE = ("The hostname of the client socket cannot be retrieved", "Extension modules: ")
+"""Torch's messages on a network that does not resolve addresses to names, and Python's list after a crash."""
 
 
 def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
