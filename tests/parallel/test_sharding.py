@@ -29,6 +29,7 @@ from nanoscale.parallel.mesh import make_layout
 from tests.support.live_memory import memory_changes, peak_bytes
 from tests.support.ranks import run_ranks
 from tests.support.recipes import complete
+from tests.support.rows import exhaustive
 
 SHAPE = Model(
     layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=384, vocab=512, max_seq_len=64
@@ -143,16 +144,16 @@ def at_call(engine: Any, method: str, look: Callable[[], float]) -> list[float]:
 
 LAYOUTS = [
     *((stage, {"dp": 2}) for stage in (0, 1, 2, 3)),
-    (3, {"dp": 4}),
+    exhaustive(3, {"dp": 4}),
     (2, {"dp": 4, "dp_replicate": 2}),
     (0, {"tp": 2}),
-    (0, {"tp": 4}),
+    exhaustive(0, {"tp": 4}),
     (0, {"pp": 2}),
-    (3, {"pp": 2, "dp": 2}),
+    exhaustive(3, {"pp": 2, "dp": 2}),
     (3, {"tp": 2, "dp": 2}),
-    (1, {"tp": 2, "pp": 2}),
+    exhaustive(1, {"tp": 2, "pp": 2}),
     (3, {"cp": 2}),
-    (0, {"cp": 2}),
+    exhaustive(0, {"cp": 2}),
 ]
 
 
@@ -188,7 +189,9 @@ def largest_allocation(_rank: int, config: ResolvedConfig) -> tuple[bool, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [{"dp": 2}, {"tp": 2}, exhaustive({"tp": 4}), {"tp": 2, "pp": 2}], ids=str
+)
 def test_no_rank_ever_holds_whole_logits(degrees: dict[str, int]) -> None:
     config = make_config(0, TOKENS, WIDE, **degrees)
     for has_logits, largest in run_ranks(largest_allocation, config.world_size, config):

@@ -16,6 +16,7 @@ from nanoscale.view.plan.prediction import document, verdict
 from nanoscale.view.plan.verdict import remedy
 from tests.plan.machines import job
 from tests.plan.test_search import looked_in
+from tests.support.rows import exhaustive
 
 OFFLOADED = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
 
@@ -54,7 +55,9 @@ def test_a_search_and_an_open_micro_batch_keep_to_the_memory_of_a_host() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["checkpoint.asynchronous=false", "optimizer=adamw8bit"])
+@pytest.mark.parametrize(
+    "way", ["checkpoint.asynchronous=false", exhaustive("optimizer=adamw8bit")]
+)
 def test_a_way_out_can_be_typed(way: str) -> None:
     words = ["recipe=llama-8b", "checkpoint.asynchronous=true", "cluster=h100-sxm"]
     words.append("cluster.host_memory_gib=64")

@@ -69,7 +69,6 @@ USUAL = (
     "dp 2, stage 3, bf16, full",
     "pp 2, zero-bubble, full",
     "experts, ep 2 · tp 2",
-    "shared experts, tp 2",
     "LoRA, dp 2, stage 3, bf16",
     "adamw8bit, update highest",
     "vocab 16k, few tokens, tied",

@@ -32,6 +32,7 @@ from nanoscale.plan.search.candidates import (
     shapes,
 )
 from nanoscale.plan.search.search_space import search_space, to_type
+from tests.support.rows import exhaustive
 
 GPUS = "cluster=h100-sxm"
 JOBS = {
@@ -103,7 +104,9 @@ def test_candidates_pass_check_as_they_are_typed(job: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["8b", "deepspeed", "experts", "fp8", "documents", "kernel", "odd"])
+@pytest.mark.parametrize(
+    "job", ["8b", "deepspeed", "experts", "fp8", "documents", "kernel", exhaustive("odd")]
+)
 def test_every_legal_combination_of_degrees_is_enumerated(job: str) -> None:
     composed, space, devices = space_of(job)
     base = space.base

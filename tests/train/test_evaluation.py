@@ -20,7 +20,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Checkpoint, Data, Optimizer, Parallel
+from nanoscale.config.schema import Backend, Checkpoint, Data, DataSource, Optimizer, Parallel
 from nanoscale.data.dataset import open_data
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
@@ -39,6 +39,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
 SAMPLES = 5
@@ -113,7 +114,12 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "layout", "stage"),
-    [("fp64", {}, 0), ("fp64", {"dp": 2}, 3), ("fp64", {"tp": 2, "pp": 2}, 1), ("bf16", {}, 0)],
+    [
+        ("fp64", {"dp": 2}, 3),
+        ("bf16", {}, 0),
+        exhaustive("fp64", {}, 0),
+        exhaustive("fp64", {"tp": 2, "pp": 2}, 1),
+    ],
 )
 def test_the_average_of_the_weights_is_evaluated_and_exported(
     precision: str, layout: dict[str, int], stage: int, tmp_path: Path
@@ -228,7 +234,7 @@ def test_the_command(
         {"valid_fraction": 0.0},
         {"valid_fraction": 1e-9},
         {"valid_fraction": 0.0, "valid_path": "short"},
-        {"valid_fraction": 0.0, "path": None, "mixture": {"a": {"path": "tokens", "weight": 1.0}}},
+        {"valid_fraction": 0.0, "path": None, "mixture": {"a": DataSource("tokens", 1.0)}},
     ],
     ids=str,
 )

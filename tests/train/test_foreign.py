@@ -64,7 +64,7 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_neox", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt_neox", exhaustive("qwen3")])
 def test_plans_of_transformers_divide_layers(tmp_path: Path, family: str) -> None:
     """One has biases, the other tied embeddings and norms of heads; both are resumed without tp too."""
     long = tmp_path / "long"

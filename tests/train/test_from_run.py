@@ -28,6 +28,7 @@ from tests.support.jobs import (
     train,
     write_tokens,
 )
+from tests.support.rows import exhaustive
 
 STEADY = Scheduler(name="constant", warmup_steps=0)
 
@@ -39,7 +40,9 @@ def from_run(config: ResolvedConfig, source: RunDirectory, **changes: Any) -> Re
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "stage"), [({"dp": 2}, 3), ({"tp": 2, "pp": 2}, 1), ({}, 0)], ids=str
+    ("layout", "stage"),
+    [({"dp": 2}, 3), exhaustive({"tp": 2, "pp": 2}, 1), exhaustive({}, 0)],
+    ids=str,
 )
 def test_the_weights_are_those_of_the_other_run(
     layout: dict[str, int], stage: int, tmp_path: Path
@@ -84,7 +87,7 @@ def test_it_begins_with_the_average_and_the_preferences_of_experts(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ema_decay", [None, 0.8])
+@pytest.mark.parametrize("ema_decay", [exhaustive(None), 0.8])
 def test_with_its_moments_it_goes_on_as_the_other_run(
     ema_decay: float | None, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.reference import assert_equal_curves, plain_loop
+from tests.support.rows import exhaustive
 
 LOSS = """
 from torch.nn import functional as F
@@ -118,16 +119,16 @@ def with_hooks(config: ResolvedConfig, text: str, **settings: Any) -> ResolvedCo
     return replace(config, **own)
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS: list[Any] = [
     {},
     {"dp": 2, "stage": 3},
-    {"dp": 4, "stage": 2, "dp_replicate": 2},
+    exhaustive({"dp": 4, "stage": 2, "dp_replicate": 2}),
     {"parallel": {"tp": 2, "dp": 2}, "dp": 2, "stage": 2},
-    {"parallel": {"tp": 2, "sequence_parallel": False}},
-    {"parallel": {"pp": 2, "tp": 2}},
+    exhaustive({"parallel": {"tp": 2, "sequence_parallel": False}}),
+    exhaustive({"parallel": {"pp": 2, "tp": 2}}),
     {"parallel": ZBV},
     {"parallel": {"cp": 2, "activation_checkpointing": "full"}},
-    {"parallel": {"cp": 2, "cp_method": "ulysses", "tp": 2}},
+    exhaustive({"parallel": {"cp": 2, "cp_method": "ulysses", "tp": 2}}),
     {"dp": 2, "stage": 3, "precision": "fp32", "backend": Backend("deepspeed")},
 ]
 
@@ -205,7 +206,7 @@ LR: list[float] = []
         {},
         {"dp": 2, "stage": 0},
         {"dp": 2, "stage": 3, "parallel": {"activation_checkpointing": "full"}},
-        {"dp": 4, "stage": 2, "dp_replicate": 2},
+        exhaustive({"dp": 4, "stage": 2, "dp_replicate": 2}),
     ],
     ids=str,
 )

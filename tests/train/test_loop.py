@@ -39,6 +39,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 STEPS = 10
 EVAL_SAMPLES = 7  # no multiple of dp or of the micro batch: the last batches are padded
@@ -109,7 +110,8 @@ def without_evaluation(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dp", "stage", "dp_replicate"), [(1, 0, 1), (2, 0, 1), (2, 3, 1), (4, 2, 2)]
+    ("dp", "stage", "dp_replicate"),
+    [(1, 0, 1), (2, 3, 1), exhaustive(2, 0, 1), exhaustive(4, 2, 2)],
 )
 def test_evaluation_is_that_of_the_plain_model_and_changes_nothing(
     tmp_path: Path,

@@ -31,9 +31,9 @@ from tests.support.rows import exhaustive
 
 LAYOUTS = [
     (0, {}),
-    (3, {"dp": 2, "tp": 2}),
     (0, ZBV),
-    exhaustive(2, {"dp": 2}),
+    (2, {"dp": 2}),
+    exhaustive(3, {"dp": 2, "tp": 2}),
     exhaustive(1, {"tp": 2, "pp": 2}),
     exhaustive(0, {"cp": 2}),
 ]

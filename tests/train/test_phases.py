@@ -43,6 +43,7 @@ from tests.support.jobs import (
 from tests.support.layouts import train_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import CURVE, assert_equal_curves
+from tests.support.rows import exhaustive
 
 PHASES = {
     "short": PhaseSettings(until=2, seq_len=SEQ_LEN // 2, lr=1.0),
@@ -95,10 +96,11 @@ def plain_loop(tokens: np.ndarray) -> CURVE:
     [
         ({}, 0),
         ({"dp": 2}, 3),
-        ({"tp": 2, "dp": 2}, 2),
-        ({"pp": 2}, 0),
+        exhaustive({"tp": 2, "dp": 2}, 2),
+        exhaustive({"pp": 2}, 0),
         (ZBV | {"dp": 2}, 1),
-        ({"cp": 2, "tp": 2}, 0),
+        ({"cp": 2}, 0),
+        exhaustive({"cp": 2, "tp": 2}, 0),
     ],
     ids=str,
 )
@@ -111,7 +113,7 @@ def test_phases_equal_a_plain_loop(tmp_path: Path, degrees: dict[str, Any], stag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [exhaustive(1), 3])
 def test_a_resume_within_a_phase_is_exact(tmp_path: Path, step: int) -> None:
     write_tokens(tmp_path, STORED)
     config = with_phases(saving_config(tmp_path, dp=2, stage=3))

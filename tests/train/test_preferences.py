@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Checkpoint, Data, Lora
+from nanoscale.config.schema import Backend, Checkpoint, Data, DataSource, Lora
 from nanoscale.data.dataset import open_data
 from nanoscale.data.sampler import sample_indices
 from nanoscale.models.initialization import initialize
@@ -164,12 +164,14 @@ def our_model() -> Transformer:
 LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({}, 0),
     ({"dp": 2}, 3),
-    ({"dp": 4}, 0),
-    ({"tp": 2, "dp": 2}, 2),
     ({"tp": 2, "sequence_parallel": False}, 0),
-    ({"pp": 2}, 0),
     (ZBV, 1),
     ({"cp": 2, "dp": 2}, 1),
+]
+OTHER_LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({"dp": 4}, 0),
+    ({"tp": 2, "dp": 2}, 2),
+    ({"pp": 2}, 0),
     ({"cp": 2, "cp_method": "ulysses", "tp": 2}, 0),
 ]
 
@@ -178,8 +180,9 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 @pytest.mark.parametrize(
     ("objective", "degrees", "stage"),
     [("dpo", *layout) for layout in LAYOUTS]
-    + [("orpo", {}, 0), ("orpo", {"tp": 2, "dp": 2}, 2), ("orpo", ZBV, 1)]
-    + [exhaustive("orpo", *layout) for layout in LAYOUTS],
+    + [("orpo", {}, 0), ("orpo", {"tp": 2, "dp": 2}, 2)]
+    + [exhaustive("dpo", *layout) for layout in OTHER_LAYOUTS]
+    + [exhaustive("orpo", *layout) for layout in [*LAYOUTS, *OTHER_LAYOUTS]],
     ids=str,
 )
 def test_every_layout_equals_a_plain_loop(
@@ -209,7 +212,9 @@ def test_the_highest_margin_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "degrees", "stage"), [(2, {}, 2), (1, {"pp": 2}, 1), (2, {}, 3)])
+@pytest.mark.parametrize(
+    ("dp", "degrees", "stage"), [exhaustive(2, {}, 2), (1, {"pp": 2}, 1), (2, {}, 3)]
+)
 def test_deepspeed_equals_a_plain_loop(
     tmp_path: Path, dp: int, degrees: dict[str, Any], stage: int
 ) -> None:
@@ -322,8 +327,10 @@ def test_certain_answers_have_finite_odds() -> None:
 def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
     write_pairs(tmp_path)
     config = with_objective(make_config(tmp_path), tmp_path, "dpo", eval_every=0)
-    names = {"a": {"path": str(tmp_path / "tokens"), "weight": 2.0}}
-    names["b"] = {"path": str(tmp_path / "held"), "weight": 1.0}
+    names = {
+        "a": DataSource(str(tmp_path / "tokens"), 2.0),
+        "b": DataSource(str(tmp_path / "held"), 1.0),
+    }
     data = replace(config.data, path=None, valid_path=None, mixture=names)
     opened = open_data(data, config.train, SHAPE.vocab)
     for number, pairs in enumerate(opened.pairs()):

@@ -55,7 +55,13 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
 
 @pytest.mark.slow
 def test_a_slow_rank_of_a_training_is_an_event(tmp_path):
-    words = ["recipe=debug", "train.steps=30", "train.log_every=1", "launcher.device=cpu"]
+    words = [
+        "recipe=debug",
+        "model.layers=1",
+        "train.steps=30",
+        "train.log_every=1",
+        "launcher.device=cpu",
+    ]
     words += ["launcher.threads=1", "parallel.tp=2", "parallel.dp=1", "run.name=r"]
     path = f"{ROOT / 'dev' / 'planted'}:{ROOT}"
     environment = {**os.environ, "PLANTED_FAULT": "slow x 1 100", "PYTHONPATH": path}
