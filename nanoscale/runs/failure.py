@@ -303,6 +303,9 @@ def _distance_from_cause(failure: RankFailure) -> int:
 TORCH_BUILDS = "see https://pytorch.org/get-started/locally"
 
 _LESS_HOST_MEMORY = "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage"
+_TEST_DEVICES = (
+    "test the devices of that host, or leave it out with --exclude; resume from a checkpoint"
+)
 _BY_TEXT = (
     (
         r"OutOfMemoryError|CUDA out of memory",
@@ -356,6 +359,12 @@ _BY_TEXT = (
         "set launcher.master_port=auto and start it again: each launch takes a free port",
     ),
     (
+        r"were finite when the steps were repeated",
+        "a loss or gradient was not finite, and was finite when the steps were repeated: a device or its "
+        "memory has made an error, or the computation does not repeat exactly",
+        _TEST_DEVICES,
+    ),
+    (
         r"FloatingPointError|non-?finite|not finite",
         "the training diverged: a loss or gradient is infinite or not a number",
         "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
@@ -370,7 +379,7 @@ _BY_TEXT = (
         r"ReplicaError",
         "tensors that several ranks hold equally are different: a device or its memory has made an error, or "
         "code treats the ranks differently",
-        "test the devices of that host, or leave it out with --exclude; resume from the newest checkpoint",
+        _TEST_DEVICES,
     ),
     (
         _MISMATCH.pattern,

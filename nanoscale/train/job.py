@@ -17,7 +17,7 @@ from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.checkpoint.store import StoredCheckpoint
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import LostPeerError, UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.model_math import describe_adapters, recomputed_factor
 from nanoscale.config.resolved import ResolvedConfig
@@ -39,16 +39,20 @@ from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.checkpointing import Progress
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Training
-from nanoscale.train.non_finite import MOST_STEPS, find_cause
+from nanoscale.train.non_finite import MOST_STEPS, find_cause, on_ranks
 from nanoscale.train.profile import Recorder
 from nanoscale.train.references import set_references
 from nanoscale.train.sample import sample
-from nanoscale.train.stability import LossSpikeError, NonFiniteError, Spikes
+from nanoscale.train.stability import ADVICE, LossSpikeError, NonFiniteError, Spikes
 from nanoscale.train.teacher import set_teacher
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
 
+NOT_REPEATED = (
+    "all results of modules were finite when the steps were repeated: a device or its memory has made an "
+    "error, or the computation does not repeat exactly"
+)
 _ROLLBACKS = 3
 """The most times that a run returns to the same checkpoint, with other samples each time."""
 _WEIGHTS = ("model.", "balance.")
@@ -177,21 +181,40 @@ def roll_back(
 
 
 def explain(context: RankContext, training: Training, data: Dataset, error: NonFiniteError) -> None:
-    """Repeat the steps since the last checkpoint, and add the first result that was not finite to an error."""
+    """Add to an error the first result that was not finite, and its ranks. The steps since the last checkpoint
+    are repeated to find it.
+
+    Raises:
+        LostPeerError: other ranks have caused it.
+    """
     config, engine, last_step = context.config, training.engine, training.progress.step
+    assert training.last is not None
+    is_finite = bool(training.last.loss_sum.isfinite())
+    sums = process_group.gather((engine.dp_rank, is_finite))
+    # Ranks with the same samples share a loss, and the last stage of a pipeline alone knows it.
+    wrong = {dp_rank for dp_rank, is_finite in sums if not is_finite}
+    ranks = [rank for rank, (dp_rank, _) in enumerate(sums) if dp_rank in wrong]
+    samples = f"; the loss is not finite{where}" if ranks and (where := on_ranks(ranks)) else ""
     stored = process_group.broadcast(lambda: store.list_checkpoints(context.run.checkpoints))
     first = stored[-1].step if stored else 0
     # The loss scale of fp16 depends on the steps before, and overflows are usual.
     is_exact = config.precision.compute != "fp16"
     if not isinstance(engine, NativeEngine) or not is_exact or last_step - first > MOST_STEPS:
-        return
-    text = f"step {first + 1} to {last_step} once more, to find the first result that is not finite"
-    make_note(context)("repeat", text)
-    if not stored:
-        engine.tensors.reinitialize(engine.device)
-    training.progress = restore(context, engine, data)
-    finite = "all results of modules were finite when the steps were repeated"
-    error.args = (f"{find_cause(training, last_step) or finite}. {error}",)
+        error.args = (f"{error}{samples}",)
+    else:
+        text = f"step {first + 1} to {last_step} once more, to find the first result that is not finite"
+        make_note(context)("repeat", text)
+        if not stored:
+            engine.tensors.reinitialize(engine.device)
+        training.progress = restore(context, engine, data)
+        if cause := find_cause(training, last_step):
+            text, ranks = cause
+            error.args = (f"{text}. {error}",)
+        else:
+            figures = str(error).removesuffix(ADVICE)
+            error.args = (f"{figures}{samples}; {NOT_REPEATED}",)
+    if ranks and context.rank not in ranks:
+        raise LostPeerError(f"a peer was lost: {error}") from error
 
 
 def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:

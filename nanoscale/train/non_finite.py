@@ -3,7 +3,8 @@ checks of every module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 
 from nanoscale.backends.base import Engine
 from nanoscale.backends.gradients import local_tensor
+from nanoscale.common.units import listed
 from nanoscale.models.moe import is_recomputed
 from nanoscale.parallel import process_group
 from nanoscale.train.loop import Training
 
 MOST_STEPS = 200
 """The most steps that are repeated."""
-Place = tuple[int, int, str]
-"""0 or 1 for forward or backward, the number of the pass through the module, and a sentence."""
+Place = tuple[int, int, int, int, str]
+"""The order in which a number that is not finite spreads: 0 or 1 for forward or backward, the micro batch, the
+model's stage (negative in backward), the number of the result in the stage's pass; and a sentence."""
 
 
 @dataclass
@@ -29,15 +32,17 @@ class Checks:
     """The first result of a rank that was not finite."""
 
     first: Place | None = None
-    passes: dict[str, int] = field(default_factory=dict)
+    passes: Counter[str] = field(default_factory=Counter)
     """The forward passes of each module so far."""
+    results: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    """The checked results of each pass through a stage, by the first three numbers of their `Place`."""
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
         """Check the results of all modules, and the gradients of these results."""
         hooks = [
-            module.register_forward_hook(partial(self._check, name))
-            for stage in engine.stages.values()
+            module.register_forward_hook(partial(self._check, number, name))
+            for number, stage in engine.stages.items()
             for name, module in stage.named_modules()
             if name
         ]
@@ -47,23 +52,26 @@ class Checks:
             for hook in hooks:
                 hook.remove()
 
-    def _check(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _check(
+        self, stage: int, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return
         if is_recomputed():
             return
-        number = self.passes[name] = self.passes.get(name, 0) + 1
-        kind = f"`{name}` ({type(module).__name__})"
-        if self.first is None and not output.isfinite().all():
-            made_here = all(_is_finite(value) for value in inputs)
-            origin = "" if made_here else ", whose input was not finite either"
-            self.first = (0, number, f"the result of {kind}{origin}")
+        self.passes[name] += 1
+        number, kind = self.passes[name], f"`{name}` ({type(module).__name__})"
+        made_here = all(_is_finite(value) for value in inputs)
+        origin = "" if made_here else ", whose input was not finite either"
+        self._note((0, number, stage), output, f"the result of {kind}{origin}")
         if output.requires_grad:
-            output.register_hook(partial(self._check_gradient, kind, number))
+            text = f"the gradient of the result of {kind}"
+            output.register_hook(lambda gradient: self._note((1, number, -stage), gradient, text))
 
-    def _check_gradient(self, kind: str, number: int, gradient: Tensor) -> None:
-        if self.first is None and not gradient.isfinite().all():
-            self.first = (1, number, f"the gradient of the result of {kind}")
+    def _note(self, of_pass: tuple[int, int, int], values: Tensor, sentence: str) -> None:
+        self.results[of_pass] += 1
+        if self.first is None and not values.isfinite().all():
+            self.first = (*of_pass, self.results[of_pass], sentence)
 
 
 def _is_finite(value: Any) -> bool:
@@ -71,8 +79,8 @@ def _is_finite(value: Any) -> bool:
     return not floats or bool(value.isfinite().all())
 
 
-def find_cause(training: Training, last_step: int) -> str | None:
-    """Train up to `last_step` again, and return a sentence about the first result that is not finite.
+def find_cause(training: Training, last_step: int) -> tuple[str, list[int]] | None:
+    """Train up to `last_step` again; return a sentence about the first result that is not finite, and ranks.
 
     The training has the state of an earlier step. None: everything was finite this time, so the cause is
     outside of the modules, or the computation does not repeat exactly.
@@ -89,14 +97,25 @@ def find_cause(training: Training, last_step: int) -> str | None:
             training.advance()
         step = training.progress.step
         found = process_group.gather((damaged_weight, checks.first))
-        damaged = next((name for name, _ in found if name), None)
-        if damaged is not None:
-            return f"`{damaged}` was not finite before step {step}: the update of step {step - 1} made it so"
-        places = sorted(place for _, place in found if place)
+        if damaged := next((name for name, _ in found if name), None):
+            ranks = [rank for rank, (name, _) in enumerate(found) if name == damaged]
+            text = f"`{damaged}` was not finite before step {step}: the update of step {step - 1} made it so"
+            return text + on_ranks(ranks), ranks
+        places = [place for _, place in found if place]
         if places:
-            _, number, sentence = places[0]
-            return f"the first of its causes is {sentence}, in micro batch {number} of step {step}"
+            first = min(places)
+            ranks = [rank for rank, (_, place) in enumerate(found) if place == first]
+            text = (
+                f"the first of its causes is {first[-1]}, in micro batch {first[1]} of step {step}"
+            )
+            return text + on_ranks(ranks), ranks
     return None
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    """Return ` on rank 3`; "" for all ranks."""
+    names = f" on rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)])}"
+    return names if len(ranks) < process_group.world_size() else ""
 
 
 @torch.no_grad()

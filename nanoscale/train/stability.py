@@ -14,6 +14,13 @@ _WINDOW, _FEWEST = 100, 20
 """The logged losses that give the spread, and the fewest that show one."""
 
 
+ADVICE = (
+    "; try a lower optimizer.lr, a longer scheduler.warmup_steps or optimizer.clip_norm=1.0, and resume from "
+    "the checkpoint before. If environment.json says that attention is cuDNN's, try backend.attention=flash, "
+    "or math with document masks"
+)
+
+
 class NonFiniteError(ArithmeticError):
     """The loss or the gradient norm is NaN or infinite: continuing would waste the devices' time."""
 
@@ -23,12 +30,7 @@ def require_finite(step: int, **values: float) -> None:
     non_finite = {name: value for name, value in values.items() if not math.isfinite(value)}
     if non_finite:
         figures = " and ".join(f"{name} is {value}" for name, value in non_finite.items())
-        raise NonFiniteError(
-            f"{figures} at step {step}; try a lower optimizer.lr, a longer scheduler.warmup_steps "
-            "or optimizer.clip_norm=1.0, and resume from the checkpoint before. If "
-            "environment.json says that attention is cuDNN's, try backend.attention=flash, or "
-            "math with document masks"
-        )
+        raise NonFiniteError(f"{figures} at step {step}{ADVICE}")
 
 
 class LossSpikeError(ArithmeticError):
