@@ -33,6 +33,7 @@ from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 from tests.support.hf_families import FAMILIES, logits, save, tokens
 from tests.support.jobs import SEQ_LEN, make_config, make_run, read_metrics, train
+from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
 ABOUT = {"step": 7, "consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
@@ -325,9 +326,9 @@ def write_documents(folder: Path) -> None:
     ("shape", "layout", "deepspeed"),
     [
         (Model(qk_norm=True), {"dp": 2, "tp": 2, "stage": 3}, False),
-        (Model(qkv_bias=True), {"dp": 2, "stage": 3}, True),
+        exhaustive(Model(qkv_bias=True), {"dp": 2, "stage": 3}, True),
         (Model(experts=4, balance="aux"), {"dp": 2, "ep": 2, "stage": 3}, False),
-        (GROUPED, {"dp": 2, "ep": 2, "stage": 3}, False),
+        exhaustive(GROUPED, {"dp": 2, "ep": 2, "stage": 3}, False),
     ],
     ids=["qwen3, dp 2 · tp 2", "qwen2, deepspeed stage 3", "mixtral, ep 2", "glm4_moe, ep 2"],
 )

@@ -32,6 +32,7 @@ from tests.support.hf_families import logits, save
 from tests.support.jobs import make_config
 from tests.support.live_memory import peak_bytes
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 CPU = torch.device("cpu")
 PROMPT = list(range(3, 19))
@@ -79,20 +80,20 @@ def local_numbers(tensor: torch.Tensor) -> int:
 
 
 WHOLE = {"sequence_parallel": False}
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {"dp": 2, "tp": 2, "stage": 3}),
+LAYOUTS: list[Any] = [
+    exhaustive("qwen3", {"dp": 2, "tp": 2, "stage": 3}),
     ("llama", {"pp": 2, "cp": 2, "stage": 2}),
     ("gpt2", {"dp": 2, "tp": 2, "stage": 3}),
-    ("qwen2", {"deepspeed": True, "dp": 2, "stage": 3}),
+    exhaustive("qwen2", {"deepspeed": True, "dp": 2, "stage": 3}),
     ("gpt2", {"deepspeed": True, "dp": 2, "tp": 2, "stage": 1, **WHOLE}),
-    ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
+    exhaustive("mixtral", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("mixtral, merged", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("qwen3_moe", {"dp": 4, "ep": 2, "stage": 1}),
-    ("qwen2_moe", {"dp": 2, "tp": 2, "stage": 2}),
-    ("glm4_moe", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
-    ("glm4_moe", {"deepspeed": True, "dp": 2, "stage": 1}),
+    exhaustive("qwen2_moe", {"dp": 2, "tp": 2, "stage": 2}),
+    exhaustive("glm4_moe", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
+    exhaustive("glm4_moe", {"deepspeed": True, "dp": 2, "stage": 1}),
     ("deepseek_v3", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
-    ("qwen3_moe", {"deepspeed": True, "dp": 2, "stage": 3}),
+    exhaustive("qwen3_moe", {"deepspeed": True, "dp": 2, "stage": 3}),
 ]
 
 

@@ -25,13 +25,12 @@ def train(folder, ranks):
 
 @pytest.mark.slow
 def test_chosen_layouts_train_the_same_model_and_resume_on_other_ranks(tmp_path, capfd):
-    runs = {ranks: train(tmp_path, ranks) for ranks in (1, 2, 4)}
+    runs = {ranks: train(tmp_path, ranks) for ranks in (1, 4)}
     losses = {ranks: [row["loss"] for row in read_metrics(run)] for ranks, run in runs.items()}
-    for ranks in (2, 4):
-        plan = read_json(runs[ranks].plan)
-        assert plan["layout"]["dp"] == 1
-        assert f"on {ranks} × cpu" in plan["choice"]
-        assert losses[ranks] == pytest.approx(losses[1], rel=1e-9)
+    plan = read_json(runs[4].plan)
+    assert plan["layout"]["dp"] == 1
+    assert "on 4 × cpu" in plan["choice"]
+    assert losses[4] == pytest.approx(losses[1], rel=1e-9)
     capfd.readouterr()
     assert nanoscale(["resume", str(runs[4].path), "--num-gpus", "2", "train.steps=6"]) == 0
     output = "".join(capfd.readouterr())

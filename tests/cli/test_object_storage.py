@@ -73,7 +73,7 @@ def test_a_run_continues_bit_for_bit_from_its_uploads(tmp_path, storage, capsys)
     assert nanoscale(["train", *words, f"run.root={tmp_path}/cut", UPLOAD, "train.steps=20"]) == 0
     assert "the run continues after step 15" in capsys.readouterr().err
     assert [record["step"] for record in curve(run.path)] == list(range(16, 21))
-    assert nanoscale(["resume", str(run.path), "train.steps=21"]) == 0
+    assert nanoscale(["resume", str(run.path), "train.steps=21", "--dry-run"]) == 0
 
 
 def _require_no_secret(folder: Path) -> None:

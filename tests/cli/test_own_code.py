@@ -84,7 +84,6 @@ def test_a_run_keeps_its_copy_and_runs_no_other(capsys, tmp_path):
     (copy,) = Path("runs/x").glob("hooks-*.py")
     assert copy.read_text() == LOSS
     Path("mine.py").write_text("def other(): pass")  # the run has its own
-    assert nanoscale(["resume", "x", "train.steps=3"]) == 0
     Path("runs/x").rename("moved")
     copy = Path("moved") / copy.name
     assert nanoscale(["resume", "./moved", "train.steps=4"]) == 0

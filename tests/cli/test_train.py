@@ -16,6 +16,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json
+from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
 STEPS = 4
@@ -138,16 +139,23 @@ def test_a_failure_within_deepspeed_is_one_diagnosis(folder, capsys):
 
 
 @pytest.mark.slow
-def test_extra_settings_are_judged_by_deepspeed_before_the_launch(folder, capsys):
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        exhaustive("backend.extra.zero_optimisation.x=1", "zero_optimization"),
+        exhaustive(
+            "backend.extra={zero_optimization: {round: 1}}", "Extra inputs are not permitted"
+        ),
+        (
+            "backend.extra={zero_optimization: {compute_grad_norm: false}}",
+            ": compute_grad_norm=false is supported only",
+        ),
+    ],
+)
+def test_extra_settings_are_judged_by_deepspeed_before_the_launch(folder, capsys, extra, message):
     command = ["train", *words(folder, "run.name=extra", "backend=deepspeed", "--dry-run")]
-    assert nanoscale([*command, "backend.extra.zero_optimisation.x=1"]) == 2
-    assert "zero_optimization" in capsys.readouterr().err
-    assert nanoscale([*command, "backend.extra={zero_optimization: {round: 1}}"]) == 2
-    assert "Extra inputs are not permitted" in capsys.readouterr().err
-    assert (
-        nanoscale([*command, "backend.extra={zero_optimization: {compute_grad_norm: false}}"]) == 2
-    )
-    assert ": compute_grad_norm=false is supported only" in capsys.readouterr().err
+    assert nanoscale([*command, extra]) == 2
+    assert message in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 

@@ -117,6 +117,7 @@ def test_healthy_hosts_and_how_fast_they_talk(doctor):
     assert sorted(path.name for path in doctor.folder.iterdir()) == ["hosts"]
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_is_off_is_told_and_left_out_of_the_measuring(doctor):
     doctor.turn_off("n2")
     done = doctor.run()
@@ -201,6 +202,7 @@ def test_two_hosts_that_cannot_reach_each_other(doctor):
     assert all("firewall" in one["remedy"] and not one["good"] for one in told.values())
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_nothing_on_any_host(doctor):
     process = doctor.start("doctor")
     least = 5  # agent, fork server and its tracker, rank, and ssh's shell

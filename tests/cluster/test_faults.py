@@ -189,15 +189,15 @@ FAULTS = [
 
 ONE_OF_EACH = (
     "worker SIGKILL",
-    "worker SIGSTOP",
     "a rank hangs (collective timeout of 4 s)",
-    "agent SIGKILL",
     "node power-off",
     "port taken",
     "bad interpreter on one host",
     "host key changed",
 )
-"""One fault for each way in which the launcher learns of it; `make test-exhaustive` has the others."""
+"""One fault for each way in which the launcher learns of it; `make test-exhaustive` has the others.
+
+tests/launch/test_processes_end.py kills and stops the processes of one host."""
 
 
 def marked(fault: Fault | Flaw) -> Any:
@@ -396,6 +396,7 @@ def little_memory() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.exhaustive
 def test_the_out_of_memory_killer(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], little_memory: Path
 ) -> None:

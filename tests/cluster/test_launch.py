@@ -107,7 +107,10 @@ def test_hosts_that_differ_train_and_stop_through_pdsh(nodes: Nodes, tmp_path: P
 
 
 def train_and_stop(nodes: Nodes, tmp_path: Path, launcher: str) -> Launch:
-    """Train on two hosts that differ in what a user can choose for each, until Ctrl-C."""
+    """Train on two hosts that differ in what a user can choose for each, until it is stopped.
+
+    Ctrl-C stops pdsh's, and `nanoscale runs stop` ssh's; test_faults.py has Ctrl-C over ssh.
+    """
     hostile = Hostile()
     own = nodes.make_private(tmp_path / "own")
     shutil.copytree(SOURCE / "nanoscale", own["n2"] / "copy" / "nanoscale")
@@ -149,7 +152,13 @@ def train_and_stop(nodes: Nodes, tmp_path: Path, launcher: str) -> Launch:
             os.kill(pid, signal.SIGUSR2)  # then it writes its stack
         logs = [first.run.log(1, node, rank, "err") for rank in ranks]
         wait_until(lambda logs=logs: all(map(tells_where, logs)), f"words of the ranks of {node}")
-    interrupt(first)
+    if launcher == "ssh":
+        with paused(*first.ranks("n2")):
+            stop = Launch(nodes, tmp_path, "runs", "stop", first.run.path)
+            wait_until(lambda: first.events("signal"), "word that it was asked to stop")
+        stop.must_end(0)
+    else:
+        interrupt(first)
     first.must_end(130)
     nothing_left(nodes, LIMIT_S)
     assert status.read(first.run).state == "stopped"
@@ -165,21 +174,11 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
     nodes: Nodes, tmp_path: Path, one_process: list[float]
 ) -> None:
     first = train_and_stop(nodes, tmp_path, "ssh")
-    root = first.run.path.parent
-    second = Launch(nodes, tmp_path, "resume", first.run.path, root=root)
-    second.trains(len(first.metrics) + 3)
-    with paused(*second.ranks("n2")):
-        stop = Launch(nodes, tmp_path, "runs", "stop", first.run.path)
-        wait_until(lambda: len(second.events("signal")) == 2, "word that it was asked to stop")
-    stop.must_end(0)
-    second.must_end(130)
-    nothing_left(nodes, LIMIT_S)
-
     last = Launch(
         nodes,
         tmp_path,
         *("resume", first.run.path, "--exclude", "n1@n2", "parallel.tp=2"),
-        root=root,
+        root=first.run.path.parent,
     )
     last.must_end(0)
     nothing_left(nodes, LIMIT_S)
@@ -187,6 +186,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
     assert agrees(last.losses, one_process)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_twice_kills(nodes: Nodes, tmp_path: Path) -> None:
     """A stopped rank does not receive the first request to stop."""
     hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1")

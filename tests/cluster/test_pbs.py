@@ -58,6 +58,7 @@ def test_a_job_of_pbs_waits_and_completes_on_two_hosts(user: User) -> None:
     assert not other.launch.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_job_of_pbs_is_queued_again_after_its_time_limit_and_stops(user: User) -> None:
     run, job = submits(user, "long", "train.steps=100000")
     wait_step(run, 3)

@@ -44,6 +44,7 @@ def outcomes(run: RunDirectory) -> list[str]:
     return [event["outcome"] for event in events.read(run) if event["kind"] == "end"]
 
 
+@pytest.mark.exhaustive
 def test_trials_of_one_host_run_at_once_on_hosts_of_their_own_and_resume(
     nodes: Nodes, tmp_path: Path, one_process: list[float]
 ) -> None:

@@ -120,7 +120,7 @@ def _words(count: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [exhaustive(2), 5])
 def test_any_number_of_workers_makes_the_same_bytes(tmp_path, small_chunks, workers):
     write_jsonl(tmp_path / "a.jsonl", texts(80))
     write_parquet(tmp_path / "b.parquet", texts(40, seed=1))
@@ -411,7 +411,7 @@ def test_lists_of_records_and_csv_are_read(tmp_path, small_chunks, kind, ending)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["jsonl", "text"])
+@pytest.mark.parametrize("form", [exhaustive("jsonl"), "text"])
 def test_standard_input_is_a_source_and_the_same_one_is_not_prepared_again(tmp_path, form):
     documents = texts(40)
     raw = write_jsonl(tmp_path / "a", documents).read_bytes()

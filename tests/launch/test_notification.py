@@ -15,6 +15,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
+from tests.support.rows import exhaustive
 
 JOB = ("train", "recipe=debug", "train.steps=2", "parallel.dp=1", "launcher.notify=MY_HOOK")
 
@@ -61,7 +62,7 @@ def test_a_failure_is_posted_with_its_cause(tmp_path: Path, received: list[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/closed", "broken"])
+@pytest.mark.parametrize("address", [exhaustive("http://127.0.0.1:9/closed"), "broken"])
 def test_an_address_that_does_not_answer_ends_no_run(
     tmp_path: Path,
     received: list[dict[str, Any]],

@@ -178,6 +178,7 @@ def test_the_pods_of_a_jobset_train(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_nodes_of_a_task_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

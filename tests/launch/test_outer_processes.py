@@ -56,6 +56,12 @@ def test_the_same_command_under_torchrun_continues(tmp_path: Path) -> None:
     assert last is not None and last["step"] == 5
     assert json.loads(run.launch.read_text())["world_size"] == 2
     assert "resumed from step-00000003" in out
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_changed_value_is_refused_once(tmp_path: Path) -> None:
+    assert torchrun(tmp_path, "train.steps=3").wait(LIMIT_S) == 0
     process = torchrun(tmp_path, "train.steps=5", "train.seed=9")
     _, err = process.communicate(timeout=LIMIT_S)
     assert err.count("a changed value would make it another run") == 1

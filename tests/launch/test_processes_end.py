@@ -21,6 +21,7 @@ import pytest
 from nanoscale.processes import lifeline
 from nanoscale.processes.proc import is_alive
 from nanoscale.runs import lock
+from tests.support.rows import exhaustive
 
 HERE = Path(__file__).parent
 LIMIT_S = 60.0
@@ -310,7 +311,9 @@ def test_a_killed_agent_takes_its_ranks_along(launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["launcher", "launcher and agent", "launcher, agent and ranks"])
+@pytest.mark.parametrize(
+    "killed", ["launcher", exhaustive("launcher and agent"), "launcher, agent and ranks"]
+)
 def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed):
     """No process, not even in a session of its own, no temporary folder and no semaphore."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
@@ -370,7 +373,7 @@ def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_noth
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["renamed", "deleted"])
+@pytest.mark.parametrize("what", [exhaustive("renamed"), "deleted"])
 def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
     """The old launcher reported another holder of the run, or failed with a traceback."""
     job = launch("loop")

@@ -26,6 +26,7 @@ from nanoscale.runs.position import (
     suspects,
     where,
 )
+from tests.support.rows import exhaustive
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -145,10 +146,10 @@ def test_a_file_that_is_being_written_is_named(tmp_path):
 @pytest.mark.parametrize(
     "fault",
     [
-        "tp 2 · dp 2: hang forward",
+        exhaustive("tp 2 · dp 2: hang forward"),
         "tp 2 · pp 2: kill forward",
         "dp 4: shape collective",
-        "dp 2: hang join",
+        exhaustive("dp 2: hang join"),
         "dp 2: hang disk",
     ],
 )

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Checkpoint, Data, DataSource, Lora
+from nanoscale.config.schema import Backend, Checkpoint, Data, DataSource, Lora, PhaseSettings
 from nanoscale.data.dataset import open_data
 from nanoscale.data.sampler import sample_indices
 from nanoscale.models.initialization import initialize
@@ -343,7 +343,10 @@ def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
             chosen, rejected = batch.references.tolist()
             assert rejected == chosen + 1
             taken.append(chosen)
-    phases = {"a": {"until": 2, "weights": {"a": 1}}, "b": {"weights": {"b": 1}}}
+    phases = {
+        "a": PhaseSettings(until=2, weights={"a": 1.0}),
+        "b": PhaseSettings(weights={"b": 1.0}),
+    }
     changing = open_data(data, replace(config.train, phases=phases), SHAPE.vocab)
     for number, pairs in enumerate(changing.pairs()):
         pairs.references = np.full((len(pairs), 2), number)
