@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from nanoscale.processes.session import LONGER_S, STALE_S, Follower, Session
+from nanoscale.processes.proc import end_with_parent
+from nanoscale.processes.session import LONGER_S, LOST_S, STALE_S, Follower, Session
 
 _POLL_S, _PAUSE_S = 0.2, 1.0
 _LOST = 1
@@ -26,8 +28,11 @@ def join(path: Path, limit_s: float, *, serves: bool) -> int:
         limit_s: seconds to wait for the launcher.
     """
     agent: subprocess.Popen[bytes] | None = None
+    session: Session | None = None
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        if session is None:  # there is no launcher that could decide
+            sys.exit(128 + number)
         if agent is not None:
             with suppress(OSError):
                 agent.send_signal(number)
@@ -37,7 +42,10 @@ def join(path: Path, limit_s: float, *, serves: bool) -> int:
     follower, deadline = Follower(path), time.monotonic() + limit_s
     tried = Session()
     while time.monotonic() < deadline:
-        session = follower.read()
+        is_alone = agent is not None and agent.poll() is not None  # its launcher may be dead
+        joined, session = session is not None, follower.read(LOST_S if is_alone else STALE_S)
+        if session is None and joined:
+            break
         if session is not None:
             deadline = time.monotonic() + STALE_S
             if session.exit_code is not None:
@@ -49,6 +57,9 @@ def join(path: Path, limit_s: float, *, serves: bool) -> int:
                 time.sleep(_PAUSE_S if code else 0)
                 tried = session
                 command = [sys.executable, "-P", "-m", "nanoscale.agent", "--connect"]
-                agent = subprocess.Popen([*command, session.addresses, session.key_file])
+                agent = subprocess.Popen(
+                    [*command, session.addresses, session.key_file],
+                    preexec_fn=partial(end_with_parent, signal.SIGKILL),  # this is all of its host
+                )
         time.sleep(_POLL_S)
     return _LOST

@@ -17,6 +17,7 @@ _TRACKER = b"multiprocessing.resource_tracker"
 _EXEC_S = 1.0
 _START, _MEMORY, _ENVIRONMENT_START, _ENVIRONMENT_END = 19, 20, 47, 48
 """Places of starttime, vsize, env_start and env_end in /proc/PID/stat, counted from the state: proc(5)."""
+_PR_SET_PDEATHSIG = 1
 
 
 def all_pids() -> Iterator[int]:
@@ -154,6 +155,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """The numbers of mallopt(3)'s M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
 _KEPT_BYTES = 2**28
 _LARGE_BYTES = 2**30
+
+
+def end_with_parent(number: int) -> None:
+    """Receive this signal when the process that has started this one dies (Linux: prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def keep_freed_memory() -> None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nanoscale.common.errors import UserError
+from nanoscale.processes.proc import is_alive
+
 _TOUCH_S = 5.0
-STALE_S = 120.0
-"""Seconds without a touch after which the launcher is lost."""
+STALE_S, LOST_S = 120.0, 20.0
+"""Seconds without a touch after which a launcher is lost, and one that does not answer either."""
 _SHOWN_S, LONGER_S = 2.0, 4.0
 """Seconds for which the exit code can be read, and for which its readers live on."""
 
@@ -37,7 +41,7 @@ def write(path: Path, session: Session) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(asdict(session), stream)
+        json.dump({**asdict(session), "pid": os.getpid(), "host": socket.gethostname()}, stream)
     temporary.replace(path)
 
 
@@ -49,17 +53,54 @@ class Follower:
         self._touched: float | None = None
         self._changed_at = time.monotonic()
 
-    def read(self) -> Session | None:
-        """Return what the file says; None if nobody writes it at present."""
-        with suppress(OSError, ValueError, TypeError):
-            touched = self._path.stat().st_mtime
+    def read(self, limit_s: float | None = None) -> Session | None:
+        """Return what the file says; None if nobody writes it at present.
+
+        Args:
+            limit_s: seconds without a touch after which the launcher is lost; None: STALE_S.
+        """
+        limit_s = STALE_S if limit_s is None else limit_s
+        with suppress(OSError, ValueError, TypeError, KeyError), self._path.open() as stream:
+            touched = os.fstat(stream.fileno()).st_mtime  # of an opened file, NFS asks the server
             if touched != self._touched:
                 is_first, self._touched = self._touched is None, touched
                 # A file that exists already may be one of an earlier start.
                 self._changed_at = time.monotonic() - (STALE_S - 2 * _TOUCH_S if is_first else 0)
-            if time.monotonic() - self._changed_at < STALE_S:
-                return Session(**json.loads(self._path.read_text(encoding="utf-8")))
+            session, writer_is_dead = _parsed(stream.read())
+            if not writer_is_dead and time.monotonic() - self._changed_at < limit_s:
+                return session
         return None
+
+
+def _parsed(text: str) -> tuple[Session, bool]:
+    """Return the content of the file, and True if it was written by a process of this host that is dead."""
+    content = json.loads(text)
+    pid, host = content.pop("pid"), content.pop("host")
+    return Session(**content), host == socket.gethostname() and not is_alive(pid)
+
+
+def require_alone(path: Path) -> None:
+    """Wait until it is clear that no other process keeps the file.
+
+    Raises:
+        UserError: another one does.
+    """
+    deadline, first = time.monotonic() + 2 * _TOUCH_S, None
+    while time.monotonic() < deadline:
+        try:
+            session, writer_is_dead = _parsed(path.read_text(encoding="utf-8"))
+            touched = path.stat().st_mtime
+        except (OSError, ValueError, TypeError, KeyError):
+            return
+        if writer_is_dead or session.exit_code is not None:
+            return
+        first = touched if first is None else first
+        if touched != first:
+            what = "another start of the same command is running, and its processes meet at"
+            raise UserError(
+                "usage", f"launcher=env: {what} {path}; wait for its end, or set run.name"
+            )
+        time.sleep(_TOUCH_S / 10)
 
 
 class Keeper:
@@ -72,6 +113,7 @@ class Keeper:
         self._closing = threading.Event()
 
     def __enter__(self) -> Keeper:
+        require_alone(self._path)
         write(self._path, Session())
         threading.Thread(target=self._touch, name="session", daemon=True).start()
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,11 +9,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import DONE, INTERRUPTED, PREEMPTED
+from nanoscale.processes.proc import end_with_parent
 from nanoscale.runs import failure
 from nanoscale.sweep.samplers import Study
 from nanoscale.sweep.slots import Slot
@@ -26,7 +27,6 @@ _PRUNE_S = 2.0
 """Seconds between two looks at the evaluations of running trials."""
 _NOT_FAILED = (DONE, PREEMPTED, INTERRUPTED)
 """Exit codes of a launcher that has completed its run, or was stopped."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Show(Protocol):
@@ -152,7 +152,7 @@ class Runner:
                 stderr=log,
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for this process, which stops the trials
-                preexec_fn=_stop_with_parent,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # it saves and stops
             )
 
     def _collect(self) -> bool:
@@ -188,8 +188,3 @@ class Runner:
                 self._active[trial.name].terminate()
                 pruned = True
         return pruned
-
-
-def _stop_with_parent() -> None:
-    """Receive SIGTERM, on which a launcher saves and stops, when the sweep's process dies (Linux: prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

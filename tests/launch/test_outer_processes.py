@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nanoscale.agent import join as join_module
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
@@ -96,6 +98,12 @@ def test_the_place_of_a_process_among_all() -> None:
         this_process(slurm | {"SLURM_STEP_TASKS_PER_NODE": "3,1"})
     with pytest.raises(UserError, match="put torchrun, srun or mpirun before"):
         this_process({})
+    for wrong in (
+        {"RANK": "abc"}, {"RANK": "1e3"}, {"RANK": "5"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "1000000000000"},
+        {"RANK": "-1"}, {"LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "2"},
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="launcher=env: "):
+            this_process({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | wrong)
 
 
 def test_other_devices_than_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +136,45 @@ def test_a_file_of_an_earlier_start_is_not_believed(
         time.sleep(0.6)
         wait_until(lambda: follower.read() is not None, LIMIT_S)  # since it is touched
         keeper.exit_code = 75
+        with pytest.raises(UserError, match="another start of the same command"):
+            session.Keeper(file, True).__enter__()
+        assert follower.read() == session.Session("new:2", "key")
     assert not file.exists() and follower.read() is None
     assert file.parent.exists()
+
+
+def test_a_process_that_waits_ends_with_its_launcher_and_by_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, numbers = (
+        tmp_path / "session",
+        (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1),
+    )
+    before = {number: signal.getsignal(number) for number in numbers}
+    keep = "import sys, time; from nanoscale.processes.session import *"
+    keep += "; k = Keeper(Path(sys.argv[1]), True).__enter__(); print(flush=True); time.sleep(600)"
+    launcher = subprocess.Popen([sys.executable, "-c", keep, file], stdout=subprocess.PIPE)
+
+    def after_a_look(_: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        launcher.kill()
+        launcher.wait()
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=after_a_look)
+    monkeypatch.setattr(join_module, "time", clock)
+    try:
+        assert launcher.stdout is not None and launcher.stdout.readline()
+        assert (
+            join_module.join(file, 600, serves=False) == 1
+        )  # the signal was the launcher's matter
+        file.unlink()
+        with pytest.raises(SystemExit) as ended:
+            join_module.join(file, 600, serves=False)
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        launcher.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_every_process_shows_why_its_request_is_refused(monkeypatch, capsys):

@@ -63,10 +63,14 @@ def this_process(env: Mapping[str, str] = os.environ) -> OuterProcess:
     for rank_name, count_name, local_name, local_count_name in _VARIABLES:
         if rank_name not in env or count_name not in env:
             continue
-        rank, count, local = (int(env.get(it, "0")) for it in (rank_name, count_name, local_name))
+        rank, count, local = (_number(env, it) for it in (rank_name, count_name, local_name))
+        if rank >= count:
+            raise UserError(
+                "usage", f"launcher=env: {rank_name}={rank} is not below {count_name}={count}"
+            )
         same = re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", env.get(local_count_name, "1"))
         slots = int(same[1]) if same else 0
-        if not slots or count % slots:
+        if not slots or count % slots or local >= slots > 1:
             what = f"{local_count_name}={env.get(local_count_name)} of {count_name}={count}"
             raise UserError(
                 "usage", f"launcher=env: {what}: each host needs the same number of processes"
@@ -77,6 +81,13 @@ def this_process(env: Mapping[str, str] = os.environ) -> OuterProcess:
         "launcher=env: RANK and WORLD_SIZE are not set: put torchrun, srun or mpirun before the command, set "
         "them and MASTER_ADDR in each process, or choose launcher=local",
     )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "0")
+    if not re.fullmatch(r"[0-9]{1,7}", text):
+        raise UserError("usage", f"launcher=env: {name}={text} is not a number of processes")
+    return int(text)
 
 
 def outer_hosts(composed: Composed) -> tuple[Host, ...]:
