@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from nanoscale.common.credentials import without_credentials
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 
@@ -31,7 +32,7 @@ def problem(address: str | None) -> str | None:
     match = _ADDRESS.match(address or "")
     if address is not None and (match is None or match[1] not in PACKAGES):
         return "must begin with s3://, gs:// or file://"
-    if match is not None and match[2]:
+    if match is not None and (match[2] or without_credentials(str(address)) != address):
         return "holds a credential, which everybody could read in the run: set it in the environment instead"
     return None
 

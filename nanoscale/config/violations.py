@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, NoReturn
 
+from nanoscale.common.credentials import without_credentials
 from nanoscale.common.errors import UserError, Violation
 
 CUTOFF, SHORT_CUTOFF = 0.65, 0.75
@@ -85,7 +86,7 @@ def subject(violation: Violation) -> str:
     nested = isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value)
     if (value is None and not violation.typed) or isinstance(value, dict) or nested:
         return violation.key
-    return f"{violation.key}={violation.typed or shown(value)}"
+    return without_credentials(f"{violation.key}={violation.typed or shown(value)}")
 
 
 def shown(value: object) -> str:

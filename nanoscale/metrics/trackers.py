@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Protocol
 
+from nanoscale.common.credentials import without_credentials
 from nanoscale.common.json_text import parse
 from nanoscale.config.reference import flat
 from nanoscale.config.schema import Config
@@ -169,7 +170,8 @@ class Background:
             self._state = TrackerState(**_states(self.subject.run).get(self.name, {}))
             self._sent = self.tracker.open(self._state)
             self._save_state()
-            events.append(self.subject.run, "tracker", f"{self.name}: {self.tracker.address()}")
+            address = without_credentials(self.tracker.address())
+            events.append(self.subject.run, "tracker", f"{self.name}: {address}")
             for record in _records_up_to(self.subject.run, self.first):
                 self._send(record)
             while (task := self._queue.get()) is not None:
@@ -200,7 +202,8 @@ class Background:
 
     def _report(self, problem: str) -> None:
         with suppress(OSError):
-            events.append(self.subject.run, "tracker", f"{self.name} {problem}")
+            text = without_credentials(f"{self.name} {problem}")
+            events.append(self.subject.run, "tracker", text)
 
 
 class Wandb:

@@ -16,6 +16,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.common import display
+from nanoscale.common.credentials import without_credentials
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def error_document(error: UserError) -> dict[str, Any]:
 
 
 def _as_json(value: object) -> object:
-    """Replace infinity and NaN, which JSON lacks, by their names."""
+    """Replace infinity and NaN, which JSON lacks, by their names; leave out credentials in addresses."""
+    if isinstance(value, str):
+        return without_credentials(value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

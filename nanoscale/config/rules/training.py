@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanoscale.common.credentials import without_credentials
 from nanoscale.common.object_storage import problem
 from nanoscale.common.units import counted
 from nanoscale.config.objectives import evaluated, has_whole_documents, rows_of_sample
@@ -281,7 +282,6 @@ JOB = of_kind("config",
             f"{counted(config.train.steps or 1, 'step')} of the training"
         ), ("scheduler.decay_steps<",)),
 )  # fmt: skip
-_CREDENTIALS = re.compile("(?<=//)[^/@]*:[^/@]*@")
 SAVING = of_kind("config",
     refused("guard.every",
         {"guard.every": other_than(None, 0), "backend.name": "deepspeed", "zero.stage": 3},
@@ -300,11 +300,11 @@ SAVING = of_kind("config",
             ("parallel.cp", several, "needs whole sequences of keys on a rank, which parallel.cp divides"),
             ("backend.compile", "on", "watches attention, which backend.compile=on fuses"))),
     Rule("logger.mlflow_uri", ("logger.mlflow_uri",),
-        lambda config: not _CREDENTIALS.search(config.logger.mlflow_uri or ""),
+        lambda config: without_credentials(uri := config.logger.mlflow_uri or "") == uri,
         "holds a password, which everybody could read in the run: set MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD instead",
         lambda config: [
-            override("logger.mlflow_uri", _CREDENTIALS.sub("", config.logger.mlflow_uri or ""))
+            override("logger.mlflow_uri", without_credentials(config.logger.mlflow_uri or "").partition("?")[0])
         ]),
     Rule("checkpoint.upload", ("checkpoint.upload",),
         lambda config: problem(config.checkpoint.upload) is None,

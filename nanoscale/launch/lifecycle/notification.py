@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
+from urllib.error import HTTPError
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Launcher
@@ -62,11 +63,19 @@ class Notifier:
     def _post(self, about: dict[str, object], previous: Thread | None) -> None:
         if previous is not None:
             previous.join()
-        request = urllib.request.Request(
-            self._address, json.dumps(about).encode(), {"Content-Type": "application/json"}
-        )
+        data, headers = json.dumps(about).encode(), {"Content-Type": "application/json"}
         try:
+            request = urllib.request.Request(self._address, data, headers)
             with urllib.request.urlopen(request, timeout=_LIMIT_S):
                 pass
-        except (OSError, ValueError) as error:  # not the address, which may hold a secret
-            self._note(f"the message that the run is {about['state']} was not delivered: {error}")
+        except Exception as error:  # its text may have parts of the address, which may be a secret
+            why = _reason(error)
+            self._note(f"the message that the run is {about['state']} was not delivered: {why}")
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a message was not delivered, without a part of the address."""
+    if isinstance(error, HTTPError):
+        return f"the server answered {error.code}"
+    inner = getattr(error, "reason", error)
+    return getattr(inner, "strerror", None) or type(inner).__name__
