@@ -17,7 +17,7 @@ from nanoscale.parallel import activation
 from nanoscale.plan.memory.activations import shape_of, stage_activations
 from nanoscale.plan.memory.block_shape import Execution
 from nanoscale.rehearse.played.live_memory import LiveMemory
-from tests.support.rows import exhaustive
+from tests.support.rows import usual_rows
 
 LLAMA = Model(
     layers=6,
@@ -46,6 +46,26 @@ MODES: list[dict[str, Any]] = [
     {"activation_checkpointing": "selective", "selective_keep": "matmuls"},
     {"activation_checkpointing": "selective", "selective_keep": "every-2nd-matmul"},
     {"activation_checkpointing": "sqrt"},
+]
+SHAPES = {
+    "llama bf16": (LLAMA, "bf16"),
+    "grouped fp32": (GROUPED, "fp32"),
+    "gpt fp32": (GPT, "fp32"),
+    "qwen3 fp32": (QWEN3, "fp32"),
+    "gemma fp32": (GEMMA, "fp32"),
+    "olmo2 fp32": (OLMO2, "fp32"),
+    "bounded scores fp32": (CAPPED, "fp32"),
+}
+ROWS = {
+    f"{name}-{'-'.join(map(str, mode.values()))}": (*shape, mode)
+    for name, shape in SHAPES.items()
+    for mode in MODES
+}
+USUAL = [name for name in ROWS if name.startswith("grouped")]
+USUAL += [
+    f"{name} fp32-{mode}"
+    for name in ("gpt", "bounded scores")
+    for mode in ("none", "selective-attention")
 ]
 
 
@@ -77,20 +97,9 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
-@pytest.mark.parametrize(
-    ("shape", "precision"),
-    [
-        exhaustive(LLAMA, "bf16", name="llama bf16"),
-        pytest.param(GROUPED, "fp32", id="grouped fp32"),
-        pytest.param(GPT, "fp32", id="gpt fp32"),
-        exhaustive(QWEN3, "fp32", name="qwen3 fp32"),
-        exhaustive(GEMMA, "fp32", name="gemma fp32"),
-        exhaustive(OLMO2, "fp32", name="olmo2 fp32"),
-        pytest.param(CAPPED, "fp32", id="bounded scores fp32"),
-    ],
-)
-def test_what_blocks_keep(shape: Model, mode: dict[str, Any], precision: str) -> None:
+@pytest.mark.parametrize("row", usual_rows(ROWS, USUAL))
+def test_what_blocks_keep(row: tuple[Model, str, dict[str, Any]]) -> None:
+    shape, precision, mode = row
     dtype, size = {"fp32": (torch.float32, 4), "bf16": (torch.bfloat16, 2)}[precision]
     parallel = Parallel(dp=1, virtual_stages=1, **mode)
     kept, peak = run(shape, parallel, dtype, autocast=False)

@@ -98,6 +98,8 @@ EXCUSED = {
 """Lines that are not run here, and why."""
 LONG = {
     "nanoscale rehearse recipe=debug cluster=h100-sxm cluster.hosts=1 parallel.tp=2 parallel.pp=2 zero=stage1",
+    "nanoscale rehearse recipe=debug cluster=h200 cluster.hosts=1 parallel.dp=4 parallel.tp=2 zero=stage3 "
+    "train.micro_batch=2",
     "nanoscale doctor backend.compile=on",
     "nanoscale train model=hf model.name=./bert data=megatron data.path=reviews train.objective=classify "
     "train.labels=4 train.seq_len=256 train.steps=500",
@@ -310,6 +312,7 @@ def type_page(
 
     Args:
         launch: is called with each line that launches, and its arguments; False for one to stop at --dry-run.
+        left_out: lines that are not typed.
     """
     below = shown(page)
     for line in dict.fromkeys(lines(page)):
@@ -322,7 +325,7 @@ def type_page(
             assert nanoscale([*shlex.split(line)[1:], "--help"]) == 0
         elif (
             line not in {*EXCUSED, *left_out} and "run.from_run=" not in line
-        ):  # which needs a trained run
+        ):  # it needs a trained run
             refused = is_refused(below.get(line, []))
             _type(placed(line, page.name, here), monkeypatch, partial(launch, line), refused)
 
@@ -351,6 +354,8 @@ def _type(
         if launch(arguments):
             return
         arguments.append("--dry-run")
+    if arguments[0] == "rehearse":
+        arguments += ["--ranks", "0"]
     if arguments[0] in ("train", "submit"):
         arguments.append("run.root=others")  # `first` exists already
     shutil.rmtree("runs/first/hf", ignore_errors=True)

@@ -101,7 +101,7 @@ def test_a_killed_sweep_runs_what_is_missing(
 def test_a_signal_stops_all_trials_and_the_sweep_says_how_to_go_on(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """By the exit code of SIGTERM a scheduler starts the command again."""
+    """A scheduler starts the command again after the exit code of SIGTERM."""
     words = [*WORDS, "train.steps=400", "optimizer.lr=1e-3,3e-4", "--at-once", "2", "--name", "s"]
     sweep = Sweep(tmp_path / "sweeps" / "s")
     process = start(tmp_path, *words)

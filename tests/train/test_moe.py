@@ -40,6 +40,7 @@ def moe_config(folder: Path, **changes: Any) -> Config:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = moe_config(tmp_path, stage=3, precision="fp32", **EP)
