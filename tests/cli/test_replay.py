@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
-from nanoscale.launch.lifecycle.repetition import find_replay
+from nanoscale.launch.lifecycle.repetition import Replay, find_replay
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.view.run import replay_text
 from tests.support.jobs import resumed_at, run_of_bytes
 
 WORDS = (
@@ -65,15 +67,86 @@ def test_what_differs_is_named(trained: RunDirectory, capsys: pytest.CaptureFixt
     trained.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     words = ("--steps", "1-4", "parallel.dp=1", "zero=stage0")
     try:
-        code, about = replayed(capsys, trained, *words, "--tolerance", "1e-3")
+        code, about = replayed(capsys, trained, *words)
         assert (code, about["begins_after"], about["differing_steps"]) == (1, 0, [2])
         assert about["checkpoints"] == [{"step": 4, "differing": []}]
-        assert nanoscale(["replay", str(trained.path), *words]) == 1
+        assert about["tolerances"]["loss"] == 1e-5 and "parallel.dp" in about["layout"]
+        assert nanoscale(["replay", str(trained.path), *words, "--tolerance", "0"]) == 1
         shown = capsys.readouterr().out
         assert "is the first that differs" in shown
         assert "tensors differ, all written by ranks 0-1\n  first    model." in shown
     finally:
         trained.metrics.write_text(whole)
+
+
+def logged(run: RunDirectory, losses: dict[int, float], norm: float = 2.0) -> None:
+    records = [{"step": step, "loss": loss, "grad_norm": norm} for step, loss in losses.items()]
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return a function that compares a replay of steps 1 to 9 with what a run recorded."""
+    runs = [RunDirectory.create(tmp_path, name) for name in ("first", "first-replay")]
+    wanted = Replay(runs[0], 1, 9, None, runs[0].config)
+
+    def compare(
+        recorded: dict[int, float], now: dict[int, float], tensors: list[int], layout: list[str]
+    ) -> list[str]:
+        logged(runs[0], recorded)
+        logged(runs[1], now)
+        rows = [{"name": "model.embed.weight", "relative": 1e-7, "ranks": [0]}]
+        found = [{"step": step, "differing": rows} for step in tensors]
+        monkeypatch.setattr(replay_text, "_checkpoints", lambda *_: found)
+        tolerance = replay_text.tolerances(layout, False, None)
+        return replay_text.sentences(
+            replay_text.document(wanted, runs[1], tolerance, layout), runs[1]
+        )
+
+    return compare
+
+
+def test_a_checkpoint_may_be_the_first_that_differs(compared: Callable[..., list[str]]) -> None:
+    steps = dict.fromkeys(range(1, 10), 4.0)
+    said = compared(steps, {**steps, 9: 4.5}, [4, 8], [])
+    assert said[1] == "step 4 is the first that differs, in its checkpoint"
+    assert said[2] == "step 9 is the first logged step that differs (1 of 9 logged steps do):"
+    # The gradient norm is equal, and is not listed.
+    assert said[3].startswith("  loss  4.0 was") and said[4].startswith("step-00000004: 1 tensor")
+    said = compared(steps, {**steps, 3: 4.5}, [4], [])
+    assert said[1] == "step 3 is the first that differs (1 of 9 logged steps do):"
+
+
+def test_steps_that_were_not_logged_are_listed(compared: Callable[..., list[str]]) -> None:
+    steps = dict.fromkeys(range(1, 10), 4.0)
+    said = compared({4: 4.0, 8: 4.0}, steps, [], [])
+    assert said[1] == "first did not log these steps, which are not compared: 1-3,5-7,9"
+    assert said[2] == "2 logged steps of first: no loss or gradient norm differs"
+
+
+def test_rounding_of_another_layout_is_no_difference(compared: Callable[..., list[str]]) -> None:
+    steps = dict.fromkeys(range(1, 10), 4.0)
+    said = compared(steps, {**steps, 5: 4.00002}, [], ["parallel.dp", "zero.stage"])
+    assert said[1].startswith("another layout (parallel.dp and zero.stage) rounds sums")
+    assert said[2] == "9 logged steps of first: no loss or gradient norm differs by more than that"
+    said = compared(steps, {**steps, 5: 4.0001}, [], ["parallel.dp"])
+    assert said[2].startswith("step 5 is the first that differs")
+    assert set(replay_text.tolerances(["parallel.dp"], True, None).values()) == {1e-9}
+    assert set(replay_text.tolerances(["parallel.dp"], False, 0.5).values()) == {0.5}
+
+
+def test_that_nothing_was_logged_is_said_before_the_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of_nine_steps(tmp_path)
+    logged(run, {1: 4.0})
+    assert nanoscale(["replay", str(run.path), "--steps", "2-5", "--dry-run"]) == 0
+    assert "logged no loss" not in capsys.readouterr().err
+    logged(run, {9: 4.0})
+    assert nanoscale(["replay", str(run.path), "--steps", "2-5", "--dry-run"]) == 0
+    assert "first has logged no loss of steps 1 to 5: nothing is compared" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.parametrize("steps", ["0-2", "3-2", "2-99", "now"])

@@ -16,8 +16,8 @@ def replay(
     run: opt.Run,
     line: CommandLine,
     steps: str = opt.option("Choose the steps, as in 12 or 12-20", default=..., metavar="N[-M]"),
-    tolerance: float = opt.option(
-        "Take relative differences up to this as equal", default=0.0, metavar="X", min=0
+    tolerance: float | None = opt.option(
+        "Take relative differences up to this as equal", default=None, metavar="X", min=0
     ),
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -27,14 +27,20 @@ def replay(
 
     The replay is a run of its own, on any hosts and in any layout, which begins with the newest checkpoint from
     before the steps. The exit code is 1 if a loss, a gradient norm or a tensor differs from what was recorded.
+    In another layout, 1e-5 of losses and 1e-3 of gradient norms and tensors is no difference but rounding.
     """
     from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
     from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.composing.frozen import load
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
-    from nanoscale.launch.lifecycle.repetition import find_replay, require_same_training
+    from nanoscale.launch.lifecycle.repetition import (
+        changed_layout,
+        find_replay,
+        require_same_training,
+    )
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.replay_text import document, sentences
+    from nanoscale.view.run.replay_text import document, sentences, tolerances, without_records
 
     wanted = find_replay(RunDirectory.open(run), steps)
     typed = {word.partition("=")[0] for word in line.overrides or ()}
@@ -44,14 +50,17 @@ def replay(
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force)
     require_same_training(wanted, request)
+    if missing := without_records(wanted):
+        display.note(missing)
     if dry_run:
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         wanted.link(lock.run)
         outcome = follow(lock, request, 1, fleet, signals, sys.stderr if as_json else sys.stdout)
-    about = document(wanted, lock.run, tolerance)
-    differs = about["differing_steps"] or any(row["differing"] for row in about["checkpoints"])
-    code = outcome.exit_code or (FAILED if differs else DONE)
+    layout = changed_layout(wanted, request.config)
+    is_fp64 = {load(wanted.config).precision.compute, request.config.precision.compute} == {"fp64"}
+    about = document(wanted, lock.run, tolerances(layout, is_fp64, tolerance), layout)
+    code = outcome.exit_code or (DONE if about["first_difference"] is None else FAILED)
     if as_json:
         print_json(about | {"exit_code": code})
     else:

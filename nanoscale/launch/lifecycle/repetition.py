@@ -13,7 +13,7 @@ from nanoscale.checkpoint.configuration import record_origin
 from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.resolved import differences
+from nanoscale.config.resolved import ResolvedConfig, differences
 from nanoscale.config.violations import shown
 from nanoscale.launch.lifecycle.continuation import IDENTITY
 from nanoscale.launch.request import Request
@@ -139,3 +139,13 @@ def require_same_training(replay: Replay, request: Request) -> None:
     ]
     if violations:
         raise UserError("run", "a changed value would train something else", violations)
+
+
+_LAYOUT = ("parallel.", "zero.", "precision.", "backend.", "train.micro_batch", "launcher.device")
+"""Beginnings of the keys that change the order of sums, and so their rounding."""
+
+
+def changed_layout(replay: Replay, config: ResolvedConfig) -> list[str]:
+    """Return the keys of a replay's layout that differ from those of the run."""
+    changes = differences(load(replay.config), config)
+    return [key for key in changes if key.startswith(_LAYOUT) and key != "launcher.devices"]

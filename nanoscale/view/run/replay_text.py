@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from nanoscale.checkpoint.store import find_checkpoint
-from nanoscale.common.units import counted
+from nanoscale.common.units import counted, listed
 from nanoscale.launch.lifecycle.repetition import Replay
 from nanoscale.processes.proc import ranges
 from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 
 _FIGURES = ("loss", "grad_norm", "eval_loss")
+_TENSORS = "tensors"
 
 
-def document(replay: Replay, replayed: RunDirectory, tolerance: float) -> dict[str, Any]:
+def tolerances(layout: Collection[str], is_fp64: bool, chosen: float | None) -> dict[str, float]:
+    """Return the relative differences that count as equal, of each figure and of tensors.
+
+    Args:
+        layout: the keys of the layout that differ from the run's; sums are then rounded in another order.
+        is_fp64: True if both compute in fp64.
+        chosen: the tolerance of all; None: 0 in the same layout, else what layouts may differ by.
+    """
+    names = (*_FIGURES, _TENSORS)
+    if chosen is not None or not layout:
+        return dict.fromkeys(names, chosen or 0.0)
+    if is_fp64:
+        return dict.fromkeys(names, 1e-9)
+    return dict.fromkeys(names, 1e-3) | {"loss": 1e-5, "eval_loss": 1e-5}
+
+
+def without_records(replay: Replay) -> str:
+    """Return that the run has logged no step of a replay, and what can be compared; "" if it has logged one."""
+    steps = range(replay.start_step + 1, replay.last + 1)
+    if any(record["step"] in steps for record in metrics.read(replay.run)):
+        return ""
+    saved = [f"{step}" for step in replay.run.checkpoint_steps() if step in steps]
+    rest = f"only the checkpoints of steps {listed(saved)} are" if saved else "nothing is"
+    return f"{replay.run.name} has logged no loss of {_steps(steps)}: {rest} compared"
+
+
+def document(
+    replay: Replay, replayed: RunDirectory, tolerance: Mapping[str, float], layout: Collection[str]
+) -> dict[str, Any]:
     """Return the comparison of recorded and replayed losses, gradient norms and tensors.
 
     Args:
-        tolerance: the relative difference that still counts as equal.
+        tolerance: by name of the figure, the relative difference that still counts as equal.
+        layout: the keys of the layout that differ from the run's.
     """
     start = replay.start_step
     replayed_steps = {it["step"]: it for it in metrics.read(replayed) if it["step"] > start}
@@ -38,24 +69,32 @@ def document(replay: Replay, replayed: RunDirectory, tolerance: float) -> dict[s
         for step, before in sorted(recorded.items())
         if step in replayed_steps
     ]  # fmt: skip
+    differing_steps = [
+        row["step"] for row in steps if any(_differs(row, name, tolerance) for name in _FIGURES)
+    ]
+    checkpoints = _checkpoints(replay, replayed, tolerance[_TENSORS])
+    tensors_differ = [row["step"] for row in checkpoints if row["differing"]]
     return {
         "run": replay.run.name,
         "replay": str(replayed.path),
         "begins_after": start,
         "trained": max(replayed_steps, default=start),
         "steps": steps,
-        "tolerance": tolerance,
-        "differing_steps": [
-            row["step"]
-            for row in steps
-            if any(
-                (of := row[name]["difference"]) is None or of > tolerance
-                for name in _FIGURES
-                if name in row
-            )
-        ],
-        "checkpoints": _checkpoints(replay, replayed, tolerance),
+        "not_logged": sorted(replayed_steps.keys() - recorded.keys()),
+        "layout": [*layout],
+        "tolerance": max(tolerance.values()),
+        "tolerances": {**tolerance},
+        "first_difference": min([*differing_steps, *tensors_differ], default=None),
+        "differing_steps": differing_steps,
+        "checkpoints": checkpoints,
     }
+
+
+def _differs(row: Mapping[str, Any], name: str, tolerance: Mapping[str, float]) -> bool:
+    if name not in row:
+        return False
+    difference = row[name]["difference"]
+    return difference is None or difference > tolerance[name]
 
 
 def _relative(recorded: float | None, replayed: float | None) -> float | None:
@@ -84,34 +123,52 @@ def _checkpoints(replay: Replay, replayed: RunDirectory, tolerance: float) -> li
 
 def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
     """Return what a person wants to know of a comparison."""
-    begin, steps = about["begins_after"], about["steps"]
+    begin, steps, tolerance = about["begins_after"], about["steps"], about["tolerances"]
     first, last = begin + 1, about["trained"]
-    trained = f"steps {first} to {last}" if last > first else f"step {first}"
-    trained = trained if last >= first else "no step"
+    trained = _steps(range(first, last + 1)) if last >= first else "no step"
     origin = f"step-{begin:08d}" if begin else "the initial weights"
     lines = [f"replayed {trained} from {origin}, as {replayed.reference}"]
     more = f" by more than {about['tolerance']:g}" if about["tolerance"] else ""
+    if len({*tolerance.values()}) > 1:
+        more = " by more than that"
+    if about["layout"] and about["tolerance"]:
+        lines.append(
+            f"another layout ({listed(about['layout'])}) rounds sums in another order; relative differences up "
+            f"to {tolerance['loss']:g} of losses, {tolerance['grad_norm']:g} of gradient norms and "
+            f"{tolerance[_TENSORS]:g} of tensors count as equal (--tolerance X: another limit for all)"
+        )
     if not steps:
         lines.append(f"{about['run']} has logged no loss of these steps")
-    elif not about["differing_steps"]:
+    elif about["not_logged"]:
+        missing = ranges(about["not_logged"])
+        lines.append(f"{about['run']} did not log these steps, which are not compared: {missing}")
+    earliest, differing = about["first_difference"], about["differing_steps"]
+    if earliest not in [None, *differing]:
+        lines.append(f"step {earliest} is the first that differs, in its checkpoint")
+    if steps and not differing:
         lines.append(
             f"{counted(len(steps), 'logged step')} of {about['run']}: no loss or gradient norm differs{more}"
         )
-    else:
-        first = next(row for row in steps if row["step"] == about["differing_steps"][0])
+    elif differing:
+        row = next(row for row in steps if row["step"] == differing[0])
+        which = "first" if earliest in differing else "first logged step"
         lines.append(
-            f"step {first['step']} is the first that differs ({len(about['differing_steps'])} of "
+            f"step {row['step']} is the {which} that differs ({len(differing)} of "
             f"{counted(len(steps), 'logged step')} do):"
         )
         lines += [
-            f"  {name}  {first[name]['recorded']} was recorded, {first[name]['replayed']} now "
-            f"({_shown(first[name]['difference'])})"
+            f"  {name}  {row[name]['recorded']} was recorded, {row[name]['replayed']} now "
+            f"({_shown(row[name]['difference'])})"
             for name in _FIGURES
-            if name in first
+            if _differs(row, name, tolerance)
         ]
     for row in about["checkpoints"]:
         lines += _tensors(row, more)
     return lines
+
+
+def _steps(steps: range) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
 
 
 def _shown(relative: float | None) -> str:
