@@ -27,7 +27,7 @@ def replay(
 
     The replay is a run of its own, on any hosts and in any layout, which begins with the newest checkpoint from
     before the steps. The exit code is 1 if a loss, a gradient norm or a tensor differs from what was recorded.
-    In another layout, 1e-5 of losses and 1e-3 of gradient norms and tensors is no difference but rounding.
+    In another layout, 1e-5 of losses and 1e-3 of gradient norms and tensors count as rounding.
     """
     from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
     from nanoscale.config.composing.compose import Setting

@@ -146,6 +146,6 @@ _LAYOUT = ("parallel.", "zero.", "precision.", "backend.", "train.micro_batch", 
 
 
 def changed_layout(replay: Replay, config: ResolvedConfig) -> list[str]:
-    """Return the keys of a replay's layout that differ from those of the run."""
+    """Return the keys of a replay's layout that differ from the run's keys."""
     changes = differences(load(replay.config), config)
     return [key for key in changes if key.startswith(_LAYOUT) and key != "launcher.devices"]
