@@ -50,7 +50,8 @@ def test_a_refused_address_shows_no_password(key, address, options, capsys, monk
 )
 def test_an_undelivered_message_ends_nothing_and_shows_no_address(address, monkeypatch, tmp_path):
     monkeypatch.setenv("HOOK", address)
-    run, notes = RunDirectory.create(tmp_path, "r"), []
+    run = RunDirectory.create(tmp_path, "r")
+    notes: list[str] = []
     notifier = Notifier(Launcher(notify="HOOK"), run, notes.append)
     notifier.send("completed", "after 3 steps")
     notifier.finish()
