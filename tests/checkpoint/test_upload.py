@@ -201,6 +201,11 @@ def test_a_damaged_upload_is_not_fetched_and_the_one_before_is(proxy, run, capsy
     assert fetch_missing(run, ADDRESS)
     assert run.checkpoint_steps() == [1]
     assert "step 2" in capsys.readouterr().err
+    remote._storage.pipe_file(f"{BUCKET}/models/run/step-00000001/small", b"xyz")
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
+    with pytest.raises(UserError, match="no complete checkpoint is left"):  # as on a disk
+        fetch_missing(run, ADDRESS)
 
 
 def test_a_file_name_of_the_storage_cannot_leave_the_checkpoint(proxy, run, tmp_path):

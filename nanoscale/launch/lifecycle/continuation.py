@@ -150,8 +150,7 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
     if damaged or lost:
         raise UserError(
             "checkpoint",
-            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged) or lost}; to start "
-            f"again from step 1, in another run: nanoscale train --config {shlex.quote(str(run.config))}",
+            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged) or lost}{_again(run)}",
         )
     yield "there is no checkpoint yet: starting from the beginning"
 
@@ -194,12 +193,16 @@ def fetch_missing(run: RunDirectory, address: str | None, *, dry_run: bool = Fal
     """Fetch the newest complete checkpoint of `checkpoint.upload` if the newest on disk is missing or damaged.
 
     Return True if one was fetched, or would be in a run that is not dry.
+
+    Raises:
+        UserError: there are some in the storage, all of them are damaged, and none is intact on disk.
     """
     local = list_checkpoints(run.checkpoints)
     if address is None or (local and not _damage(local[-1])):
         return False
     last = local[-1].step if local else math.inf
     intact = max((stored.step for stored in local if not _damage(stored)), default=-1)
+    damaged: list[str] = []
     with explained(_UPLOAD, address, "checkpoint"):
         remote = RemoteCheckpoints(address, run.name)
         for step in reversed([step for step in remote.steps() if intact < step <= last]):
@@ -209,8 +212,18 @@ def fetch_missing(run: RunDirectory, address: str | None, *, dry_run: bool = Fal
                     remote.fetch(step, run.checkpoints)
                 return True
             except DamagedCheckpointError as error:
-                display.note(f"the checkpoint of step {step} in {address} is damaged ({error})")
+                damaged.append(f"the checkpoint of step {step} in {address} is damaged ({error})")
+                display.note(damaged[-1])
+    if damaged and intact < 0:
+        raise UserError(
+            "checkpoint", f"no complete checkpoint is left: {', '.join(damaged)}{_again(run)}"
+        )
     return False
+
+
+def _again(run: RunDirectory) -> str:
+    command = f"nanoscale train --config {shlex.quote(str(run.config))}"
+    return f"; to start again from step 1, in another run: {command}"
 
 
 def upload_missing(run: RunDirectory, address: str | None) -> None:
