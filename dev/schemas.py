@@ -59,58 +59,91 @@ COMMANDS = {
     "runs-rm": ("runs", "rm", "first-replay", "--yes"),
 }
 """The commands by the names of their documents; a later one may need what an earlier one made."""
+OTHERS = {
+    "plan": (
+        ("plan", "recipe=debug", "cluster=h100-sxm"),
+        ("plan", "recipe=debug", "--search"),
+        ("plan", "recipe=debug", "--inference"),
+        ("plan", "--calibrate", "first"),
+    ),
+    "resume": (("resume", "first", "train.steps=8", "--dry-run"),),
+    "generate": (("generate", "first", "--prompts", "a.jsonl", "--max-tokens", "2"),),
+    "config-show": (
+        ("config", "show", "--deepspeed", "recipe=debug", "backend=deepspeed"),
+        ("config", "show", "recipe=tiny"),
+    ),
+    "config-explain": (("config", "explain", "model"),),
+    "config-ls": (("config", "ls"),),
+    "checkpoints-inspect": (("checkpoints", "inspect", "first", "--step", "6"),),
+    "submit": (
+        ("submit", *_JOB, "train.seed=1,2", "--num-nodes", "1", "--num-gpus", "1", "--dry-run"),
+    ),
+}
+"""Further commands whose documents have the same name, and other keys: of each document all keys are known, and
+the keys of all are required."""
 
 
-def documents() -> dict[str, Any]:
-    """Run all commands in a new folder, and return what each prints."""
-    here, found = Path.cwd(), {}
+def documents() -> dict[str, list[Any]]:
+    """Run all commands in a new folder, and return what they print, by name."""
+    here, found = Path.cwd(), dict[str, list[Any]]()
     folder = Path(tempfile.mkdtemp(prefix="nanoscale-schemas-"))
     os.chdir(folder)
     Path("a.txt").write_text("one line\n" * 4000)
+    Path("a.jsonl").write_text('{"prompt": "def"}\n')
     Path("ds.json").write_text('{"train_batch_size": 8}')
     try:
-        for name, words in COMMANDS.items():
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                run([*words, "--json"])
-            found[name] = json.loads(printed.getvalue())
+        for name, first in COMMANDS.items():
+            found[name] = [_printed(words) for words in (first, *OTHERS.get(name, ()))]
     finally:
         os.chdir(here)
         shutil.rmtree(folder)
     return found
 
 
-def schema(document: Any) -> dict[str, Any]:
-    """Return the schema of a document."""
+def _printed(words: tuple[str, ...]) -> Any:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run([*words, "--json"])
+    return json.loads(printed.getvalue())
+
+
+def schema(found: list[Any]) -> dict[str, Any]:
+    """Return the schema of documents."""
     builder = SchemaBuilder()
-    builder.add_object(document)
+    for document in found:
+        builder.add_object(document)
     whole = builder.to_schema()
-    derived: dict[str, Any] = _widened(whole)
+    derived = {"$schema": whole["$schema"], **_widened(whole)}
     # What is nested depends on the job.
     return derived | ({"required": whole["required"]} if "required" in whole else {})
 
 
-def _widened(value: Any) -> Any:
-    """Let what is null in the document have any type, and whole numbers be any number."""
-    if isinstance(value, list):
-        return [_widened(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    names = value.get("properties", {})
-    if not all(re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(name)) for name in names):
-        return {"type": "object"}  # its keys are names of a run, such as names of tensors
-    value = {name: it for name, it in value.items() if name != "required"}
+def _widened(value: dict[str, Any]) -> dict[str, Any]:
+    """Let all values be null, what is null in a document and the value of an error have any type, and whole
+    numbers be any number."""
     kinds = value.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "null" in kinds:
+    if "anyOf" in value:
+        return {"anyOf": [_widened(each) for each in value["anyOf"]]}
+    if "null" in kinds or None in kinds:
         return {}
-    if "integer" in kinds:
-        return {"type": ["number", "null"]}
-    return {name: _widened(each) for name, each in value.items()}
+    wide: dict[str, Any] = {
+        "type": sorted({"number" if it == "integer" else str(it) for it in kinds} | {"null"})
+    }
+    names = value.get("properties", {})
+    if not all(re.fullmatch("[A-Za-z][A-Za-z0-9_]*", str(name)) for name in names):
+        return wide  # its keys are names of a run, such as names of tensors
+    if names:
+        any_type = {"value"} if "message" in names else set()
+        wide["properties"] = {
+            name: {} if name in any_type else _widened(each) for name, each in names.items()
+        }
+    return wide | ({"items": _widened(value["items"])} if "items" in value else {})
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name, document in documents().items():
-        text = json.dumps(schema(document), indent=1, sort_keys=True) + "\n"
+    for name, found in documents().items():
+        text = json.dumps(schema(found), indent=1, sort_keys=True) + "\n"
+        text = re.sub(r'\[\s+"(\w+)",\s+"(\w+)"\s+\]', r'["\1", "\2"]', text)
         (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")

@@ -114,7 +114,7 @@ def test_labels_belong_to_their_objective(folder: Path, capsys: Capsys) -> None:
     assert "data.loss_on=auto" in refused(capsys, *labels, *classify, "data.loss_on=all")
     assert "data.source=random" in refused(capsys, *classify, "data=stdlib")
     assert "train.labels=3" in refused(capsys, *labels, "train.objective=classify", "train.label=3")
-    phases = "train.phases={late: {begin: 1, seq_len: 16}}"
+    phases = "train.phases={early: {until: 1, seq_len: 16}, late: {}}"
     assert "whole documents" in refused(capsys, *labels, *classify, phases)
 
 
