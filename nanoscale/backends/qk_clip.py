@@ -32,7 +32,11 @@ class QKClip:
     ) -> None:
         model, limit = config.model, config.optimizer.qk_clip
         assert limit is not None
-        self._limit, self._exponents = limit, _exponents(config)
+        self._limit = limit
+        self._exponents = {
+            module: torch.tensor(exponents, dtype=torch.float64, device=device)
+            for module, exponents in _exponents(config).items()
+        }
         size = (model.layers, model.kv_head_count)
         self._largest = torch.zeros(size, dtype=torch.float64, device=device)
         self._last = self._largest.max()
@@ -54,8 +58,7 @@ class QKClip:
         for name, parameter in weights:
             *_, layer, block, module, _kind = ("", "", "", *name.split("."))
             if block == "attention" and module in self._exponents:
-                exponents = torch.tensor(self._exponents[module]).to(factors)
-                rows = (factors[int(layer)].unsqueeze(1) ** exponents).flatten()
+                rows = (factors[int(layer)].unsqueeze(1) ** self._exponents[module]).flatten()
                 if isinstance(parameter, DTensor):
                     (first, *_), (count, *_) = local_region(parameter)
                     rows = rows[first : first + count]

@@ -59,7 +59,9 @@ def scale_frequencies(
         # Ding et al. 2024, arXiv:2402.13753, and the switch of Phi-3's published code
         is_long = length > scaling.original_seq_len
         factors = scaling.long_factor if is_long else scaling.short_factor
-        return frequencies / frequencies.new_tensor(factors)
+        pinned = frequencies.is_cuda  # so that the host does not wait for the device
+        divisors = torch.tensor(factors, dtype=frequencies.dtype, pin_memory=pinned)
+        return frequencies / divisors.to(frequencies.device, non_blocking=True)
     return frequencies
 
 

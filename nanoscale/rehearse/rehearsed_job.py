@@ -26,6 +26,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.metrics.meter import Meter
 from nanoscale.rehearse.played.patches import Patches
+from nanoscale.train import layer_statistics
 from nanoscale.train.checkpointing import Progress
 from nanoscale.train.loop import Training
 
@@ -59,6 +60,7 @@ class Disk:
         patches.replace(sharded, "save", save)
         patches.replace(saver, "_run_in_thread", at_once)
         patches.replace(load, "read_part", _without_numbers)
+        patches.replace(layer_statistics, "_append", ignore)
 
 
 def _without_numbers(_: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:

@@ -66,24 +66,25 @@ class LayerStatistics:
         if dist.is_initialized():
             dist.all_reduce(self._sums)
             dist.all_reduce(self._maxima, dist.ReduceOp.MAX)
-        clipped = self._sums[:, GRADIENT].sum().sqrt().item()
+        columns = torch.cat(
+            (self._sums, self._maxima), dim=1
+        ).tolist()  # the only wait for the device
+        clipped = math.sqrt(sum(row[GRADIENT] for row in columns))
         factor = grad_norm / clipped if clipped else math.nan
         found: dict[str, dict[str, float | None]] = {}
-        for name, row in self._rows.items():
-            sums, maxima = self._sums[row].tolist(), self._maxima[row].tolist()
+        for name, row in zip(self._rows, columns, strict=True):
+            weight, gradient, activation, count, largest, score = row
             values = {
-                "weight_norm": math.sqrt(sums[WEIGHT]),
-                "grad_norm": math.sqrt(sums[GRADIENT]) * factor,
-                "rms": math.sqrt(sums[ACTIVATION] / sums[COUNT]) if sums[COUNT] else math.nan,
-                "largest": maxima[LARGEST],
-                "score": maxima[SCORE],
+                "weight_norm": math.sqrt(weight),
+                "grad_norm": math.sqrt(gradient) * factor,
+                "rms": math.sqrt(activation / count) if count else math.nan,
+                "largest": largest,
+                "score": score,
             }
-            if sums[WEIGHT] or sums[GRADIENT]:  # else the model has no such module
+            if weight or gradient:  # else the model has no such module
                 found[name] = {key: it if math.isfinite(it) else None for key, it in values.items()}
         if rank == 0:
-            fence.require(workspace)
-            run = RunDirectory(workspace.parents[1])
-            jsonlines.append(run.statistics, {"step": step, "modules": found})
+            _append(workspace, {"step": step, "modules": found})
 
     @torch.no_grad()
     def _read_parameters(self) -> None:
@@ -128,3 +129,8 @@ class LayerStatistics:
         q, k, _v, mask = inputs
         largest = largest_scores(q, k, mask).max()
         self._maxima[row, SCORE] = torch.maximum(self._maxima[row, SCORE], largest)
+
+
+def _append(workspace: Path, record: dict[str, Any]) -> None:
+    fence.require(workspace)
+    jsonlines.append(RunDirectory(workspace.parents[1]).statistics, record)

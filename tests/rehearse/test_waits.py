@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import RopeScaling
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
@@ -16,6 +17,11 @@ from tests.support.rows import exhaustive
 
 LAYERS, MICRO_BATCHES = 2, 4
 DENSE, EXPERTS = replace(SHAPE, layers=LAYERS), replace(MIXTURE, layers=LAYERS)
+PAIRS = DENSE.rotated_width // 2
+LONG = RopeScaling(
+    kind="longrope", original_seq_len=32, short_factor=[1.0] * PAIRS, long_factor=[2.0] * PAIRS
+)
+LONGROPE = replace(DENSE, rope_scaling=LONG)
 DEGREES: dict[str, Any] = {"dp": 2}
 ROWS = {
     "fp32": (Row("", DEGREES, 2, shape=DENSE), {}),
@@ -25,6 +31,9 @@ ROWS = {
     "bf16 without masters": (Row("", DEGREES, 3, precision="bf16-pure", shape=DENSE), {}),
     "schedule-free": (Row("", DEGREES, 3, shape=DENSE, optimizer="schedule-free"), {}),
     "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
+    "qk_clip": (Row("", DEGREES, 2, shape=DENSE), {}),
+    "longrope": (Row("", DEGREES, 2, shape=LONGROPE), {}),
+    "statistics": (Row("", DEGREES, 2, shape=DENSE), {"item": 1, "tolist": 1}),
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
     "experts, ep 2": (
         Row("", DEGREES | {"ep": 2}, 2, precision="bf16", shape=EXPERTS),
@@ -39,7 +48,17 @@ ROWS = {
         {"tolist": LAYERS * MICRO_BATCHES},
     ),
 }
-USUAL = ("fp8", "Muon", "schedule-free", "fp16", "experts", "experts, ep 2")
+USUAL = (
+    "fp8",
+    "Muon",
+    "schedule-free",
+    "fp16",
+    "qk_clip",
+    "longrope",
+    "statistics",
+    "experts",
+    "experts, ep 2",
+)
 
 
 def waits(_: int, config: ResolvedConfig) -> tuple[str, dict[str, int]]:
@@ -52,5 +71,10 @@ def waits(_: int, config: ResolvedConfig) -> tuple[str, dict[str, int]]:
 def test_waits_of_a_step(name: str) -> None:
     row, expected = ROWS[name]
     config = config_of(replace(row, micro_batch=1, global_batch=2 * MICRO_BATCHES))
-    config = replace(config, precision=replace(config.precision, fp8=name == "fp8"))
+    config = replace(
+        config,
+        precision=replace(config.precision, fp8=name == "fp8"),
+        optimizer=replace(config.optimizer, qk_clip=100.0 if name == "qk_clip" else None),
+        train=replace(config.train, statistics_every=2 if name == "statistics" else 0),
+    )
     assert run_ranks(waits, 1, config) == [("", expected)]

@@ -72,14 +72,15 @@ def _device_within(tensor: Any) -> torch.device:
 
 
 def make_host_tensors_real(
-    patches: Patches, in_host: Callable[[], AbstractContextManager[None]], *, on_gpu: bool
+    patches: Patches, in_host: Callable[[], AbstractContextManager[None]], gpu: torch.device | None
 ) -> None:
     """Replace the factories of tensors such that tensors in host memory have numbers.
 
     Args:
         in_host: a context in which new tensors are real.
+        gpu: the simulated device; None for a CPU.
     """
-    plain = torch.tensor
+    plain, plain_as_tensor, move = torch.tensor, torch.as_tensor, Tensor.to
 
     def tensor(data: Any, **options: Any) -> Any:
         options.pop("pin_memory", None)
@@ -88,8 +89,30 @@ def make_host_tensors_real(
             host = plain(data, **options)
         return host if device is None else host.to(device)
 
-    patches.replace(torch, "tensor", tensor)
-    if on_gpu:
+    def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
+        if isinstance(data, Tensor):
+            return data.to(device=device, dtype=dtype)
+        with in_host():
+            host = plain_as_tensor(data, dtype=dtype)
+        return host if device is None else host.to(device)
+
+    def new_tensor(self: Any, data: Any, dtype: Any = None, device: Any = None) -> Any:
+        return tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+
+    def numbered(value: Any) -> Any:
+        return gpu if isinstance(value, (str, torch.device)) and str(value) == "cuda" else value
+
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        """Move a tensor. To the present GPU by its number, for which C++ would ask CUDA."""
+        args = tuple(numbered(arg) for arg in args)
+        return move(self, *args, **{name: numbered(value) for name, value in options.items()})
+
+    for name, function in {"tensor": tensor, "as_tensor": as_tensor}.items():
+        patches.replace(torch, name, function)
+    patches.replace(Tensor, "new_tensor", new_tensor)
+    if gpu is not None:
+        patches.replace(Tensor, "to", to)
+        patches.replace(Tensor, "cuda", lambda self, device=None, **_: self.to(device or gpu))
         return
 
     def host_factory(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,9 +154,16 @@ def read_on_host(
         with in_host():
             return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
 
+    def tolist(tensor: Any) -> Any:
+        if tensor.is_cuda:
+            wait("tolist")
+        with in_host():
+            return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
+
     for name in ("__repr__", "__format__"):
         patches.replace(FakeTensor, name, written)
     patches.replace(FakeTensor, "numpy", numpy)
+    patches.replace(FakeTensor, "tolist", tolist)
 
 
 def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str], None]) -> None:

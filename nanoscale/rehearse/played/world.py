@@ -335,8 +335,8 @@ def played(
         collectives.hold_tensors(patches, on_gpu=on_gpu)
         patches.replace(FakeWork, "wait", lambda work, *_: world.wait_for(work))
         wait = world.wait if on_gpu else lambda _: None
-        balance_experts(patches, *experts, wait)
         read_on_host(patches, wait, world.in_host)
+        balance_experts(patches, *experts, wait)
         if gpu is not None:
             cuda.pretend(patches, gpu, world)
             kernels.use_fused_kernels(patches)
@@ -345,6 +345,6 @@ def played(
         patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", world.uncounted)
         device_of = property(lambda self: world.device_of(self, _real_device(self)))
         patches.replace(torch.UntypedStorage, "device", device_of)
-        make_host_tensors_real(patches, world.in_host, on_gpu=on_gpu)
+        make_host_tensors_real(patches, world.in_host, device if on_gpu else None)
         with mode, world:
             yield world
