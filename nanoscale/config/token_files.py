@@ -80,11 +80,21 @@ def have_same_texts(file: Path, other: Path | None) -> bool:
         ValueError: a file is not a tokenizer.json.
     """
     if other is None:
-        return False
+        return len(_texts(file)) <= BYTE_VOCAB  # as exports of models of bytes have
     if file.read_bytes() == other.read_bytes():
         return True
     texts, others = _texts(file), _texts(other)
     return all(texts[token] == others[token] for token in texts.keys() & others.keys())
+
+
+def known_tokenizers(data: Data) -> list[Path | None]:
+    """Return the tokenizer.json of resolved data's tokens, or None for bytes; nothing if it is not known."""
+    if data.tokenizer not in ("byte", "bpe"):
+        return [Path(data.tokenizer)]
+    if data.source == "stdlib":
+        return [None] if data.tokenizer == "byte" else []
+    folders = [folder_of(source.path) for source in sources_of(data) if source.path]
+    return [None] if folders and all(folders) else []
 
 
 def _texts(file: Path) -> dict[int, str]:
@@ -100,6 +110,8 @@ def _texts(file: Path) -> dict[int, str]:
         raise ValueError(f"{file} is not a tokenizer.json") from error
 
 
+BYTE_VOCAB = 257
+"""The tokens of `data.tokenizer=byte`: every byte, and the end of a text."""
 STDLIB_TOKENS = {"byte": 9.9e6, "bpe": 3.7e6}
 """About how many tokens the embedded corpus has, by tokenizer: CPython 3.11's library, and 1,024 tokens."""
 

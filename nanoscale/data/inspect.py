@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -25,11 +26,17 @@ _CHAT = 512
 
 
 def inspect(
-    path: str, tokenizer: str | None, vocab: int | None, samples: int, eos: int | None = None
+    path: str,
+    tokenizer: str | None,
+    vocab: int | None,
+    samples: int,
+    eos: int | None = None,
+    init_from: str | None = None,
 ) -> dict[str, Any]:
     """Describe a prepared folder or the tokens of another format; every token is read.
 
-    `tokenizer` decodes if the files do not name theirs, `vocab` is a model's, and `eos` is data.eos. The
+    `tokenizer` decodes if the files do not name theirs, `vocab` is a model's, and `eos` is data.eos;
+    `init_from` is the folder of a model that would be trained on the tokens. The
     returned document lists `problems`, a sentence for each inconsistency. Raises UserError for files that are
     missing or damaged.
     """
@@ -61,9 +68,24 @@ def inspect(
         "model_vocab": vocab,
         "problems": [
             *_vocabulary_problems(largest, decoder, vocab),
+            *(_tokenizer_problems(folder, init_from) if folder and init_from else []),
             *(_manifest_problems(folder, manifest, splits) if folder else []),
         ],
     }
+
+
+def _tokenizer_problems(folder: Path, init_from: str) -> list[str]:
+    own, made_by = (
+        Path(init_from).expanduser() / token_files.TOKENIZER,
+        folder / token_files.TOKENIZER,
+    )
+    with suppress(OSError, ValueError):
+        other = made_by if made_by.is_file() else None
+        if own.is_file() and not token_files.have_same_texts(own, other):
+            return [
+                f"the ids mean other texts to the model in {init_from}, whose tokenizer is another"
+            ]
+    return []
 
 
 def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def _model(tmp_path, monkeypatch):
 
 
 def prepared(tokenizer, capsys):
+    shutil.rmtree("tokens", ignore_errors=True)
     words = ["data", "prepare", "a.jsonl", "--tokenizer", tokenizer, "--out", "tokens", "--json"]
     assert nanoscale(words) == 0
     capsys.readouterr()
@@ -60,6 +62,28 @@ def test_tokens_of_its_own_tokenizer_are_trained(capsys):
     assert training(capsys)[0] == 0
     own.unlink()
     assert training(capsys)[0] == 0
+
+
+def test_the_tokens_of_inspect_eval_and_a_teacher_are_the_models_too(capsys):
+    prepared("other", capsys)
+    inspect = ["data", "inspect", "tokens", "recipe=finetune"]
+    assert nanoscale([*inspect, "model.init_from=./model"]) == 1
+    assert "the ids mean other texts to the model in" in "".join(capsys.readouterr())
+    shutil.move("model/tokenizer.json", "kept.json")
+    assert nanoscale([*inspect, "model.init_from=./model"]) == 0  # it is not known
+    shutil.move("kept.json", "model/tokenizer.json")
+    capsys.readouterr()
+    words = ["eval", "./model", "train.seq_len=32", "launcher.device=cpu", "parallel.dp=1"]
+    assert nanoscale(words) == 2  # by default Python's library in bytes
+    advice = capsys.readouterr().err.partition("type instead: ")[2].splitlines()[0]
+    assert advice == f"data.tokenizer={Path('model/tokenizer.json').absolute()}"
+    hf_families.save("llama", Path("other"))
+    prepared("./model", capsys)
+    distill = ["train.objective=distill", "train.teacher=./other", "train.steps=30"]
+    code, said = training(capsys, *distill)
+    assert code == 2 and "train.teacher" in said and "needs the same tokenizer" in said
+    Path("other/tokenizer.json").write_bytes(Path("model/tokenizer.json").read_bytes())
+    assert training(capsys, *distill)[0] == 0
 
 
 def test_what_was_prepared_is_trained_with_the_words_that_are_printed(capsys):

@@ -143,7 +143,8 @@ def inspect_data(
 
     config = compose(overrides).config if overrides else None
     vocab, eos = (config.model.vocab, config.data.eos) if config else (None, None)
-    document = inspect(path, tokenizer, vocab, samples, eos)
+    init_from = config.model.init_from if config else None
+    document = inspect(path, tokenizer, vocab, samples, eos, init_from)
     answer(as_json, document, print_inspected)
     return FAILED if document["problems"] else DONE
 

@@ -29,9 +29,6 @@ from nanoscale.config.token_files import (
 from nanoscale.config.token_formats import FORMATS, DamagedError
 from nanoscale.config.violations import override
 
-BYTE_VOCAB = 257
-"""256 bytes and the end of a document."""
-
 RANDOM = of_kind("data",
     *OF_TEXT,
     refused("train.sample_tokens", {"data.source": "random", "train.sample_tokens": bool},
@@ -121,6 +118,7 @@ def resolve_data(resolution: Resolution) -> Data:
                 resolution.refuse(f"data.{key}", message, "data=megatron", kind="data")
     if data.source == "stdlib":
         _tokenizer(resolution, data)
+        _require_tokenizer_of_model(resolution, data)
     elif data.source == "random":
         resolution.apply(RANDOM)
     elif data.source == "hooks":
@@ -189,7 +187,7 @@ def _loss_on(resolution: Resolution, data: Data) -> Literal["all", "answers"]:
 def _tokenizer(resolution: Resolution, data: Data) -> None:
     vocab = resolution.config.model.vocab
     if data.tokenizer == "byte":
-        if vocab < BYTE_VOCAB:
+        if vocab < token_files.BYTE_VOCAB:
             _too_few_for_bytes(resolution, data)
     elif data.tokenizer == "bpe":
         if data.source != "stdlib":
@@ -198,7 +196,7 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
             resolution.refuse("data.tokenizer", message, *advice, kind="data")
         if vocab < data.bpe_vocab:
             message = f"is more than the rows of the embedding (model.vocab={vocab})"
-            fewer = f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None
+            fewer = f"data.bpe_vocab={vocab}" if vocab >= token_files.BYTE_VOCAB else None
             rows = resolution.more_rows(data.bpe_vocab)
             resolution.refuse("data.bpe_vocab", message, fewer, rows, "data.tokenizer=byte")
     elif not Path(data.tokenizer).expanduser().is_file():
@@ -212,8 +210,8 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
 
 def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
     """Refuse a small vocabulary if bytes are needed; ids in a file may come from any tokenizer."""
-    message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
-    rows = resolution.more_rows(BYTE_VOCAB)
+    message = f"is less than the {token_files.BYTE_VOCAB} tokens of data.tokenizer=byte"
+    rows = resolution.more_rows(token_files.BYTE_VOCAB)
     if data.source == "stdlib" or resolution.composed.by_hand("data.tokenizer"):
         resolution.refuse("model.vocab", message, rows)
     elif resolution.config.train.sample_tokens > 0:
@@ -410,21 +408,39 @@ def _require_tokens_of_model(
     resolution: Resolution, source: MixtureSource, folder: Path, tokenizer: Path | None
 ) -> None:
     """Refuse a new training of a pretrained model on a folder whose ids mean other texts than the model's."""
+    if _other_tokenizer(resolution, tokenizer) is not None:
+        made = "bytes" if tokenizer is None else f"tokens of {tokenizer}"
+        asked = shlex.quote(str(resolution.config.model.init_from))
+        message = (
+            f"holds {made}, whose ids mean other texts to the model of model.init_from: prepare them "
+            f"again with --tokenizer {asked}"
+        )
+        resolution.refuse_value(f"{source.key}.path", str(folder), message, kind="data")
+
+
+def _require_tokenizer_of_model(resolution: Resolution, data: Data) -> None:
+    """Refuse the same of texts whose tokens are made here."""
+    if data.tokenizer == "bpe":
+        return  # the ids of another embedding, for which model.init_from is of no use in any case
+    path = None if data.tokenizer == "byte" else Path(data.tokenizer).expanduser()
+    own = _other_tokenizer(resolution, path)
+    if own is not None:
+        message = "makes ids that mean other texts to the model of model.init_from"
+        advice = override("data.tokenizer", str(own))
+        resolution.refuse("data.tokenizer", message, advice, kind="data")
+
+
+def _other_tokenizer(resolution: Resolution, tokenizer: Path | None) -> Path | None:
+    """Return the tokenizer of a pretrained model that a job begins with, if this one, or bytes, is another."""
     asked = resolution.config.model.init_from
     if asked is None or resolution.composed.opened:
-        return
+        return None
     try:
         own = locate(asked, weights=False) / token_files.TOKENIZER
         same = not own.is_file() or token_files.have_same_texts(own, tokenizer)
     except (NoSuchModelError, OSError, ValueError):  # what cannot be read is refused elsewhere
-        return
-    if not same:
-        made = "bytes" if tokenizer is None else f"tokens of {tokenizer}"
-        message = (
-            f"holds {made}, whose ids mean other texts to the model of model.init_from: prepare them "
-            f"again with --tokenizer {shlex.quote(asked)}"
-        )
-        resolution.refuse_value(f"{source.key}.path", str(folder), message, kind="data")
+        return None
+    return None if same else own
 
 
 def _present(resolution: Resolution, source: MixtureSource, name: str, path: str | None) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from nanoscale.checkpoint.hf.adapters import find_adapters
 from nanoscale.checkpoint.hf.load import find
 from nanoscale.common.errors import Violation
+from nanoscale.config import token_files
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
 from nanoscale.config.hf import any_model
@@ -86,6 +88,15 @@ def _with_teacher(composed: Composed, config: ResolvedConfig, *, fetch: bool) ->
             message = f"does not fit the teacher in {folder}, whose limit is {fitting:,}"
             advice = (override(name, fitting),)
             refuse([Violation(name, value, composed.source(name), message, advice)], kind="model")
+    own = folder / token_files.TOKENIZER
+    for tokenizer in token_files.known_tokenizers(config.data) if own.is_file() else ():
+        with suppress(OSError, ValueError):
+            if not token_files.have_same_texts(own, tokenizer):
+                made = "bytes" if tokenizer is None else f"tokens of {tokenizer}"
+                message = (
+                    f"reads other texts in the data, which are {made}: it needs the same tokenizer"
+                )
+                composed.refuse(key, message, kind="model")
     return replace(config, train=replace(config.train, teacher=str(folder)))
 
 
