@@ -151,6 +151,7 @@ def _options(
 
 _EXCESS = re.compile(r"Value error, |, unable to parse.*|\.?( \(Possible options: .*\))?$")
 """Parts of Typer's messages to leave out. Typer passes on pydantic's sentences."""
+_UNKNOWN = "unknown option of this command"
 _NOT_A_CHOICE = re.compile(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)")
 
 
@@ -160,37 +161,67 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
 
     message = _EXCESS.sub("", error.format_message()).replace("Input should be", "must be")
     option, advice, wrong = getattr(error, "option_name", None), tuple[str, ...](), None
-    what = "unknown option of this command"
+    what = _UNKNOWN
     if choice := _NOT_A_CHOICE.fullmatch(message):
         option, wrong, choices = choice[1], choice[2], re.findall(r"'([^']+)'", choice[3])
         what = f"is not one of {', '.join(choices)}"
         advice = tuple(f"{option} {it}" for it in nearest(wrong, choices) or choices)
     elif isinstance(option, str) and hasattr(error, "possibilities"):  # else it lacks its value
-        option = next((it for it in arguments if it.startswith(option)), option).partition("=")[0]
-        value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
-        if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
-            wrong, what = value, f"{what}; a recipe is made of DeepSpeed's JSON"
-            advice = (f"nanoscale config from-deepspeed {shlex.quote(value)}",)
-        else:
-            first, _, rest = dashed.rpartition("-")
-            near = [
-                name  # of --num-gpus, the last word must be near, too
-                for name in _near_option(dashed, getattr(error, "ctx", None))
-                if len(rest) < 4
-                or not name.startswith(f"{first}-")
-                or nearest(rest, [name.removeprefix(f"{first}-")])
-            ]
-            near = [dashed] if dashed in near else near
-            options = [_with_value(name, value, getattr(error, "ctx", None)) for name in near]
-            more, note = ((), "") if dashed in near else _as_overrides(option, value, arguments)
-            advice, what = (*options, *more), what + (f"; it {note}" if note else "")
+        context = getattr(error, "ctx", None)
+        unknown = [
+            _unknown_option(name, arguments, context)
+            for name in _unknown_options(option, arguments, context)
+        ]
+        if len(unknown) > 1:
+            return UserError("usage", f"{len(unknown)} things are wrong", unknown)
+        option, wrong = unknown[0].key, cast(str | None, unknown[0].value)
+        advice, what = unknown[0].suggestions, unknown[0].message
     if message.startswith("No such command 'version'"):
         option, what, advice = "version", "is an option", ("nanoscale --version",)
-    if not advice and what == "unknown option of this command":
+    if not advice and what == _UNKNOWN:
         return UserError("usage", message)
     shown = f"{option} {wrong}" if choice else option
     violation = Violation(str(option), wrong, "command line", what, advice)
     return UserError("usage", f"{shown}: {what}", [violation])
+
+
+def _unknown_options(
+    first: str, arguments: Sequence[str], context: typer.Context | None
+) -> list[str]:
+    """Return the name of the first unknown option as it was typed, and the names of all further ones."""
+    named = [word.partition("=")[0] for word in arguments if word.startswith("-")]
+    first = next((name for name in named if name.startswith(first)), first)
+    if context is None:
+        return [first]
+    known = {"--help", *(name for one in context.command.params for name in one.opts)}
+    known |= {name for one in context.command.params for name in one.secondary_opts}
+    others = (name for name in named if name.startswith("--") and name not in {*known, "--"})
+    return list(dict.fromkeys([first, *others]))
+
+
+def _unknown_option(
+    option: str, arguments: Sequence[str], context: typer.Context | None
+) -> Violation:
+    from nanoscale.config.violations import nearest
+
+    value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
+    if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
+        advice = (f"nanoscale config from-deepspeed {shlex.quote(value)}",)
+        what = f"{_UNKNOWN}; a recipe is made of DeepSpeed's JSON"
+        return Violation(option, value, "command line", what, advice)
+    first, _, rest = dashed.rpartition("-")
+    near = [
+        name  # of --num-gpus, the last word must be near, too
+        for name in _near_option(dashed, context)
+        if len(rest) < 4
+        or not name.startswith(f"{first}-")
+        or nearest(rest, [name.removeprefix(f"{first}-")])
+    ]
+    near = [dashed] if dashed in near else near
+    options = [_with_value(name, value, context) for name in near]
+    more, note = ((), "") if dashed in near else _as_overrides(option, value, arguments)
+    what = _UNKNOWN + (f"; it {note}" if note else "")
+    return Violation(option, None, "command line", what, (*options, *more))
 
 
 def _near_option(option: str, context: typer.Context | None) -> list[str]:

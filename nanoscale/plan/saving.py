@@ -99,8 +99,10 @@ class SavingPlan:
             return
         sizes = f"{byte_size(self.bytes)}, and {byte_size(self.free)} are free in {self.root}"
         message = f"a checkpoint takes {sizes}"
-        remedy = "free some space, or start the run with run.root=FOLDER on another disk"
-        violation = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
+        remedy = "free some space, or keep the run on another disk, or save no checkpoints"
+        elsewhere = () if self.present else ("run.root=FOLDER",)
+        advice = (*elsewhere, "checkpoint=none")
+        violation = Violation("run.root", self.root, "", message, advice, remedy)
         raise UserError("plan", f"{message}. Continue with --force", [violation])
 
 

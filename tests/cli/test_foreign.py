@@ -110,7 +110,8 @@ def test_labels_belong_to_their_objective(folder: Path, capsys: Capsys) -> None:
     few = [*labels, "train.objective=classify", "train.labels=2"]
     assert "type instead: train.labels=3" in refused(capsys, *few)
     text = refused(capsys, *classify, "data=megatron", "data.path=texts")
-    assert "needs labels" in text and "type instead: train.objective=next-token" in text
+    assert "needs labels" in text and '{"text": "…", "label": 0}' in text
+    assert "prepare --labels" in text and "next-token" not in text
     assert "data.loss_on=auto" in refused(capsys, *labels, *classify, "data.loss_on=all")
     assert "data.source=random" in refused(capsys, *classify, "data=stdlib")
     assert "train.labels=3" in refused(capsys, *labels, "train.objective=classify", "train.label=3")

@@ -139,3 +139,45 @@ def test_a_large_text_file_is_prepared_with_the_command_that_is_shown(line, caps
     (command,) = json.loads(capsys.readouterr().out)["error"]["violations"][0]["suggestions"]
     assert nanoscale(shlex.split(command)[1:]) == 0
     assert nanoscale([*line, "data.path=a-tokens", "data=megatron"]) == 0
+
+
+def errors(line, capsys, *words):
+    capsys.readouterr()
+    assert nanoscale([*line, *words]) == 2
+    return json.loads(capsys.readouterr().out)["error"]["violations"]
+
+
+def test_a_path_that_names_no_texts_is_answered_as_prepare_answers_it(line, capsys):
+    Path("code.py").write_text("print(1)")
+    for path, what in (("nope.jsonl", "no such file"), ("code.py", ".csv (all also .gz and .zst)")):
+        (wrong,) = errors(line, capsys, f"data.path={path}")
+        assert wrong["key"] == "data.path" and what in wrong["message"]
+    inspect = ["data", "inspect", "--json"]
+    (wrong,) = errors(inspect, capsys, "a.jsonl")
+    (command,) = wrong["suggestions"]
+    assert nanoscale(shlex.split(command)[1:]) == 0
+    assert nanoscale([*inspect, "a-tokens"]) == 0
+
+
+def test_the_objective_of_other_records_is_answered_with_their_form(line, capsys):
+    (wrong,) = errors(line, capsys, "data.path=a.jsonl", "train.objective=dpo")
+    assert '"chosen": "…"' in wrong["message"] and not wrong["suggestions"]
+    Path("pairs.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": "?", "chosen": "1" * 9, "rejected": f"{i}"}) + "\n"
+            for i in range(60)
+        )
+    )
+    (wrong,) = errors(line, capsys, "train.objective=dpo")
+    advice = wrong["suggestions"][0].replace("/path/to/", "").split()
+    assert nanoscale([*line, "train.objective=dpo", *advice]) == 0
+    for objective in ("classify", "masked"):
+        wrong = errors(line, capsys, f"train.objective={objective}")[0]
+        assert wrong["suggestions"] == ["model=hf model.name=/path/to/model"]
+
+
+def test_labels_that_no_objective_reads_are_named(line, capsys):
+    record = {"text": "abc def " * 20, "label": 1}
+    Path("labels.jsonl").write_text(f"{json.dumps(record)}\n" * 60)
+    assert nanoscale([*line, "data.path=labels.jsonl"]) == 0
+    assert "`label` is not used" in capsys.readouterr().err

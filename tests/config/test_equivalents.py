@@ -124,3 +124,17 @@ def test_every_answer_names_what_exists_and_is_accepted(line: str) -> None:
 def test_every_command_of_the_table_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for command in {command for meant in equivalents().values() for command in meant.commands}:
         assert run(shlex.split(command)[1:]) == 0, command
+
+
+def test_all_unknown_options_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "train --gres=gpu:8 --partition x --nodes 2 --mem=4G --dry-run"
+    assert run(line.split()) == 2
+    text = capsys.readouterr().err
+    assert "error: 4 things are wrong" in text and "--dry-run:" not in text
+    for answer in (
+        "explain launcher.slurm.gpus",
+        "launcher.slurm.partition=x",
+        "launcher.nodes=2",
+        "explain launcher.slurm.directives",
+    ):
+        assert answer in text

@@ -357,7 +357,7 @@ def test_a_law_names_what_breaks_it_and_suggests_what_keeps_it(words, on, key):
     assert violation.message
     assert violation.suggestions
     for suggestion in violation.suggestions:
-        if suggestion not in OTHER_LAWS:
+        if suggestion not in OTHER_LAWS and "/path/to" not in suggestion:
             checked(*words, *shlex.split(suggestion), on=on)
 
 

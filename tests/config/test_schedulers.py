@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from nanoscale.config.schedulers import lr_factor
+from nanoscale.config.composing.library import Library
+from nanoscale.config.schedulers import SCHEDULERS, lr_factor
 from nanoscale.config.schema import Scheduler, Train
 
 
 def factors(scheduler: Scheduler, steps: int) -> list[float]:
     return [lr_factor(scheduler, step, Train(steps=steps)) for step in range(1, steps + 1)]
+
+
+def test_every_schedule_is_an_option_of_its_group() -> None:
+    assert {*Library().options("scheduler")} == {*SCHEDULERS}
 
 
 def test_cosine_equals_torch() -> None:

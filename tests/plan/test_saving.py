@@ -110,6 +110,7 @@ def test_a_disk_without_room_for_one_is_refused(full: None) -> None:
     with pytest.raises(UserError, match="a checkpoint takes .* 5 MiB are free") as caught:
         saving.require_disk()
     assert caught.value.kind == "plan"
+    assert caught.value.violations[0].suggestions == ("run.root=FOLDER", "checkpoint=none")
     plan_saving(job(), 0.1).require_disk()
     plan_saving(job("model.hidden=128", "checkpoint=none"), 0.1).require_disk()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.config.token_files import TOKENIZER, TOKENS
+from nanoscale.config.token_formats import FORMATS, format_of
 from nanoscale.config.values.provenance import Setting
 
 if TYPE_CHECKING:
@@ -37,12 +39,15 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
         return {}
     for key in ("path", "valid_path"):
         file = getattr(data, key)
-        if not file or not Path(file).expanduser().is_file():
+        if not file or Path(file).expanduser().is_dir():
             continue
         from nanoscale.data.prepare.sources import KINDS, ending
 
         if ending(Path(file))[0] not in KINDS:
-            continue
+            tokens = FORMATS[format_of(file)]
+            if data.source == "megatron" or not tokens.missing(tokens.stem(file)):
+                continue
+        _require_text(composed, f"data.{key}", file)
         folder = _prepared(_request(composed, file))
         source = f"prepared from {file}"
         settings |= {
@@ -54,10 +59,21 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
     return settings
 
 
+def _require_text(composed: Composed, key: str, file: str) -> None:
+    """Refuse a path that names neither texts nor tokens, as `nanoscale data prepare` does."""
+    from nanoscale.data.prepare.sources import find_sources
+
+    try:
+        find_sources([file])
+    except UserError as error:
+        wrong = replace(error.violations[0], key=key, value=file, source=composed.source(key))
+        raise UserError("data", f"{key}={file}: {wrong.message}", [wrong]) from error
+
+
 def _request(composed: Composed, file: str) -> PreparationRequest:
     from nanoscale.data.corpus import cache_folder
     from nanoscale.data.prepare import PreparationRequest
-    from nanoscale.data.prepare.cached import holds_chats, holds_pairs
+    from nanoscale.data.prepare.cached import holds_chats, holds_labels, holds_pairs
     from nanoscale.data.prepare.sources import find_sources
 
     (source,) = find_sources([file])
@@ -66,6 +82,10 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
     named = data.tokenizer if by_hand or model.init_from is None else model.init_from
     pairs = holds_pairs(source)
     chat = pairs or holds_chats(source)
+    if train.objective != "classify" and holds_labels(source):
+        display.note(
+            f"{file}: its field `label` is not used: only train.objective=classify learns it"
+        )
     if chat and named == "bpe":
         what = "chats need the tokenizer of the model that is trained on them, not a new one"
         wrong = Violation("data.tokenizer", named, "", what, ("data.tokenizer=byte",))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, answer
+from nanoscale.cli.common.output import DONE, FAILED, answer, refuse_option
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 
@@ -139,8 +140,15 @@ def inspect_data(
     """
     from nanoscale.config.composing.compose import compose
     from nanoscale.data.inspect import inspect
+    from nanoscale.data.prepare.sources import KINDS, ending
     from nanoscale.view.data_text import print_inspected
 
+    if ending(Path(path))[0] in KINDS and Path(path).is_file():
+        prepare = shlex.join(["nanoscale", "data", "prepare", path, "--tokenizer", "byte"])
+        out = shlex.join(["--out", f"{Path(path).stem}-tokens"])
+        refuse_option(
+            "PATH", path, "holds texts, and this command reads tokens", f"{prepare} {out}"
+        )
     config = compose(overrides).config if overrides else None
     vocab, eos = (config.model.vocab, config.data.eos) if config else (None, None)
     init_from = config.model.init_from if config else None

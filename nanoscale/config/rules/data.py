@@ -34,11 +34,12 @@ RANDOM = of_kind("data",
     refused("train.sample_tokens", {"data.source": "random", "train.sample_tokens": bool},
         "needs a tokenizer to write a text, and data.source=random has none", "train.sample_tokens=0"),
 )  # fmt: skip
+_OF_TRANSFORMERS = "model=hf model.name=/path/to/model"
 _ENCODER = {"train.objective": "masked", "model.source": other_than("own")}
 MASKED = of_kind("data",
     refused("train.objective", {"train.objective": "masked", "model.source": "own"},
         "predicts from both sides, and nanoscale's own transformer only looks back: model=hf trains an encoder",
-        "train.objective=next-token"),
+        _OF_TRANSFORMERS),
     refused("train.mask_token", {**_ENCODER, "train.mask_token": None},
         "is needed by train.objective=masked: 103 in most of BERT's vocabularies, 50264 in RoBERTa's, 50284 in "
         "ModernBERT's", "train.mask_token=103"),
@@ -52,17 +53,24 @@ MASKED = of_kind("data",
          "data.source": other_than("random", "hooks")},
         "continues a text, which train.objective={c.train.objective} does not learn", "train.sample_tokens=0"),
 )  # fmt: skip
+_FORMS = {
+    "pairs": 'each record needs an answer to prefer and one to avoid, as in {{"prompt": "…", "chosen": "…", '
+        '"rejected": "…"}}; `nanoscale data prepare --pairs` reads them',
+    "labels": 'each record needs a text and its class, a number from 0, as in {{"text": "…", "label": 0}}; '
+        "`nanoscale data prepare --labels N` reads them",
+}  # fmt: skip
+"""The form of the records of each kind of samples, as a template of `str.format`."""
 _CLASSIFIED = {"train.objective": "classify"}
 CLASSIFIED = of_kind("data",
     refused("train.objective", {**_CLASSIFIED, "model.source": other_than("hf")},
         "is of a model of transformers with a head for classes, which model=hf trains",
-        "train.objective=next-token"),
+        _OF_TRANSFORMERS),
     refused("train.labels", {**_CLASSIFIED, "train.labels": None},
         "is needed by train.objective=classify: the number of classes", "train.labels=2"),
     refused("train.objective",
         {**_CLASSIFIED, "model.source": "hf", "data.source": other_than("megatron", "random", "hooks")},
-        "needs labels, and data.source={c.data.source} has none: prepare texts with --labels and set data.path",
-        "train.objective=next-token", "data.source=random"),
+        f"needs labels, and data.source={{c.data.source}} has none: {_FORMS['labels']}",
+        "data=megatron data.path=/path/to/records.jsonl", "data.source=random"),
     refused("data.loss_on", {**_CLASSIFIED, "data.loss_on": "all"},
         "is the loss of every token, and train.objective=classify has one of each text", "data.loss_on=auto"),
 )  # fmt: skip
@@ -70,10 +78,10 @@ _DISTILLED = {"train.objective": "distill"}
 DISTILLED = of_kind("config",
     refused("train.teacher", {**_DISTILLED, "train.teacher": None},
         "is needed by train.objective=distill: a Hugging Face model",
-        "train.objective=next-token", "train.teacher=FOLDER"),
+        "train.teacher=FOLDER"),
     refused("train.objective", {**_DISTILLED, "data.source": ("random", "hooks")},
         "stores the teacher's tokens by the sample's number in a file, and data.source={c.data.source} has no "
-        "file", "train.objective=next-token"),
+        "file", "data=stdlib", "data=megatron data.path=/path/to/corpus"),
     refused("train.on_spike", {**_DISTILLED, "train.on_spike": "rollback"},
         "takes further samples, and the teacher's tokens are stored for those of train.steps",
         "train.on_spike=stop"),
@@ -86,8 +94,8 @@ DISTILLED = of_kind("config",
 _PAIRED = {"train.objective": PAIRED}
 PAIRS = of_kind("data",
     refused("train.objective", {**_PAIRED, "data.source": ("stdlib", "random")},
-        "needs pairs of answers, and data.source={c.data.source} has none: prepare chats with chosen and "
-        "rejected answers with --pairs, and set data.path", "train.objective=next-token"),
+        f"needs pairs of answers, and data.source={{c.data.source}} has none: {_FORMS['pairs']}",
+        "data=megatron data.path=/path/to/pairs.jsonl"),
     refused("data.packing", {**_PAIRED, "data.packing": "whole"},
         "packs documents, and train.objective={c.train.objective} has each answer in a row of its own",
         "data.packing=stream"),
@@ -397,8 +405,8 @@ def _require_kind_of_samples(
             advice = f"train.objective={objectives[0]}{labels}"
             resolution.refuse_value(f"{source.key}.path", str(folder), message, advice, kind="data")
         elif is_needed and not is_held:
-            message = f"needs {kind}, and {folder} has none: prepare the records with --{kind}"
-            resolution.refuse("train.objective", message, "train.objective=next-token", kind="data")
+            message = f"needs {kind}, and {folder} has none: {_FORMS[kind].format()}"
+            resolution.refuse("train.objective", message, kind="data")
     if (held := manifest.get("labels", 0)) > (train.labels or held):
         message = f"is less than the {held} labels of {folder}"
         resolution.refuse("train.labels", message, f"train.labels={held}", kind="data")

@@ -20,7 +20,7 @@ from nanoscale.data.prepare.preparation import (
 )
 from nanoscale.data.prepare.records import csv_header
 from nanoscale.data.prepare.render import pair_in
-from nanoscale.data.prepare.sources import Reading, TextSource, opened
+from nanoscale.data.prepare.sources import LABEL, Reading, TextSource, opened
 
 
 def prepare_in_cache(request: PreparationRequest, watcher: Watcher) -> Path:
@@ -53,6 +53,13 @@ def holds_pairs(source: TextSource) -> bool:
     """True if the first record of a file is a pair of answers."""
     with suppress(OSError, ValueError, LookupError):
         return holds_pair(_names_in(source) or [])
+    return False
+
+
+def holds_labels(source: TextSource) -> bool:
+    """True if the first record of a file has a field of this name."""
+    with suppress(OSError, ValueError, LookupError):
+        return LABEL in (_names_in(source) or [])
     return False
 
 
