@@ -60,12 +60,30 @@ def _first_difference(first: RankRecord, second: RankRecord) -> str | None:
         return None
     both = zip_longest(_collectives(first, shared), _collectives(second, shared))
     for number, (one, other) in enumerate(both, 1):
+        differs = (
+            f"collective {number} that ranks {first.rank} and {second.rank} share differs: rank "
+        )
         if _meaning(first, one) != _meaning(second, other):
-            return (
-                f"collective {number} that ranks {first.rank} and {second.rank} share differs: rank "
-                f"{first.rank} {_described(first, one)}, rank {second.rank} {_described(second, other)}"
-            )
+            others = f"rank {second.rank} {_described(second, other)}"
+            return f"{differs}{first.rank} {_described(first, one)}, {others}"
+        if one and other and one.sent:
+            pairs = ((first, one, second, other), (second, other, first, one))
+            if text := next(filter(None, (_unequal_split(*pair) for pair in pairs)), None):
+                return differs + text
     return None
+
+
+def _unequal_split(
+    sender: RankRecord, call: Call, receiver: RankRecord, answer: Call
+) -> str | None:
+    """Return how the bytes that a rank sends in an all-to-all differ from those that another one awaits."""
+    members = sender.groups[call.group]
+    sent = call.sent[members.index(receiver.rank)]
+    awaited = answer.received[members.index(sender.rank)]
+    if sent == awaited:
+        return None
+    parts = f"{byte_size(sent)} are for rank {receiver.rank}, which awaits {byte_size(awaited)}"
+    return f"{sender.rank} {_described(sender, call)}, of which {parts}"
 
 
 def _collectives(record: RankRecord, groups: set[tuple[int, ...]]) -> list[Call]:

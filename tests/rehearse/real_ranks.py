@@ -15,8 +15,9 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
 from nanoscale.rehearse.life import play, resume
 from nanoscale.rehearse.played import collectives
+from nanoscale.rehearse.played.collectives import Collective
 from nanoscale.rehearse.played.live_memory import LiveMemory
-from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.rehearse.played.record import Call, RankRecord
 from nanoscale.rehearse.rehearsed_job import Disk, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
@@ -24,9 +25,9 @@ from nanoscale.train.job import load_initial_weights, make_engine
 from tests.support.even_loads import even_loads
 from tests.support.ranks import run_ranks
 
-Signature = tuple[str, int, str, int | None, str]
+Signature = tuple[Any, ...]
 Program = list[tuple[list[int], Signature]]
-"""The members of the group, and what the members of a group have in common, of each collective in order."""
+"""The members of the group, and what is communicated, of each collective in order."""
 
 
 @dataclass
@@ -54,8 +55,7 @@ class Recorder(LiveMemory):
             if call is not None:
                 assert call.group is not None
                 members = dist.get_process_group_ranks(call.group)
-                about = call.kind, call.bytes, call.dtype, call.peer, call.reduction
-                self.sequence.append((members, about))
+                self.sequence.append((members, _about(call)))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -118,5 +118,10 @@ def sequence_of(record: RankRecord) -> Program:
     """Return a record's collectives in the form of `Measured.sequence`; equal micro batches several times."""
     found: Program = []
     for repeat, calls in groupby(record.calls, key=lambda call: call.repeat):
-        found += [(record.groups[call.group], call.signature) for call in calls] * repeat
+        found += [(record.groups[call.group], _about(call)) for call in calls] * repeat
     return found
+
+
+def _about(call: Collective | Call) -> Signature:
+    splits = [*call.sent], [*call.received]
+    return call.kind, call.bytes, call.dtype, call.peer, call.reduction, *splits

@@ -44,6 +44,20 @@ def test_a_collective_that_differs_is_named(other: list[Call]) -> None:
     assert "loop.py:1" in found
 
 
+@pytest.mark.parametrize("splits", [([8, 8], [8, 24]), ([8, 24], [8, 8])], ids=["less", "more"])
+def test_an_all_to_all_of_other_splits(splits: tuple[list[int], list[int]]) -> None:
+    sent, awaited = splits
+    first = REDUCE._replace(kind="all_to_all_single", sent=sent, received=[8, 16], bytes=32)
+    other = first._replace(
+        sent=[16, 0], received=[sent[1], 0], bytes=16
+    )  # each rank has its own sizes
+    assert pair([first], [other]) == []
+    (found,) = pair([first], [other._replace(received=[awaited[1], 0])])
+    assert f"of which {sent[1]} B are for rank 1, which awaits {awaited[1]} B" in found
+    (found,) = pair([first], [other._replace(sent=[8, 8])])
+    assert "of which 8 B are for rank 0, which awaits 16 B" in found
+
+
 def test_an_order_across_two_groups_that_both_ranks_share() -> None:
     other = REDUCE._replace(group=1)
     groups = [[0, 1], [0, 1, 2, 3]]

@@ -17,7 +17,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.models import transformer
-from nanoscale.parallel import fsdp, ring
+from nanoscale.parallel import expert, fsdp, ring
 from nanoscale.parallel.attention_kernels import KERNELS
 from nanoscale.rehearse.compare import mismatches
 from nanoscale.rehearse.kinds import played_ranks
@@ -26,7 +26,7 @@ from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.train.loop import Training
-from tests.support.measured_memory import SHAPE, Row, config_of
+from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive, usual_rows
 
@@ -120,6 +120,13 @@ def wait_in_every_way(_: int, __: NativeEngine, result: Any) -> None:
     zeros[zeros > 0].sum()
 
 
+def send_one_more(rank: int, plain: Any, x: Any, receiving: Any, sending: Any, group: Any) -> Any:
+    """Let rank 0 send the last rank a row less of the rows of experts, and itself a row more."""
+    if rank == 0 and sending and len(x) == sum(sending):
+        sending = [sending[0] + 1, *sending[1:-1], sending[-1] - 1]
+    return plain(x, receiving, sending, group)
+
+
 def copy_in_every_way(*_: Any) -> None:
     host = torch.ones(4)
     total = host.to("cuda") + host.cuda() + torch.as_tensor([1.0] * 4, device="cuda")
@@ -165,6 +172,9 @@ def reduce_in_a_circle(rank: int, x: torch.Tensor) -> None:
     own = [pair for pair in pairs if rank in dist.get_process_group_ranks(pair)]
     for group in own if rank in (0, 3) else reversed(own):
         dist.all_reduce(x, group=group)
+
+
+EXPERTS = {"dp": 2, "ep": 2}
 
 
 @dataclass
@@ -238,6 +248,11 @@ BUGS = {
         ),
         "ranks 0 and 1 share differs",
         SHARDED,
+    ),
+    "rows of experts that another rank does not await": Bug(
+        instead(expert, "all_to_all_single_autograd", send_one_more),
+        "which awaits",
+        EXPERTS,
     ),
     "both stages send first": Bug(in_step(both_send_first), "a deadlock: rank 0 waits for rank 2"),
     "an all-reduce between a send and its receive": Bug(
@@ -363,7 +378,8 @@ def _without_last(optimizer: Any) -> Any:
 def config(degrees: dict[str, Any], stage: int) -> ResolvedConfig:
     micro_batch = 2
     batch = micro_batch * degrees.get("dp", 1) * 2
-    row = Row("", degrees, stage, micro_batch, "bf16", TINY, global_batch=batch)
+    shape = replace(MIXTURE, layers=2) if "ep" in degrees else TINY
+    row = Row("", degrees, stage, micro_batch, "bf16", shape, global_batch=batch)
     return replace(config_of(row), checkpoint=Checkpoint(every=1))
 
 
@@ -423,7 +439,11 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
-    usual_rows({"stages": STAGES, "sharded": SHARDED, "ring": RING}, ("stages", "sharded")),
+    usual_rows(
+        {"stages": STAGES, "sharded": SHARDED, "ring": RING, "experts": EXPERTS},
+        ("stages", "sharded", "experts"),
+    ),
 )
 def test_nothing_is_found_without_a_bug(degrees: dict[str, Any]) -> None:
-    assert reports("", config(degrees, 0)) == ""
+    waits = ["tolist at"] * 2 if "ep" in degrees else []  # each rank reads the rows of its experts
+    assert reports("", config(degrees, 0)) == "\n".join(waits)

@@ -123,7 +123,7 @@ def compare(ranks: list[Measured], records: list[RankRecord], config: ResolvedCo
 def within_groups(program: Program, rank: int) -> list[Signature]:
     """Return what the members of a group have in common; a peer is counted from `rank` in its group."""
     found = []
-    for members, (kind, size, dtype, peer, reduction) in program:
+    for members, (kind, size, dtype, peer, reduction, *_) in program:
         if peer is not None and kind != "broadcast_":
             peer = (peer - members.index(rank)) % len(members)
         found.append((kind, size, dtype, peer, reduction))

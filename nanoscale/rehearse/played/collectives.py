@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -71,6 +71,10 @@ class Collective(NamedTuple):
     """The other rank of a message, or the root of a collective, numbered within the group."""
     reduction: str
     tensors: list[Tensor]
+    sent: Sequence[int]
+    """Bytes for each member of the group, of an all-to-all; empty for others."""
+    received: Sequence[int]
+    """Bytes from each member of the group, of an all-to-all; empty for others."""
 
 
 def described(func: Any, args: Any) -> Collective | None:
@@ -102,7 +106,28 @@ def described(func: Any, args: Any) -> Collective | None:
     if kind in _MESSAGES or kind in _ROOTED:
         peer = next(arg for arg in args if type(arg) is int)
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    return Collective(kind, group, size, dtype, peer, reduction, tensors)
+    sent, received = _splits(kind, args, group.size()) if group is not None else ((), ())
+    return Collective(kind, group, size, dtype, peer, reduction, tensors, sent, received)
+
+
+def _splits(kind: str, args: Any, ranks: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the bytes that an all-to-all sends to each member, and receives from each; else nothing."""
+    if kind == "alltoall_":
+        outputs, inputs = args[:2]
+        return [x.nbytes for x in inputs], [x.nbytes for x in outputs]
+    if kind == "alltoall_base_":
+        output, x, _, output_rows, input_rows, *_ = args
+        return _split_bytes(x, input_rows, ranks), _split_bytes(output, output_rows, ranks)
+    if kind == "all_to_all_single":
+        x, output_rows, input_rows, *_ = args
+        return _split_bytes(x, input_rows, ranks), _split_bytes(x, output_rows, ranks)
+    return (), ()
+
+
+def _split_bytes(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int]:
+    """Return the bytes of each part of a tensor, which has equal parts if no rows are given."""
+    row = tensor.nbytes // max(1, tensor.shape[0])
+    return [row * count for count in rows] if rows else [tensor.nbytes // ranks] * ranks
 
 
 def _bytes(argument: Any) -> int:

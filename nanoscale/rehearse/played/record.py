@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -66,11 +66,15 @@ class Call(NamedTuple):
     """The line of code that called it, as `file:line`."""
     reduction: str = ""
     """The operation of a reduction, such as `sum`; empty for others."""
+    sent: Sequence[int] = ()
+    """Bytes for each member of the group, of an all-to-all; empty for others."""
+    received: Sequence[int] = ()
+    """Bytes from each member of the group, of an all-to-all; empty for others."""
 
     @property
     def signature(self) -> tuple[str, int, str, int | None, str]:
         """The properties that must be equal on all members of the group."""
-        size = 0 if self.kind == "alltoall_base_" else self.bytes  # each rank has its own splits
+        size = 0 if self.sent else self.bytes  # of an all-to-all, each pair of ranks has a size
         return self.kind, size, self.dtype, self.peer, self.reduction
 
 

@@ -238,6 +238,8 @@ class World(DeviceMemory):
                 block=self._block[0] if self._block[1] == self.phase else "",
                 line=calling_line(),
                 reduction=collective.reduction,
+                sent=collective.sent,
+                received=collective.received,
             )
         )
 
