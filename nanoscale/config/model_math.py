@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoscale.config.objectives import made_for
 from nanoscale.config.parameters import block, block_products, ends, kinds_of_blocks
 from nanoscale.config.schema import Config, Lora, Model
 
@@ -37,8 +38,9 @@ def matmul_parameters(model: Model) -> int:
     Only the active experts of a token count.
     """
     if model.source != "own":
-        embedding = 0 if model.tie_embeddings else model.hidden * model.vocab
-        return parameters(model) - embedding
+        # A classifier has no head over the vocabulary that its embedding could be.
+        is_head = model.tie_embeddings and made_for(model.hf_config) != "classify"
+        return parameters(model) - (0 if is_head else model.hidden * model.vocab)
     blocks = sum(count * block_products(shape) for count, shape in kinds_of_blocks(model))
     return blocks + model.hidden * model.vocab
 

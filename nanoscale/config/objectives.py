@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from nanoscale.config.schema import Train
 
+CLASSIFIER = "ForSequenceClassification"
+"""The end of the names of transformers' models that classify."""
 PAIRED = ("dpo", "orpo")
 """Objectives of pairs: each sample is a chosen answer and a rejected one, a row of the batch each."""
 _EVALUATED = {
@@ -45,3 +50,10 @@ def needs_reference(train: Train) -> bool:
 def evaluated(train: Train) -> tuple[str, ...]:
     """Return the metrics of every evaluation, without metrics of tasks."""
     return ("eval_loss", *_EVALUATED.get(train.objective, ()))
+
+
+def made_for(document: Mapping[str, Any]) -> str:
+    """Return the `train.objective` that a model of transformers was made for: next-token, masked, classify."""
+    ends = {"ForMaskedLM": "masked", CLASSIFIER: "classify"}
+    classes = map(str, document.get("architectures") or ())
+    return next((ends[end] for name in classes for end in ends if name.endswith(end)), "next-token")

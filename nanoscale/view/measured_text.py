@@ -75,6 +75,12 @@ def _use(told: dict[str, Any], row: Any) -> Iterator[str]:
             yield row(f"of {label}", f"unknown: no data sheet gives one for {told['device']}")
             continue
         mfu, hfu = told[f"mfu{of}"], told[f"hfu{of}"]
+        if mfu > 1:
+            yield row(
+                f"of {label}",
+                f"unknown: the model computes more than {_flops(told[roof])}, {words}",
+            )
+            continue
         further = f", HFU {hfu:.1%}" if hfu is not None else ""
         yield row(f"of {label}", f"MFU {mfu:.1%}{further} of {_flops(told[roof])}, {words}")
         usual = usual_mfu_text(told.get("usual_mfu"))

@@ -14,6 +14,7 @@ from nanoscale.config.model_math import (
     parameters,
 )
 from nanoscale.config.schema import Model
+from nanoscale.view.measured_text import _use
 
 PUBLISHED = {
     "llama-8b": 8_030_261_248,
@@ -104,3 +105,20 @@ def test_attention_is_as_wide_as_the_heads_are():
 
 def test_open_head_counts_mean_what_the_schema_says():
     assert parameters(Model(heads=8)) == parameters(Model(heads=8, kv_heads=8, head_dim=8))
+
+
+def test_the_embedding_of_a_classifier_multiplies_nothing():
+    """In a small encoder it is most of the parameters: counted as a head, it shows an MFU far above 100 %."""
+    known = {"source": "hf", "hidden": 64, "vocab": 30_522, "parameters": 2_100_000}
+    known["tie_embeddings"] = True
+    masked = Model(**known, hf_config={"architectures": ["BertForMaskedLM"]})
+    classify = Model(**known, hf_config={"architectures": ["BertForSequenceClassification"]})
+    assert matmul_parameters(masked) == 2_100_000
+    assert matmul_parameters(classify) == 2_100_000 - 64 * 30_522
+
+
+def test_more_than_a_peak_is_no_share_of_it():
+    told = {"model_tflops": 9.0, "peak_tflops": None, "matmul_tflops": 1.0, "device": "cpu"}
+    told |= {"mfu_of_measured": 9.0, "hfu_of_measured": None}
+    (_, _, products) = _use(told, lambda name, text: f"{name} {text}")
+    assert "%" not in products and "unknown" in products

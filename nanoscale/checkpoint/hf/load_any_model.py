@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
-from nanoscale.config.hf.shape import CLASSIFIER, made_for
+from nanoscale.config.objectives import CLASSIFIER, made_for
 from nanoscale.models.hf_model import PREFIX, build, tied_parameters, tp_styles
 
 if TYPE_CHECKING:

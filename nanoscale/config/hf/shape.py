@@ -16,13 +16,13 @@ from nanoscale.common.errors import reason
 from nanoscale.common.json_text import parse
 from nanoscale.config.hf.families import FAMILIES, Family, HFKey, HFOnly, Json, UnsupportedError
 from nanoscale.config.hf.safetensors_headers import BadFileError, are_equal, read_folder
+from nanoscale.config.objectives import CLASSIFIER, made_for
 from nanoscale.config.schema import Model
 from nanoscale.config.values.convert import convert
 from nanoscale.config.violations import shown
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """The endings of the class names of causal language models."""
-CLASSIFIER = "ForSequenceClassification"
 
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -82,13 +82,6 @@ def has_own_head(folder: Path) -> bool:
         return HEAD in held and embedding is not None and not are_equal(held[HEAD], embedding)
     except (BadFileError, OSError):  # the code that needs the weights reports it
         return False
-
-
-def made_for(document: Json) -> str:
-    """Return the `train.objective` that a model of transformers was made for: next-token, masked, classify."""
-    ends = {"ForMaskedLM": "masked", CLASSIFIER: "classify"}
-    classes = map(str, document.get("architectures") or ())
-    return next((ends[end] for name in classes for end in ends if name.endswith(end)), "next-token")
 
 
 def as_classifier(document: Json, labels: int) -> Json:

@@ -9,8 +9,8 @@ from nanoscale.common.units import listed
 from nanoscale.config.hf import peft
 from nanoscale.config.hf.families import FAMILIES
 from nanoscale.config.hf.pretrained import absolute_name
-from nanoscale.config.hf.shape import made_for
 from nanoscale.config.model_math import FEED_FORWARD, adaptable_layers
+from nanoscale.config.objectives import made_for
 from nanoscale.config.parameters import block
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
