@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -161,24 +161,22 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
 
     message = _EXCESS.sub("", error.format_message()).replace("Input should be", "must be")
     option, advice, wrong = getattr(error, "option_name", None), tuple[str, ...](), None
-    what = _UNKNOWN
+    what = ""
     if choice := _NOT_A_CHOICE.fullmatch(message):
         option, wrong, choices = choice[1], choice[2], re.findall(r"'([^']+)'", choice[3])
         what = f"is not one of {', '.join(choices)}"
         advice = tuple(f"{option} {it}" for it in nearest(wrong, choices) or choices)
     elif isinstance(option, str) and hasattr(error, "possibilities"):  # else it lacks its value
         context = getattr(error, "ctx", None)
-        unknown = [
-            _unknown_option(name, arguments, context)
-            for name in _unknown_options(option, arguments, context)
-        ]
-        if len(unknown) > 1:
+        names = _unknown_options(option, arguments, context)
+        first, *others = unknown = [_unknown_option(name, arguments, context) for name in names]
+        if others:
             return UserError("usage", f"{len(unknown)} things are wrong", unknown)
-        option, wrong = unknown[0].key, cast(str | None, unknown[0].value)
-        advice, what = unknown[0].suggestions, unknown[0].message
+        if first.suggestions or first.message != _UNKNOWN:
+            return UserError("usage", f"{first.key}: {first.message}", unknown)
     if message.startswith("No such command 'version'"):
         option, what, advice = "version", "is an option", ("nanoscale --version",)
-    if not advice and what == _UNKNOWN:
+    if not advice:
         return UserError("usage", message)
     shown = f"{option} {wrong}" if choice else option
     violation = Violation(str(option), wrong, "command line", what, advice)
@@ -191,12 +189,13 @@ def _unknown_options(
     """Return the name of the first unknown option as it was typed, and the names of all further ones."""
     named = [word.partition("=")[0] for word in arguments if word.startswith("-")]
     first = next((name for name in named if name.startswith(first)), first)
-    if context is None:
-        return [first]
-    known = {"--help", *(name for one in context.command.params for name in one.opts)}
-    known |= {name for one in context.command.params for name in one.secondary_opts}
-    others = (name for name in named if name.startswith("--") and name not in {*known, "--"})
+    known = {"--help", "--"}.union(*(it.opts + it.secondary_opts for it in _parameters(context)))
+    others = (name for name in named if name.startswith("--") and name not in known)
     return list(dict.fromkeys([first, *others]))
+
+
+def _parameters(context: typer.Context | None) -> Sequence[Any]:
+    return context.command.params if context is not None else ()
 
 
 def _unknown_option(
@@ -210,9 +209,10 @@ def _unknown_option(
         what = f"{_UNKNOWN}; a recipe is made of DeepSpeed's JSON"
         return Violation(option, value, "command line", what, advice)
     first, _, rest = dashed.rpartition("-")
+    known = [name for one in _parameters(context) for name in one.opts]
     near = [
         name  # of --num-gpus, the last word must be near, too
-        for name in _near_option(dashed, context)
+        for name in nearest(dashed, [*known, "--help"])
         if len(rest) < 4
         or not name.startswith(f"{first}-")
         or nearest(rest, [name.removeprefix(f"{first}-")])
@@ -222,18 +222,6 @@ def _unknown_option(
     more, note = ((), "") if dashed in near else _as_overrides(option, value, arguments)
     what = _UNKNOWN + (f"; it {note}" if note else "")
     return Violation(option, None, "command line", what, (*options, *more))
-
-
-def _near_option(option: str, context: typer.Context | None) -> list[str]:
-    """Return the command's options that are like one, by what follows their dashes."""
-    from nanoscale.config.violations import nearest
-
-    parameters = context.command.params if context is not None else ()
-    known = [
-        "help",
-        *(name.lstrip("-") for one in parameters for name in one.opts if name.startswith("--")),
-    ]
-    return [f"--{name}" for name in nearest(option.lstrip("-"), known)]
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
@@ -250,8 +238,9 @@ def _value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 def _with_value(option: str, value: str | None, context: typer.Context | None) -> str:
     """Return an option with the value of a mistyped one, if it takes one."""
-    parameters = context.command.params if context is not None else ()
-    flags = {name for it in parameters if getattr(it, "is_flag", False) for name in it.opts}
+    flags = {
+        name for it in _parameters(context) if getattr(it, "is_flag", False) for name in it.opts
+    }
     takes_none = option in {*flags, "-h", "--help"}
     return option if value is None or takes_none else f"{option} {shlex.quote(value)}"
 

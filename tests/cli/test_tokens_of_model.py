@@ -151,12 +151,12 @@ def test_a_path_that_names_no_texts_is_answered_as_prepare_answers_it(line, caps
     Path("code.py").write_text("print(1)")
     for path, what in (("nope.jsonl", "no such file"), ("code.py", ".csv (all also .gz and .zst)")):
         (wrong,) = errors(line, capsys, f"data.path={path}")
-        assert wrong["key"] == "data.path" and what in wrong["message"]
+        assert wrong["key"] == path and what in wrong["message"]
     inspect = ["data", "inspect", "--json"]
     (wrong,) = errors(inspect, capsys, "a.jsonl")
     (command,) = wrong["suggestions"]
     assert nanoscale(shlex.split(command)[1:]) == 0
-    assert nanoscale([*inspect, "a-tokens"]) == 0
+    assert nanoscale([*inspect, "tokens"]) == 0
 
 
 def test_the_objective_of_other_records_is_answered_with_their_form(line, capsys):

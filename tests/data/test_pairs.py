@@ -9,7 +9,8 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.token_files import manifest
-from nanoscale.data.prepare.cached import holds_pairs
+from nanoscale.data.prepare.cached import first_fields
+from nanoscale.data.prepare.pairs import holds_pair
 from nanoscale.data.prepare.sources import find_sources
 from tests.data.test_chat import marked, write_chats
 from tests.data.texts import prepared
@@ -44,7 +45,7 @@ def test_forms_of_records_are_the_same_pairs(tmp_path: Path, name: str) -> None:
     found = manifest(tmp_path / "out")
     assert found is not None and found["pairs"] is True and found["train"]["documents"] == 4
     (file,) = find_sources([str(source)])
-    assert holds_pairs(file)
+    assert holds_pair(first_fields(file))
 
 
 def test_answers_that_both_share_are_not_learned(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from functools import lru_cache
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
         return {}
     for key in ("path", "valid_path"):
         file = getattr(data, key)
-        if not file or Path(file).expanduser().is_dir():
+        if not file or Path(file).expanduser().is_dir() or has_magic(file):
             continue
         from nanoscale.data.prepare.sources import KINDS, ending
 
@@ -47,7 +47,6 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
             tokens = FORMATS[format_of(file)]
             if data.source == "megatron" or not tokens.missing(tokens.stem(file)):
                 continue
-        _require_text(composed, f"data.{key}", file)
         folder = _prepared(_request(composed, file))
         source = f"prepared from {file}"
         settings |= {
@@ -59,30 +58,21 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
     return settings
 
 
-def _require_text(composed: Composed, key: str, file: str) -> None:
-    """Refuse a path that names neither texts nor tokens, as `nanoscale data prepare` does."""
-    from nanoscale.data.prepare.sources import find_sources
-
-    try:
-        find_sources([file])
-    except UserError as error:
-        wrong = replace(error.violations[0], key=key, value=file, source=composed.source(key))
-        raise UserError("data", f"{key}={file}: {wrong.message}", [wrong]) from error
-
-
 def _request(composed: Composed, file: str) -> PreparationRequest:
     from nanoscale.data.corpus import cache_folder
     from nanoscale.data.prepare import PreparationRequest
-    from nanoscale.data.prepare.cached import holds_chats, holds_labels, holds_pairs
-    from nanoscale.data.prepare.sources import find_sources
+    from nanoscale.data.prepare.cached import first_fields, holds_chats
+    from nanoscale.data.prepare.pairs import holds_pair
+    from nanoscale.data.prepare.sources import LABEL, find_sources
 
     (source,) = find_sources([file])
     data, model, train = composed.config.data, composed.config.model, composed.config.train
     by_hand = composed.by_hand("data.tokenizer")
     named = data.tokenizer if by_hand or model.init_from is None else model.init_from
-    pairs = holds_pairs(source)
-    chat = pairs or holds_chats(source)
-    if train.objective != "classify" and holds_labels(source):
+    names = first_fields(source)
+    pairs = names is not None and holds_pair(names)
+    chat = pairs or holds_chats(names)
+    if names and LABEL in names and train.objective != "classify":
         display.note(
             f"{file}: its field `label` is not used: only train.objective=classify learns it"
         )

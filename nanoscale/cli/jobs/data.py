@@ -144,11 +144,8 @@ def inspect_data(
     from nanoscale.view.data_text import print_inspected
 
     if ending(Path(path))[0] in KINDS and Path(path).is_file():
-        prepare = shlex.join(["nanoscale", "data", "prepare", path, "--tokenizer", "byte"])
-        out = shlex.join(["--out", f"{Path(path).stem}-tokens"])
-        refuse_option(
-            "PATH", path, "holds texts, and this command reads tokens", f"{prepare} {out}"
-        )
+        prepare = f"nanoscale data prepare {shlex.quote(path)} --tokenizer byte --out tokens"
+        refuse_option("PATH", path, "holds texts, and this command reads tokens", prepare)
     config = compose(overrides).config if overrides else None
     vocab, eos = (config.model.vocab, config.data.eos) if config else (None, None)
     init_from = config.model.init_from if config else None

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from nanoscale.config.token_files import manifest
 from nanoscale.data.prepare.chunks import Cursor, read_chunks
-from nanoscale.data.prepare.pairs import holds_pair
 from nanoscale.data.prepare.preparation import (
     PreparationRequest,
     Watcher,
@@ -20,7 +19,7 @@ from nanoscale.data.prepare.preparation import (
 )
 from nanoscale.data.prepare.records import csv_header
 from nanoscale.data.prepare.render import pair_in
-from nanoscale.data.prepare.sources import LABEL, Reading, TextSource, opened
+from nanoscale.data.prepare.sources import Reading, TextSource, opened
 
 
 def prepare_in_cache(request: PreparationRequest, watcher: Watcher) -> Path:
@@ -37,34 +36,23 @@ def prepare_in_cache(request: PreparationRequest, watcher: Watcher) -> Path:
     return out
 
 
-def holds_chats(source: TextSource) -> bool:
-    """True if the first record of a file holds a chat and no text."""
+def holds_chats(names: list[str] | None) -> bool:
+    """True if a record of these fields, or a list, holds a chat and no text."""
+    if names is None:
+        return True
+    return "text" not in names and (
+        "messages" in names or "conversations" in names or pair_in(names) is not None
+    )
+
+
+def first_fields(source: TextSource) -> list[str] | None:
+    """Return the names of the fields of a file's first record; None if it is a list itself."""
     with suppress(OSError, ValueError, LookupError):  # the preparation reports what is wrong
-        names = _names_in(source)
-        if names is None:
-            return True
-        return "text" not in names and (
-            "messages" in names or "conversations" in names or pair_in(names) is not None
-        )
-    return False
-
-
-def holds_pairs(source: TextSource) -> bool:
-    """True if the first record of a file is a pair of answers."""
-    with suppress(OSError, ValueError, LookupError):
-        return holds_pair(_names_in(source) or [])
-    return False
-
-
-def holds_labels(source: TextSource) -> bool:
-    """True if the first record of a file has a field of this name."""
-    with suppress(OSError, ValueError, LookupError):
-        return LABEL in (_names_in(source) or [])
-    return False
+        return _names_in(source)
+    return []
 
 
 def _names_in(source: TextSource) -> list[str] | None:
-    """Return the names of the fields of the first record; None if it is a list itself."""
     if source.kind == "text":
         return []
     if source.kind == "parquet":
