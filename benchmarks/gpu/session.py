@@ -55,6 +55,8 @@ class Failed(NotMeasured):
 
     def __init__(self, log: str) -> None:
         super().__init__(f"failed: {cause(log)}", log)
+        if self.out_of_memory:
+            self.args = (f"does not fit: {cause(log)}",)
 
     @property
     def out_of_memory(self) -> bool:
