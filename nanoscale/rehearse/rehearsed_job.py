@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanoscale.backends.base import Engine
-from nanoscale.checkpoint import saver, sharded
+from nanoscale.checkpoint import saver, sharded, store
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
@@ -25,6 +26,7 @@ from nanoscale.config.schema import Guard
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.metrics.meter import Meter
+from nanoscale.parallel import process_group
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.train import layer_statistics
 from nanoscale.train.checkpointing import Progress
@@ -53,14 +55,43 @@ class Disk:
                 outcome.set_result(act())
             return outcome
 
-        def save(workspace: Path, state: dict[str, Tensor], *_: Any) -> Path:
-            self.tensors = describe(state)
-            return workspace
+        def saving(save: Callable[..., Path]) -> Callable[..., Path]:
+            def call(workspace: Path, state: dict[str, Tensor], *about: Any) -> Path:
+                self.tensors = describe(state)
+                return save(workspace, state, *about)
 
-        patches.replace(sharded, "save", save)
+            return call
+
+        patches.wrap(sharded, "save", saving)
+        patches.replace(sharded, "_prepare", ignore)
+        patches.replace(sharded, "_written_by", lambda *_: [])
+        patches.replace(sharded.dcp, "save", ignore)
+        for name, result in {
+            "publish": None,
+            "sum_files": {},
+            "prune": store.Pruned([], {}),
+        }.items():
+            patches.replace(store, name, lambda *_, result=result: result)
+        patches.replace(process_group, "gather", _gather)
+        patches.replace(process_group, "broadcast", _broadcast)
         patches.replace(saver, "_run_in_thread", at_once)
         patches.replace(load, "read_part", _without_numbers)
         patches.replace(layer_statistics, "_append", ignore)
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather a byte in place of an object, whose size may differ between ranks."""
+    if dist.is_initialized():
+        byte = torch.zeros(1, dtype=torch.uint8)
+        dist.all_gather([byte.clone() for _ in range(dist.get_world_size())], byte, group)
+    return [value] * process_group.world_size()
+
+
+def _broadcast(read: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Broadcast a byte in place of what `read` returns, which is the same on every rank here."""
+    if dist.is_initialized():
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0, group)
+    return read()
 
 
 def _without_numbers(_: Any, tensor: Stored, slices: tuple[slice, ...]) -> Tensor:
@@ -88,7 +119,11 @@ def shortened(config: ResolvedConfig, steps: int) -> ResolvedConfig:
     train = replace(train, steps=steps, log_every=steps, eval_every=every, eval_samples=one_batch)
     train = replace(train, eval_tasks=[], eval_tasks_dir=None, eval_tasks_limit=None)
     checkpoint = replace(
-        checkpoint, best_metric="eval_loss", every=steps if saves else 0, every_minutes=None
+        checkpoint,
+        best_metric="eval_loss",
+        every=steps if saves else 0,
+        every_minutes=None,
+        upload=None,
     )
     return replace(config, train=train, checkpoint=checkpoint, guard=Guard(every=0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,6 +92,26 @@ def test_a_whole_life() -> None:
     assert record.host_peak > record.checkpoint["bytes"]  # the copy that is written
     calls = {(call.kind, call.phase) for call in record.calls}
     assert {("_allgather_base_", "evaluation"), ("allgather_", "log")} < calls
+
+
+def play_in(_: int, config: ResolvedConfig, folder: Path) -> RankRecord:
+    os.chdir(folder)
+    return life.play(config, 0, 2, H200)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_among_checkpoints_deletes_none_and_plays_the_collectives_of_one(
+    tmp_path: Path,
+) -> None:
+    for step in (10, 20, 30):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    uploads = f"file://{tmp_path}/uploads"
+    saving = Checkpoint(every=50, keep_last=1, asynchronous=True, upload=uploads)
+    (record,) = run_ranks(play_in, 1, replace(row({"dp": 2}, 3), checkpoint=saving), tmp_path)
+    assert record.error == ""
+    assert len(list(tmp_path.iterdir())) == 3
+    kinds = [call.kind for call in record.calls if call.phase == "checkpoint thread"]
+    assert kinds == ["broadcast_", *["allgather_"] * 4]
 
 
 @pytest.mark.slow
