@@ -76,7 +76,7 @@ def _first_difference(first: RankRecord, second: RankRecord) -> str | None:
 def _unequal_split(
     sender: RankRecord, call: Call, receiver: RankRecord, answer: Call
 ) -> str | None:
-    """Return how the bytes that a rank sends in an all-to-all differ from those that another one awaits."""
+    """Return the bytes that one rank sends and another one awaits in an all-to-all if they differ."""
     members = sender.groups[call.group]
     sent = call.sent[members.index(receiver.rank)]
     awaited = answer.received[members.index(sender.rank)]
