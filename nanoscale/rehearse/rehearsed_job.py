@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from nanoscale.backends.base import Engine
@@ -65,7 +66,7 @@ class Disk:
         patches.wrap(sharded, "save", saving)
         patches.replace(sharded, "_prepare", ignore)
         patches.replace(sharded, "_written_by", lambda *_: [])
-        patches.replace(sharded.dcp, "save", ignore)
+        patches.replace(dcp, "save", ignore)
         patches.replace(store, "publish", ignore)
         patches.replace(store, "sum_files", lambda _: {})
         patches.replace(store, "prune", lambda *_: store.Pruned([], {}))
