@@ -14,6 +14,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import packaged
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.request import Request
+from nanoscale.plan import saving
 from nanoscale.plan.predict import SURE, predict
 from nanoscale.view.plan.prediction import document
 from nanoscale.view.run.launch_text import precision_lines
@@ -299,6 +300,14 @@ def _with(words):
     """Replace keys of a command line, which may set each key once."""
     keys = {word.partition("=")[0] for word in words}
     return [word for word in LARGE if word.partition("=")[0] not in keys] + words
+
+
+def test_the_disk_of_a_described_machine_is_not_known(capsys, monkeypatch):
+    monkeypatch.setattr(saving, "_free_bytes", lambda _: 1)
+    line = ("recipe=debug", "--json")
+    for cluster, free in (("local", 1), ("h100-sxm", None)):
+        found = json.loads(output(capsys, *line, f"cluster={cluster}"))["checkpoints"]
+        assert found["free_bytes"] == free and bool(found["warnings"]) == (free is not None)
 
 
 def test_a_dry_run_shows_the_plan(capsys):

@@ -36,6 +36,10 @@ def test_it_is_said_in_words() -> None:
     text = usual_mfu_text(usual_mfu(job("llama-8b")))
     assert text == "published runs of this size and dtype reach an MFU of 29% to 56%"
     assert usual_mfu_text(None) is None
+    assert usual_mfu_text((0.29, 0.56), 0.56) == text
+    assert str(usual_mfu_text((0.29, 0.56), 0.6)).endswith(
+        "this plan is above them, so expect less"
+    )
 
 
 def test_the_medians_of_published_runs_are_usual() -> None:

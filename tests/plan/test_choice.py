@@ -135,6 +135,16 @@ def test_a_job_that_no_number_of_these_devices_fits_would_take_larger_ones():
     assert said == f"{none}; it would take larger devices or hosts"
 
 
+@pytest.mark.slow
+def test_a_batch_that_the_devices_do_not_divide_is_named_as_the_cause():
+    batch = "train.global_batch=1032"
+    odd = request_of(h100(24), recipe="llama-70b")
+    said = remedy(odd.composed, predict(odd.config), odd.devices)
+    assert f"would take {batch} (1,024 is not divisible by 24 devices) or 48 devices" in said
+    whole = request_of(h100(24), batch, recipe="llama-70b")
+    assert whole.choice is not None and whole.choice.plan.fits
+
+
 def test_a_frozen_choice_is_kept_and_made_again_on_other_ranks(tmp_path):
     line = ("launcher.devices=2", "train.global_batch=1", "cluster=local")
     first = request_of(CPU, *line, recipe="debug")

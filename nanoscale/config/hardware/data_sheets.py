@@ -237,7 +237,9 @@ def usual_mfu(config: Config) -> tuple[float, float] | None:
     return next((low, high) for most, low, high in bits if size <= most)
 
 
-def usual_mfu_text(usual: tuple[float, float] | None) -> str | None:
+def usual_mfu_text(usual: tuple[float, float] | None, planned: float = 0.0) -> str | None:
     if usual is None:
         return None
-    return f"published runs of this size and dtype reach an MFU of {usual[0]:.0%} to {usual[1]:.0%}"
+    low, high = usual
+    more = "; this plan is above them, so expect less" if planned > high else ""
+    return f"published runs of this size and dtype reach an MFU of {low:.0%} to {high:.0%}{more}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
 
+from nanoscale.common.units import GIB
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honored
 from nanoscale.plan.hardware.hardware import Hardware
@@ -79,9 +80,12 @@ class SearchResult:
         return self.ranked[0] if self.ranked else None
 
     def front(self) -> list[Prediction]:
-        """Return the Pareto front: no layout is faster than a returned one and needs less memory."""
+        """Return the Pareto front: no layout is faster than a returned one with as little memory, as both are
+        shown."""
         front: list[Prediction] = []
-        for plan in sorted(self.ranked, key=lambda p: (p.worst.total, p.time.seconds)):
+        for plan in sorted(
+            self.ranked, key=lambda p: (float(f"{p.worst.total / GIB:.3g}"), p.time.seconds)
+        ):
             if not front or plan.time.seconds < front[-1].time.seconds:
                 front.append(plan)
         return front

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from nanoscale.common.units import GIB, byte_size, counted, duration, share, three_digits
@@ -14,7 +14,7 @@ from nanoscale.config.training_phases import samples_after
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.padding import Padding, paddings
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
-from nanoscale.plan.saving import plan_saving
+from nanoscale.plan.saving import SavingPlan, plan_saving
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, shape, size
@@ -62,7 +62,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "usual_mfu": usual_mfu(plan.config),
         "pipeline_utilization": plan.timeline.utilization if plan.timeline is not None else None,
         "training": asdict(plan.training),
-        "checkpoints": saving_text.document(plan_saving(plan.config, time.seconds)),
+        "checkpoints": saving_text.document(_saving(plan)),
         "paddings": [asdict(one) for one in paddings(plan.config, plan.hardware)],
         "parameters": parameters(plan.config.model),
         "active_parameters": active_parameters(plan.config.model),
@@ -73,6 +73,12 @@ def document(plan: Prediction) -> dict[str, Any]:
         },
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
+
+
+def _saving(plan: Prediction) -> SavingPlan:
+    """Return the plan of checkpoints; the disk of a described machine is not known here."""
+    saving = plan_saving(plan.config, plan.time.seconds)
+    return saving if plan.config.cluster.device is None else replace(saving, free=None)
 
 
 def bought_training(amount: str, plan: Prediction, override: str) -> tuple[dict[str, Any], str]:
@@ -269,7 +275,7 @@ def outcome(plan: Prediction) -> list[str]:
     layout, compiled = plan.config.parallel, plan.config.backend.compile == "on"
     mode = layout.activation_checkpointing, layout.selective_keep
     recomputes_idly = compiled and mode == ("selective", "matmuls")
-    usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config))
+    usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config), time.mfu)
     return [
         speed,
         *(["rough: this CPU's speed is assumed; `nanoscale doctor` measures it"] if rough else []),
@@ -279,5 +285,5 @@ def outcome(plan: Prediction) -> list[str]:
         *([_IDLE_RECOMPUTATION] if recomputes_idly else []),
         *map(_padding, paddings(plan.config, plan.hardware)),
         length,
-        *saving_text.saving_lines(plan_saving(plan.config, time.seconds)),
+        *saving_text.saving_lines(_saving(plan)),
     ]

@@ -78,6 +78,15 @@ def would_take(composed: Composed, plan: Prediction, devices: Devices) -> str:
     """Return in one sentence what a job would take that no layout of its devices fits."""
     space, ways = _space(composed, plan, devices), []
     base, hardware = space.base, plan.hardware
+    batch, train = base.train.global_batch, base.train
+    if batch % space.world:
+        whole = -(-batch // space.world) * space.world
+        divisible = replace(base, train=replace(train, global_batch=whole))
+        if _fits(replace(space, base=divisible), hardware):
+            devices_text = counted(space.world, "device")
+            ways.append(
+                f"train.global_batch={whole} ({batch:,} is not divisible by {devices_text})"
+            )
     for factor in (2**n for n in range(1, 12)):
         world = space.world * factor
         if _fits(replace(space, world=world), hardware):
