@@ -118,6 +118,8 @@ class Steady:
     """The number of steps; a logged record may be the mean of several."""
     seconds: float | None
     """Seconds of a step, the median of the records; None if there are none."""
+    tokens_per_s: float | None
+    """The median of the same records."""
     memory_gib: float | None
     """The largest logged value, over all steps."""
     after: int
@@ -127,7 +129,7 @@ class Steady:
 def steady(run: RunDirectory) -> Steady:
     """Summarize metrics.jsonl for steps of the run's present configuration."""
     first_step, starts = _configuration_start(run)
-    steps, times, memory = 0, [], []
+    steps, times, speeds, memory = 0, [], [], []
     previous = 0
     for record in read(run):
         step, seconds = record["step"], record.get("step_time_s")
@@ -141,7 +143,9 @@ def steady(run: RunDirectory) -> Steady:
         if seconds is not None and seconds > 0 and not is_warming_up:
             steps += step - first + 1
             times.append(seconds)
-    return Steady(steps, median(times) if times else None, max(memory, default=None), first_step)
+            speeds += [speed] if (speed := record.get("tokens_per_s")) else []
+    seconds, speed = (median(values) if values else None for values in (times, speeds))
+    return Steady(steps, seconds, speed, max(memory, default=None), first_step)
 
 
 def _configuration_start(run: RunDirectory) -> tuple[int, list[int]]:

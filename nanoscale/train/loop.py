@@ -193,6 +193,8 @@ class Training:
         self.zero_norms = count_zeros(self.zero_norms, step, loss, norm)
         if self.zero_norms == 1:
             self.note("zero gradient", f"no gradient reaches the weights in step {step}")
+        elif not loss and not norm:
+            self.note("zero gradient", f"no token of step {step} has a loss, so its loss is 0")
         self.step_log.warn(record)
         if jump := self.progress.spikes.add(record["loss"]):
             jump = f"{jump} (step {record['step']})"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoscale.common.units import counted
+from nanoscale.common.units import counted, three_digits
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.layout import stage_layers
 from nanoscale.config.model_math import describe_adapters, parameters
@@ -171,6 +171,8 @@ def _hooks(hooks: Hooks) -> str:
 
 def seen_text(times: float) -> str:
     """Return how often the data is seen, in words."""
+    if times < 1:
+        return f"{three_digits(100 * times)}% of it is seen"
     return f"seen {times:,.0f} times" if times >= 100 else f"seen {times:.3g} times"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.config.hardware.data_sheets import usual_mfu_text
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import has_whole_documents
 from nanoscale.metrics.step_parts import table_lines
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
@@ -180,16 +180,16 @@ def _chart(about: Document, name: str, key: str, ideal: list[float]) -> str:
 
 def evaluation_document(config: ResolvedConfig, task: Document, figures: Document) -> Document:
     """Return the document of `eval --json`. Values that are not finite are null."""
-    paired = is_paired(config.train)
+    of_texts = not has_whole_documents(config.train)
     measured = figures["parts"]
-    parts, shares = [_source(part, paired) for part in measured], [it["share"] for it in measured]
+    parts, shares = [_source(part, of_texts) for part in measured], [it["share"] for it in measured]
     loss = sum(share * part["loss"] for share, part in zip(shares, parts, strict=True))
     alone = parts[0] if len(parts) == 1 else None
     return {
         "checkpoint": task["checkpoint"] or config.model.init_from,
         "step": task["step"],
         "loss": _finite(loss),
-        "perplexity": None if paired else _perplexity(loss),
+        "perplexity": _perplexity(loss) if of_texts else None,
         **{
             name: sum(share * part[name] for share, part in zip(shares, measured, strict=True))
             for name in ("preferred", "margin", "accuracy")  # of pairs, and of labels
@@ -221,11 +221,11 @@ def print_loss(document: Document) -> None:
         display.show(f"  accuracy       {document['accuracy']:.1%} of {document['tokens']:,} texts")
     else:
         display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
-    if document["bytes"]:
+    if document["bits_per_byte"] is not None:
         display.show(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
     for part in document["sources"]:
         words = shown(part["loss"], ".4f")
-        if "preferred" not in document:
+        if document["perplexity"] is not None:
             words += f", perplexity {shown(part['perplexity'], ',.3f')}"
         display.show(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
     speed = document["tokens"] / document["seconds"]
@@ -248,12 +248,12 @@ def plain_numbers(value: Any) -> Any:
         return str(value)
 
 
-def _source(figures: Document, paired: bool) -> Document:
+def _source(figures: Document, of_texts: bool) -> Document:
     """Return the same for one source."""
     loss, text_bytes = figures["loss_sum"] / figures["tokens"], figures["bytes"]
-    bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
+    bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes and of_texts else None
     named = {name: figures[name] for name in ("name", "samples", "tokens", "seconds", "bytes")}
-    perplexity = None if paired else _perplexity(loss)
+    perplexity = _perplexity(loss) if of_texts else None
     return {**named, "loss": loss, "perplexity": perplexity, "bits_per_byte": _finite(bits)}
 
 

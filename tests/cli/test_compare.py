@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
+from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.runs import status
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.view.job_text import seen_text
+from nanoscale.view.run.outcome_text import print_outcome
 from tests.cli import Capsys
 from tests.support.recipes import changed
 
@@ -93,3 +97,28 @@ def test_a_bad_line_writes_nothing(words: list[str], capsys: Capsys) -> None:
     out, err = capsys.readouterr()
     assert not out and err.count("error:") == 1
     assert sorted(Path().rglob("*")) == before
+
+
+def test_the_end_of_a_run_and_the_comparison_have_one_speed(capsys: Capsys) -> None:
+    run, stream = RunDirectory.open("a"), io.StringIO()
+    plan = {"tokens_per_s": 70.0, "hardware": {"device": "cpu"}, "memory": {"allocated_gib": 1.0}}
+    write_json(run.plan, plan)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line, speed in zip(lines, (1.0, 1.0, 1.0, 30.0, 50.0, 40.0, 20.0, 9.0), strict=True):
+        line["tokens_per_s"] = speed
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print_outcome(run, Outcome("completed", 0), stream)
+    assert "  speed       30 tokens/s (median), planned 70\n" in stream.getvalue()
+    assert nanoscale(["runs", "compare", "a", "b", "--json"]) == 0
+    speeds = [one["tokens_per_s"] for one in json.loads(capsys.readouterr().out)["runs"]]
+    assert speeds == [30.0, None]
+
+
+def test_a_part_of_the_data_is_a_percentage() -> None:
+    texts = [seen_text(times) for times in (0.00103, 0.25, 1.5, 123.4)]
+    assert texts == [
+        "0.103% of it is seen",
+        "25% of it is seen",
+        "seen 1.5 times",
+        "seen 123 times",
+    ]

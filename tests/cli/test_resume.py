@@ -94,6 +94,18 @@ def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
     assert said.count("cannot be changed by resume") == 2
     asked = "model.ffn=256 train.seed=1 zero=stage2 optimizer.lr=1e-4"
     assert f"nanoscale train --config {run.config} {asked}" in said.replace("\n", " ")
+    assert "run.from_run" not in said  # other shapes
+
+
+def test_what_a_run_cannot_change_another_run_can_with_its_weights(run, capsys):
+    save(run, 5)
+    assert nanoscale(["resume", "x", "train.seq_len=32", "--dry-run", "--json"]) == 2
+    (wrong,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+    other = f"nanoscale train --config {run.config} train.seq_len=32"
+    assert wrong["suggestions"] == [f"{other} run.from_run=x", other]
+    assert nanoscale(["resume", "x", "recipe=tiny", "--json"]) == 2
+    (wrong,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+    assert "--config" not in wrong["message"].replace("of --config", "")
 
 
 @pytest.mark.slow
@@ -185,6 +197,9 @@ def test_a_complete_run_says_how_to_extend_it(run, capsys):
     status.write(run, status.read(run).starting(1).ending("completed", 0))
     assert nanoscale(["resume", "x"]) == 0
     assert "nanoscale resume x train.steps=40" in capsys.readouterr().out
+    assert nanoscale(["resume", "x", "train.steps=5"]) == 0
+    said = capsys.readouterr().out
+    assert "it trained 20 steps" in said and "nanoscale resume x train.steps=40" in said
     assert nanoscale(["resume", "x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "completed"
 

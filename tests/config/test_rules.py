@@ -640,3 +640,16 @@ def test_token_files_need_no_room_for_bytes(tmp_path: Path) -> None:
         assert (found.key, found.value) == ("model.vocab", 64) and "257 tokens" in found.message
         assert checked(*words, more, found.suggestions[0]).model.vocab == 257
     assert found.suggestions[1] == "train.sample_tokens=0"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.vocab=100",),
+        ("data.tokenizer=bpe", "data.bpe_vocab=1024"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_is_an_error_of_the_data(words):
+    with pytest.raises(UserError) as caught:
+        checked(*words, on=CPU)
+    assert caught.value.kind == "data"

@@ -15,10 +15,11 @@ def run(tmp_path):
 
 
 def log(run, *records):
-    """Records of (step, seconds, GiB)."""
+    """Records of (step, seconds, GiB); a step has 100 tokens."""
     with run.metrics.open("a") as file:
         for step, seconds, memory in records:
             line = {"step": step, "step_time_s": seconds, "memory_gib": memory}
+            line["tokens_per_s"] = 100 / seconds if seconds else None
             file.write(json.dumps(line) + "\n")
 
 
@@ -34,6 +35,7 @@ def test_the_first_steps_do_not_count_and_the_median_is_taken(run):
     log(run, (4, 0.5, 2.0), (5, 0.4, 2.5), (6, 7.0, 2.5))
     found = steady(run)
     assert (found.steps, found.seconds, found.memory_gib) == (3, 0.5, 2.5)
+    assert found.tokens_per_s == 200
 
 
 def test_a_record_of_many_steps_counts_wholly_or_not(run):

@@ -20,11 +20,13 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Backend, Checkpoint, Data, DataSource, Optimizer, Parallel
 from nanoscale.data.dataset import open_data
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import evaluation
+from nanoscale.view.measured_text import evaluation_document
 from tests.support.jobs import (
     PRECISIONS,
     SEQ_LEN,
@@ -39,6 +41,7 @@ from tests.support.jobs import (
     write_tokens,
 )
 from tests.support.ranks import run_ranks
+from tests.support.recipes import changed
 from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
@@ -286,3 +289,17 @@ def test_an_evaluation_without_a_counted_token_is_refused(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="no token of the first 5"):
         evaluate(tmp_path, config, task)
     assert evaluate(tmp_path, config, task | {"samples": None})["tokens"] == 3 * SEQ_LEN
+
+
+def test_labels_have_no_perplexity() -> None:
+    config = check(changed(), Devices("cpu", 1))
+    part = {"name": "", "share": 1.0, "loss_sum": 5.0, "tokens": 10, "samples": 10, "seconds": 1.0}
+    figures = {"parts": [{**part, "bytes": 99, "accuracy": 0.5}], "data": ""}
+    task = {"checkpoint": None, "step": None}
+    documents = []
+    for objective in ("classify", "next-token"):
+        train = replace(config.train, objective=objective)  # type: ignore[arg-type]
+        documents.append(evaluation_document(replace(config, train=train), task, figures))
+    labels, texts = documents
+    assert labels["perplexity"] is labels["bits_per_byte"] is None and labels["loss"] == 0.5
+    assert texts["perplexity"] == pytest.approx(np.exp(0.5)) and texts["bits_per_byte"] > 0

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,3 +188,20 @@ def test_a_jump_stops_every_rank_on_request(tmp_path: Path) -> None:
     assert all(text.startswith("LossSpikeError: the loss jumped to ") for text in texts), texts
     assert kept(run) == [20, 24]
     assert read_metrics(run)[-1]["step"] == JUMP
+
+
+def test_a_step_without_a_counted_token_is_noted() -> None:
+    notes: list[tuple[str, str]] = []
+    record = {"step": 3, "loss": 0.0, "grad_norm": 0.0}
+    loop: Any = SimpleNamespace(
+        step_log=SimpleNamespace(gather=lambda *_: record, warn=lambda _: None),
+        progress=SimpleNamespace(step=3, spikes=SimpleNamespace(add=lambda _: None)),
+        learning_rate=lambda _: 0.0,
+        require_finite_gradients=lambda _: None,
+        note=lambda *words: notes.append(words),
+        evaluator=SimpleNamespace(rising=()),
+        sinks=[],
+        zero_norms=0,
+    )
+    Training.log(loop, None, False)  # type: ignore[arg-type]
+    assert notes == [("zero gradient", "no token of step 3 has a loss, so its loss is 0")]

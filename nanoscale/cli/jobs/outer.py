@@ -66,7 +66,7 @@ def _launch(line: CommandLine, dry_run: bool, as_json: bool, **how: Any) -> int:
         show_changes(previous, request.config)
         complete = is_complete(run, previous, request.config)
         if complete and not dry_run:
-            (display.note if as_json else display.show)(completion(run, request.config))
+            (display.note if as_json else display.show)(completion(run))
             return DONE
         if not complete:
             fetch_missing(run, request.config.checkpoint.upload)

@@ -66,7 +66,7 @@ def resume(
         complete = is_complete(directory, previous, request.config)
         if complete and not dry_run:
             upload_missing(directory, request.config.checkpoint.upload)
-            (display.note if as_json else display.show)(completion(directory, request.config))
+            (display.note if as_json else display.show)(completion(directory))
             if as_json:
                 print_json(document(directory, Outcome("completed", DONE)))
             return DONE
@@ -75,7 +75,7 @@ def resume(
         # An unchanged run continues, whatever the prediction.
         request = planned(request, refusals, force=force or complete or not changed)
         if complete:
-            display.note(completion(directory, request.config))
+            display.note(completion(directory))
         elif not (fetched and dry_run):
             with refusals.gather():
                 show_start(directory)

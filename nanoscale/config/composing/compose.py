@@ -76,7 +76,9 @@ def compose(
             missing = Violation("--config", str(config_file), "option --config", message)
             asked.violations.append(missing)
         if RECIPE in asked.choices:
-            message = "cannot be given together with --config, which replaces the recipe"
+            message = (
+                "is of a new run: the configuration of a run, or of --config, has every key already"
+            )
             both = Violation(RECIPE, asked.choices.pop(RECIPE), COMMAND_LINE, message)
             asked.violations.append(both)
     library.choices, library.touched = asked.choices, asked.touched()

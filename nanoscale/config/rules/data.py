@@ -206,7 +206,8 @@ def _tokenizer(resolution: Resolution, data: Data) -> None:
             message = f"is more than the rows of the embedding (model.vocab={vocab})"
             fewer = f"data.bpe_vocab={vocab}" if vocab >= token_files.BYTE_VOCAB else None
             rows = resolution.more_rows(data.bpe_vocab)
-            resolution.refuse("data.bpe_vocab", message, fewer, rows, "data.tokenizer=byte")
+            resized = fewer, rows, "data.tokenizer=byte"
+            resolution.refuse("data.bpe_vocab", message, *resized, kind="data")
     elif not Path(data.tokenizer).expanduser().is_file():
         message = "is neither byte nor bpe nor a file that exists"
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
@@ -221,11 +222,11 @@ def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
     message = f"is less than the {token_files.BYTE_VOCAB} tokens of data.tokenizer=byte"
     rows = resolution.more_rows(token_files.BYTE_VOCAB)
     if data.source == "stdlib" or resolution.composed.by_hand("data.tokenizer"):
-        resolution.refuse("model.vocab", message, rows)
+        resolution.refuse("model.vocab", message, rows, kind="data")
     elif resolution.config.train.sample_tokens > 0:
         named = f"{message}, which train.sample_tokens needs to write a text"
         instead = ("train.sample_tokens=0", "data.tokenizer=/path/to/tokenizer.json")
-        resolution.refuse("model.vocab", named, rows, *instead)
+        resolution.refuse("model.vocab", named, rows, *instead, kind="data")
 
 
 def absolute(path: str | None) -> Any:

@@ -89,7 +89,10 @@ def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[st
         for declared in [mapping_around(key) or key]
     ]
     if violations:
-        violations[-1] = replace(violations[-1], suggestions=(another,))
+        keeping = f"{another} {override('run.from_run', run.reference)}"
+        loses = moved or any(key.startswith(("model.", "lora.", "run.from_")) for key in other)
+        advice = (another,) if loses else (keeping, another)
+        violations[-1] = replace(violations[-1], suggestions=advice)
         raise UserError("run", "a changed value would make it another run", violations)
 
 
@@ -251,8 +254,9 @@ def is_complete(run: RunDirectory, previous: ResolvedConfig, config: ResolvedCon
     return config.train.steps <= previous.train.steps
 
 
-def completion(run: RunDirectory, config: ResolvedConfig) -> str:
+def completion(run: RunDirectory) -> str:
     """Return the sentence about a complete run, and the command that trains longer."""
+    config = load(run.config)
     steps = config.train.steps
     if step := ended_early(run, config):
         return (

@@ -59,7 +59,7 @@ def _summary(run: RunDirectory, records: list[Object]) -> Document:
         "loss": end.get("loss"),
         "eval_loss": evaluated[-1] if evaluated else None,
         "step_time_s": seen.seconds,
-        "tokens_per_s": records[-1].get("tokens_per_s") if records else None,
+        "tokens_per_s": seen.tokens_per_s,
         "memory_gib": seen.memory_gib,
     }
 

@@ -14,6 +14,7 @@ from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.runs import failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
+from nanoscale.runs.metrics import steady
 from nanoscale.runs.tail import read_end
 from nanoscale.view.run.live import number
 from nanoscale.view.run.run_report import prediction
@@ -113,7 +114,7 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
         "logs": run.attempt_logs(now.attempt),
         "profile": run.profile.exists() and run.profile,
         "report": run.report.exists() and run.report,
-        "plan": compared,
+        "speed": compared,
     }
     lines += [f"  {label:<11} {what}" for label, what in known.items() if what]
     if outcome.state != "completed":
@@ -133,18 +134,19 @@ def _ways_on(run: RunDirectory) -> list[str]:
 
 
 def _against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
-    """Compare the prediction with the last logged step; None if one of them is missing."""
+    """Compare the prediction with the steady steps, or the last one; None if one of them is missing."""
     if last is None:
         return None
     try:
         plan = prediction(run)
         if plan is None:
             return None
-        measured = number(last["tokens_per_s"], ",.0f")
-        speed = f"{measured} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
+        middle = steady(run).tokens_per_s
+        measured, of = (last["tokens_per_s"], "last") if middle is None else (middle, "median")
+        speed = f"{number(measured, ',.0f')} tokens/s ({of}), planned {plan['tokens_per_s']:,.0f}"
         if plan["hardware"]["device"] == "cpu":
             return speed  # the measurement covers a process with its libraries
         seen, planned = last["memory_gib"], plan["memory"]["allocated_gib"]
-        return f"{speed}; {byte_size(GIB * seen)}, predicted {byte_size(GIB * planned)}"
+        return f"{speed}; {byte_size(GIB * seen)}, planned {byte_size(GIB * planned)}"
     except (UserError, KeyError, TypeError):  # `runs report` names the damaged file
         return None

@@ -71,7 +71,7 @@ def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> lis
         on_cpu = plan["hardware"]["device"] == "cpu"
         allocated, memory = plan["memory"]["allocated_gib"], None if on_cpu else seen.memory_gib
         seq_len = config.train.seq_len
-        speed = config.tokens_per_step / seen.seconds if seen.seconds else None
+        speed = seen.tokens_per_s
         rows = [
             ("step time", "s", plan["step_time_s"], seen.seconds),
             ("tokens/s", "", plan["tokens_per_s"], speed),
