@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from nanoscale.config.objectives import is_distilled
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import axis_of, compared_groups, mismatches
 from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord
@@ -51,6 +52,7 @@ def document(
         "groups": groups,
         "eager": eager,
         "notes": _notes(config, records),
+        "not_played": _not_played(config, records),
         "collectives": _totals(records, degrees, steps),
         "ranks": ranks,
         "program": {str(record.rank): _program(record) for record in records},
@@ -65,16 +67,30 @@ def failed(result: dict[str, Any]) -> bool:
 
 def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
-    if config.parallel.pp == 1 and config.accumulation > PLAYED_BATCHES:
-        notes.append(
-            f"{PLAYED_BATCHES} of {config.accumulation:,} micro batches of a step were played: the first, the "
-            "last, and one for all between"
-        )
     if config.model.experts:
         notes.append("loads of experts are made up: every expert gets as many tokens")
     if config.backend.compile == "on":
         notes.append("compiled blocks played eagerly: an upper bound of the memory")
     return notes
+
+
+def _not_played(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
+    """Return what ranks do in the job and do not do in the rehearsal."""
+    train, checkpoint = config.train, config.checkpoint
+    batches = 0 if config.parallel.pp > 1 else config.accumulation - PLAYED_BATCHES
+    middle = config.world_size - len(records)
+    saves = bool(checkpoint.every or checkpoint.every_minutes or checkpoint.at_end)
+    names = {
+        "the passes of the teacher": is_distilled(train),
+        "evaluation tasks": bool(train.eval_tasks and train.eval_every),
+        "the writing of checkpoints by torch.distributed.checkpoint": saves,
+        "the rollback after a jump of the loss": train.on_spike == "rollback",
+        "the phases after the first one": len(train.phases) > 1,
+        f"{batches:,} of {config.accumulation:,} micro batches of a step, in its middle": batches
+        > 0,
+        f"{middle:,} of {config.world_size:,} ranks, which are of played kinds": middle > 0,
+    }
+    return [name for name, has in names.items() if has]
 
 
 def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:

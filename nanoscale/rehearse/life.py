@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from nanoscale.backends.optimizer import plain_tensors
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.layout import coordinates
+from nanoscale.config.objectives import needs_reference
 from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.data.samples import Pairs
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
 from nanoscale.rehearse.played import kernels
@@ -35,6 +37,7 @@ from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord, Wait, i
 from nanoscale.rehearse.played.world import World, played
 from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
+from nanoscale.train import references
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import load_initial_weights
 from nanoscale.train.loop import Training
@@ -129,6 +132,9 @@ def _train(config: ResolvedConfig, world: World) -> None:
     with world.during("load"):
         load_initial_weights(engine, config, ignore)
     training, samples = training_of(config, engine, record.rank)
+    if needs_reference(config.train):
+        with world.during("reference"):
+            references._likelihoods(engine, cast(Pairs, samples))
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)

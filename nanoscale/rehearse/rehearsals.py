@@ -98,7 +98,7 @@ def _shaping(config: Config) -> dict[str, Any]:
 _ONLY_NUMBERS = (
     "run.", "cluster.", "launcher.", "logger.", "profile.", "scheduler.", "optimizer.lr", "optimizer.betas",
     "optimizer.eps", "train.steps", "train.tokens", "train.epochs", "train.seed", "train.log_every",
-    "train.eval_samples", "train.stop_when.", "train.sample_", "train.on_", "data.path", "data.valid_",
+    "train.eval_samples", "train.stop_when.", "train.sample_", "data.path", "data.valid_",
     "data.mixture", "data.tokenizer", "data.bpe_vocab", "data.cache_dir", "guard.", "checkpoint.keep_last",
     "checkpoint.keep_every", "checkpoint.at_stop", "checkpoint.upload", "checkpoint.best_metric",
     "train.eval_tasks",
@@ -106,7 +106,7 @@ _ONLY_NUMBERS = (
 """The beginnings of the keys that are not in a rehearsal's name. A new key is, until it is listed here."""
 _SWITCHES = (
     "optimizer.momentum", "optimizer.weight_decay", "checkpoint.every", "checkpoint.every_minutes",
-    "checkpoint.keep_best", "train.eval_every",
+    "checkpoint.keep_best", "train.eval_every", "train.eval_tasks",
 )  # fmt: skip
 """Numbers that matter only as 0 or not: with 0, an update skips the term, and a rehearsal the action."""
 

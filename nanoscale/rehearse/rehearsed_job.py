@@ -21,7 +21,7 @@ from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.hf.safetensors_headers import Stored
-from nanoscale.config.objectives import is_paired
+from nanoscale.config.objectives import is_distilled, is_paired
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Guard
 from nanoscale.data.batch import Batch
@@ -136,6 +136,11 @@ class EqualSamples:
             one = Batch(one.inputs, one.targets, np.zeros_like(one.inputs))
         if is_paired(config.train):
             one = replace(one, references=np.zeros(len(one)))
+        self._valid = one
+        if is_distilled(config.train):
+            shape = (*one.inputs.shape, config.train.distill_top_k, 2)
+            one = replace(one, references=np.zeros(shape))
+        self._dp = config.parallel.dp
         self.batches = [one] * config.accumulation
         """The micro batches of every step."""
 
@@ -143,10 +148,17 @@ class EqualSamples:
         return self.batches
 
     def valid_batches(self, *_: int) -> list[tuple[Batch, int]]:
-        return [(self.batches[0], len(self.batches[0]))]
+        return [(self._valid, len(self._valid))]
 
     def evaluated(self, samples: int) -> int:
         return samples
+
+    def __len__(self) -> int:
+        """Return the number of pairs in a micro batch of all ranks."""
+        return len(self.batches[0]) // 2 * self._dp
+
+    def batch(self, _: list[int]) -> Batch:
+        return self.batches[0]
 
 
 def training_of(config: ResolvedConfig, engine: Engine, rank: int) -> tuple[Training, EqualSamples]:

@@ -63,6 +63,8 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
         if not result["mismatches"]:
             yield Lines([_agreement(result)])
     yield Lines([*_waits(result), *(f"note: {note}" for note in result["notes"])])
+    if result["not_played"]:
+        yield Lines([f"not played: {'; '.join(result['not_played'])}"])
     if "against" in result:
         yield Lines(["changed:", *result["against"]] if result["against"] else ["nothing changed"])
     if wrong:

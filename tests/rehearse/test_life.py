@@ -13,8 +13,9 @@ import pytest
 from torch.cuda import _memory_viz
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Checkpoint
+from nanoscale.config.schema import Checkpoint, PhaseSettings
 from nanoscale.rehearse import life
+from nanoscale.rehearse.document import document
 from nanoscale.rehearse.findings import of_resuming
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.patches import Patches
@@ -92,6 +93,47 @@ def test_a_whole_life() -> None:
     assert record.host_peak > record.checkpoint["bytes"]  # the copy that is written
     calls = {(call.kind, call.phase) for call in record.calls}
     assert {("_allgather_base_", "evaluation"), ("allgather_", "log")} < calls
+
+
+@pytest.mark.slow
+def test_the_reference_of_pairs_is_played() -> None:
+    config = row({"dp": 2}, 3)
+    (record,) = run_ranks(
+        play, 1, replace(config, train=replace(config.train, objective="dpo", micro_batch=2))
+    )
+    assert record.error == ""
+    kinds = [call.kind for call in record.calls if call.phase == "reference"]
+    assert kinds == ["_allgather_base_"] * 4 + ["allreduce_"]
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_distillation_is_played() -> None:
+    config = row({"dp": 2}, 3)
+    train = replace(config.train, objective="distill", distill_top_k=64)
+    (usual,) = run_ranks(play, 1, config)
+    (record,) = run_ranks(play, 1, replace(config, train=train))
+    assert record.error == "" and record.operations > usual.operations
+
+
+def test_what_is_not_played_is_listed_where_the_job_has_it() -> None:
+    config = replace(row({}, 0), checkpoint=Checkpoint(every=0, every_minutes=None, at_end=False))
+    assert document(config, [RankRecord(0)], {0: 1}, 2, None, 0)["not_played"] == [
+        "3 of 6 micro batches of a step, in its middle"
+    ]
+    config = row({"pp": 2}, 0)
+    train = replace(
+        config.train, objective="distill", eval_tasks=["a"], eval_every=1, on_spike="rollback",
+        phases={"a": PhaseSettings(until=1), "b": PhaseSettings()},
+    )  # fmt: skip
+    config = replace(config, train=train, checkpoint=Checkpoint(every_minutes=1.0))
+    assert document(config, [RankRecord(0)], {0: 1}, 2, None, 0)["not_played"] == [
+        "the passes of the teacher",
+        "evaluation tasks",
+        "the writing of checkpoints by torch.distributed.checkpoint",
+        "the rollback after a jump of the loss",
+        "the phases after the first one",
+        "1 of 2 ranks, which are of played kinds",
+    ]
 
 
 def play_in(_: int, config: ResolvedConfig, folder: Path) -> RankRecord:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nanoscale.view.blocks import Report
 
-DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, CHANGED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 
 
 def print_json(document: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
 from nanoscale.cli.common.output import (
+    CHANGED,
     DOES_NOT_FIT,
     DONE,
     FAILED,
@@ -72,7 +73,9 @@ def rehearse(
     answer(as_json, shown | {"changes": changes}, show_report, report)
     if failed(result):
         return FAILED
-    return DONE if fits else DOES_NOT_FIT
+    if not fits:
+        return DOES_NOT_FIT
+    return CHANGED if result.get("against") else DONE
 
 
 def _planned(request: Request, result: dict[str, Any]) -> tuple[bool, list[dict[str, str]]]:
