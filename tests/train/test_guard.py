@@ -22,10 +22,12 @@ from nanoscale.train.guard import _CHUNK, _SETS, _differing, _sums
 from nanoscale.train.loop import Training
 from tests.support.hf_families import save
 from tests.support.jobs import make_config, make_run, train_rank, write_tokens
+from tests.support.layouts import MOE
 from tests.support.ranks import run_ranks
 
 MATRIX = "layers.0.attention.wq.weight"
 NORM = "layers.1.mlp_norm.weight"
+BIAS = "balance.bias.layers.1"
 FLIPPED_AT = 3
 ADAFACTOR = Optimizer("adafactor", lr=1e-2)
 
@@ -34,7 +36,12 @@ ADAFACTOR = Optimizer("adafactor", lr=1e-2)
 def flip(training: Training, name: str, moment: str = "") -> None:
     """Flip a bit of one element of a rank's shard; rounding could undo a flip of the lowest one."""
     engine: Any = training.engine
-    parameter = dict(engine.tensors.named)[name]
+    biases = (
+        {f"balance.{key}": it for key, it in engine.balance.state().items()}
+        if engine.balance
+        else {}
+    )
+    parameter = (dict(engine.tensors.named) | biases)[name]
     tensor = engine.optimizer.state[parameter][moment] if moment else parameter
     plain_tensors(local_tensor(tensor))[0].view(-1).view(torch.uint8)[:1].bitwise_xor_(16)
 
@@ -84,6 +91,7 @@ def saving(folder: Path, guard: int | None = None, **layout: Any) -> ResolvedCon
         # Ranks 1 and 3 hold the same columns, and all four the norms.
         ({"dp": 2, "parallel": {"tp": 2}}, 3, MATRIX, "", "ranks 1 and 3 differ"),
         ({"dp": 2, "parallel": {"tp": 2}}, 3, NORM, "", "rank 3 differs from the 3 other replicas"),
+        ({"dp": 2, "stage": 3, "model": MOE}, 1, BIAS, "", "ranks 0 and 1 differ"),
         ({"dp": 4, "dp_replicate": 2, "stage": 3}, 2, MATRIX, "", "ranks 0 and 2 differ"),
     ],
 )  # fmt: skip
