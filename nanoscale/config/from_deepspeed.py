@@ -158,6 +158,8 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not a JSON object.
     """
+    if path.is_fifo() and path.parts[1:2] != ("dev",):  # the shell's <(…) is in /dev/fd
+        raise UserError("usage", f"{path} is a pipe, and the settings are read from a file")
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)

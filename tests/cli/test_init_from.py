@@ -13,6 +13,8 @@ import yaml
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.hf import pretrained
+from nanoscale.config.hf.shape import family_of, read_shape
+from nanoscale.config.schema import Model
 from nanoscale.launch.preflight import by_library as weights
 from tests.cli import Capsys
 from tests.support import hf_families
@@ -242,3 +244,22 @@ def test_a_name_is_looked_up_in_the_cache(
     words = ["train", *WORDS, "model.init_from=our/small", "--dry-run", "--json"]
     assert nanoscale(words) == 0
     assert json.loads(capsys.readouterr().out)["derived"]["parameters"] > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_model_without_dense_layers_has_no_width_of_them(family: str, tmp_path: Path) -> None:
+    """The width in config.json is the one of no layer, and model.dense_ffn is refused without dense layers."""
+    sizes = {"hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_group": 1,
+    }
+    document = (
+        sizes | experts | {"topk_group": 1, "intermediate_size": 96, "first_k_dense_replace": 0}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(document | {"model_type": family}))
+    model = read_shape(tmp_path)
+    assert (model.dense_layers, model.dense_ffn) == (0, Model().dense_ffn)
+    assert family_of(model) == family

@@ -77,6 +77,13 @@ def test_mistakes_are_found_before_the_launch(capsys, text, words, message):
         assert code == 0 or advice[1] not in capsys.readouterr().err
 
 
+def test_a_file_of_another_encoding_is_one_sentence(capsys):
+    Path("mine.py").write_bytes(b'a = 1\nb = "\xe9"\n')
+    assert dry("hooks.path=mine.py") == 2
+    said = capsys.readouterr().err
+    assert "is not UTF-8, in line 2" in said and "codec" not in said
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_copy_and_runs_no_other(capsys, tmp_path):
     words = ["hooks.path=mine.py", "train.objective=hooks", "run.name=x", "train.steps=2"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -200,6 +202,11 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             file.write_text(text)
         assert nanoscale(["config", "from-deepspeed", str(file)]) == 2
         assert said in capsys.readouterr().err
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    Thread(target=pipe.write_text, args=("[1]",), daemon=True).start()  # so that no reader waits
+    assert nanoscale(["config", "from-deepspeed", str(pipe)]) == 2
+    assert "is a pipe" in capsys.readouterr().err
     file.write_text('{"train_batch_size": 8}')
     (tmp_path / "mine.yaml").write_text("mine")
     line = ["config", "from-deepspeed", str(file), "--out", str(tmp_path / "mine.yaml")]

@@ -158,6 +158,8 @@ def _read(family: Family, document: Json) -> Json:
         with suppress(TypeError):  # a value of a wrong type, which is refused when it is converted
             values |= rule.read(document, values)
     values = family.implied | values
+    if values.get("dense_layers") == 0:
+        values.pop("dense_ffn")  # the width of no layer
     if "rope_theta" in values:
         values |= _read_rope(document, values)
     return values

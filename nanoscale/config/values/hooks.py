@@ -78,7 +78,10 @@ def read(path: Path) -> HookFile:
     except OSError as error:
         raise HookError(f"cannot be read: {error.strerror}") from error
     except SyntaxError as error:
-        raise HookError(f"is not Python: {error.msg}, in line {error.lineno}") from error
+        what = f"is not Python: {error.msg}, in line {error.lineno}"
+        if error.msg.startswith("(unicode error)"):
+            what = f"is not UTF-8, in line {error.lineno}: its first line can name another encoding"
+        raise HookError(what) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise HookError(f"is not Python: {error}") from error
     return HookFile(text, hashlib.sha256(text).hexdigest(), names)
