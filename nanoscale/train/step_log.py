@@ -57,7 +57,7 @@ class StepLog:
 
     def warn(self, record: dict[str, Any]) -> None:
         """Record an event for each rank that has become slow and each GPU that has become faulty."""
-        late = self.stragglers.add(record["step"], self._own_times, record["step_time_s"])
+        late = self.stragglers.add(record["step"], self._own_times)
         if late is not None:
             self.note("straggler", late)
         for fault in self.health.warnings(self._healths, self.hosts):

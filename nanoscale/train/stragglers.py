@@ -9,10 +9,10 @@ from statistics import median
 
 from nanoscale.common.units import duration, listed
 
-_RECORDS, _LAST = 20, 18
+_RECORDS, _LAST = 20, 16
 """The logged steps that are looked at, and in how many of them a rank must be the last of its peers."""
-_LEAST = 0.02
-"""The share of a step by which a late rank is behind the others."""
+_LEAST, _LEAST_S = 0.02, 0.002
+"""The least that a late rank is behind the others: this share of their own time in a step, and seconds."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Stragglers:
     _records: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=_RECORDS))
     _named: set[str] = field(default_factory=set)
 
-    def add(self, step: int, seconds: list[float], step_seconds: float) -> str | None:
+    def add(self, step: int, seconds: list[float]) -> str | None:
         """Take the seconds of a step for which each rank did not wait; return a sentence about late ranks."""
         self._records.append((step, seconds))
         if len(self._records) < _RECORDS:
@@ -37,9 +37,9 @@ class Stragglers:
             for rank in ranks:
                 by_host.setdefault(self.hosts[rank], []).append(rank)
             is_spread = max(map(len, by_host.values())) > 1
-            hosts = self._late(by_host, step_seconds) if is_spread else {}
+            hosts = self._late(by_host) if is_spread else {}
             by_rank = {f"rank {it} on {self.hosts[it]}": [it] for it in ranks}
-            late |= hosts or self._late(by_rank, step_seconds)
+            late |= hosts or self._late(by_rank)
         new = late.keys() - self._named
         self._named |= new
         if not new:
@@ -50,7 +50,7 @@ class Stragglers:
             f"{self._records[0][0]}, and the others wait"
         )
 
-    def _late(self, groups: Mapping[str, Sequence[int]], step_seconds: float) -> dict[str, float]:
+    def _late(self, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
         """Return the group whose first rank is later than the first ranks of all others, and the seconds behind
         their median."""
         if len(groups) < 2:
@@ -64,4 +64,5 @@ class Stragglers:
         if lasts.count(last) < _LAST:
             return {}
         behind = median(one.pop(last) - median(one.values()) for one in firsts)
-        return {last: behind} if behind > _LEAST * step_seconds else {}
+        least = max(_LEAST_S, _LEAST * median(median(one.values()) for one in firsts))
+        return {last: behind} if behind > least else {}

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs import events
+from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.stragglers import Stragglers
-
-ROOT = Path(__file__).parents[2]
+from tests.support.jobs import make_config, make_run, train_rank, write_tokens
+from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 
 def sentences(times, stages, hosts):
     """Return the sentences about steps, fp64 `[steps, ranks]`, of about 1 s each."""
     found = Stragglers(stages, hosts)
-    said = [found.add(step, list(seconds), 1.0) for step, seconds in enumerate(times, 1)]
+    said = [found.add(step, list(seconds)) for step, seconds in enumerate(times, 1)]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -53,19 +57,40 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     assert sentences(times, [range(2), range(2, 4)], list("abcd")) == []
 
 
+def late_rank(rank: int, path: Path, late: int) -> str:
+    """Train, and compute 5 ms longer than the others in each step as one of the ranks."""
+    forward = Transformer.forward
+
+    def longer(*args: Any, **options: Any) -> Any:
+        end = time.perf_counter() + 0.005
+        while rank == late and time.perf_counter() < end:
+            pass
+        return forward(*args, **options)
+
+    Transformer.forward = longer
+    return train_rank(rank, path, StopFlag())
+
+
 @pytest.mark.slow
-def test_a_slow_rank_of_a_training_is_an_event(tmp_path):
-    words = [
-        "recipe=debug",
-        "model.layers=1",
-        "train.steps=30",
-        "train.log_every=1",
-        "launcher.device=cpu",
-    ]
-    words += ["launcher.threads=1", "parallel.tp=2", "parallel.dp=1", "run.name=r"]
-    path = f"{ROOT / 'dev' / 'planted'}:{ROOT}"
-    environment = {**os.environ, "PLANTED_FAULT": "slow x 1 100", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "nanoscale", "train", *words]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
-    events = (tmp_path / "runs" / "r" / "events.jsonl").read_text()
-    assert '"straggler"' in events and "rank 1 on" in events
+@pytest.mark.parametrize("late", [1, None])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"dp": 4}, id="dp 4"),
+        exhaustive({"dp": 2}, name="dp 2"),
+        exhaustive({"dp": 2, "parallel": {"tp": 2}}, name="tp dp"),
+        exhaustive({"dp": 2, "parallel": {"cp": 2}}, name="cp dp"),
+        exhaustive({"dp": 2, "parallel": {"pp": 2}}, name="pp dp"),
+    ],
+)
+def test_the_late_rank_of_a_training_is_an_event(tmp_path, layout, late):
+    """With more ranks than cores, each waits for a core in turn, which is not its own time."""
+    write_tokens(tmp_path)
+    config = make_config(tmp_path, steps=30, micro_batch=2, **layout)
+    config = replace(config, train=replace(config.train, log_every=1))
+    run = make_run(config)
+    run_ranks(late_rank, config.world_size, run.path, late)
+    named = [event["message"] for event in events.read(run) if event["kind"] == "straggler"]
+    assert [message.startswith("rank 1 on ") for message in named] == (
+        [] if late is None else [True]
+    )
