@@ -84,7 +84,7 @@ def late_rank(rank: int, path: Path, late: int) -> str:
     ],
 )
 def test_the_late_rank_of_a_training_is_an_event(tmp_path, layout, late):
-    """With more ranks than cores, each waits for a core in turn, which is not its own time."""
+    """Ranks that are more than the cores wait for one in turn, which is not their own time."""
     write_tokens(tmp_path)
     config = make_config(tmp_path, steps=30, micro_batch=2, **layout)
     config = replace(config, train=replace(config.train, log_every=1))
