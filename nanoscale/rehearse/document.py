@@ -52,7 +52,7 @@ def document(
         "groups": groups,
         "eager": eager,
         "notes": _notes(config, records),
-        "not_played": _not_played(config, records),
+        "not_played": _not_played(config, records, steps),
         "collectives": _totals(records, degrees, steps),
         "ranks": ranks,
         "program": {str(record.rank): _program(record) for record in records},
@@ -74,7 +74,7 @@ def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
     return notes
 
 
-def _not_played(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
+def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: int) -> list[str]:
     """Return what ranks do in the job and do not do in the rehearsal."""
     train, checkpoint = config.train, config.checkpoint
     batches = 0 if config.parallel.pp > 1 else config.accumulation - PLAYED_BATCHES
@@ -85,6 +85,7 @@ def _not_played(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[s
         "evaluation tasks": bool(train.eval_tasks and train.eval_every),
         "the writing of checkpoints by torch.distributed.checkpoint": saves,
         "the rollback after a jump of the loss": train.on_spike == "rollback",
+        "the statistics of layers": train.statistics_every > steps,
         "the phases after the first one": len(train.phases) > 1,
         f"{batches:,} of {config.accumulation:,} micro batches of a step, in its middle": batches
         > 0,

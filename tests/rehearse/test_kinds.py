@@ -12,7 +12,7 @@ from nanoscale.rehearse.compare import mismatches
 from nanoscale.rehearse.kinds import first_of_kind, played_ranks
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
-from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.rehearse.played.record import MESSAGES, RankRecord
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive
@@ -108,7 +108,11 @@ def essence(record: RankRecord) -> dict[str, Any]:
     calls = []
     for call in record.calls:
         group = record.groups[call.group]
-        peer = None if call.peer is None else (call.peer - group.index(record.rank)) % len(group)
+        peer = call.peer
+        if (
+            peer is not None and call.kind in MESSAGES
+        ):  # the root of a broadcast is the same for all
+            peer = (peer - group.index(record.rank)) % len(group)
         calls.append((len(group), call._replace(group=0, peer=peer)))
     own = {"rank": 0, "groups": [], "seconds": 0.0}
     return asdict(replace(record, **own, calls=[])) | {"calls": calls}

@@ -123,7 +123,7 @@ def test_what_is_not_played_is_listed_where_the_job_has_it() -> None:
     config = row({"pp": 2}, 0)
     train = replace(
         config.train, objective="distill", eval_tasks=["a"], eval_every=1, on_spike="rollback",
-        phases={"a": PhaseSettings(until=1), "b": PhaseSettings()},
+        statistics_every=3, phases={"a": PhaseSettings(until=1), "b": PhaseSettings()},
     )  # fmt: skip
     config = replace(config, train=train, checkpoint=Checkpoint(every_minutes=1.0))
     assert document(config, [RankRecord(0)], {0: 1}, 2, None, 0)["not_played"] == [
@@ -131,6 +131,7 @@ def test_what_is_not_played_is_listed_where_the_job_has_it() -> None:
         "evaluation tasks",
         "the writing of checkpoints by torch.distributed.checkpoint",
         "the rollback after a jump of the loss",
+        "the statistics of layers",
         "the phases after the first one",
         "1 of 2 ranks, which are of played kinds",
     ]
