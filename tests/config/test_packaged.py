@@ -44,6 +44,7 @@ NEEDS = {
     ("launcher", "ssh"): ["launcher.hostfile=hosts"],
     ("logger", "wandb"): ["logger.wandb=offline"],
     ("parallel", "hsdp"): ["zero=stage3"],
+    ("scheduler", "piecewise"): ["train.phases={a: {until: 10, lr: 1.0}, b: {lr: 0.1}}"],
     ("zero", "stage2-offload"): ["backend=deepspeed"],
     ("zero", "stage3-offload"): ["backend=deepspeed"],
 }

@@ -25,7 +25,7 @@ from nanoscale.launch.submission.batch_job import _BLAMED
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
-from nanoscale.runs.trust import sign
+from nanoscale.runs.trust import executed, sign
 from tests.support.recipes import changed
 
 PROGRAMS = ("sinfo", "scancel", "salloc", "sbatch")
@@ -119,7 +119,7 @@ def test_the_scancel_for_somebody_elses_run_does_what_stop_does(
         assert nanoscale(["runs", "stop", "x"]) == 2
         (command,) = re.findall(r"type instead: (scancel .*)", capsys.readouterr().err)
         assert not Path("called").exists()
-        sign(run, load(run.config))
+        sign(run.path, executed(load(run.config)))
         assert nanoscale(["runs", "stop", "x"]) == 0
     assert Path("called").read_text() == f"{command}\n"
 
@@ -143,7 +143,7 @@ def test_scancel_reads_it(
 def test_the_sbatch_that_continues_a_run_is_read(task: int | None) -> None:
     """Behind the script stand its own arguments, so that `--usage` must stand before it."""
     run = run_of_a_job(Submission("12", task=task, script="a script.sbatch"), "COMPLETED")
-    sign(run, load(run.config))
+    sign(run.path, executed(load(run.config)))
     *command, script = shlex.split(way_on(run))
     assert script == "a script.sbatch" and is_read(shlex.join(command))
 

@@ -266,7 +266,10 @@ def placed(line: str, page: str, here: Path) -> str:
     line = line.replace("/data/", f"{here}/data/{page}-").replace("/models/", f"{here}/models/")
     line = line.replace("Qwen/Qwen3-0.6B", "./Qwen3-0.6B").replace("EleutherAI/", "./")
     line = re.sub(r"\bRUN\b", "first", line).replace("--step 4000", "--step 7")
-    line = line.replace("…", "train.steps=1000")  # the elided override
+    elided = (
+        "data=random train.sample_tokens=0 " if "init_from=" in line else ""
+    )  # of its tokenizer
+    line = line.replace("…", f"{elided}train.steps=1000")  # the elided overrides
     return re.sub(r"\bDIR\b", f"{here}/exported-{page}", line)
 
 
