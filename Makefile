@@ -12,7 +12,7 @@ train: $(READY)
 # Two workers take the tests of clusters first, which mostly wait; tests/support/schedule.py says how work is shared out.
 # The rewritten assertions of the tests are kept, also where Python is told to keep no bytecode.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4
-# Each behavior once: about 20 minutes on two cores; the goal is ten.
+# Each behavior once: about 15 minutes on two cores; the goal is ten.
 test: $(READY)
 	$(TESTS) $(PYTEST_ARGS)
 

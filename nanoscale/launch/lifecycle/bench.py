@@ -6,12 +6,13 @@ hosts.
 
 from __future__ import annotations
 
+import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median, pstdev
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoscale.common.errors import UserError
@@ -54,13 +55,15 @@ def checkpoint_folder(config: ResolvedConfig) -> Iterator[Path | None]:
     root = Path(config.run.root).absolute()
     created = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
+    # Named before it is made: a signal between the two would leave a folder that nobody knows.
+    scratch = RunDirectory(root / f".bench-{uuid.uuid4().hex[:8]}")
     try:
-        with unwinding(), TemporaryDirectory(prefix=".bench-", dir=root) as folder:
-            scratch = RunDirectory(Path(folder))
-            scratch.checkpoints.mkdir()
+        with unwinding():
+            scratch.checkpoints.mkdir(parents=True)
             fence.begin(scratch, 1)
             yield scratch.path
     finally:
+        shutil.rmtree(scratch.path, ignore_errors=True)
         for path in created:
             if not any(path.iterdir()):
                 path.rmdir()
