@@ -38,7 +38,7 @@ def measure() -> None:
 
 
 def _delay() -> float:
-    """Return the seconds for which the main thread was ready and had no core, which its peers take here too."""
+    """Return the seconds so far for which the main thread was ready to run and had no core."""
     if not _statistics:
         return 0.0
     return int(os.pread(_statistics[0], 100, 0).split()[1]) / 1e9

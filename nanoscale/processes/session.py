@@ -51,6 +51,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._touched: float | None = None
+        self._session: Session | None = None
         self._changed_at = time.monotonic()
 
     def read(self, limit_s: float | None = None) -> Session | None:
@@ -60,16 +61,23 @@ class Follower:
             limit_s: seconds without a touch after which the launcher is lost; None: STALE_S.
         """
         limit_s = STALE_S if limit_s is None else limit_s
-        with suppress(OSError, ValueError, TypeError, KeyError), self._path.open() as stream:
-            touched = os.fstat(stream.fileno()).st_mtime  # of an opened file, NFS asks the server
+        try:
+            with self._path.open(encoding="utf-8") as stream:
+                touched = os.fstat(
+                    stream.fileno()
+                ).st_mtime  # of an opened file, NFS asks the server
+                session, writer_is_dead = _parsed(stream.read())
+        except FileNotFoundError:
+            self._session = None
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # NFS may fail once while the file is replaced: what was read before still holds
+        else:
             if touched != self._touched:
                 is_first, self._touched = self._touched is None, touched
                 # A file that exists already may be one of an earlier start.
                 self._changed_at = time.monotonic() - (STALE_S - 2 * _TOUCH_S if is_first else 0)
-            session, writer_is_dead = _parsed(stream.read())
-            if not writer_is_dead and time.monotonic() - self._changed_at < limit_s:
-                return session
-        return None
+            self._session = None if writer_is_dead else session
+        return self._session if time.monotonic() - self._changed_at < limit_s else None
 
 
 def _parsed(text: str) -> tuple[Session, bool]:

@@ -135,6 +135,9 @@ def test_a_file_of_an_earlier_start_is_not_believed(
         wait_until(lambda: follower.read() == session.Session("new:2", "key"), LIMIT_S)
         time.sleep(0.6)
         wait_until(lambda: follower.read() is not None, LIMIT_S)  # since it is touched
+        with monkeypatch.context() as failing:  # as NFS may while the file is replaced
+            failing.setattr(session, "_parsed", lambda _: (_ for _ in ()).throw(OSError("stale")))
+            assert follower.read() == session.Session("new:2", "key")
         keeper.exit_code = 75
         with pytest.raises(UserError, match="another start of the same command"):
             session.Keeper(file, True).__enter__()
