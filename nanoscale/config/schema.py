@@ -660,12 +660,21 @@ class Scheduler:
         "linear between the lr of train.phases",
     )
     warmup_steps: int = key(
-        0, "steps of linear warm-up", unit="steps", at_least=0, scaled="decimal"
+        0,
+        "steps of linear warm-up; a recipe's number that is above train.steps becomes a tenth of them",
+        unit="steps",
+        at_least=0,
+        scaled="decimal",
     )
     decay_steps: int | None = key(
         None, "wsd: steps of the final decay; null: a tenth of all", unit="steps", at_least=0
     )
     min_ratio: float = key(0.1, "final learning rate / peak learning rate", at_least=0, at_most=1)
+    warmup: float | None = key(
+        None,
+        "warm-up, below 1 as a share of all steps, from 1 on in steps; null: warmup_steps",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -1157,7 +1166,7 @@ class Train:
     )
     epochs: float | None = key(
         None,
-        "how often the samples of one token file are seen, rounded up to whole steps; excludes "
+        "how often the samples of one file are seen, rounded up to whole steps; excludes "
         "train.steps and train.tokens",
         unit="epochs",
         at_least=0,

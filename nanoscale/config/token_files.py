@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.json_text import parse
-from nanoscale.config.objectives import has_whole_documents
+from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.schema import Config, Data, DataSource, Train
 from nanoscale.config.token_formats import FORMATS, DamagedError, TokenIndex
 from nanoscale.config.training_phases import samples_after
@@ -110,6 +116,8 @@ def _texts(file: Path) -> dict[int, str]:
         raise ValueError(f"{file} is not a tokenizer.json") from error
 
 
+PACKED_TOGETHER = 1 << 20
+"""Documents that are packed together: neighbors in the file stay near each other."""
 BYTE_VOCAB = 257
 """The tokens of `data.tokenizer=byte`: every byte, and the end of a text."""
 STDLIB_TOKENS = {"byte": 9.9e6, "bpe": 3.7e6}
@@ -127,21 +135,96 @@ def times_seen(config: Config) -> float | None:
         samples = max(1, int(tokens / train.seq_len))
     if samples is None or train.steps is None:
         return None
-    return samples_after(train, train.steps) / samples
+    return samples_after(train, train.steps) / (samples * rows_of_sample(train))
 
 
 def training_samples(data: Data, train: Train) -> int | None:
     """Return the samples of one epoch; None if they are not known before the launch.
 
-    They are known for one token file whose samples are windows of a stream.
+    They are known for one token file.
     """
-    is_file = data.source in FORMATS and data.path is not None and not data.mixture
-    if not is_file or data.packing != "stream" or has_whole_documents(train):
+    if data.source not in FORMATS or data.path is None or data.mixture:
         return None
+    form: str = "pairs" if is_paired(train) else data.packing
+    form = train.objective if train.objective == "classify" else form
+    if form != "stream" and FORMATS[data.source].reads_eos:
+        return None  # only a search through the whole file finds its documents
     with suppress(DamagedError, OSError):
-        tokens, _ = split_sizes(data, sources_of(data)[0])
-        return (tokens - 1) // train.seq_len or None
+        files = (Path(f"{data.path}{end}").expanduser() for end in FORMATS[data.source].files)
+        return _count(data, form, train.seq_len, *(it.stat().st_mtime_ns for it in files)) or None
     return None
+
+
+@lru_cache(16)
+def _count(data: Data, form: str, seq_len: int, *changed: int) -> int:
+    """Return the samples that a loader of the training's split has; `changed`: the files' times of change."""
+    assert data.path is not None
+    tokens = open_index(data, data.path)
+    held_out = 0.0 if data.valid_path is not None else data.valid_fraction
+    end, _ = training_end(tokens, held_out)
+    if form == "stream":
+        return (end - 1) // seq_len
+    starts = [tokens.document_start(it) for it in range(tokens.document_at(end - 1) + 2)]
+    if form == "pairs":
+        marks = answers_of(data.path).expanduser() if data.loss_on == "answers" else None
+        return _pairs(starts, end, seq_len, marks)
+    if form == "classify":
+        return sum(stop - start > 1 and stop <= end for start, stop in pairwise(starts))
+    starts[-1] = min(starts[-1], end)
+    lengths = [stop - start - 1 for start, stop in pairwise(starts)]
+    windows = range(0, len(lengths), PACKED_TOGETHER)
+    return sum(packed_rows(lengths[it : it + PACKED_TOGETHER], seq_len) for it in windows)
+
+
+def _pairs(starts: list[int], end: int, seq_len: int, marks: Path | None) -> int:
+    """Count the pairs of whole documents with answers; `marks` is None if every token has a loss."""
+    learned: mmap | None = None
+    if marks is not None:
+        with marks.open("rb") as stream:
+            learned = mmap(stream.fileno(), 0, access=ACCESS_READ)
+    both = zip(starts[0::2], starts[1::2], starts[2::2], strict=False)
+    return sum(
+        all(
+            0 < b - a - 1 <= seq_len and (learned is None or learned.find(b"\1", a + 1, b) >= 0)
+            for a, b in pairwise(pair)
+        )
+        for pair in both
+        if pair[2] <= end
+    )
+
+
+def packed_rows(lengths: Iterable[int], room: int) -> int:
+    """Return the rows that documents of so many inputs take, as `data.samples.pack` places them.
+
+    The number of documents of each length decides alone, so the time grows with the different lengths.
+    """
+    inputs = [it for it in lengths if it > 0]
+    rows, counts = sum(it // room for it in inputs), Counter(it % room for it in inputs)
+    left: Counter[int] = Counter()
+    spaces: list[int] = []  # the keys of `left`, rising: rows by the space that they have left
+    for length in sorted(counts.keys() - {0}, reverse=True):
+        count = counts[length]
+        while count:
+            if (at := bisect_left(spaces, length)) < len(spaces):
+                space = spaces.pop(at)
+                number = left.pop(space)
+            else:
+                space, number = room, -(-count // (room // length))
+                rows += number
+            each = space // length
+            used = min(number, -(-count // each))
+            in_last = min(count - each * (used - 1), each)
+            count -= each * (used - 1) + in_last
+            for rest, times in (
+                (space, number - used),
+                (space - each * length, used - 1),
+                (space - in_last * length, 1),
+            ):
+                if rest and times:
+                    if rest not in left:
+                        insort(spaces, rest)
+                    left[rest] += times
+    return rows
 
 
 def split_sizes(data: Data, source: MixtureSource) -> tuple[int, int]:

@@ -13,12 +13,9 @@ import numpy as np
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Train
+from nanoscale.config.token_files import PACKED_TOGETHER
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.tokens.files import TokenFile
-
-_WINDOW = 1 << 20
-"""Documents that are packed together: neighbors in the file stay near each other."""
-
 
 Check = Callable[[np.ndarray], None]
 """A check that raises if one of these tokens, int64, is outside the model's vocabulary."""
@@ -133,8 +130,8 @@ class Packed:
         self._source = source
         file, split, seq_len = source.file, source.split, source.seq_len
         starts, lengths, chunk_counts = [], [], []
-        for window in range(0, len(file), _WINDOW):
-            boundaries = file.document_starts(window, min(window + _WINDOW, len(file)))
+        for window in range(0, len(file), PACKED_TOGETHER):
+            boundaries = file.document_starts(window, min(window + PACKED_TOGETHER, len(file)))
             start, length = _document_chunks(boundaries.clip(split.start, split.stop), seq_len)
             row = pack(length, seq_len)
             order = np.argsort(row, kind="stable")

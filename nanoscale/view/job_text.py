@@ -17,6 +17,8 @@ from nanoscale.config.token_files import times_seen
 from nanoscale.config.values.hooks import PARAMETERS, HookError, read
 
 Document = dict[str, Any]
+MANY = 10
+"""The epochs after which fine-tuning is warned of."""
 LONG = 1000
 """The times after which a training on the embedded corpus is longer than a trial."""
 
@@ -172,14 +174,21 @@ def _hooks(hooks: Hooks) -> str:
 def seen_text(times: float) -> str:
     """Return how often the data is seen, in words."""
     if times < 1:
-        return f"{three_digits(100 * times)}% of it is seen"
-    return f"seen {times:,.0f} times" if times >= 100 else f"seen {times:.3g} times"
+        return f"{three_digits(100 * times)}% of an epoch"
+    text = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
+    return f"{text} epoch{'' if text == '1' else 's'}"
 
 
-def trial_data_warning(config: ResolvedConfig) -> list[str]:
-    """Return a warning, as lines, if a long training has no data but the embedded corpus."""
-    times = times_seen(config)
-    if config.data.source != "stdlib" or times is None or times < LONG:
+def data_warning(config: ResolvedConfig) -> list[str]:
+    """Return a warning, as lines, if a training sees its data too often."""
+    times = times_seen(config) or 0.0
+    is_tuned = config.model.init_from is not None or config.run.from_run is not None
+    if is_tuned and times > MANY:
+        return [
+            f"warning: {seen_text(times)} are many for fine-tuning: a model learns samples by heart if it "
+            f"sees them more than {MANY} times. train.epochs=3 is usual"
+        ]
+    if config.data.source != "stdlib" or times < LONG:
         return []
     return [
         "warning: data=stdlib is for trials: Python's own source code, 10 MB of text, which this training "

@@ -115,10 +115,11 @@ def test_the_end_of_a_run_and_the_comparison_have_one_speed(capsys: Capsys) -> N
 
 
 def test_a_part_of_the_data_is_a_percentage() -> None:
-    texts = [seen_text(times) for times in (0.00103, 0.25, 1.5, 123.4)]
+    texts = [seen_text(times) for times in (0.00103, 0.25, 1, 1.5, 123.4)]
     assert texts == [
-        "0.103% of it is seen",
-        "25% of it is seen",
-        "seen 1.5 times",
-        "seen 123 times",
+        "0.103% of an epoch",
+        "25% of an epoch",
+        "1 epoch",
+        "1.5 epochs",
+        "123 epochs",
     ]

@@ -198,7 +198,7 @@ def test_a_dry_run_shows_the_mesh_and_what_matters(folder, capsys):
     place = document["mesh"]["ranks"][11]
     assert [place[axis] for axis in ("rank", "pp", "dp", "cp", "tp")] == [11, 1, 0, 1, 1]
     settings = document["settings"]
-    assert settings["data"] == f"megatron {folder / 'tokens'}, tokens by byte, 25% of it is seen"
+    assert settings["data"] == f"megatron {folder / 'tokens'}, tokens by byte, 25% of an epoch"
     assert settings["device"] == "cpu, 1 thread a rank"
     assert "products fp16" in settings["precision"] and "65536" in settings["precision"]
     assert "stage 3" in settings["zero"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
+from nanoscale.config import token_files
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import times_seen, training_samples
+from nanoscale.data import samples
 from nanoscale.data.dataset import open_data
+from nanoscale.view.job_text import data_warning
 from tests.support.token_files import write_indexed
 
 LENGTHS = (700, 90, 40, 300, 1, 12, 500, 200, 33, 64)
@@ -52,6 +56,49 @@ def test_the_count_is_that_of_the_loader_of_datatrove(fraction):
     assert training_samples(config.data, config.train) == len(opened.train)
 
 
+@pytest.mark.parametrize("fraction", [0, 0.1, 0.5])
+@pytest.mark.parametrize("seq_len", [8, 64, 320])
+@pytest.mark.parametrize("packed_together", [3, 1 << 20])
+def test_whole_documents_are_counted_as_they_are_packed(
+    fraction, seq_len, packed_together, monkeypatch
+):
+    """Whatever the window, in which the last document may be cut."""
+    for module in (token_files, samples):
+        monkeypatch.setattr(module, "PACKED_TOGETHER", packed_together)
+    token_files._count.cache_clear()
+    dice = np.random.default_rng(3)
+    write_indexed("corpus", [[7] * n for n in (*LENGTHS, *dice.integers(1, 90, 400).tolist())])
+    words = (f"data.valid_fraction={fraction}", f"train.seq_len={seq_len}", "data.packing=whole")
+    config = checked(*words, "train.steps=3", "model.max_seq_len=4k")
+    opened = open_data(config.data, config.train, config.model.vocab)
+    assert training_samples(config.data, config.train) == len(opened.train)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.3])
+def test_pairs_and_labels_are_counted_as_they_are_loaded(fraction, tmp_path):
+    """Some are too long, and some have no answer."""
+    dice = np.random.default_rng(5)
+    lengths = dice.integers(1, 40, 60).tolist()
+    write_indexed("corpus", [[1] * n for n in lengths])
+    marks = [bytes(n) if n % 7 == 0 else bytes(n - 1) + b"\1" for n in lengths]
+    Path("corpus.answers").write_bytes(b"".join(marks))
+    given = {"source": "megatron", "path": str(tmp_path / "corpus"), "valid_fraction": fraction}
+    for objective, loss_on in (("dpo", "answers"), ("orpo", "all"), ("classify", "answers")):
+        data = Data(**given, loss_on=loss_on)  # type: ignore[arg-type]
+        labels = 2 if objective == "classify" else None
+        train = Train(objective=objective, seq_len=32, labels=labels)  # type: ignore[arg-type]
+        assert training_samples(data, train) == len(open_data(data, train, 64).train)
+
+
+def test_epochs_of_pairs_count_two_rows_each(tmp_path):
+    write_indexed("corpus", [[1] * 9] * 20)
+    data = Data(source="megatron", path=str(tmp_path / "corpus"), valid_fraction=0, loss_on="all")
+    config = checked("train.objective=orpo", "data.valid_fraction=0", "train.steps=null",
+                     "train.epochs=2", "data.loss_on=all")  # fmt: skip
+    assert training_samples(data, config.train) == 10
+    assert config.train.steps == 5 and times_seen(config) == 2
+
+
 def test_epochs_are_whole_steps():
     # 1940 tokens: 30 samples of 64 tokens, 8 a step
     words = ("data.valid_fraction=0", "train.steps=null")
@@ -81,14 +128,16 @@ def test_the_command_line_wins_over_the_recipe():
     [
         ["data=stdlib", "data.path=null"],
         ["data.path=null", "data.mixture={a: {path: corpus}, b: {path: corpus}}"],
-        ["data.packing=whole"],
+        ["data=npy", "data.path=raw.npy", "data.eos=7", "data.packing=whole"],
         ["train.seq_len=1940", "model.max_seq_len=4k", "data.valid_fraction=0"],
         ["train.steps=3"],
         ["train.tokens=1M"],
     ],
 )
 def test_what_is_refused_and_its_advice(words, capsys):
-    words = ["recipe=debug", "data=megatron", "data.path=corpus", "train.steps=null", *words]
+    (np.arange(4000) % 300).astype("<u2").tofile("raw.npy")
+    corpus = [] if "data=npy" in words else ["data=megatron", "data.path=corpus"]
+    words = ["recipe=debug", *corpus, "train.steps=null", *words]
     with pytest.raises(UserError) as caught:
         check(compose([*words, "train.epochs=2"]), CPU)
     (violation,) = caught.value.violations
@@ -100,7 +149,7 @@ def test_what_is_refused_and_its_advice(words, capsys):
 def test_the_dry_run_says_how_often_the_data_is_seen(capsys):
     words = ["train", "recipe=debug", "data=megatron", "data.path=corpus", "data.valid_fraction=0"]
     assert nanoscale([*words, "train.steps=6", "--dry-run"]) == 0
-    assert "seen 1.6 times" in capsys.readouterr().out
+    assert "1.6 epochs" in capsys.readouterr().out
     assert nanoscale([*words, "train.steps=6", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epochs"] == 1.6
     assert not Path("runs").exists()
@@ -114,6 +163,15 @@ def test_a_long_training_on_the_embedded_corpus_is_warned_of(capsys):
         assert ("would see about 5,17" in capsys.readouterr().out) == is_long
         assert nanoscale([*words, "--json"]) == 0
         assert (json.loads(capsys.readouterr().out)["epochs"] > 1000) == is_long
+
+
+def test_many_epochs_of_fine_tuning_are_warned_of():
+    config = checked("data.valid_fraction=0", "train.steps=150")
+    assert data_warning(config) == []
+    tuned = replace(config, model=replace(config.model, init_from="model"))
+    (line,) = data_warning(tuned)
+    assert line.startswith("warning: 40 epochs are many")
+    assert data_warning(replace(tuned, train=replace(config.train, steps=37))) == []
 
 
 def test_sizes_that_are_not_known():

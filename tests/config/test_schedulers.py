@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import Library
+from nanoscale.config.rules import check
 from nanoscale.config.schedulers import SCHEDULERS, lr_factor
 from nanoscale.config.schema import Scheduler, Train
 
@@ -59,3 +64,40 @@ def test_ends_at_the_minimum_and_never_leaves_the_range(name: str) -> None:
         assert all(0.1 / max(1, warmup) - 1e-12 <= factor <= 1 for factor in curve)
         if steps > warmup:
             assert math.isclose(curve[-1], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["scheduler.warmup=0.03", "train.steps=500"], 15),
+        (["scheduler.warmup=0.03", "train.steps=10"], 0),
+        (["scheduler.warmup=3"], 3),
+        (["scheduler.warmup_steps=4"], 4),
+        (["recipe=tiny", "train.steps=10"], 1),  # the recipe's 20 steps are for its own length
+        (["recipe=tiny", "train.steps=30"], 20),
+        (["recipe=./mine.yaml"], 5),
+        (["recipe=./mine.yaml", "scheduler.warmup_steps=2"], 2),
+    ],
+)
+def test_the_warm_up_is_steps_or_a_share_of_them(words, steps, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(
+        "defaults: [debug, _self_]\nscheduler: {warmup: 0.25}\ntrain: {steps: 20}\n"
+    )
+    recipe = [] if words[0].startswith("recipe") else ["recipe=debug"]
+    scheduler = check(compose([*recipe, *words]), Devices("cpu", 1)).scheduler
+    assert (scheduler.warmup, scheduler.warmup_steps) == (None, steps)
+
+
+@pytest.mark.parametrize(
+    "words", [["scheduler.warmup=21"], ["scheduler.warmup=0.1", "scheduler.warmup_steps=2"]]
+)
+def test_a_warm_up_that_is_refused_and_its_advice(words):
+    words = ["recipe=debug", *words]
+    with pytest.raises(UserError) as caught:
+        check(compose(words), Devices("cpu", 1))
+    (violation,) = caught.value.violations
+    assert violation.key == "scheduler.warmup"
+    for advice in violation.suggestions:
+        others = [word for word in words if word.split("=")[0] != advice.split("=")[0]]
+        check(compose([*others, advice]), Devices("cpu", 1))

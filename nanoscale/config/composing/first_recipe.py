@@ -76,7 +76,7 @@ class FirstRecipe:
                 "scheduler:",
                 "  warmup_steps: 20",
                 "train:",
-                "  steps: 500 # the dry run says how often the data is seen, and how long it takes",
+                "  steps: 500 # the dry run says how many epochs these are, and how long they take",
                 "  global_batch: 32 # samples of a step, on all devices together",
                 f"  seq_len: {self.seq_len} # tokens of a sample",
                 "  log_every: 10",

@@ -105,6 +105,7 @@ def check(
     resolution.apply(rule for rule in RULES if searched.isdisjoint(rule.reads))
     resolution.decide(data=data.resolve_data(resolution))
     resolution.decide(train=training.resolve_train(resolution))
+    resolution.decide(scheduler=training.resolve_warmup(resolution))
     resolution.apply(JOB)
     training.check_profile(resolution, ranks)
     numbers.check_fp8(resolution)

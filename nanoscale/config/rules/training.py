@@ -214,7 +214,8 @@ def _lengths(resolution: Resolution, train: Train) -> dict[str, int]:
     if train.tokens is not None:
         lengths["tokens"] = steps_for(train, train.tokens / train.seq_len)
     if train.epochs is not None and (samples := _epoch(resolution, train)) is not None:
-        lengths["epochs"] = max(1, steps_for(train, train.epochs * samples))
+        rows = train.epochs * samples * rows_of_sample(train)
+        lengths["epochs"] = max(1, steps_for(train, rows))
     return lengths
 
 
@@ -226,9 +227,7 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
     if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
         if data.mixture:
             why = "is not defined for several sources, each of which is seen by its own weight"
-        elif has_whole_documents(train) and data.source == "megatron":
-            why = "needs samples counted before the launch, and documents are counted in it"
-        elif data.packing != "stream" and data.source != "stdlib":
+        elif data.packing != "stream" and data.source == "npy":
             why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
         else:
             why = f"needs token files, and data.source={data.source} makes its tokens in the launch"
@@ -336,6 +335,26 @@ SAVING = of_kind("config",
         "must be a multiple of checkpoint.every={c.checkpoint.every}: only its multiples are saved",
         (_KEEP,)),
 )  # fmt: skip
+
+
+def resolve_warmup(resolution: Resolution) -> Scheduler:
+    """Return the schedule with the steps of its warm-up; the steps of the training are resolved before."""
+    composed, scheduler = resolution.composed, resolution.config.scheduler
+    asked, warmup, steps = scheduler.warmup, scheduler.warmup_steps, resolution.config.train.steps
+    key, by_steps = "scheduler.warmup", composed.by_hand("scheduler.warmup_steps")
+    assert steps is not None, "it is resolved"
+    if asked is not None and warmup and by_steps == composed.by_hand(key):
+        message = f"and scheduler.warmup_steps={warmup} both set the warm-up"
+        resolution.refuse(key, message, f"{key}=null", "scheduler.warmup_steps=0")
+    elif asked is not None and not by_steps:
+        warmup = round(asked * steps if asked < 1 else asked)
+        if warmup > steps:
+            message = f"is more than the {counted(steps, 'step')} of the training"
+            resolution.refuse(key, message, f"{key}=0.1")
+            warmup = steps
+    elif warmup > steps and not by_steps:
+        warmup = steps // 10  # a recipe's warm-up is for the recipe's length
+    return replace(scheduler, warmup=None, warmup_steps=warmup)
 
 
 def resolve_scheduler(config: Config) -> Scheduler:

@@ -22,11 +22,11 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.view.blocks import Block, Lines, Report, Table, show_table
 from nanoscale.view.job_text import (
+    data_warning,
     derived_values,
     describe_precision,
     seen_text,
     settings,
-    trial_data_warning,
 )
 from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.choice_text import choice_line
@@ -92,7 +92,7 @@ def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Repo
         Lines(["environment, in addition to the inherited one", *environment]),
         Lines([f"rendezvous at {plan.master_addr}:{plan.master_port}"]),
         Lines(["commands", *commands]),
-        Lines([*warnings, *trial_data_warning(request.config)]),
+        Lines([*warnings, *data_warning(request.config)]),
         Lines(["nothing was written or started", *rehearsal_lines(request)]),
     ]
     return Report(f"run directory {run.path}", blocks)
@@ -147,7 +147,7 @@ def request_lines(request: Request) -> list[str]:
 def _warnings(request: Request) -> list[str]:
     """Return lines on the data, the rehearsal and the checkpoints of a launch or of a submitted job."""
     return [
-        *trial_data_warning(request.config),
+        *data_warning(request.config),
         *rehearsal_lines(request),
         *saving_text.saving_lines(request.saving),
     ]
