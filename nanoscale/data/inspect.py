@@ -55,7 +55,11 @@ def inspect(
         name: open_answers(prefix, files[name]) if answers_of(prefix).is_file() else None
         for name, prefix in split_paths.items()
     }
-    splits = {name: _split(file, decoder, samples, answers[name]) for name, file in files.items()}
+    names = (manifest or {}).get("label_names", [])
+    labels = [*names, *map(str, range(len(names), (manifest or {}).get("labels", 0)))]
+    splits = {
+        name: _split(file, decoder, samples, answers[name], labels) for name, file in files.items()
+    }
     largest = max(split["largest_token"] for split in splits.values())
     return {
         "path": str(folder or files["train"].path),
@@ -100,7 +104,11 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
 
 
 def _split(
-    file: TokenFile, decoder: Tokenizer | None, samples: int, answers: np.ndarray | None
+    file: TokenFile,
+    decoder: Tokenizer | None,
+    samples: int,
+    answers: np.ndarray | None,
+    labels: list[str],
 ) -> dict[str, Any]:
     lengths = _lengths(file)
     ordered = sorted(lengths)
@@ -124,7 +132,7 @@ def _split(
             "longest": ordered[-1],
             "histogram": _histogram(lengths),
         },
-        "samples": [_sample(file, number, decoder, answers) for number in numbers],
+        "samples": [_sample(file, number, decoder, answers, labels) for number in numbers],
     }
 
 
@@ -164,7 +172,11 @@ def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
 
 
 def _sample(
-    file: TokenFile, number: int, decoder: Tokenizer | None, answers: np.ndarray | None
+    file: TokenFile,
+    number: int,
+    decoder: Tokenizer | None,
+    answers: np.ndarray | None,
+    labels: list[str],
 ) -> dict[str, Any]:
     tokens, start = file[number], file.index.document_start(number)
     ids = [int(token) for token in tokens[: _SAMPLE if answers is None else _CHAT]]
@@ -173,7 +185,11 @@ def _sample(
     if decoder:
         text = decoder.decode([i for i in ids if i >= 0]) if marks is None else ""
         for is_answer, run in groupby(zip(ids, marks or (), strict=False), itemgetter(1)):
-            piece_text = decoder.decode([i for i, _ in run], keep_special=True)
+            token_ids = [i for i, _ in run]
+            is_label = is_answer and labels
+            piece_text = (
+                labels[token_ids[0]] if is_label else decoder.decode(token_ids, keep_special=True)
+            )
             text += f"⟦{piece_text}⟧" if is_answer else piece_text
     result = {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
     return result if marks is None else {**result, "answers": marks}

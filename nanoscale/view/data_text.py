@@ -117,6 +117,8 @@ def prepared_line(request: PreparationRequest, folder: Path) -> str:
     if request.pairs:
         documents = counted(train["documents"] // 2, "pair")
     learned = f", of which {_share(train)} are learned" if request.chat else ""
+    if prepared.get("labels"):
+        learned = f", labels: {', '.join(prepared.get('label_names', [])) or prepared['labels']}"
     tokenizer = request.tokenizer or "a new BPE"
     made = f"{documents}, {train['tokens']:,} tokens{learned}; tokenizer: {tokenizer}"
     return f"{request.sources[0]}: {made}; kept in {folder}"

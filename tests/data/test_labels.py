@@ -10,6 +10,7 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.token_files import manifest
+from nanoscale.data.inspect import inspect
 from tests.data.test_chat import marked, write_chats
 from tests.data.texts import prepared
 
@@ -80,3 +81,50 @@ def test_a_source_without_labels_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"text": "good"}]), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="'text' .--field. or 'label'"):
         prepared(tmp_path / "out", tmp_path / "a.parquet", labels=2)
+
+
+NAMED = [
+    {"text": t, "label": n} for t, n in (("a", "positive"), ("b", "negative"), ("c", "neutral"))
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "labels", "ids"),
+    [
+        (["positive", "negative", "neutral"], ["negative", "neutral", "positive"], [2, 0, 1]),
+        ([True, False, True], ["false", "true"], [1, 0, 1]),
+        ([4, 0, 2], 5, [4, 0, 2]),
+    ],
+)
+def test_the_classes_of_a_file_are_found(tmp_path: Path, given: list[Any], labels: Any, ids: Any):
+    records = [{"text": "x", "label": label} for label in given]
+    source = write_chats(tmp_path / "a.jsonl", records)
+    found = prepared(tmp_path / "out", source, labels=None)
+    assert [tokens[-1] for tokens, _ in marked(tmp_path / "out")] == ids
+    named = labels if isinstance(labels, list) else None
+    assert found.get("label_names") == named
+    assert found["labels"] == (len(named) if named else labels)
+    if named:
+        document = inspect(str(tmp_path / "out"), None, None, 3)
+        shown = [sample["text"] for sample in document["splits"]["train"]["samples"]]
+        assert shown == [f"x⟦{labels[number]}⟧" for number in ids]
+
+
+def test_numbers_of_a_csv_are_numbers_and_other_texts_are_names(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,10\nb,2\n")
+    assert prepared(tmp_path / "a", tmp_path / "a.csv", labels=None)["labels"] == 11
+    (tmp_path / "b.csv").write_text("text,label\na,up\nb,down\n")
+    assert prepared(tmp_path / "b", tmp_path / "b.csv", labels=None)["label_names"] == [
+        "down",
+        "up",
+    ]
+    (tmp_path / "c.csv").write_text("text,label\na,10\nb,other\n")
+    with pytest.raises(UserError, match=r"'label' is not an integer in .0, 11.: 'other'"):
+        prepared(tmp_path / "c", tmp_path / "c.csv", labels=None)
+
+
+def test_more_names_than_labels_are_refused(tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "a.jsonl", NAMED)
+    with pytest.raises(UserError, match="there are 3 names of labels, more than 2: negative"):
+        prepared(tmp_path / "out", source, labels=2)
+    assert prepared(tmp_path / "out", source, labels=4)["label_names"][2] == "positive"

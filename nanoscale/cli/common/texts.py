@@ -12,7 +12,7 @@ from nanoscale.common import display
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
-from nanoscale.config.token_files import TOKENIZER, TOKENS
+from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
 from nanoscale.config.token_formats import FORMATS, format_of
 from nanoscale.config.values.provenance import Setting
 
@@ -39,7 +39,10 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
         return {}
     for key in ("path", "valid_path"):
         file = getattr(data, key)
-        if not file or Path(file).expanduser().is_dir() or has_magic(file):
+        if not file or has_magic(file):
+            continue
+        if Path(file).expanduser().is_dir():
+            settings |= _labels(composed, Path(file).expanduser())
             continue
         from nanoscale.data.prepare.sources import KINDS, ending
 
@@ -55,7 +58,20 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
         }
         if (folder / TOKENIZER).is_file():
             settings["data.tokenizer"] = Setting(str(folder / TOKENIZER), source)
+        settings |= _labels(composed, folder)
     return settings
+
+
+def _labels(composed: Composed, folder: Path) -> dict[str, Setting]:
+    """Return the number of labels of a prepared folder, if it is not set, and their names for config.json."""
+    train, document = composed.config.train, manifest(folder) or {}
+    if train.objective != "classify" or "labels" not in document:
+        return {}
+    count, source = train.labels or document["labels"], f"prepared in {folder}"
+    names = dict(enumerate(document.get("label_names", [])))
+    named = {str(it): names.get(it, f"LABEL_{it}") for it in range(count if names else 0)}
+    settings = {"model.hf_config.id2label": Setting(named, source)} if named else {}
+    return settings | ({"train.labels": Setting(count, source)} if train.labels is None else {})
 
 
 def _request(composed: Composed, file: str) -> PreparationRequest:
@@ -89,7 +105,7 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
         chat=chat,
         pairs=pairs,
         workers=cores(),
-        labels=(train.labels or 0) if train.objective == "classify" else 0,
+        labels=train.labels if train.objective == "classify" else 0,
     )
     if source.bytes > _MOST:
         what = f"has {byte_size(source.bytes)}, and texts of more than {byte_size(_MOST)} are "
@@ -106,7 +122,7 @@ def _command(request: PreparationRequest) -> str:
     if request.tokenizer:
         words = ["--tokenizer", request.tokenizer]
     words += ["--pairs"] if request.pairs else ["--chat"] if request.chat else []
-    words += ["--labels", str(request.labels)] if request.labels else []
+    words += ["--labels", str(request.labels or "auto")] if request.labels != 0 else []
     words += ["--out", f"{Path(file).stem}-tokens"]
     return shlex.join(["nanoscale", "data", "prepare", file, *words])
 

@@ -56,8 +56,8 @@ def prepare_data(
         "--pairs",
         default=False,
     ),
-    labels: int | None = opt.option(
-        "Read texts, each with a `label` below this number of classes", min=2, max=65536
+    labels: str | None = opt.option(
+        "Read texts, each with a `label` of this number of classes", metavar="N|auto"
     ),
     chat_template: Path | None = opt.option(
         "Make text of chats with this Jinja template", metavar="FILE", shown="the tokenizer's own"
@@ -98,7 +98,7 @@ def prepare_data(
         tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos, chat),
         field=field or ("messages" if chat else "text"), separator=_unescaped(separator),
         skip_bad=bad == "skip", chat=chat, pairs=pairs, chat_template=chat_template,
-        workers=workers or cores(), labels=labels or 0,
+        workers=workers or cores(), labels=_labels(labels),
     )  # fmt: skip
     with PreparationScreen() as screen:
         try:
@@ -170,6 +170,15 @@ def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bo
         )
         raise UserError("usage", what)
     return tokenizer
+
+
+def _labels(asked: str | None) -> int | None:
+    if asked in (None, "auto"):
+        return None if asked else 0
+    if not asked.isdecimal() or not 2 <= int(asked) <= 65536:
+        message = "is neither auto nor the number of classes, from 2 to 65536"
+        refuse_option("--labels", asked, message, "--labels auto")
+    return int(asked)
 
 
 def _unescaped(separator: str | None) -> str | None:

@@ -24,6 +24,7 @@ from nanoscale.config.violations import shown
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """The endings of the class names of causal language models."""
 
+_OF_LABELS = ("id2label", "label2id")
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """The endings of the names of their embeddings."""
@@ -89,6 +90,12 @@ def as_classifier(document: Json, labels: int) -> Json:
     classes, end = document.get("architectures"), document.get("eos_token_id")
     name = re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", str((classes or ["Auto"])[0]))
     changed: Json = {"architectures": [name + CLASSIFIER], "num_labels": labels}
+    names = {key: it for key, it in (document.get("id2label") or {}).items() if int(key) < labels}
+    known = len(names) == labels  # otherwise they are names of another task
+    document = {key: it for key, it in document.items() if known or key not in _OF_LABELS}
+    if known:
+        both = names, {name: int(key) for key, name in names.items()}
+        changed |= dict(zip(_OF_LABELS, both, strict=True))
     if document.get("pad_token_id") is None and end is not None:
         changed["pad_token_id"] = end[0] if isinstance(end, list) else end
     return document | changed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from nanoscale.common.errors import UserError
 from nanoscale.data.prepare.chat import ChatTokenizer, Renderer
-from nanoscale.data.prepare.chunks import LONGEST, Chunk, too_long
+from nanoscale.data.prepare.chunks import LONGEST, Chunk, Cursor, read_chunks, too_long
 from nanoscale.data.prepare.pairs import conversations
 from nanoscale.data.prepare.records import Bad
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
-from nanoscale.data.prepare.sources import LABEL, Reading
+from nanoscale.data.prepare.sources import LABEL, Reading, TextSource
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 JSON = ("jsonl", "json", "csv")
@@ -85,7 +88,7 @@ class Documents:
             for chat in result:
                 yield chat, held_out
 
-    def _records(self) -> Iterator[tuple[int, bytes | None]]:
+    def records(self) -> Iterator[tuple[int, bytes | None]]:
         record, content = self._chunk.record, self._chunk.content
         if isinstance(content, list):
             yield from enumerate(content, record)
@@ -103,13 +106,13 @@ class Documents:
     def _read(self) -> Iterator[tuple[int, list[Chat] | RecordError]]:
         """Yield each record's text or both of a pair, for chats with the positions of answers, or its error."""
         if self._renderer is None:
-            for record, raw in self._records():
+            for record, raw in self.records():
                 try:
                     yield record, [self._plain(raw)]
                 except RecordError as error:
                     yield record, error
             return
-        records = [(record, self._chats(raw)) for record, raw in self._records()]
+        records = [(record, self._chats(raw)) for record, raw in self.records()]
         chats = [
             chat for _, found in records if not isinstance(found, RecordError) for chat in found[0]
         ]
@@ -174,11 +177,49 @@ class Documents:
 
     def _label(self, record: dict[str, Any]) -> int:
         label, count = record.get(LABEL), self._reading.labels
-        if self._source.kind == "csv" and isinstance(label, str) and label.isdecimal():
-            label = int(label)
+        if names := self._reading.label_names:
+            if (label := _name_of(label)) not in names:
+                raise RecordError(f"its {LABEL!r} is not the name of a class: {label!r:.40}")
+            return names.index(label)
+        label = _number_of(label, self._source)
         if type(label) is not int or not 0 <= label < count:
             raise RecordError(f"its {LABEL!r} is not an integer in [0, {count}): {label!r:.40}")
         return label
+
+
+def _name_of(label: Any) -> Any:
+    return json.dumps(label) if isinstance(label, bool) else label
+
+
+def _number_of(label: Any, source: TextSource) -> Any:
+    """Return a label, as a number if it is the text of one in a .csv, which has only texts."""
+    is_text = source.kind == "csv" and isinstance(label, str) and label.isdecimal()
+    return int(label) if is_text else label
+
+
+def with_labels(reading: Reading, count: int | None) -> Reading:
+    """Return a reading with the classes of its records: numbers, or names, which count in their sorted order.
+
+    A `count` of None is found: the largest number and 1, or the number of names. Raises UserError if the names
+    are more than `count`.
+    """
+    reading, found = replace(reading, labels=count or 2), set[Any]()
+    for chunk in read_chunks(reading, Cursor()):
+        for _, raw in Documents(chunk, reading).records():
+            with suppress(RecordError, ValueError, AttributeError):  # the preparation reports it
+                label = parsed((raw or b"").decode()).get(LABEL)
+                found.add(_number_of(label, reading.sources[chunk.source]))
+        if count and any(type(label) is int for label in found):
+            return reading
+    numbers = [label for label in found if type(label) is int]
+    names = [] if numbers else sorted(map(_name_of, found - {None}))
+    count = count or max(2, len(names), *(number + 1 for number in numbers))
+    if len(names) > count:
+        named = f"{', '.join(names[:8])}{', …' * (len(names) > 8)}"
+        raise UserError(
+            "data", f"there are {len(names)} names of labels, more than {count}: {named}"
+        )
+    return replace(reading, labels=count, label_names=tuple(names))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from nanoscale.config.token_files import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
-from nanoscale.data.prepare.encode import Documents, Encoded, Setup, encode_here
+from nanoscale.data.prepare.encode import Documents, Encoded, Setup, encode_here, with_labels
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.records import bad_records_error
 from nanoscale.data.prepare.sources import Reading, find_sources, problem
@@ -71,8 +71,9 @@ class PreparationRequest:
     chat_template: Path | None = None
     """A file that replaces the tokenizer's own template."""
     workers: int = 1
-    labels: int = 0
-    """The number of classes of the records, each a text in `field` and a `label`; 0: they have no labels."""
+    labels: int | None = 0
+    """The number of classes of the records, each a text in `field` and a `label`; None: as many as the records
+    have. 0: they have no labels."""
 
 
 class Watcher(Protocol):
@@ -125,7 +126,8 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
         assert tokenizer is not None, "a chat needs the tokenizer of its model"
         template = find_template(tokenizer, request.chat_template)
     form = request.field, request.separator, request.validation
-    return Reading(sources, *form, template, request.pairs, request.labels), tokenizer
+    reading = Reading(sources, *form, template, request.pairs)
+    return reading if request.labels == 0 else with_labels(reading, request.labels), tokenizer
 
 
 def write_folder(
@@ -152,7 +154,7 @@ def write_folder(
             folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
         sizes = [source.bytes for source in reading.sources]
         dtype = smallest_type(tokenizer.vocab_size)
-        unfinished = UnfinishedFolder(path, dtype, sizes, request.chat or request.labels > 0)
+        unfinished = UnfinishedFolder(path, dtype, sizes, request.chat or reading.labels > 0)
         _fill(unfinished, path, request, reading, watcher, stop)
         _refuse_empty(unfinished.progress, request)
         unfinished.publish(request.out, _manifest(identity, tokenizer, whole, unfinished.progress))
@@ -290,6 +292,8 @@ def identity_of(
         identity["pairs"] = True
     if reading.labels:
         identity["labels"] = reading.labels
+    if reading.label_names:
+        identity["label-names"] = list(reading.label_names)
     return {
         **identity,
         "field": reading.field,
@@ -315,6 +319,7 @@ def _manifest(
         **({"answers": "one byte a token"} if has_answers else {}),
         **({"pairs": True} if identity.get("pairs") else {}),
         **({"labels": labels} if labels else {}),
+        **({"label_names": identity["label-names"]} if "label-names" in identity else {}),
         "text_bytes": progress.text_bytes,
         "empty": progress.empty,
         "bad": progress.bad,

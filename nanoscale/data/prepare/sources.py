@@ -89,6 +89,8 @@ class Reading:
     """True if each record is a pair of chats, which become two documents, the chosen one first."""
     labels: int = 0
     """The number of classes of the records; each record has a text and a LABEL. 0: they have no labels."""
+    label_names: tuple[str, ...] = ()
+    """The names of the first classes, from class 0 on; (): labels are the numbers of classes."""
 
     @property
     def is_chat(self) -> bool:
