@@ -46,6 +46,7 @@ COMMANDS = {
     "config-ls": ("config", "ls", "train"),
     "config-explain": ("config", "explain", "train.steps"),
     "config-backends": ("config", "backends"),
+    "config-from": ("config", "from", "ds.json"),
     "config-from-deepspeed": ("config", "from-deepspeed", "ds.json"),
     "recipes-ls": ("recipes", "ls"),
     "recipes-show": ("recipes", "show", "tiny"),

@@ -152,12 +152,8 @@ class Translation:
         self.violations.append(Violation(path, value, "the JSON", message, remedy=remedy))
 
 
-def read_deepspeed(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON.
-
-    Raises:
-        UserError: it is not a JSON object.
-    """
+def read_text(path: Path) -> str:
+    """Read a file of settings. Raises a UserError if it is not a text of at most 16 MiB."""
     if path.is_fifo() and path.parts[1:2] != ("dev",):  # the shell's <(…) is in /dev/fd
         raise UserError("usage", f"{path} is a pipe, and the settings are read from a file")
     try:
@@ -166,9 +162,17 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
         if len(text) > _MOST_BYTES:
             what = f"has more than {_MOST_BYTES >> 20} MiB: too much for settings"
             raise UserError("usage", f"{path} {what}")
-        content = parse(text)
+        return text.decode("utf-8-sig")
     except OSError as error:
         raise UserError("usage", f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError("usage", f"{path} is not UTF-8 text") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises a UserError if the file holds none."""
+    try:
+        content = parse(read_text(path))
     except ValueError as error:
         raise UserError("usage", f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -176,15 +180,18 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
     return content
 
 
-def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation:
+def translate(
+    settings: Mapping[str, Any], dp: int | None = None, *, strict: bool = True
+) -> Translation:
     """Translate DeepSpeed's settings.
 
     Args:
         settings: the content of the JSON.
         dp: the data-parallel degree of the job, if the JSON has a global batch only by accumulation.
+        strict: refuse settings that cannot be honored; otherwise they are listed as without a counterpart.
 
     Raises:
-        UserError: with every setting that cannot be honored.
+        UserError: with every setting that cannot be honored, or has a value of a wrong type.
     """
     result = Translation({"backend.name": "deepspeed"})
     _check_types(settings, result)
@@ -213,8 +220,9 @@ def translate(settings: Mapping[str, Any], dp: int | None = None) -> Translation
     if extra:
         result.values["backend.extra"] = extra
         result.became.append((", ".join(flat(extra)), "backend.extra, as it is"))
-    if result.violations:
+    if result.violations and strict:
         refuse(result.violations)
+    result.became += [(it.key, f"no counterpart: {it.message}") for it in result.violations]
     return result
 
 

@@ -61,7 +61,10 @@ OPTIMIZERS = {
         moments=("exp_avg", "exp_avg_sq"),
         passes=7.0,  # reads parameter, gradient and both moments, and writes all but the gradient
         rounded=True,
-        other_names=("adam", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_hf"),
+        other_names=(
+            *("adam", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_hf"),
+            *("paged_adamw_32bit", "paged_adamw"),
+        ),
     ),
     "adamw8bit": UpdateRule(
         keys=("beta1", "beta2", "eps"),
@@ -71,7 +74,7 @@ OPTIMIZERS = {
         compiled=True,
         package="torchao",
         deepspeed=False,
-        other_names=("adamw_bnb_8bit", "adamw_8bit"),
+        other_names=("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"),
     ),
     "lion": UpdateRule(
         keys=("beta1", "beta2"),

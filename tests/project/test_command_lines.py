@@ -415,6 +415,8 @@ def example_files(stand_ins: Path) -> Path:
         (stand_ins / "texts" / f"{number}.txt").write_text(f"text number {number}\n" * 20)
     (stand_ins / "questions.txt").write_text("def main():\n")
     (stand_ins / "ds_config.json").write_text('{"train_batch_size": 8}')
+    (stand_ins / "axolotl.yml").write_text("base_model: x\n")
+    (stand_ins / "train.sh").write_text("python train.py --learning_rate 1e-5\n")
     logs = runs / "first" / "logs" / "attempt-1"
     logs.mkdir(parents=True)
     for ending in ("out", "err"):
@@ -432,7 +434,8 @@ def test_the_examples_of_every_help_run(
             continue
         if command.split()[0] in ABOUT_CLUSTERS:
             monkeypatch.chdir(tmp_path)
-            shutil.copy(example_files / "ds_config.json", tmp_path)
+            for name in ("ds_config.json", "axolotl.yml", "train.sh"):
+                shutil.copy(example_files / name, tmp_path)
         elif command.startswith("data") or command == "init":
             for folder in ("corpus", "chats"):
                 shutil.rmtree(folder, ignore_errors=True)

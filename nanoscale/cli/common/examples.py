@@ -61,6 +61,10 @@ EXAMPLES = {
     "config show": ("nanoscale config show recipe=llama-8b parallel.tp=8",),
     "config explain": ("nanoscale config explain zero.stage recipe=llama-8b",),
     "config backends": ("nanoscale config backends",),
+    "config from": (
+        "nanoscale config from axolotl.yml --out mine.yaml",
+        "nanoscale config from train.sh --dp 8",
+    ),
     "config from-deepspeed": ("nanoscale config from-deepspeed ds_config.json",),
     "config ls": ("nanoscale config ls", "nanoscale config ls precision"),
     "recipes ls": ("nanoscale recipes ls",),

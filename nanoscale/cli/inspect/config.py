@@ -16,9 +16,13 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
+    from nanoscale.config.from_deepspeed import Translation
     from nanoscale.config.schema import Config
     from nanoscale.config.values.provenance import Composed
 
+_ForeignFile = Annotated[Path, typer.Argument(help="Read this file", show_default=False)]
+_OUT = opt.option("Write a recipe, which must not exist yet", metavar="RECIPE")
+_DP = opt.option("Use this data-parallel degree", metavar="N", min=1)
 app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration.")
 
 
@@ -72,20 +76,46 @@ def explain(
         print_explained(document, first=index == 0)
 
 
+@app.command("from")
+def from_file(
+    file: _ForeignFile,
+    out: Path | None = _OUT,
+    dp: int | None = _DP,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Make a recipe of another trainer's configuration, and show what became of each setting.
+
+    Reads the files of axolotl, torchtitan, accelerate, LLaMA-Factory, Megatron, DeepSpeed and transformers, and
+    shell scripts with their options. Nothing of a file is run.
+    """
+    from nanoscale.config.translation.from_file import convert_file
+
+    kind, translation = convert_file(file, dp)
+    display.note(f"{file} is {kind.title}")
+    _show_translation(file, translation, out, as_json=as_json)
+
+
 @app.command("from-deepspeed")
 def from_deepspeed(
-    file: Annotated[Path, typer.Argument(help="Read this DeepSpeed JSON", show_default=False)],
-    out: Path | None = opt.option("Write a recipe, which must not exist yet", metavar="RECIPE"),
-    dp: int | None = opt.option("Use this data-parallel degree", metavar="N", min=1),
+    file: _ForeignFile,
+    out: Path | None = _OUT,
+    dp: int | None = _DP,
     as_json: opt.AsJson = False,
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
-    from nanoscale.config.from_deepspeed import read_deepspeed, translate
+    from nanoscale.config.from_deepspeed import read_json, translate
+
+    _show_translation(file, translate(read_json(file), dp), out, as_json=as_json)
+
+
+def _show_translation(
+    file: Path, translation: Translation, out: Path | None, *, as_json: bool
+) -> None:
+    """Write or print the recipe, and show what became of each setting."""
     from nanoscale.config.values.convert import convert
     from nanoscale.config.values.yaml_file import to_yaml
     from nanoscale.config.violations import refuse
 
-    translation = translate(read_deepspeed(file), dp)
     _, violations = convert(translation.recipe, lambda _: str(file))
     if violations:
         refuse(violations)

@@ -40,8 +40,8 @@ class Equivalent:
 
 def equivalent(name: str) -> Equivalent | None:
     """Return the equivalent of a name of another trainer; None for a name that is not in the table."""
-    table = _by_spelling()
-    whole = _spelling(name)
+    table = _byspelling()
+    whole = spelling(name)
     while whole and whole not in table:
         whole = whole.partition(".")[2]
     return table.get(whole)
@@ -58,16 +58,18 @@ def equivalents() -> dict[str, Equivalent]:
         for own, rule in OPTIMIZERS.items()
         for name in (own, *rule.other_names)
     }
-    table["optim optimizer.type optimizer_type"] = {"values": optimizers}
+    names = "optim optimizer.type optimizer_type torchtitan.optimizer.name axolotl.optimizer megatron.optimizer"
+    table[names] = {"values": optimizers}
     return {line: _equivalent(row) for line, row in table.items()}
 
 
 @cache
-def _by_spelling() -> dict[str, Equivalent]:
-    return {_spelling(it): row for line, row in equivalents().items() for it in line.split()}
+def _byspelling() -> dict[str, Equivalent]:
+    return {spelling(it): row for line, row in equivalents().items() for it in line.split()}
 
 
-def _spelling(name: str) -> str:
+def spelling(name: str) -> str:
+    """Return a name without dashes, underscores and capitals."""
     return name.strip("-+~").lower().replace("-", "").replace("_", "")
 
 
