@@ -1166,8 +1166,8 @@ class Train:
     )
     epochs: float | None = key(
         None,
-        "how often the samples of one file are seen, rounded up to whole steps; excludes "
-        "train.steps and train.tokens",
+        "how often the samples of one file are seen, rounded up to whole steps; excludes train.steps and "
+        "train.tokens. On a small file a recipe's global_batch is halved until there are 10 steps",
         unit="epochs",
         at_least=0,
         at_most=10**6,

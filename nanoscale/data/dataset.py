@@ -271,11 +271,14 @@ class _Opener:
     def _valid_loader(
         self, source: MixtureSource, tokens: TokenFile, split: Split, form: Form
     ) -> Loader | None:
+        error = too_small(tokens, split, self.train.seq_len)
         if len(split) > self._least_tokens:
-            return self._loader(tokens, split, form)
+            try:
+                return self._loader(tokens, split, form)
+            except UserError as nothing:  # half of a pair, for example
+                error = nothing
         if self.train.eval_every == 0:
             return None
-        error = too_small(tokens, split, self.train.seq_len)
         what = f"the validation split is too small: {error.violations[0].message}"
         value: str | float
         if source.valid_path is not None:

@@ -75,7 +75,7 @@ def test_models_of_the_group(model, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["finetune", "lora", "chat", "chat-lora"])
+@pytest.mark.parametrize("task", ["finetune", "chat-lora", "distill"])
 def test_a_pretrained_model_is_fine_tuned(task, capsys, monkeypatch):
     settings = COMMON | {"vocab_size": 300, "max_position_embeddings": 64}
     monkeypatch.setitem(FAMILIES, "llama", ("Llama", settings))
@@ -87,7 +87,12 @@ def test_a_pretrained_model_is_fine_tuned(task, capsys, monkeypatch):
     Path("chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 40)
     capsys.readouterr()  # what imports said
     data = "chats.jsonl" if "chat" in task else "texts"
-    lines = commands_of("--task", task, "--model", "./model", "--data", data, capsys=capsys)
+    words = ["--task", task, "--model", "./model", "--data", data]
+    words += ["--teacher", "./model"] if task == "distill" else []
+    if task == "distill":
+        assert nanoscale(["init", *words[:6]]) == 2  # nobody can be asked for the teacher
+    lines = commands_of(*words, capsys=capsys)
+    assert len(lines) == (3 if "chat" in task else 4)  # a file needs no preparation
     out = type_until_dry_run(lines, capsys)
     assert ("adapters" in out) == ("lora" in task)
     assert " epochs" in out
@@ -124,6 +129,8 @@ def test_a_name_at_hugging_face(capsys):
         ["--name", "../x"],
         ["--name", ""],
         ["--task", "train"],
+        ["--task", "distill", "--model", "gpt2", "--data", "texts", "--teacher", "./nowhere"],
+        ["--teacher", "gpt2"],
         ["texts/a.txt"],
     ],
 )

@@ -18,12 +18,18 @@ from nanoscale.config.schema import RopeScaling
 from nanoscale.config.token_formats import FORMATS
 from nanoscale.config.values.convert import value_of
 from tests.config.test_mixture import write_tokens
+from tests.support.token_files import write_indexed
 
 CPU = Devices("cpu", 2)
 GPUS = Devices("cuda", 8, ("NVIDIA H100",) * 8)
 
-FINE_TUNING = ("chat", "chat-lora", "finetune", "lora")
-"""Recipes that need the user's data; tests/cli/test_recipes.py trains them."""
+FINE_TUNING = {
+    **dict.fromkeys(("chat", "chat-lora", "finetune", "lora", "qlora", "dpo", "orpo"), ()),
+    "distill": ("train.teacher=./model",),
+    "classify": ("train.labels=2",),
+    "encoder": ("train.mask_token=3",),
+}
+"""Recipes that need the user's data, and what they find in it; tests/cli/test_tasks.py trains them."""
 _LLAMA = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
@@ -63,12 +69,13 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_recipe_is_legal(name):
     needed = []
     if name in FINE_TUNING:
-        write_tokens(Path("corpus"), 5000)
+        write_indexed("corpus", [[7] * 50] * 400)
         Path("model").mkdir()
-        Path("model/config.json").write_text(json.dumps(_LLAMA))
-        needed = ["data.path=corpus", "model.init_from=./model"]
+        kind = {"architectures": ["BertForMaskedLM"]} if name == "encoder" else {}
+        Path("model/config.json").write_text(json.dumps(_LLAMA | kind))
+        needed = ["data.path=corpus", "model.init_from=./model", *FINE_TUNING[name]]
         with pytest.raises(UserError, match=r"data\.path: is needed"):
-            check(compose([f"recipe={name}", needed[1]]), CPU)
+            check(compose([f"recipe={name}", *needed[1:]]), CPU)
     composed = compose([f"recipe={name}", *needed])
     for devices in (CPU, GPUS):
         check(composed, devices)

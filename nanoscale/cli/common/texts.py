@@ -6,12 +6,13 @@ import shlex
 from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
+from nanoscale.config.objectives import has_whole_documents
 from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
 from nanoscale.config.token_formats import FORMATS, format_of
 from nanoscale.config.values.provenance import Setting
@@ -42,7 +43,7 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
         if not file or has_magic(file):
             continue
         if Path(file).expanduser().is_dir():
-            settings |= _labels(composed, Path(file).expanduser())
+            settings |= _of_folder(composed, Path(file).expanduser())
             continue
         from nanoscale.data.prepare.sources import KINDS, ending
 
@@ -58,20 +59,43 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
         }
         if (folder / TOKENIZER).is_file():
             settings["data.tokenizer"] = Setting(str(folder / TOKENIZER), source)
-        settings |= _labels(composed, folder)
+        settings |= _of_folder(composed, folder)
     return settings
 
 
-def _labels(composed: Composed, folder: Path) -> dict[str, Setting]:
-    """Return the number of labels of a prepared folder, if it is not set, and their names for config.json."""
-    train, document = composed.config.train, manifest(folder) or {}
-    if train.objective != "classify" or "labels" not in document:
+def _of_folder(composed: Composed, folder: Path) -> dict[str, Setting]:
+    """Return keys that follow from a prepared folder: the labels and their names, the token that hides others,
+    and the length of samples, if it is a recipe's and longer than the model's or the file's."""
+    train, model, data = composed.config.train, composed.config.model, composed.config.data
+    if (document := manifest(folder)) is None:
         return {}
-    count, source = train.labels or document["labels"], f"prepared in {folder}"
-    names = dict(enumerate(document.get("label_names", [])))
-    named = {str(it): names.get(it, f"LABEL_{it}") for it in range(count if names else 0)}
-    settings = {"model.hf_config.id2label": Setting(named, source)} if named else {}
-    return settings | ({"train.labels": Setting(count, source)} if train.labels is None else {})
+    values: dict[str, Any] = {}
+    if train.objective == "classify" and "labels" in document:
+        count, names = train.labels or document["labels"], document.get("label_names", [])
+        values |= {"train.labels": count} if train.labels is None else {}
+        if names:
+            names += [f"LABEL_{it}" for it in range(len(names), count)]
+            named = {str(number): name for number, name in enumerate(names)}
+            values["model.hf_config"] = {"id2label": named}
+    if train.objective == "masked" and train.mask_token is None:
+        values["train.mask_token"] = _mask_token(folder)
+    if model.init_from is not None and not composed.by_hand("train.seq_len"):
+        longest = min(train.seq_len, model.max_seq_len)
+        if data.packing == "stream" and not has_whole_documents(train):
+            tokens = int(document["train"]["tokens"] * (1 - 2 * data.valid_fraction)) - 1
+            longest = min(longest, 1 << max(1, tokens.bit_length() - 1))
+        values |= {"train.seq_len": longest} if longest < train.seq_len else {}
+    return {key: Setting(value, f"prepared in {folder}") for key, value in values.items()}
+
+
+def _mask_token(folder: Path) -> int | None:
+    """Return the id of the token that hides others by a prepared folder's tokenizer; None if it has none."""
+    from nanoscale.data.tokens.tokenizer import config_of, read_object, special_token
+
+    file = folder / TOKENIZER
+    names = {special_token(config_of(file), "mask_token"), "[MASK]", "<mask>"}
+    added = read_object(file).get("added_tokens", [])
+    return next((it["id"] for it in added if it["content"] in names), None)
 
 
 def _request(composed: Composed, file: str) -> PreparationRequest:

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ def init(
     data: str | None = opt.option(
         "Read texts, conversations or tokens here", metavar="PATH", shown="Python's source code"
     ),
+    teacher: str | None = opt.option("Name the larger model of distill", metavar="NAME|DIR"),
     name: str | None = opt.option("Name the recipe", shown="the task"),
     as_json: opt.AsJson = False,
 ) -> None:
@@ -48,11 +50,14 @@ def init(
         model = _asked("model", None if tunes else "tiny", _pretrained if tunes else _own_shape)
     if data is None:
         data = _asked("data", None if tunes else _STDLIB, lambda it: _tokens_of(task, it))
+    opt.refuse_unused((task != "distill", "is for --task distill", {"--teacher": teacher}))
+    if task == "distill":
+        teacher = _asked("teacher", None, _pretrained) if teacher is None else _pretrained(teacher)
     name = _asked("name", task) if name is None else name
     if not _NAME.fullmatch(name):
         message = "must begin with a letter or digit, and have only these, -, _ and ."
         refuse_option("--name", name, message)
-    recipe = _checked(task, model, data)
+    recipe = replace(_checked(task, model, data), teacher=teacher)
     target = folder / f"{name}.yaml"
     if target.exists():
         unused = f"--name {shlex.quote(free_file(target).stem)}"
@@ -102,23 +107,23 @@ def _asked(
 
 
 def _checked(task: Task, model: str, data: str) -> FirstRecipe:
-    if task == "pretrain":
-        shape = _own_shape(model)
-        vocab, longest = shape["vocab"], shape["max_seq_len"]
-    else:
-        vocab, (model, longest) = 0, _pretrained(model)
-    seq_len = min(_LONGEST, longest)
-    return FirstRecipe(task, model, vocab, seq_len, *_tokens_of(task, data))
+    found = _tokens_of(task, data)
+    if task != "pretrain":
+        return FirstRecipe(task, _pretrained(model), 0, 0, *found)
+    shape = _own_shape(model)
+    return FirstRecipe(task, model, shape["vocab"], min(_LONGEST, shape["max_seq_len"]), *found)
 
 
 def _tokens_of(task: Task, data: str) -> tuple[Path | None, bool]:
-    """Return the path of the data, and True if it is prepared. Raises UserError if it does not exist."""
+    """Return the path of the data, and True if a training reads it as it is. Raises UserError if it does not
+    exist."""
     from nanoscale.config.token_files import folder_of
 
     if task == "pretrain" and data == _STDLIB:
         return None, True
     path = Path(data).expanduser().absolute()
     prepared = folder_of(path) is not None or Path(f"{path}.idx").is_file()
+    prepared |= task != "pretrain" and path.is_file()
     if not prepared and not path.exists():
         refuse_option("--data", data, "does not exist")
     return path, prepared
@@ -138,18 +143,18 @@ def _own_shape(model: str) -> dict[str, Any]:
     return merged(defaults(Model), read(known[model].path).content)
 
 
-def _pretrained(model: str) -> tuple[str, int]:
-    """Return a model to fine-tune by its folder or its name at Hugging Face, and its context."""
+def _pretrained(model: str) -> str:
+    """Return a model to fine-tune by its folder or its name at Hugging Face."""
     from nanoscale.config.hf.families import UnsupportedError
     from nanoscale.config.hf.hub import missing_path
     from nanoscale.config.hf.pretrained import absolute_name, is_folder
-    from nanoscale.config.hf.shape import read_shape
+    from nanoscale.config.hf.shape import read_config
 
     if is_folder(model):
         try:
-            return absolute_name(model), read_shape(Path(model).expanduser()).max_seq_len
+            read_config(Path(model).expanduser())
         except UnsupportedError as error:
             refuse_option("--model", model, str(error))
-    if (why := missing_path(model)) is not None:
+    elif (why := missing_path(model)) is not None:
         refuse_option("--model", model, why)
-    return model, _LONGEST
+    return absolute_name(model)

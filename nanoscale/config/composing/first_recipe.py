@@ -14,15 +14,29 @@ from typing import Literal
 
 from nanoscale.config.violations import override
 
-Task = Literal["pretrain", "finetune", "lora", "chat", "chat-lora"]
+Task = Literal[
+    "pretrain", "finetune", "lora", "chat", "chat-lora", "qlora",
+    "dpo", "orpo", "distill", "classify", "encoder",
+]  # fmt: skip
 ABOUT: dict[Task, str] = {
     "pretrain": "Train a model from random weights",
     "finetune": "Fine-tune all weights of a model on texts",
     "lora": "Fine-tune a model on texts with low-rank adapters (LoRA)",
     "chat": "Fine-tune all weights of a model on the answers of conversations",
     "chat-lora": "Fine-tune a model on the answers of conversations with low-rank adapters (LoRA)",
+    "qlora": "Fine-tune a model in 4 bits on the answers of conversations with adapters (QLoRA)",
+    "dpo": "Teach a model to prefer the chosen one of two answers, compared with its start (DPO)",
+    "orpo": "Teach a model to prefer the chosen one of two answers, without a reference (ORPO)",
+    "distill": "Train a model on the likely tokens of a larger one",
+    "classify": "Train a classifier of texts",
+    "encoder": "Train an encoder on texts further (masked language modelling)",
 }
-_CHATS: tuple[Task, ...] = ("chat", "chat-lora")
+_FLAGS: dict[Task, tuple[str, ...]] = {
+    **dict.fromkeys(("chat", "chat-lora", "qlora"), ("--chat",)),
+    **dict.fromkeys(("dpo", "orpo"), ("--pairs",)),
+    "classify": ("--labels", "auto"),
+}
+"""The options of `data prepare` for the records of a task."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +49,13 @@ class FirstRecipe:
     vocab: int
     """Rows of the embedding; 0 for a pretrained model."""
     seq_len: int
+    """Tokens of a sample; a recipe for a pretrained model has its own."""
     data: Path | None
     """Texts or conversations, or tokens; None: the embedded corpus."""
     prepared: bool
-    """True if `data` holds tokens already."""
+    """True if `data` holds tokens already, or is a file whose tokens the training makes."""
+    teacher: str | None = None
+    """The teacher of `distill`, as `model`."""
 
     def commands(self, target: Path) -> list[str]:
         """Return the commands to type, in this order, if the recipe is written to `target`."""
@@ -53,7 +70,7 @@ class FirstRecipe:
             words += ["--train-tokenizer", "--vocab-size", str(max(257, min(32768, self.vocab)))]
         else:
             words += ["--tokenizer", self.model]
-        return [shlex.join([*words, *(["--chat"] if self.task in _CHATS else [])]), *commands]
+        return [shlex.join([*words, *_FLAGS.get(self.task, ())]), *commands]
 
     def text(self, target: Path) -> str:
         """Return the recipe."""
@@ -86,7 +103,8 @@ class FirstRecipe:
 
         text = (packaged()[1] / f"{self.task}.yaml").read_text(encoding="utf-8")
         body = text[text.index("defaults:") :]
-        values = {"init_from": self.model, "path": str(path), "seq_len": self.seq_len}
+        values = {"init_from": self.model, "path": str(path)}
+        values |= {"teacher": self.teacher} if self.teacher else {}
         for key, value in values.items():
             before, after = re.split(rf"(?m)^  {key}: \S+(?: # needed.*)?", body)
             body = f"{before}  {key}: {json.dumps(value)}{after}"

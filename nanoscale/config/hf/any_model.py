@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
+from nanoscale.config.hf import pretrained
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate, refuse_model
 from nanoscale.config.hf.shape import as_classifier, read_config, require_causal
@@ -51,26 +52,27 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
             set in addition.
     """
     model = composed.config.model
+    name = model.name or model.init_from or ""
     try:
         source, document = composed.source("model.hf_config"), model.hf_config
         if not frozen:
-            if not model.name:
+            if not name:
                 what = "model=hf needs a folder, or a name at Hugging Face: model.name=…"
                 raise NoSuchModelError(what)
-            folder = locate(model.name, weights=False)
+            folder = locate(name, weights=False)
             source = str(folder / "config.json")
             document = reference.merged(read_config(folder), document)
         if composed.config.train.objective == "classify":
             document = as_classifier(document, composed.config.train.labels or 2)
         require_causal(document, or_masked=True)
     except (NoSuchModelError, UnsupportedError) as error:
-        refuse_model(composed, KEY, model.name, error)
+        refuse_model(composed, KEY if model.name else pretrained.KEY, name, error)
     known = sizes(document)
     values = {name: getattr(Model(), name) for name in _shape_keys()}
     values |= _sizes(composed, known, kept=frozen)
     if violations := list(_conflicts(composed, values, known, document, source)):
         refuse(violations, kind="model")
-    return source, values | {"hf_config": document}
+    return source, values | {"hf_config": document, "name": name}
 
 
 def sizes(document: Json) -> Json:

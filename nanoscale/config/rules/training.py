@@ -35,6 +35,7 @@ from nanoscale.config.rules.rule import (
 from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
 from nanoscale.config.schema import Config, PhaseSettings, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
+from nanoscale.config.token_formats import FORMATS
 from nanoscale.config.training_phases import phases_of, steps_for
 from nanoscale.config.values.forms import RULE, legal_name, series_of
 from nanoscale.config.violations import override, shown
@@ -74,6 +75,8 @@ RULES = (
 
 _ALL_IN_FLIGHT = ("gpipe", "looped-bfs")
 """Schedules whose memory grows with the number of micro batches."""
+_LEAST_STEPS = 10
+"""The steps that a recipe's `train.epochs` should have on a small file."""
 _LENGTHS = ("steps", "tokens", "epochs")
 """The keys that set the length of a training."""
 
@@ -84,16 +87,18 @@ def resolve_train(resolution: Resolution) -> Train:
     The data is resolved before.
     """
     config, train = resolution.config, resolution.config.train
-    micro = train.micro_batch
-    if micro == "auto":
-        samples = train.global_batch // data_parallel(config)
-        micro = largest_micro_batch(config, samples) or rows_of_sample(train)  # if none is legal
-    train = replace(train, micro_batch=micro, eval_tasks_dir=absolute(train.eval_tasks_dir))
     if not _check_phases(resolution):
         train = replace(train, phases={})
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
     if given and "epochs" not in given:
         train = replace(train, epochs=None)  # also where the recipe's epochs would have no meaning
+    elif not resolution.composed.by_hand("train.global_batch"):
+        train = _with_steps(config, train)
+    micro = train.micro_batch
+    if micro == "auto":
+        samples = train.global_batch // data_parallel(config)
+        micro = largest_micro_batch(config, samples) or rows_of_sample(train)  # if none is legal
+    train = replace(train, micro_batch=micro, eval_tasks_dir=absolute(train.eval_tasks_dir))
     lengths = _lengths(resolution, train)
     if not lengths:
         if train.epochs is None:  # otherwise its own error says enough
@@ -116,6 +121,20 @@ def resolve_train(resolution: Resolution) -> Train:
     )
     resolution.refuse(f"train.{last}", message, f"train.{last}=null", f"train.{first}=null")
     return replace(train, steps=lengths[first])
+
+
+def _with_steps(config: Config, train: Train) -> Train:
+    """Return the training with a recipe's batch, halved until the epochs have _LEAST_STEPS, if it can be."""
+    samples = training_samples(config.data, train)
+    is_tuned = config.model.init_from is not None and not train.phases
+    if samples is None or not train.epochs or not is_tuned or config.parallel.pp > 1:
+        return train
+    rows, batch = train.epochs * samples * rows_of_sample(train), train.global_batch
+    least = data_parallel(config) * rows_of_sample(train)
+    least *= 1 if train.micro_batch == "auto" else train.micro_batch
+    while batch % (2 * least) == 0 and rows < _LEAST_STEPS * batch:
+        batch //= 2
+    return replace(train, global_batch=batch)
 
 
 def _check_phases(resolution: Resolution) -> bool:
@@ -227,7 +246,9 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
     if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
         if data.mixture:
             why = "is not defined for several sources, each of which is seen by its own weight"
-        elif data.packing != "stream" and data.source == "npy":
+        elif data.source in FORMATS and not FORMATS[data.source].reads_eos:
+            why = f"needs samples, and {data.path} has none of at most {train.seq_len} tokens"
+        elif data.source in FORMATS:
             why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
         else:
             why = f"needs token files, and data.source={data.source} makes its tokens in the launch"
