@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanoscale.cli.common import texts
 from nanoscale.cli.common.examples import EXAMPLES
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
@@ -103,6 +104,8 @@ LONG = {
     "nanoscale doctor backend.compile=on",
     "nanoscale train model=hf model.name=./bert data=megatron data.path=reviews train.objective=classify "
     "train.labels=4 train.seq_len=256 train.steps=500",
+    "nanoscale train recipe=classify model.init_from=./bert data.path=reviews.jsonl --dry-run",
+    "nanoscale train recipe=encoder model.init_from=./bert data.path=texts.jsonl --dry-run",
     "nanoscale train model=hf model.name=./pythia-160m train.seq_len=2k train.steps=1000 data=megatron "
     "data.path=/data/corpus",
 }
@@ -188,6 +191,11 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "preferences.jsonl").write_text(text)
     reviews = [{"text": document, "label": i % 4} for i, document in enumerate(documents)]
     (here / "reviews.jsonl").write_text("".join(json.dumps(each) + "\n" for each in reviews))
+    write_jsonl(here / "texts.jsonl", documents)
+    turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+    (here / "sharegpt.jsonl").write_text(f"{json.dumps({'conversations': turns})}\n" * 200)
+    alpaca = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+    (here / "alpaca.jsonl").write_text(f"{json.dumps(alpaca)}\n" * 200)
     for name in ("bert", "models/bert"):
         _write_encoder(here / name, documents)
     for name in ("text", "noise"):
@@ -213,7 +221,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(run.path, here / "runs" / name, symlinks=True)
         ended = status.Status("prepared", 0, 100.0).starting(1).ending("completed", 0)
         status.write(RunDirectory(here / "runs" / name), ended)
-    for name in ("models/llama", "models/Qwen3-0.6B", "Qwen3-0.6B"):
+    for name in ("models/llama", "models/Qwen3-0.6B", "Qwen3-0.6B", "Qwen3-8B"):
         _write_model(run, here / name, documents)
     tokenizer = here / "models" / "llama"
     prepare = [
@@ -237,6 +245,11 @@ def _write_encoder(folder: Path, documents: list[str]) -> None:
     config = BertConfig(vocab_size=320, hidden_size=32, max_position_embeddings=256, **sizes)
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     train_bpe(documents, 300, folder / "tokenizer.json")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(
+        tokenizer["added_tokens"][0] | {"id": 310, "content": "[MASK]"}
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def _write_model(run: RunDirectory, folder: Path, documents: list[str]) -> None:
@@ -385,6 +398,24 @@ def test_errors_and_plans_that_a_page_shows_are_printed(
             printed = iter(text.replace(str(here), "/home/you").splitlines())
             missing = [it for it in below if it and it != "…" and it not in printed]
             assert missing == [], (line, text)
+
+
+@pytest.mark.slow
+def test_the_page_of_tasks_shows_lines_as_they_are_printed(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their numbers and labels are, which depend on the file and on the tokenizer."""
+
+    def form(text: str) -> str:
+        text = re.sub(r"labels: .*?;", "labels: L;", text.replace(f"{here}/", "/home/you/"))
+        return re.sub(r"epochs?|[\d,.]+", lambda it: "epochs" if it[0][0] == "e" else "N", text)
+
+    for line, below in shown(ROOT / "docs" / "tasks.md").items():
+        texts._prepared.cache_clear()
+        assert nanoscale(shlex.split(line)[1:]) == 0, line
+        printed = form("\n".join(capsys.readouterr()))
+        parts = [part for each in below for part in each.split("…") if part]
+        assert [part for part in parts if form(part) not in printed] == [], line
 
 
 def test_what_is_excused_is_written_somewhere() -> None:
