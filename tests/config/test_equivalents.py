@@ -69,7 +69,6 @@ def test_a_term_of_another_trainer_is_answered(
         ("train --model x", "model.init_from=x"),
         ("train model=meta-llama/Llama-3.1-8B", "model.init_from=meta-llama/Llama-3.1-8B"),
         ("train recipe=sft", "recipe=chat"),
-        ("train recipe=dpo", "train.objective=dpo"),
         ("train zero=fsdp", "zero=stage3"),
         ("train launcher=k8s", "launcher=kubernetes"),
         ("train lora.r=8", "lora.rank=8"),
