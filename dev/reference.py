@@ -11,6 +11,8 @@ import yaml
 
 from nanoscale.config import reference
 from nanoscale.config.rules.backends import OUTSIDE, table
+from nanoscale.config.values.equivalents import equivalents
+from nanoscale.config.values.other_trainers import kinds
 from nanoscale.config.violations import shown
 from nanoscale.runs.metrics import METRICS
 
@@ -25,6 +27,26 @@ to an environment variable, as in `data.path='${{oc.env:DATA}}/tokens'` or `'${{
 default: {paths}.
 The value is written to config.yaml and the variable's name to provenance.json; names that look like secrets
 are refused. `\\${{` stands for `${{` itself.
+"""
+
+EQUIVALENTS = """# Coming from another trainer
+
+This page is written by `make docs` from `nanoscale/config/values/equivalents.yaml`. The command line
+answers these names with their equivalents: `nanoscale train --learning_rate 1e-5` proposes `optimizer.lr=1e-5`.
+
+`nanoscale config from FILE` makes a recipe of a whole configuration, and shows what became of each setting.
+It reads:
+
+{titles}
+
+JSON, TOML and YAML are recognized by the ending of the file. Of any other text, such as a shell script, the
+options (`--learning_rate 1e-5 …`) are read. A variable of a script is replaced if the script assigns it once;
+nothing of a file is run. The recipe also has what the other trainer does by default. The global batch is
+micro batch · accumulation · data-parallel degree. If the file does not say how many devices there are, the
+degree is 1, and `--dp N` sets another one.
+
+Names with dots mean this only in that section, or in that kind of file: `hf` is transformers'
+TrainingArguments.
 """
 
 
@@ -78,6 +100,30 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+def render_equivalents() -> str:
+    """Return the page with the names of other trainers and their equivalents."""
+    titles = "\n".join(f"- {kind.title}" for kind in kinds())
+    parts = [EQUIVALENTS.format(titles=titles)]
+    source = (DOCS.parent / "nanoscale/config/values/equivalents.yaml").read_text("utf-8")
+    sections = [block.partition("\n") for block in source.split("\n\n")[1:]]
+    table = equivalents()
+    for title, _, content in sections:
+        parts.append(f"\n## {title.strip('# ').capitalize()}\n\n| theirs | here |\n|---|---|")
+        lines = (line for line in table if re.search(rf"^{re.escape(line)}:", content, re.M))
+        for line in lines:
+            meant = table[line]
+            values: dict[str, list[str]] = {}
+            for value, words in meant.overrides.items():
+                values.setdefault(words, []).append(value or "any other value")
+            cells = [f"`{key}`" for key in meant.keys]
+            cells += [f"`{words}` ({', '.join(theirs)})" for words, theirs in values.items()]
+            cells += [f"`{command}`" for command in meant.commands]
+            cells += [meant.note] if meant.note else []
+            names = " ".join(f"`{name}`" for name in line.split())
+            parts.append(f"| {names} | {'; '.join(cells).replace('|', '/')} |")
+    return "\n".join(parts) + "\n"
+
+
 def render_index() -> str:
     """Return the index of all pages for programs: titles in the order of the site, and the sections of each."""
     site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -112,6 +158,7 @@ def pages() -> dict[str, str]:
     return {
         "configuration.md": render(),
         "backends.md": render_backends(),
+        "coming-from.md": render_equivalents(),
         "llms.txt": render_index(),
         "run-directory.md": render_metrics(),
     }

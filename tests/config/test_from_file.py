@@ -223,6 +223,18 @@ def test_a_file_becomes_a_recipe(
     assert nanoscale(["config", "show", "recipe=./mine.yaml", "model.init_from=null"]) == 0
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_in_place_of_a_recipe_names_the_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(FILES[name])
+    whole = name in ("axolotl.yml", "factory.yaml", "titan.toml", "megatron.sh")
+    for option in (f"--config={name}", *([f"recipe=./{name}"] if whole else [])):
+        assert nanoscale(["config", "show", option]) == 2
+        assert f"type instead: nanoscale config from {name}\n" in capsys.readouterr().err
+
+
 def test_another_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nanoscale
-from nanoscale.common.errors import Violation
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import interpolation
 from nanoscale.config.composing.interpolation import unescape
@@ -149,6 +149,7 @@ class Library:
 
     def _load(self, config: str) -> YamlDocument:
         from nanoscale.config.composing.frozen import reopen, unknown_names
+        from nanoscale.config.values.other_trainers import refuse_foreign
         from nanoscale.config.values.yaml_file import YamlDocument, read
 
         group, _, name = config.partition("/")
@@ -157,7 +158,15 @@ class Library:
         path = self.find(config)
         if path is None:
             raise KeyError(config)
-        document = read(path, display(path))
+        try:
+            document = read(path, display(path))
+        except UserError:
+            refuse_foreign(path)
+            raise
+        own = reference.sections().keys() - {"optimizer", "scheduler"}  # DeepSpeed's, too
+        is_whole = path == self.config_file or len(document.content) > 8
+        if is_whole and not any(isinstance(document.content.get(name), dict) for name in own):
+            refuse_foreign(path)
         self._check_header(path, document, group)
         if config == ROOT:
             entries = [

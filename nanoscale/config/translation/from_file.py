@@ -1,7 +1,6 @@
-"""Configurations of other trainers in nanoscale's keys.
+"""Configurations of other trainers in nanoscale's keys, by `values/equivalents.yaml`.
 
-`values/kinds.yaml` lists the kinds of files, and `values/equivalents.yaml` the equivalents of their names. A
-name is looked up with its kind first (`axolotl.rl`). Nothing of a file is run: a shell script is read as text.
+A name is looked up with its kind first (`axolotl.rl`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from nanoscale.config.rules import backends, layout, numbers, only_with, pipelin
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.convert import convert, fits
 from nanoscale.config.values.equivalents import Equivalent, equivalent, spelling
-from nanoscale.config.values.kinds import (
+from nanoscale.config.values.other_trainers import (
     Kind,
     flat_settings,
     kind_of,
@@ -32,7 +31,6 @@ from nanoscale.config.values.kinds import (
 from nanoscale.config.violations import shown
 
 _OFF = ("false", "0", "no", "none", "null", "")
-_ASSUMED = "not in the file"
 
 
 def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
@@ -50,8 +48,13 @@ def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
     if kind is None:
         refuse_unknown(file, settings)
     if kind.name == "deepspeed":
-        return kind, from_deepspeed.translate(settings, dp, strict=False)
-    return kind, _Conversion(kind, settings).run(dp)
+        result = from_deepspeed.translate(settings, dp, strict=False)
+        if result.values.get("parallel.tp", 1) != 1:
+            result.values["parallel.sequence_parallel"] = False
+    else:
+        result = _Conversion(kind, settings).run(dp)
+    _drop_refused(result)
+    return kind, result
 
 
 def _in_batches(value: float, values: Mapping[str, int]) -> int:
@@ -59,10 +62,6 @@ def _in_batches(value: float, values: Mapping[str, int]) -> int:
 
 
 _DERIVED: dict[str, tuple[str, Callable[[Any, Mapping[str, Any]], Any]]] = {
-    "data_parallel_shard_degree": (
-        "parallel.dp",
-        lambda value, its: value * its.get("parallel.dp_replicate", 1) if value > 0 else "auto",
-    ),
     "min_lr": ("scheduler.min_ratio", lambda value, its: round(value / its["optimizer.lr"], 6)),
     "train_samples": ("train.steps", _in_batches),
     "lr_warmup_samples": ("scheduler.warmup_steps", _in_batches),
@@ -107,7 +106,6 @@ class _Conversion:
         self._batches(values, dp)
         self._derive(values)
         self._finish(values)
-        self._drop_refused(values)
         order = [key for key in reference.declared() if key in values]
         return Translation({key: values[key] for key in order}, [*self.became.items()])
 
@@ -135,21 +133,19 @@ class _Conversion:
 
     def _as_key(self, meant: Equivalent, value: Any) -> str:
         key = meant.keys[0]
-        if key not in reference.declared():
-            return "no counterpart"
         if key == "data.path":
             return self._as_data(value)
-        if key == "lora.rank" and not value:
-            return "not set"
+        if key == "recipe":
+            return "no counterpart"
         if isinstance(value, str) and not fits(key, value):
             value = typed_value([value])
         if not fits(key, value):
-            bounds = ", ".join(
-                filter(None, (reference.declared()[key].type, reference.declared()[key].bounds))
-            )
-            return f"no counterpart: {key} must be {bounds}"
+            rule = reference.declared()[key]
+            return f"no counterpart: {key} must be {rule.type} {rule.bounds}".strip()
         self.keys[key] = value
-        return f"{key}={shown(value)}" + (f" ({meant.note})" if meant.note else "")
+        if key in ("launcher.devices", "launcher.nodes"):
+            return "for the global batch alone: a job takes the devices that there are"
+        return f"{key}={shown(value)}"
 
     def _as_data(self, value: Any) -> str:
         first = str(value[0] if isinstance(value, list) else value)
@@ -196,11 +192,9 @@ class _Conversion:
             text = new._take(name, value)
             added = new.off | new.flags | new.keys
             derived = {key for it, (key, _) in _DERIVED.items() if spelling(it) in self.names}
-            missing = {key: it for key, it in added.items() if key not in known | derived}
-            if not missing:
-                continue
-            self.off |= missing
-            self.became[f"({name}={shown(value)}, {_ASSUMED})"] = text
+            if missing := {key: it for key, it in added.items() if key not in known | derived}:
+                self.off |= missing
+                self.became[f"({name}={shown(value)}, not in the file)"] = text
 
     def _batches(self, values: dict[str, Any], dp: int | None) -> None:
         """Set the global batch: micro batch · accumulation · data-parallel degree."""
@@ -212,9 +206,9 @@ class _Conversion:
         if micro is None or "train.global_batch" in values:
             return
         ranks = math.prod(values.get(f"parallel.{it}", 1) for it in ("tp", "pp", "cp"))
-        shards = self._number("data_parallel_shard_degree")
-        if dp is None and shards and shards > 0:
-            dp = shards * values.get("parallel.dp_replicate", 1)
+        shards = self._number("data_parallel_shard_degree") or -1
+        if dp is None and shards > 0:
+            dp = values["parallel.dp"] = shards * values.get("parallel.dp_replicate", 1)
         if dp is None and devices:
             dp = max(1, devices * (1 if self.kind.name == "accelerate" else nodes) // ranks)
         steps = self._number("gradient_accumulation_steps") or 1
@@ -246,8 +240,6 @@ class _Conversion:
             values.pop("scheduler.warmup", None)
         if values.get("precision.compute") != "fp32":
             values.pop("precision.tf32", None)
-        if values.get("scheduler.name") == "constant":
-            values["scheduler.min_ratio"] = 1.0
         if values.get("logger.project"):
             values.setdefault("logger.wandb", "online")
         if self.kind.name != "accelerate" and "data.path" not in values:
@@ -263,25 +255,27 @@ class _Conversion:
                 hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden
             )
 
-    def _drop_refused(self, values: dict[str, Any]) -> None:
-        """Drop keys that rules refuse beside the others, whatever the machine and the data."""
-        config, _ = convert(reference.nested(values), str)
-        for rule in _RULES:
-            if rule.key not in values or rule.holds(config):
-                continue
-            if "model.layers" not in values and any(it.startswith("model.") for it in rule.reads):
-                continue  # the shape is the model's own
-            text = rule.message
-            text = text.format(c=config) if isinstance(text, str) else text(config)
-            value = values.pop(rule.key)
-            self.became[f"({rule.key}={shown(value)})"] = f"left out: {text}"
-            config, _ = convert(reference.nested(values), str)
-
 
 _RULES = (
     *(*only_with.OF_LAYOUT, *only_with.OF_JOB, *only_with.OF_TEXT, *layout.RULES, *pipeline.RULES),
     *(*layout.EXECUTION, *numbers.RULES, *numbers.PRECISION, *backends.RULES, *backends.JOB),
 )
+
+
+def _drop_refused(result: Translation) -> None:
+    """Drop keys that rules refuse beside the others, whatever the machine and the data."""
+    for rule in _RULES * 2:  # a key that was dropped may have been needed by another
+        config, _ = convert(result.recipe, str)
+        reads_shape = any(it.startswith("model.") for it in rule.reads)
+        if (
+            rule.key not in result.values
+            or rule.holds(config)
+            or (reads_shape and "model.layers" not in result.values)
+        ):
+            continue
+        text = rule.message if isinstance(rule.message, str) else rule.message(config)
+        name = f"({rule.key}={shown(result.values.pop(rule.key))})"
+        result.became.append((name, f"left out: {text.format(c=config)}"))
 
 
 def _option(group: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Files of other trainers: read as data, and their kinds.
 
-`kinds.yaml` lists the kinds. Nothing of a file is run: a shell script is read as text.
+`other_trainers.yaml` lists the kinds. Nothing of a file is run: a shell script is read as text.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import shlex
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import listed
@@ -21,26 +20,23 @@ from nanoscale.config import reference
 from nanoscale.config.from_deepspeed import read_json, read_text
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.equivalents import spelling
+from nanoscale.config.violations import refuse
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of file: a row of `kinds.yaml`."""
+class Kind(NamedTuple):
+    """A kind of file: a row of `other_trainers.yaml`."""
 
     name: str
     title: str
     marks: str
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Any] = {}
 
 
 @cache
 def kinds() -> tuple[Kind, ...]:
     """Return the kinds in the order in which they are recognized."""
-    table = yaml_file.read(Path(yaml_file.__file__).with_name("kinds.yaml")).content
-    return tuple(
-        Kind(name, row["title"], row["marks"], row.get("defaults", {}))
-        for name, row in table.items()
-    )
+    table = yaml_file.read(Path(__file__).with_suffix(".yaml")).content
+    return tuple(Kind(name, **row) for name, row in table.items())
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -72,43 +68,31 @@ def kind_of(settings: Mapping[str, Any]) -> Kind | None:
 
 def refuse_foreign(file: Path) -> None:
     """Refuse a file of another trainer where a configuration of nanoscale is expected."""
-    with suppress(UserError, RecursionError):
-        settings = read_settings(file)
-        if (kind := kind_of(settings)) and not (set(settings) & _ours() and file.suffix != ".toml"):
-            advice = (f"nanoscale config from {shlex.quote(str(file))}",)
-            message = f"is {kind.title}; a recipe is made of it"
-            refused = Violation("", str(file), str(file), message, advice)
-            raise UserError("config", f"{file}: {message}", [refused]) from None
+    kind = None
+    with suppress(UserError):
+        kind = kind_of(read_settings(file))
+    if kind is not None:
+        message = f"is {kind.title}; a recipe is made of it"
+        advice = (f"nanoscale config from {shlex.quote(str(file))}",)
+        refuse([Violation("", str(file), str(file), message, advice)])
 
 
 def refuse_unknown(file: Path, settings: Mapping[str, Any]) -> NoReturn:
-    if set(settings) & _ours():
-        what = f"is a recipe already: nanoscale train recipe={shlex.quote(_as_path(file))}"
-    else:
-        what = "is not recognized; these are read: " + listed([it.title for it in kinds()])
+    """Refuse a file of no kind."""
+    what = "is not recognized; these are read: " + listed([it.title for it in kinds()])
+    if settings.keys() & {"defaults", *reference.sections()}:
+        recipe = shlex.quote(str(file) if file.is_absolute() else f"./{file}")
+        what = f"is a recipe already: nanoscale train recipe={recipe}"
     raise UserError("usage", f"{file} {what}")
-
-
-def _ours() -> set[str]:
-    return {"defaults", *(name for name in reference.sections() if name and "." not in name)}
-
-
-def _as_path(file: Path) -> str:
-    return str(file) if file.is_absolute() else f"./{file}"
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted paths and values; of a list of mappings, its first one."""
-    plain = {
-        name: value[0]
-        if isinstance(value, list) and value and isinstance(value[0], dict)
-        else value
-        for name, value in settings.items()
-    }
     result: dict[str, Any] = {}
-    for name, value in plain.items():
-        inner = flat_settings(value) if isinstance(value, Mapping) else None
-        result |= {f"{name}.{path}": it for path, it in inner.items()} if inner else {name: value}
+    for name, value in settings.items():
+        first = value[0] if isinstance(value, list) and value else value
+        inner = flat_settings(first) if isinstance(first, Mapping) else {}
+        result |= {f"{name}.{path}": it for path, it in inner.items()} or {name: value}
     return result
 
 
@@ -123,8 +107,9 @@ def _options(text: str) -> dict[str, Any]:
     """Return the options of a command line or a shell script, with its variables that are assigned once."""
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
     assigned: dict[str, set[str]] = {}
-    for name, value in _ASSIGNED.findall(text):
-        assigned.setdefault(name, set()).add(value.strip('"'))
+    for name, value in _ASSIGNED.findall(text):  # in NAME=${NAME:-x}, its default counts
+        own = re.fullmatch(rf"\$\{{{name}:?-(.*)\}}", value.strip('"'))
+        assigned.setdefault(name, set()).add((own[1] if own else value).strip('"'))
     variables = {name: values.pop() for name, values in assigned.items() if len(values) == 1}
     result: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -132,10 +117,10 @@ def _options(text: str) -> dict[str, Any]:
         for quoted, single, plain in _WORD.findall(line.partition(" | ")[0]):
             word = _filled(quoted or single or plain, variables)
             if word.startswith("--") and len(word) > 2:
-                option, is_set, value = word.split()[0][2:].partition("=")
-                values = [value.strip("'\"")] if is_set and value else word.split()[1:]
+                option, _, value = word.split()[0][2:].partition("=")
+                values = [value] if value else word.split()[1:]
                 result[option] = [it.strip("'\"") for it in values]
-                option = "" if is_set and value else option
+                option = "" if value else option
             elif re.match(r"[&|>;]|\d>|.*\.py$", word):
                 option = ""
             elif option:
@@ -143,20 +128,14 @@ def _options(text: str) -> dict[str, Any]:
     return {name: typed_value(values) for name, values in result.items()}
 
 
-def _filled(word: str, variables: Mapping[str, str], depth: int = 0) -> str:
-    def one(match: re.Match[str]) -> str:
-        name, default = match[1] or match[2], match[4]
-        value = variables.get(name, default)
-        if value is None or depth > 8 or len(value) > 1000:
-            return match[0]
-        if f"${{{name}" in value:  # NAME=${NAME:-default}
-            value = _filled(value, {k: v for k, v in variables.items() if k != name}, depth + 1)
-        return _filled(value, variables, depth + 1)
-
-    return _VARIABLE.sub(one, word)
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    for _ in range(5):
+        word = _VARIABLE.sub(lambda it: variables.get(it[1] or it[2], it[4] or it[0]), word[:1000])
+    return word
 
 
 def typed_value(words: list[str]) -> Any:
+    """Return the value of an option: a truth, a number, a text, or a list of several."""
     if len(words) != 1:
         return [typed_value([word]) for word in words] or True
     (word,) = words
