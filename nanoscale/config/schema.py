@@ -672,7 +672,7 @@ class Scheduler:
     min_ratio: float = key(0.1, "final learning rate / peak learning rate", at_least=0, at_most=1)
     warmup: float | None = key(
         None,
-        "warm-up, below 1 as a share of all steps, from 1 on in steps; null: warmup_steps",
+        "warm-up: below 1 a share of the steps, from 1 on steps, as warmup_steps; null: warmup_steps",
         at_least=0,
     )
 

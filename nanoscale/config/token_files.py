@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.json_text import parse
 from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.schema import Config, Data, DataSource, Train
-from nanoscale.config.token_formats import FORMATS, DamagedError, TokenIndex
+from nanoscale.config.token_formats import FORMATS, DamagedError, TokenIndex, mapped
 from nanoscale.config.training_phases import samples_after
 
 
@@ -159,72 +157,79 @@ def training_samples(data: Data, train: Train) -> int | None:
 def _count(data: Data, form: str, seq_len: int, *changed: int) -> int:
     """Return the samples that a loader of the training's split has; `changed`: the files' times of change."""
     assert data.path is not None
-    tokens = open_index(data, data.path)
-    held_out = 0.0 if data.valid_path is not None else data.valid_fraction
-    end, _ = training_end(tokens, held_out)
+    tokens, is_marked = open_index(data, data.path), data.loss_on == "answers"
+    end, _ = training_end(tokens, 0.0 if data.valid_path is not None else data.valid_fraction)
     if form == "stream":
         return (end - 1) // seq_len
     starts = [tokens.document_start(it) for it in range(tokens.document_at(end - 1) + 2)]
-    if form == "pairs":
-        marks = answers_of(data.path).expanduser() if data.loss_on == "answers" else None
-        return _pairs(starts, end, seq_len, marks)
     if form == "classify":
         return sum(stop - start > 1 and stop <= end for start, stop in pairwise(starts))
+    if form == "pairs":
+        marks = mapped(answers_of(data.path).expanduser()) if is_marked else None
+
+        def fits(start: int, stop: int) -> bool:
+            has_answer = marks is None or marks.find(b"\1", start + 1, stop) >= 0
+            return 0 < stop - start - 1 <= seq_len and has_answer
+
+        pairs = zip(starts[0::2], starts[1::2], starts[2::2], strict=False)
+        return sum(stop <= end and fits(it, mid) and fits(mid, stop) for it, mid, stop in pairs)
     starts[-1] = min(starts[-1], end)
-    lengths = [stop - start - 1 for start, stop in pairwise(starts)]
-    windows = range(0, len(lengths), PACKED_TOGETHER)
-    return sum(packed_rows(lengths[it : it + PACKED_TOGETHER], seq_len) for it in windows)
-
-
-def _pairs(starts: list[int], end: int, seq_len: int, marks: Path | None) -> int:
-    """Count the pairs of whole documents with answers; `marks` is None if every token has a loss."""
-    learned: mmap | None = None
-    if marks is not None:
-        with marks.open("rb") as stream:
-            learned = mmap(stream.fileno(), 0, access=ACCESS_READ)
-    both = zip(starts[0::2], starts[1::2], starts[2::2], strict=False)
-    return sum(
-        all(
-            0 < b - a - 1 <= seq_len and (learned is None or learned.find(b"\1", a + 1, b) >= 0)
-            for a, b in pairwise(pair)
-        )
-        for pair in both
-        if pair[2] <= end
-    )
-
-
-def packed_rows(lengths: Iterable[int], room: int) -> int:
-    """Return the rows that documents of so many inputs take, as `data.samples.pack` places them.
-
-    The number of documents of each length decides alone, so the time grows with the different lengths.
-    """
-    inputs = [it for it in lengths if it > 0]
-    rows, counts = sum(it // room for it in inputs), Counter(it % room for it in inputs)
-    left: Counter[int] = Counter()
-    spaces: list[int] = []  # the keys of `left`, rising: rows by the space that they have left
-    for length in sorted(counts.keys() - {0}, reverse=True):
-        count = counts[length]
-        while count:
-            if (at := bisect_left(spaces, length)) < len(spaces):
-                space = spaces.pop(at)
-                number = left.pop(space)
-            else:
-                space, number = room, -(-count // (room // length))
-                rows += number
-            each = space // length
-            used = min(number, -(-count // each))
-            in_last = min(count - each * (used - 1), each)
-            count -= each * (used - 1) + in_last
-            for rest, times in (
-                (space, number - used),
-                (space - each * length, used - 1),
-                (space - in_last * length, 1),
-            ):
-                if rest and times:
-                    if rest not in left:
-                        insort(spaces, rest)
-                    left[rest] += times
+    inputs = [stop - start - 1 for start, stop in pairwise(starts)]
+    rows = sum(it // seq_len for it in inputs if it > 0)  # chunks of a whole row
+    for window in range(0, len(inputs), PACKED_TOGETHER):
+        together, sequences = inputs[window : window + PACKED_TOGETHER], Sequences(seq_len)
+        rests = Counter(it % seq_len for it in together if it > 0 and it % seq_len)
+        for length in sorted(rests, reverse=True):
+            sequences.place(length, rests[length])
+        rows += sequences.number
     return rows
+
+
+class Sequences:
+    """Sequences by their remaining room, into which documents are packed, the longest first."""
+
+    def __init__(self, room: int) -> None:
+        self.number = 0
+        self._room = room
+        self._rooms: list[int] = []
+        """The different remaining rooms, rising."""
+        self._sequences_with: dict[int, list[int]] = {}
+        """The numbers of the sequences with each of these rooms."""
+
+    def place(self, length: int, count: int) -> list[int]:
+        """Choose sequences for `count` documents of one length; return their numbers."""
+        placements: list[int] = []
+        while count:
+            room, numbers = self._best(length, count)
+            each = room // length
+            needed = -(-count // each)
+            used = numbers[:needed]
+            chosen = [number for number in used for _ in range(each)][:count]
+            in_last = len(chosen) - each * (len(used) - 1)
+            self._add(room, numbers[needed:])
+            self._add(room - each * length, used[:-1])
+            self._add(room - in_last * length, used[-1:])
+            placements += chosen
+            count -= len(chosen)
+        return placements
+
+    def _best(self, length: int, count: int) -> tuple[int, list[int]]:
+        """Return the fullest sequences that fit such a document, and their room; new ones if none fits."""
+        index = bisect_left(self._rooms, length)
+        if index < len(self._rooms):
+            room = self._rooms.pop(index)
+            return room, self._sequences_with.pop(room)
+        first = self.number
+        self.number += -(-count // (self._room // length))
+        return self._room, list(range(first, self.number))
+
+    def _add(self, room: int, numbers: list[int]) -> None:
+        if room == 0 or not numbers:
+            return
+        if room not in self._sequences_with:
+            insort(self._rooms, room)
+            self._sequences_with[room] = []
+        self._sequences_with[room] += numbers
 
 
 def split_sizes(data: Data, source: MixtureSource) -> tuple[int, int]:

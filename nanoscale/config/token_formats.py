@@ -91,7 +91,7 @@ class TokenIndex:
         """The end of each text, in `unit`; if the file has no index, all tokens are searched for `eos`."""
         if self.stored_ends is not None:
             return self.stored_ends
-        tokens, ends = _mapped(self.path), array("Q")
+        tokens, ends = mapped(self.path), array("Q")
         at = tokens.find(self._eos, self.offset)
         while at >= 0:
             token, is_within = divmod(at - self.offset, len(self._eos))
@@ -123,7 +123,7 @@ class TokenIndex:
         """Return the start of the document that holds the token at this position."""
         if self.stored_ends is not None:
             return self.document_start(self.document_at(token))
-        tokens, width = _mapped(self.path), len(self._eos)
+        tokens, width = mapped(self.path), len(self._eos)
         at = tokens.rfind(self._eos, self.offset, self.offset + token * width)
         while at >= 0 and (at - self.offset) % width:
             at = tokens.rfind(self._eos, self.offset, at + width - 1)
@@ -164,7 +164,7 @@ def _megatron(prefix: str, eos: int) -> TokenIndex:
         raise DamagedError(index, f"it holds {size} bytes, and its header declares {expected}")
     letter = MEGATRON_TYPES[code]
     itemsize = array(letter).itemsize
-    content = memoryview(_mapped(index))[HEADER.size :]
+    content = memoryview(mapped(index))[HEADER.size :]
     lengths = content[: 4 * sequences].cast("i")
     starts = content[4 * sequences : 12 * sequences].cast("q")
     firsts = content[12 * sequences :].cast("q")
@@ -190,7 +190,7 @@ def _datatrove(path: str, eos: int) -> TokenIndex:
     size, length = tokens.stat().st_size, index.stat().st_size
     if length == 0 or length % 8:
         raise DamagedError(index, f"it holds {length} bytes, which are not ends of documents")
-    ends = memoryview(_mapped(index)).cast("Q")
+    ends = memoryview(mapped(index)).cast("Q")
     count = ends[-1]
     _require_tokens(tokens, size and count)
     width = size // count
@@ -243,7 +243,8 @@ def _require_tokens(tokens: Path, count: int) -> None:
         raise DamagedError(tokens, "it holds no token", "no tokens to train on")
 
 
-def _mapped(path: Path) -> mmap:
+def mapped(path: Path) -> mmap:
+    """Map a whole file into memory."""
     with path.open("rb") as stream:
         return mmap(stream.fileno(), 0, access=ACCESS_READ)
 

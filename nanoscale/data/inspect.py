@@ -55,11 +55,13 @@ def inspect(
         name: open_answers(prefix, files[name]) if answers_of(prefix).is_file() else None
         for name, prefix in split_paths.items()
     }
-    names = (manifest or {}).get("label_names", [])
-    labels = [*names, *map(str, range(len(names), (manifest or {}).get("labels", 0)))]
-    splits = {
-        name: _split(file, decoder, samples, answers[name], labels) for name, file in files.items()
-    }
+    splits = {name: _split(file, decoder, samples, answers[name]) for name, file in files.items()}
+    if manifest and (labels := manifest.get("labels")):
+        names = dict(enumerate(manifest.get("label_names", map(str, range(labels)))))
+        for sample in (it for split in splits.values() for it in split["samples"]):
+            if sample["answers"][-1] and sample["text"] is not None:
+                name = names.get(sample["ids"][-1], sample["ids"][-1])
+                sample["text"] = f"{sample['text'].rpartition('⟦')[0]}⟦{name}⟧"
     largest = max(split["largest_token"] for split in splits.values())
     return {
         "path": str(folder or files["train"].path),
@@ -104,11 +106,7 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
 
 
 def _split(
-    file: TokenFile,
-    decoder: Tokenizer | None,
-    samples: int,
-    answers: np.ndarray | None,
-    labels: list[str],
+    file: TokenFile, decoder: Tokenizer | None, samples: int, answers: np.ndarray | None
 ) -> dict[str, Any]:
     lengths = _lengths(file)
     ordered = sorted(lengths)
@@ -132,7 +130,7 @@ def _split(
             "longest": ordered[-1],
             "histogram": _histogram(lengths),
         },
-        "samples": [_sample(file, number, decoder, answers, labels) for number in numbers],
+        "samples": [_sample(file, number, decoder, answers) for number in numbers],
     }
 
 
@@ -172,11 +170,7 @@ def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
 
 
 def _sample(
-    file: TokenFile,
-    number: int,
-    decoder: Tokenizer | None,
-    answers: np.ndarray | None,
-    labels: list[str],
+    file: TokenFile, number: int, decoder: Tokenizer | None, answers: np.ndarray | None
 ) -> dict[str, Any]:
     tokens, start = file[number], file.index.document_start(number)
     ids = [int(token) for token in tokens[: _SAMPLE if answers is None else _CHAT]]
@@ -185,11 +179,7 @@ def _sample(
     if decoder:
         text = decoder.decode([i for i in ids if i >= 0]) if marks is None else ""
         for is_answer, run in groupby(zip(ids, marks or (), strict=False), itemgetter(1)):
-            token_ids = [i for i, _ in run]
-            is_label = is_answer and labels
-            piece_text = (
-                labels[token_ids[0]] if is_label else decoder.decode(token_ids, keep_special=True)
-            )
+            piece_text = decoder.decode([i for i, _ in run], keep_special=True)
             text += f"⟦{piece_text}⟧" if is_answer else piece_text
     result = {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
     return result if marks is None else {**result, "answers": marks}

@@ -34,7 +34,13 @@ def refusal(capsys: Capsys, *words: str) -> str:
 
 
 def test_show_prints_yaml_that_can_be_taken_up_again(capsys):
-    words = ["recipe=llama-8b", "train.tokens=null", "train.steps=7", "run.name='1e5'"]
+    words = [
+        "recipe=llama-8b",
+        "train.tokens=null",
+        "train.steps=7",
+        "scheduler.warmup_steps=0",
+        "run.name='1e5'",
+    ]
     text = output(capsys, "config", "show", *words)
     assert yaml.safe_load(text)["train"]["steps"] == 7
     assert "\x1b" not in text

@@ -171,4 +171,4 @@ def test_a_classifier_of_names_is_trained_and_exported(
 
 
 def test_init_and_the_package_know_the_same_tasks() -> None:
-    assert {*first_recipe.ABOUT} == {"pretrain", *TASKS}
+    assert {*first_recipe.TASKS} == {"pretrain", *TASKS}

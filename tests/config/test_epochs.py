@@ -165,6 +165,21 @@ def test_a_long_training_on_the_embedded_corpus_is_warned_of(capsys):
         assert (json.loads(capsys.readouterr().out)["epochs"] > 1000) == is_long
 
 
+def test_a_recipes_batch_is_halved_for_a_small_file_but_not_that_of_a_run():
+    write_indexed("corpus", [[7] * 20] * 60)
+    words = ("data.valid_fraction=0", "data.packing=whole", "train.seq_len=19", "train.epochs=1")
+    config = compose(
+        ["recipe=debug", "data=megatron", "data.path=corpus", "train.steps=null", *words]
+    )
+    tuned = replace(config.config, model=replace(config.config.model, init_from="model"))
+    tuned_train = check(replace(config, config=tuned), CPU).train
+    assert (tuned_train.global_batch, tuned_train.steps) == (4, 15)
+    recipe, _, _ = config.source("train.global_batch").rpartition(":")
+    of_run = replace(config, config=tuned, unasked=config.unasked | {recipe})
+    frozen_train = check(of_run, CPU).train
+    assert (frozen_train.global_batch, frozen_train.steps) == (8, 8)
+
+
 def test_many_epochs_of_fine_tuning_are_warned_of():
     config = checked("data.valid_fraction=0", "train.steps=150")
     assert data_warning(config) == []

@@ -123,8 +123,8 @@ def test_numbers_of_a_csv_are_numbers_and_other_texts_are_names(tmp_path: Path) 
         prepared(tmp_path / "c", tmp_path / "c.csv", labels=None)
 
 
-def test_more_names_than_labels_are_refused(tmp_path: Path) -> None:
+def test_names_may_be_fewer_than_labels(tmp_path: Path) -> None:
     source = write_chats(tmp_path / "a.jsonl", NAMED)
-    with pytest.raises(UserError, match="there are 3 names of labels, more than 2: negative"):
-        prepared(tmp_path / "out", source, labels=2)
-    assert prepared(tmp_path / "out", source, labels=4)["label_names"][2] == "positive"
+    assert prepared(tmp_path / "few", source, labels=2)["labels"] == 3
+    found = prepared(tmp_path / "out", source, labels=4)
+    assert (found["labels"], found["label_names"][2]) == (4, "positive")

@@ -16,7 +16,7 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import answer, free_file, refuse_option
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
-from nanoscale.config.composing.first_recipe import ABOUT, FirstRecipe, Task
+from nanoscale.config.composing.first_recipe import TASKS, FirstRecipe, Task, about
 
 _STDLIB = "stdlib"
 _LONGEST = 2048
@@ -77,11 +77,11 @@ def _asked_task() -> Task:
     """Return the task that a person at a terminal chooses; elsewhere `pretrain`."""
     if not sys.stdin.isatty():
         return "pretrain"
-    for word, about in ABOUT.items():
-        display.note(f"  {word:<9} {about}")
-    while (answer := _asked("task", "pretrain")) not in ABOUT:
-        display.note(f"type one of {', '.join(ABOUT)}")
-    return next(task for task in ABOUT if task == answer)
+    for task in TASKS:
+        display.note(f"  {task:<9} {about(task)}")
+    while (answer := _asked("task", "pretrain")) not in TASKS:
+        display.note(f"type one of {', '.join(TASKS)}")
+    return next(task for task in TASKS if task == answer)
 
 
 def _asked(

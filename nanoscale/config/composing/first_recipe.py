@@ -10,7 +10,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from nanoscale.config.violations import override
 
@@ -18,19 +18,7 @@ Task = Literal[
     "pretrain", "finetune", "lora", "chat", "chat-lora", "qlora",
     "dpo", "orpo", "distill", "classify", "encoder",
 ]  # fmt: skip
-ABOUT: dict[Task, str] = {
-    "pretrain": "Train a model from random weights",
-    "finetune": "Fine-tune all weights of a model on texts",
-    "lora": "Fine-tune a model on texts with low-rank adapters (LoRA)",
-    "chat": "Fine-tune all weights of a model on the answers of conversations",
-    "chat-lora": "Fine-tune a model on the answers of conversations with low-rank adapters (LoRA)",
-    "qlora": "Fine-tune a model in 4 bits on the answers of conversations with adapters (QLoRA)",
-    "dpo": "Teach a model to prefer the chosen one of two answers, compared with its start (DPO)",
-    "orpo": "Teach a model to prefer the chosen one of two answers, without a reference (ORPO)",
-    "distill": "Train a model on the likely tokens of a larger one",
-    "classify": "Train a classifier of texts",
-    "encoder": "Train an encoder on texts further (masked language modelling)",
-}
+TASKS: tuple[Task, ...] = get_args(Task)
 _FLAGS: dict[Task, tuple[str, ...]] = {
     **dict.fromkeys(("chat", "chat-lora", "qlora"), ("--chat",)),
     **dict.fromkeys(("dpo", "orpo"), ("--pairs",)),
@@ -75,7 +63,7 @@ class FirstRecipe:
     def text(self, target: Path) -> str:
         """Return the recipe."""
         head = [
-            f"# {ABOUT[self.task]}.",
+            f"# {about(self.task)}",
             *(f"#   {line}" for line in self.commands(target)),
             "# `nanoscale config explain KEY` explains a key; `nanoscale config ls` lists all of them.",
         ]
@@ -99,9 +87,7 @@ class FirstRecipe:
                 "  log_every: 10",
             ]
             return "\n".join([*head, *lines, ""])
-        from nanoscale.config.composing.library import packaged
-
-        text = (packaged()[1] / f"{self.task}.yaml").read_text(encoding="utf-8")
+        text = _packaged(self.task)
         body = text[text.index("defaults:") :]
         values = {"init_from": self.model, "path": str(path)}
         values |= {"teacher": self.teacher} if self.teacher else {}
@@ -113,3 +99,15 @@ class FirstRecipe:
 
 def _tokens(target: Path) -> Path:
     return target.with_name(f"{target.stem}-tokens").absolute()
+
+
+def about(task: Task) -> str:
+    """Return what a task does, in a sentence."""
+    own = "Train a model from random weights."
+    return own if task == "pretrain" else _packaged(task).splitlines()[0].removeprefix("# ")
+
+
+def _packaged(task: Task) -> str:
+    from nanoscale.config.composing.library import packaged
+
+    return (packaged()[1] / f"{task}.yaml").read_text(encoding="utf-8")

@@ -92,7 +92,7 @@ def resolve_train(resolution: Resolution) -> Train:
     given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
     if given and "epochs" not in given:
         train = replace(train, epochs=None)  # also where the recipe's epochs would have no meaning
-    elif not resolution.composed.by_hand("train.global_batch"):
+    elif _is_of_recipe(resolution, "train.global_batch"):
         train = _with_steps(config, train)
     micro = train.micro_batch
     if micro == "auto":
@@ -121,6 +121,11 @@ def resolve_train(resolution: Resolution) -> Train:
     )
     resolution.refuse(f"train.{last}", message, f"train.{last}=null", f"train.{first}=null")
     return replace(train, steps=lengths[first])
+
+
+def _is_of_recipe(resolution: Resolution, key: str) -> bool:
+    """True if a recipe set a key: not the command line, nor the frozen configuration of a run."""
+    return resolution.composed.asked_for(key) and not resolution.composed.by_hand(key)
 
 
 def _with_steps(config: Config, train: Train) -> Train:
@@ -248,10 +253,8 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
             why = "is not defined for several sources, each of which is seen by its own weight"
         elif data.source in FORMATS and not FORMATS[data.source].reads_eos:
             why = f"needs samples, and {data.path} has none of at most {train.seq_len} tokens"
-        elif data.source in FORMATS:
-            why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
         else:
-            why = f"needs token files, and data.source={data.source} makes its tokens in the launch"
+            why = f"needs samples counted before the launch; data.source={data.source} counts them in it"
         instead = "train.epochs=null" + ("" if given else " train.steps=100")
         resolution.refuse("train.epochs", why, instead)
     return samples
@@ -360,20 +363,16 @@ SAVING = of_kind("config",
 
 def resolve_warmup(resolution: Resolution) -> Scheduler:
     """Return the schedule with the steps of its warm-up; the steps of the training are resolved before."""
-    composed, scheduler = resolution.composed, resolution.config.scheduler
-    asked, warmup, steps = scheduler.warmup, scheduler.warmup_steps, resolution.config.train.steps
-    key, by_steps = "scheduler.warmup", composed.by_hand("scheduler.warmup_steps")
-    assert steps is not None, "it is resolved"
-    if asked is not None and warmup and by_steps == composed.by_hand(key):
-        message = f"and scheduler.warmup_steps={warmup} both set the warm-up"
-        resolution.refuse(key, message, f"{key}=null", "scheduler.warmup_steps=0")
-    elif asked is not None and not by_steps:
-        warmup = round(asked * steps if asked < 1 else asked)
-        if warmup > steps:
-            message = f"is more than the {counted(steps, 'step')} of the training"
-            resolution.refuse(key, message, f"{key}=0.1")
-            warmup = steps
-    elif warmup > steps and not by_steps:
+    scheduler, steps = resolution.config.scheduler, resolution.config.train.steps or 1
+    key, steps_key, asked = "scheduler.warmup", "scheduler.warmup_steps", scheduler.warmup
+    by_share, by_steps = map(resolution.composed.by_hand, (key, steps_key))
+    if asked is not None and scheduler.warmup_steps and by_share == by_steps:
+        message = f"and {steps_key}={scheduler.warmup_steps} both set the warm-up"
+        resolution.refuse(key, message, f"{key}=null", f"{steps_key}=0")
+    warmup, is_fitted = scheduler.warmup_steps, _is_of_recipe(resolution, steps_key)
+    if asked is not None and not by_steps:
+        warmup, is_fitted = round(asked * steps if asked < 1 else asked), True
+    if warmup > steps and is_fitted:
         warmup = steps // 10  # a recipe's warm-up is for the recipe's length
     return replace(scheduler, warmup=None, warmup_steps=warmup)
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nanoscale.common.errors import UserError
 from nanoscale.data.prepare.chat import ChatTokenizer, Renderer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, Cursor, read_chunks, too_long
 from nanoscale.data.prepare.pairs import conversations
@@ -197,29 +196,21 @@ def _number_of(label: Any, source: TextSource) -> Any:
     return int(label) if is_text else label
 
 
-def with_labels(reading: Reading, count: int | None) -> Reading:
-    """Return a reading with the classes of its records: numbers, or names, which count in their sorted order.
-
-    A `count` of None is found: the largest number and 1, or the number of names. Raises UserError if the names
-    are more than `count`.
-    """
-    reading, found = replace(reading, labels=count or 2), set[Any]()
+def with_labels(reading: Reading, least: int) -> Reading:
+    """Return a reading with the classes of its records, at least `least`: numbers, or names, which count in
+    their sorted order."""
+    reading, found = replace(reading, labels=max(2, least)), set[Any]()
     for chunk in read_chunks(reading, Cursor()):
         for _, raw in Documents(chunk, reading).records():
             with suppress(RecordError, ValueError, AttributeError):  # the preparation reports it
                 label = parsed((raw or b"").decode()).get(LABEL)
                 found.add(_number_of(label, reading.sources[chunk.source]))
-        if count and any(type(label) is int for label in found):
-            return reading
     numbers = [label for label in found if type(label) is int]
-    names = [] if numbers else sorted(map(_name_of, found - {None}))
-    count = count or max(2, len(names), *(number + 1 for number in numbers))
-    if len(names) > count:
-        named = f"{', '.join(names[:8])}{', …' * (len(names) > 8)}"
-        raise UserError(
-            "data", f"there are {len(names)} names of labels, more than {count}: {named}"
-        )
-    return replace(reading, labels=count, label_names=tuple(names))
+    if numbers or not found - {None}:
+        count = least or max((number + 1 for number in numbers), default=0)
+        return replace(reading, labels=max(2, count))
+    names = sorted(map(_name_of, found - {None}))
+    return replace(reading, labels=max(reading.labels, len(names)), label_names=tuple(names))
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
         template = find_template(tokenizer, request.chat_template)
     form = request.field, request.separator, request.validation
     reading = Reading(sources, *form, template, request.pairs)
-    return reading if request.labels == 0 else with_labels(reading, request.labels), tokenizer
+    return reading if request.labels == 0 else with_labels(reading, request.labels or 0), tokenizer
 
 
 def write_folder(
