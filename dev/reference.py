@@ -32,7 +32,7 @@ are refused. `\\${{` stands for `${{` itself.
 EQUIVALENTS = """# Coming from another trainer
 
 This page is written by `make docs` from `nanoscale/config/values/equivalents.yaml`. The command line
-answers these names with their equivalents: `nanoscale train --learning_rate 1e-5` proposes `optimizer.lr=1e-5`.
+answers these names with their equivalents: it proposes `optimizer.lr=1e-5` for `--learning_rate 1e-5`.
 
 `nanoscale config from FILE` makes a recipe of a whole configuration, and shows what became of each setting.
 It reads:

@@ -68,7 +68,11 @@ _PYTORCH = _Fixed(None, "the optimizer is PyTorch's")
 _DEFAULT = "it is DeepSpeed's default"
 _FROM_0 = _Fixed((0, "auto"), "the warm-up begins at 0",
     "is above 0, where the warm-up begins here", "set it to 0")  # fmt: skip
+_UNKNOWN = _Fixed(None, "DeepSpeed does not read it")
 _FIXED: dict[str, _Fixed] = {
+    "_comment": _UNKNOWN,
+    "comms_config": _UNKNOWN,
+    "monitor_config": _UNKNOWN,
     "zero_allow_untested_optimizer": _PYTORCH,
     "zero_force_ds_cpu_optimizer": _PYTORCH,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _Fixed(

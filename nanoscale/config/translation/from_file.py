@@ -34,15 +34,7 @@ _OFF = ("false", "0", "no", "none", "null", "")
 
 
 def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
-    """Translate a file into a recipe.
-
-    Args:
-        file: the file of another trainer.
-        dp: the data-parallel degree of the job, if the file does not say it.
-
-    Raises:
-        UserError: the file cannot be read, or its kind is unknown.
-    """
+    """Translate a file into a recipe, with this data-parallel degree. Raises a UserError for unknown files."""
     settings = read_settings(file)
     kind = kind_of(settings)
     if kind is None:
@@ -98,11 +90,8 @@ class _Conversion:
         self._add_defaults()
         values = self.off | self.flags | self.keys
         if "train.preference_beta" in values and "train.objective" not in values:
-            objective = "orpo" if "orpo" in str(self.settings).lower() else "dpo"
-            values["train.objective"] = objective
-            self.became["(objective)"] = (
-                f"train.objective={objective} (assumed, as there is a beta)"
-            )
+            values["train.objective"] = "orpo" if "orpo" in str(self.settings).lower() else "dpo"
+            self.became["(beta)"] = f"train.objective={values['train.objective']} is assumed"
         self._batches(values, dp)
         self._derive(values)
         self._finish(values)
@@ -114,7 +103,7 @@ class _Conversion:
         if value in (None, "", [], {}) or (value == -1 and not isinstance(value, bool)):
             return "not set"
         meant = equivalent(f"{self.kind.name}.{path}")
-        while meant is None and "." in path:  # a note on a whole section
+        while meant is None and "." in path:  # a note on the whole section
             path = path.rpartition(".")[0]
             meant = equivalent(f"{self.kind.name}.{path}")
             meant = None if meant and (meant.keys or meant.overrides) else meant
@@ -164,15 +153,11 @@ class _Conversion:
         for text in filter(None, texts):
             first = meant.overrides.get(text.split()[0])
             words = meant.overrides.get(text, meant.overrides.get("") if first is None else first)
-            if words is None:
-                known = ", ".join(name for name in meant.overrides if name)
-                why = f"no counterpart: {text} is none of {known}"
-                why = _said(meant.note) if meant.note else why
-                result.append("off, as here" if text in _OFF else why)
-                continue
-            for word in words.split():
+            for word in (words or "").split():
                 self._set(self.off if text in _OFF else self.flags, word)
-            result.append(words)
+            known = ", ".join(filter(None, meant.overrides))
+            why = _said(meant.note) or f"no counterpart: {text} is none of {known}"
+            result.append(words or ("off, as here" if text in _OFF else why))
         return ", ".join(dict.fromkeys(result))
 
     def _set(self, values: dict[str, Any], word: str) -> None:
@@ -180,10 +165,11 @@ class _Conversion:
         name, _, text = word.partition("=")
         if name in Library.groups():
             usual, chosen = _option(name, text)
-            values |= {key: it for key, it in usual.items() if key not in values} | chosen
-            return
-        value = yaml_file.parse(word.replace("=", ": ", 1), word).content[name]
-        values[name] = [*(values.get(name) or []), *value] if isinstance(value, list) else value
+            values |= usual | values | chosen
+        else:
+            value = yaml_file.parse(word.replace("=", ": ", 1), word).content[name]
+            is_list = isinstance(value, list)
+            values[name] = [*(values.get(name) or []), *value] if is_list else value
 
     def _add_defaults(self) -> None:
         known = {*self.off, *self.flags, *self.keys}
@@ -258,7 +244,8 @@ class _Conversion:
 
 _RULES = (
     *(*only_with.OF_LAYOUT, *only_with.OF_JOB, *only_with.OF_TEXT, *layout.RULES, *pipeline.RULES),
-    *(*layout.EXECUTION, *numbers.RULES, *numbers.PRECISION, *backends.RULES, *backends.JOB),
+    *(*layout.EXECUTION, *numbers.RULES, *numbers.PRECISION, *numbers.ATTENTION),
+    *(*backends.RULES, *backends.JOB),
 )
 
 

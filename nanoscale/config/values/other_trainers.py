@@ -40,11 +40,7 @@ def kinds() -> tuple[Kind, ...]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Read a file as what its ending says: JSON, TOML or YAML, and otherwise as words of a command line.
-
-    Raises:
-        UserError: it cannot be read or parsed.
-    """
+    """Read a file as what its ending says, JSON, TOML or YAML, and otherwise as options. Raises UserErrors."""
     if file.suffix == ".json":
         return read_json(file)
     text = read_text(file)
