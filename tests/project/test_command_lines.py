@@ -137,6 +137,7 @@ MENTIONED = {
     "nanoscale data inspect",
     "nanoscale runs report",
     "nanoscale plan --calibrate",
+    "nanoscale checkpoints export",
     "nanoscale checkpoints verify",
 }
 """Commands that a sentence names without their arguments."""
