@@ -77,5 +77,11 @@ def retried(action: Callable[[], T]) -> T:
     return action()
 
 
+def version_of(properties: dict[str, Any]) -> str:
+    """Return what changes with an object's content, as far as its storage tells it."""
+    known = (properties.get(name) for name in ("ETag", "etag", "mtime", "LastModified"))
+    return str(next((value for value in known if value is not None), ""))
+
+
 def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -740,6 +740,11 @@ class Data:
     cache_dir: str | None = key(
         None, "folder of prepared corpora; null: nanoscale/ in the user's cache folder", path=True
     )
+    prepare_cores: int | None = key(
+        None,
+        "cores of the launcher's host that prepare large texts beside the training; null: a quarter",
+        at_least=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,14 @@ from typing import Any
 from nanoscale.common.json_text import parse
 from nanoscale.config.objectives import is_paired, rows_of_sample
 from nanoscale.config.schema import Config, Data, DataSource, Train
-from nanoscale.config.token_formats import FORMATS, DamagedError, TokenIndex, mapped
+from nanoscale.config.token_formats import (
+    FORMATS,
+    DamagedError,
+    TokenIndex,
+    first_part,
+    is_parts,
+    mapped,
+)
 from nanoscale.config.training_phases import samples_after
 
 
@@ -49,12 +56,14 @@ VALID = "valid"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 MANIFEST = "manifest.json"
+ALL_PARTS, FAILED_PARTS = "all.json", "failed.json"
+"""Files of a folder of parts: their number, once all are prepared, and why the rest cannot be prepared."""
 
 
 def answers_of(prefix: str | Path) -> Path:
     """Return the file of the marks of answers of a prefix: one byte per token, 1 for tokens of an answer, else
     0."""
-    return Path(f"{prefix}.answers")
+    return Path(f"{first_part(str(prefix))}.answers")
 
 
 def folder_of(path: str | Path) -> Path | None:
@@ -62,7 +71,8 @@ def folder_of(path: str | Path) -> Path | None:
     given = Path(path).expanduser()
     for folder in (given, given.parent):
         named = folder == given or given.name in (TOKENS, VALID)
-        if named and (folder / MANIFEST).is_file() and (folder / f"{TOKENS}.idx").is_file():
+        tokens = Path(first_part(str(folder))) if is_parts(folder) else folder / TOKENS
+        if named and (folder / MANIFEST).is_file() and Path(f"{tokens}.idx").is_file():
             return folder
     return None
 
@@ -125,12 +135,16 @@ STDLIB_TOKENS = {"byte": 9.9e6, "bpe": 3.7e6}
 def times_seen(config: Config) -> float | None:
     """Return how often a resolved configuration's training sees its samples; None if it is not known.
 
-    The size of the embedded corpus is about `STDLIB_TOKENS`.
+    The size of the embedded corpus is about `STDLIB_TOKENS`. Texts that are prepared beside the training have
+    about as many samples as their first part, for the same bytes.
     """
     train, samples = config.train, training_samples(config.data, config.train)
     if config.data.source == "stdlib":
         tokens = STDLIB_TOKENS.get(config.data.tokenizer, STDLIB_TOKENS["bpe"])
         samples = max(1, int(tokens / train.seq_len))
+    if (path := config.data.path) and is_parts(path) and (prepared := manifest(Path(path))):
+        first = _count(config.data, _form(config.data, train), train.seq_len)
+        samples = max(1, first * prepared["bytes"] // prepared["read"])
     if samples is None or train.steps is None:
         return None
     return samples_after(train, train.steps) / (samples * rows_of_sample(train))
@@ -141,16 +155,20 @@ def training_samples(data: Data, train: Train) -> int | None:
 
     They are known for one token file.
     """
-    if data.source not in FORMATS or data.path is None or data.mixture:
+    if data.source not in FORMATS or data.path is None or data.mixture or is_parts(data.path):
         return None
-    form: str = "pairs" if is_paired(train) else data.packing
-    form = train.objective if train.objective == "classify" else form
+    form = _form(data, train)
     if form != "stream" and FORMATS[data.source].reads_eos:
         return None  # only a search through the whole file finds its documents
     with suppress(DamagedError, OSError):
         files = (Path(f"{data.path}{end}").expanduser() for end in FORMATS[data.source].files)
         return _count(data, form, train.seq_len, *(it.stat().st_mtime_ns for it in files)) or None
     return None
+
+
+def _form(data: Data, train: Train) -> str:
+    form = "pairs" if is_paired(train) else data.packing
+    return train.objective if train.objective == "classify" else form
 
 
 @lru_cache(16)

@@ -142,7 +142,27 @@ class TokenIndex:
         return self.eos.to_bytes(array(self.letter).itemsize, "little")
 
 
+PARTS = ".parts"
+"""The ending of a folder of texts that are prepared beside the training; its parts are prepared folders."""
+
+
+def is_parts(path: str | Path) -> bool:
+    """True if a path names a folder of texts that are prepared beside the training."""
+    return Path(path).suffix == PARTS
+
+
+def part_of(folder: Path, number: int) -> Path:
+    """Return the folder of a part, which exists as soon as it is prepared."""
+    return folder / f"part-{number:05}"
+
+
+def first_part(prefix: str) -> str:
+    """Return a prefix of tokens; for a folder of parts, the prefix of its first part."""
+    return str(part_of(Path(prefix), 0) / "tokens") if is_parts(prefix) else prefix
+
+
 def _megatron(prefix: str, eos: int) -> TokenIndex:
+    prefix = first_part(prefix)
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     size = index.stat().st_size
     with index.open("rb") as stream:
@@ -273,9 +293,8 @@ class TokenFormat:
 
     def missing(self, path: str) -> list[str]:
         """List the files of a `data.path` that do not exist."""
-        return [
-            f"{path}{end}" for end in self.files if not Path(f"{path}{end}").expanduser().is_file()
-        ]
+        files = [f"{first_part(path)}{end}" for end in self.files]
+        return [file for file in files if not Path(file).expanduser().is_file()]
 
 
 FORMATS = {

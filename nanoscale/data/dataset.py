@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,20 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
 from nanoscale.config.objectives import has_whole_documents, is_masked, is_paired, rows_of_sample
 from nanoscale.config.schema import Data, Train
-from nanoscale.config.token_files import MixtureSource, answers_of, sources_of
+from nanoscale.config.token_files import MANIFEST, TOKENS, MixtureSource, answers_of, sources_of
+from nanoscale.config.token_formats import is_parts
 from nanoscale.config.training_phases import phases_of
 from nanoscale.data import corpus
-from nanoscale.data.loader import Form, Loader, Mixture, outside_vocabulary, split_tokens, too_small
+from nanoscale.data.loader import (
+    Form,
+    Loader,
+    Mixture,
+    outside_vocabulary,
+    samples_of,
+    split_tokens,
+    too_small,
+)
+from nanoscale.data.parts import Parts
 from nanoscale.data.samples import (
     ENDLESS,
     HELD_OUT,
@@ -56,7 +66,7 @@ class Dataset:
 
     tokenizer: Tokenizer | None
     """None if the tokens have no tokenizer, or come from a file and theirs is not known."""
-    train: Loader | Mixture
+    train: Loader | Mixture | Parts
     valid: tuple[Validation, ...]
     """Empty if data.valid_fraction is 0, or too small for a sample and never evaluated."""
     fingerprint: str
@@ -66,6 +76,8 @@ class Dataset:
 
     def pairs(self) -> list[Pairs]:
         """List the pairs of all sources, to train on and to validate on; without an objective of pairs none."""
+        if isinstance(self.train, Parts):
+            return []
         train = self.train.loaders if isinstance(self.train, Mixture) else [self.train]
         loaders = [*train, *(split.loader for split in self.valid)]
         return [loader.pairs for loader in loaders if loader.rows == 2]
@@ -186,7 +198,27 @@ class _Opener:
             fingerprints.append(_combine(source_fingerprints))
             name = source.name or tokens.path.name
             sources.append(self._open_source(source, tokens, held_out, name))
-        return self._dataset(sources, self._files_tokenizer(largest), *fingerprints)
+        dataset = self._dataset(sources, self._files_tokenizer(largest), *fingerprints)
+        path = self.data.path
+        return self._with_parts(dataset, Path(path)) if path and is_parts(path) else dataset
+
+    def _with_parts(self, dataset: Dataset, folder: Path) -> Dataset:
+        """Train on all parts of a folder in place of the first one."""
+        train = self.train
+
+        def samples(part: Path) -> Samples:
+            prefix = str(part / TOKENS)
+            tokens = open_tokens("megatron", prefix)
+            whole = Split(0, len(tokens.tokens))
+            form = self._form(prefix, tokens)
+            return samples_of(tokens, whole, train.seq_len, self.vocab, form)
+
+        fingerprint = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        description = (
+            f"the first part of texts that are prepared beside the training: {dataset.description}"
+        )
+        parts = Parts(folder, samples, train.seed)
+        return replace(dataset, train=parts, fingerprint=fingerprint, description=description)
 
     def _open_file(self, path: str | None) -> tuple[TokenFile, int]:
         """Open a file of tokens, and return it with the largest of its first tokens."""

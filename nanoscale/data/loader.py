@@ -49,6 +49,30 @@ class Form:
     """The number of classes of documents that are texts with labels; 0: other documents."""
 
 
+def samples_of(tokens: TokenFile, split: Split, seq_len: int, vocab: int, form: Form) -> Samples:
+    """Return the samples of a split of a token file, perhaps none.
+
+    Reading raises UserError for a token outside the model's vocabulary.
+    """
+
+    def check(tokens_read: np.ndarray) -> None:
+        # viewed as unsigned, a negative id is a large one
+        if tokens_read.size and tokens_read.view(np.uint64).max() >= vocab:
+            raise outside_vocabulary(tokens, tokens_read, vocab)
+
+    samples: Samples
+    source = SplitTokens(tokens, split, seq_len, form.answers, check)
+    if form.labels:
+        samples = Labeled(source, form.labels)
+    elif form.packing == "whole":
+        samples = Packed(source)
+    elif form.packing == "pairs":
+        samples = Pairs(source)
+    else:
+        samples = TokenStream(source, form.document_mask)
+    return Masked(samples, form.masked, vocab) if form.masked else samples
+
+
 class Loader:
     """The samples of one split, in a new order in every epoch."""
 
@@ -77,30 +101,15 @@ class Loader:
 
         Reading raises UserError for a token outside the model's vocabulary.
         """
-
-        def check(tokens_read: np.ndarray) -> None:
-            # viewed as unsigned, a negative id is a large one
-            if tokens_read.size and tokens_read.view(np.uint64).max() >= vocab:
-                raise outside_vocabulary(tokens, tokens_read, vocab)
-
-        samples: Samples
-        source = SplitTokens(tokens, split, seq_len, form.answers, check)
-        if form.labels:
-            samples = Labeled(source, form.labels)
-        elif form.packing == "whole":
-            samples = Packed(source)
-        elif form.packing == "pairs":
-            samples = Pairs(source)
-            if len(samples) < 1:
-                what = f"{tokens.path} has no pair with answers in at most {seq_len + 1} tokens"
-                longer = (f"train.seq_len={2 * seq_len}",)
-                violation = Violation("train.seq_len", seq_len, "", what, longer)
-                raise UserError("data", f"no pairs: {what}", [violation])
-        else:
-            samples = TokenStream(source, form.document_mask)
+        samples = samples_of(tokens, split, seq_len, vocab, form)
+        if len(samples) < 1 and form.packing == "pairs":
+            what = f"{tokens.path} has no pair with answers in at most {seq_len + 1} tokens"
+            longer = (f"train.seq_len={2 * seq_len}",)
+            violation = Violation("train.seq_len", seq_len, "", what, longer)
+            raise UserError("data", f"no pairs: {what}", [violation])
         if len(samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
-        return cls(Masked(samples, form.masked, vocab) if form.masked else samples, seed)
+        return cls(samples, seed)
 
     def __len__(self) -> int:
         """Return the number of samples in the split, which is one epoch."""
@@ -134,6 +143,10 @@ class Loader:
         """
         numbers = self._ahead.micro_batches(consumed, global_batch, dp_rank, dp, micro_batch)
         yield from map(self.batch, numbers)
+
+    def are_ready(self, end: int) -> bool:
+        """True, as in every `SampleSource` whose files are complete."""
+        return True
 
     def order(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the split's endless order."""
@@ -197,20 +210,13 @@ class Mixture:
     ) -> Iterator[Batch]:
         """Yield batches like `Loader.micro_batches`."""
         numbers = self._ahead.micro_batches(consumed, global_batch, dp_rank, dp, micro_batch)
-        for sources, samples in numbers:
-            yield self._batch(sources, samples)
-
-    def _batch(self, sources: np.ndarray, samples: np.ndarray) -> Batch:
-        rows = [(sources == number).nonzero()[0] for number in range(len(self.loaders))]
-        batches = [
-            loader.batch(samples[positions])
-            for loader, positions in zip(self.loaders, rows, strict=True)
-            if len(positions)
-        ]
-        inverse = np.argsort(np.concatenate(rows))
         each = self.loaders[0].rows
-        inverse = (each * inverse[:, None] + np.arange(each)).flatten()
-        return Batch.concatenate(batches).take(inverse)
+        for sources, samples in numbers:
+            yield gathered(lambda source: self.loaders[source], sources, samples, each)
+
+    def are_ready(self, end: int) -> bool:
+        """True, as in every `SampleSource` whose files are complete."""
+        return True
 
     def find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
@@ -232,6 +238,21 @@ class Mixture:
         return result
 
 
+def gathered(
+    open_source: Callable[[int], Any], sources: np.ndarray, samples: np.ndarray, rows: int = 1
+) -> Batch:
+    """Return the samples with these numbers of these sources in order, `rows` rows of the batch each."""
+    used = np.unique(sources).tolist()
+    positions = [(sources == source).nonzero()[0] for source in used]
+    batches = [
+        open_source(source).batch(samples[at].tolist())
+        for source, at in zip(used, positions, strict=True)
+    ]
+    inverse = np.argsort(np.concatenate(positions))
+    inverse = (rows * inverse[:, None] + np.arange(rows)).flatten()
+    return Batch.concatenate(batches).take(inverse)
+
+
 @dataclass(frozen=True)
 class _MixturePhase:
     first: int
@@ -247,6 +268,9 @@ def _shares(weights: Sequence[float]) -> np.ndarray:
 
 class SampleSource(Protocol):
     """Samples that follow, at every step, from the number of samples consumed before, as in a `Loader`."""
+
+    def are_ready(self, end: int) -> bool:
+        """True if the samples before this position can be read now."""
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
@@ -274,9 +298,15 @@ class Prefetched:
         if future is None or self._expected != (consumed, *layout):
             future = self._reader.submit(self._read, consumed, *layout)
         batches = future.result()
-        self._expected = (consumed + global_batch, *layout)
-        self._coming = self._reader.submit(self._read, *self._expected)
+        following = consumed + global_batch
+        self._expected, self._coming = (following, *layout), None
+        if self._source.are_ready(following + global_batch):
+            self._coming = self._reader.submit(self._read, *self._expected)
         return batches
+
+    def are_ready(self, end: int) -> bool:
+        """True if the samples before this position can be read now."""
+        return self._source.are_ready(end)
 
     def _read(self, *step: int) -> list[Batch]:
         return list(self._source.micro_batches(*step))

@@ -113,10 +113,15 @@ def _in_order(
 class PrecomputedSamples:
     """A rank's samples of one step, computed for many steps at once, since the overhead of a call dominates."""
 
-    def __init__(self, find: Callable[[np.ndarray], np.ndarray], rows: int) -> None:
-        """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`; each takes
-        `rows` rows of a batch."""
+    def __init__(
+        self, find: Callable[[np.ndarray], np.ndarray], rows: int, ahead: int = _AHEAD
+    ) -> None:
+        """Make it of a function from int64 positions `[…]` of the order to the samples there, `[*, …]`.
+
+        A sample takes `rows` rows of a batch. `ahead`: the most samples of this rank in a call, or a step's.
+        """
         self._find = find
+        self._most = ahead
         self._rows = rows
         self._layout = (0, 0, 0)
         self._consumed = 0
@@ -141,7 +146,7 @@ class PrecomputedSamples:
         layout = (global_batch, dp_rank, share)
         step, remainder = divmod(consumed - self._consumed, global_batch)
         if self._layout != layout or remainder or not 0 <= step < self._samples_ahead.shape[-2]:
-            step_count = max(1, min(_AHEAD // share, _WINDOW // global_batch))
+            step_count = max(1, min(self._most // share, _WINDOW // global_batch))
             steps = consumed + global_batch * np.arange(step_count)
             positions = steps[:, None] + dp_rank * share + np.arange(share)
             self._layout, self._consumed = layout, consumed

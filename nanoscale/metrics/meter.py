@@ -17,6 +17,9 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.training_phases import phase_at, phases_of
 from nanoscale.metrics import waits
 
+_SHORTEST_WAIT = 0.005
+"""The least share of the time that is worth a metric."""
+
 
 def device_peak(config: ResolvedConfig, device: torch.device) -> float | None:
     """Return the FLOP/s of one device at the trained precision; None if unknown."""
@@ -71,7 +74,7 @@ class Meter:
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
         self._start = self._waited_before = 0.0
-        self._busy = self._waited = 0.0
+        self._busy = self._waited = self._data = 0.0
         self._samples = self._flops = 0.0  # the samples, and the sum over them of a token's FLOPs
         self._steps = 0
 
@@ -86,9 +89,15 @@ class Meter:
         self._samples += phase.global_batch
         self._flops += phase.global_batch * self._flops_per_token.get(phase.seq_len, 0.0)
 
+    def end_wait(self) -> None:
+        """Count the time since `begin` as a wait for data, which the next step lasts longer."""
+        seconds = time.perf_counter() - self._start
+        self._busy += seconds
+        self._data += seconds
+
     def own_time(self) -> float:
         """Return the mean seconds of a step since the last reading in which this rank waited for no other."""
-        return (self._busy - self._waited) / self._steps
+        return (self._busy - self._waited - self._data) / self._steps
 
     def read(self, samples: int) -> dict[str, float | None]:
         """Return means over the steps since the last reading, in which all ranks have used this many samples.
@@ -100,7 +109,9 @@ class Meter:
         mfu = None
         if self._peak is not None and self._flops_per_token:
             mfu = tokens_per_s * self._flops / self._samples / self._peak
-        self._busy, self._waited, self._steps = 0.0, 0.0, 0
+        data_wait = self._data / self._busy
+        self._busy = self._waited = self._data = 0.0
+        self._steps = 0
         self._samples = self._flops = 0.0
         return {
             "step_time_s": step_time,
@@ -108,4 +119,5 @@ class Meter:
             "samples_per_s": tokens_per_s / self._seq_len,
             "mfu": mfu,
             "hfu": mfu * self._recomputed if mfu and self._recomputed else None,
+            **({"data_wait": data_wait} if data_wait >= _SHORTEST_WAIT else {}),
         }

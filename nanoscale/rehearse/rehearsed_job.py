@@ -144,6 +144,9 @@ class EqualSamples:
         self.batches = [one] * config.accumulation
         """The micro batches of every step."""
 
+    def are_ready(self, end: int) -> bool:
+        return True
+
     def micro_batches(self, *_: int) -> list[Batch]:
         return self.batches
 

@@ -54,6 +54,8 @@ METRICS = {
     "memory_gib": Metric("peak allocated memory on a GPU, peak resident memory on a CPU; the largest over the "
         "ranks", "memory", "GiB"),
     "step_time_s": Metric("time of a step", "step time", "s"),
+    "data_wait": Metric("share of the time in which the training waited for texts that are prepared beside it",
+        "waits for data", "{:.0%}"),
     "gpu_utilization": Metric("where NVML answers: percent of time, the mean over the ranks' GPUs", "GPU",
         "{:.0f}%"),
     "gpu_power_w": Metric("the mean power of the ranks' GPUs", "GPU", "{:,.0f} W"),

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on a step at which to stop, or to save a checkpoint because of the time."""
+"""The agreement of all ranks on a step at which to stop, to save because of the time, or to wait for data."""
 
 from __future__ import annotations
 
@@ -11,43 +11,56 @@ from nanoscale.runs.rank_context import StopFlag
 
 
 class Agreement:
-    """A collective question, once a step: was any rank asked to stop, and is a checkpoint due by rank 0's
-    clock?
+    """A collective question, once a step: was any rank asked to stop, does any rank lack data, and is a
+    checkpoint due by rank 0's clock?
 
-    One question carries both. It is sent before a step and answered before the next: a host is at most a step
+    One question carries all. It is sent before a step and answered before the next: a host is at most a step
     ahead of the others, and no device is synchronized.
     """
 
-    def __init__(self, flag: StopFlag, save_every_s: float = 0.0) -> None:
-        """Start the clock. `save_every_s`: seconds between two checkpoints; 0: none is saved by time."""
+    def __init__(
+        self, flag: StopFlag, save_every_s: float = 0.0, may_lack_data: bool = False
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            save_every_s: seconds between two checkpoints; 0: none is saved by time.
+            may_lack_data: True if a step may have to wait for data.
+        """
         self.save_is_due = False
         """True if all ranks save after the next step, because of the time."""
+        self.lacks_data = may_lack_data  # until the first answer
+        """True if all ranks ask again before the next step, because data is missing on one."""
         self._flag = flag
         self._save_every_s = save_every_s
         self._since = time.monotonic()
-        self._answer = torch.zeros(2)
+        self._answer = torch.tensor([0.0, 0.0, float(may_lack_data)])
         self._question: dist.Work | None = None
         self._saved_since_question = False
 
-    def stops(self, failed: bool = False) -> bool:
+    def stops(self, failed: bool = False, lacks_data: bool = False) -> bool:
         """True if all ranks stop now; the same answer on every rank. Call it before every step.
 
-        `failed`: something other than the training has failed on this rank, and all ranks shall stop to check.
+        Args:
+            failed: something other than the training has failed on this rank, and all ranks shall stop to
+                check.
+            lacks_data: this rank cannot read the samples of this step and of the next one yet.
         """
         stop = self._flag.requested or failed
         save = 0 < self._save_every_s <= time.monotonic() - self._since
         if not dist.is_initialized():
-            self.save_is_due = save
+            self.save_is_due, self.lacks_data = save, lacks_data
             return stop
         if self._question is not None:
             self._question.wait()
-        any_rank_stops, rank0_saves = self._answer.tolist()
+        any_rank_stops, rank0_saves, any_rank_lacks = self._answer.tolist()
+        self.lacks_data = bool(any_rank_lacks)
         self.save_is_due = bool(rank0_saves) and not self._saved_since_question
         self._saved_since_question = False
         if any_rank_stops:
             self._question = None
             return True
-        self._answer.copy_(torch.tensor([stop, save and dist.get_rank() == 0]))
+        self._answer.copy_(torch.tensor([stop, save and dist.get_rank() == 0, lacks_data]))
         self._question = dist.all_reduce(self._answer, dist.ReduceOp.MAX, async_op=True)
         return False
 

@@ -23,6 +23,7 @@ from nanoscale.config.model_math import describe_adapters, recomputed_factor
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.dataset import Dataset, open_data
+from nanoscale.data.parts import Parts
 from nanoscale.metrics import waits
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
@@ -84,7 +85,8 @@ def run(context: RankContext) -> str:
     set_teacher(context.run.teacher, config, device, data, make_note(context))
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
-    agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
+    save_every_s = 60 * (config.checkpoint.every_minutes or 0)
+    agreement = Agreement(context.stop, save_every_s, isinstance(data.train, Parts))
     record_environment(context, device)
     if config.lora.rank:
         make_note(context)("adapters", f"training {describe_adapters(config)}")

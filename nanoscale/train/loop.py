@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ from nanoscale.train.profile import Recorder
 from nanoscale.train.stability import LossSpikeError, count_zeros, require_finite
 from nanoscale.train.step_log import StepLog
 
+_WAIT_S = 0.2
+_LONG_WAIT_S = 5.0
+"""Seconds for which a step may wait for data without a note."""
+
 
 @dataclass
 class Training:
@@ -56,6 +61,7 @@ class Training:
         self.last: StepResult | None = None
         self.logged: dict[str, Any] | None = None
         self.zero_norms = 0
+        self.waiting_since: float | None = None
         # A GPU must not wait for the next samples. On a CPU, a thread would take its cores.
         self.samples: SampleSource = Prefetched(train) if engine.device.type == "cuda" else train
         self.statistics: LayerStatistics | None = None
@@ -95,8 +101,11 @@ class Training:
             if self.progress.step and is_due(self.progress.step, train.gc_every):
                 gc.collect(1)  # the oldest objects live as long as the training
             # All ranks stop before the same step: a rank that stopped alone would leave the others waiting.
-            if agreement.stops(self.checkpoints.saver.failed):
+            if agreement.stops(self.checkpoints.saver.failed, not self.samples_are_ready()):
                 return self.leave_early()
+            if agreement.lacks_data:
+                self.wait_for_data()
+                continue
             with self.recorder.labeled(STEP):
                 result = self.advance()
             step = self.progress.step
@@ -128,9 +137,28 @@ class Training:
             self.save(waits=True)
         return "completed"
 
+    def samples_are_ready(self) -> bool:
+        """True if the samples of the next two steps can be read; the second's answer comes after the first."""
+        step, train = self.progress.step, self.config.train
+        coming = sum(phase_at(train, step + ahead).global_batch for ahead in (1, 2))
+        return self.samples.are_ready(self.progress.consumed_samples + coming)
+
+    def wait_for_data(self) -> None:
+        """Wait a moment, as a part of the next step's time, since texts are prepared beside the training."""
+        if self.waiting_since is None:
+            self.waiting_since = time.monotonic()
+        elif time.monotonic() - self.waiting_since > _LONG_WAIT_S:
+            self.note("data", f"step {self.progress.step + 1} waits for data: texts are prepared more slowly "
+                "than the training reads them")  # fmt: skip
+            self.waiting_since = float("inf")
+        if not self.samples_are_ready():
+            time.sleep(_WAIT_S)
+        self.meter.end_wait()
+
     def advance(self) -> StepResult:
         """Run one optimizer step."""
         step = self.progress.step + 1
+        self.waiting_since = None
         NOW.begin(step)  # first, so that a rank that hangs while it reads data reports this step
         phase = phase_at(self.config.train, step)
         # The samples follow from the number consumed, so a resumed run in any layout continues with the next.

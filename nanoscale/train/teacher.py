@@ -29,6 +29,7 @@ from nanoscale.config.training_phases import samples_after
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset
 from nanoscale.data.loader import Loader, Mixture
+from nanoscale.data.parts import Parts
 from nanoscale.metrics.meter import forget_peak_memory
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import write_atomically
@@ -52,6 +53,7 @@ def set_teacher(
     """
     if not is_distilled(config.train):
         return
+    assert not isinstance(data.train, Parts), "the rules refuse them"
     loaders = data.train.loaders if isinstance(data.train, Mixture) else [data.train]
     model, file = Path(config.train.teacher or ""), folder / "tokens.bin"
     shape = (config.train.seq_len, config.train.distill_top_k, 2)

@@ -23,6 +23,9 @@ class Counting:
         self.threads: set[int] = set()
         self.read_ahead = Event()
 
+    def are_ready(self, end: int) -> bool:
+        return True
+
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
     ) -> Iterator[Batch]:

@@ -22,7 +22,7 @@ import nanoscale
 from nanoscale.cli.main import run as nanoscale_command
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, preparation
-from nanoscale.data.prepare.preparation import _interrupted
+from nanoscale.data.prepare.preparation import interrupted
 from nanoscale.data.prepare.sources import Reading, find_sources, opened
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.processes.pool import LostProcessError, Pool
@@ -221,7 +221,7 @@ def test_ctrl_c_commits_and_the_same_request_goes_on(tmp_path, small_chunks):
 
 
 def test_a_second_ctrl_c_is_not_held_back():
-    with pytest.raises(KeyboardInterrupt), _interrupted() as stop:
+    with pytest.raises(KeyboardInterrupt), interrupted() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.is_set()
         os.kill(os.getpid(), signal.SIGINT)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.cache_folder import cache_path
-from nanoscale.common.object_storage import explained, is_address, open_storage, retried
+from nanoscale.common.object_storage import explained, is_address, open_storage, retried, version_of
 from nanoscale.common.units import byte_size
 from nanoscale.config.token_files import MANIFEST, TOKENS, VALID
 from nanoscale.config.values.provenance import Setting
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def fetched_data(composed: Composed) -> dict[str, Setting]:
-    """Fetch the data that has an address; return the keys of their local paths. Raises UserError."""
+    """Fetch the data that has an address; return the keys of their local paths. Raises UserError.
+
+    A folder of texts stays where it is: its files are fetched one by one when they are prepared.
+    """
     data = composed.config.data
     named = {"path": data.path, "valid_path": data.valid_path}
     for source, entry in data.mixture.items():
@@ -31,9 +34,19 @@ def fetched_data(composed: Composed) -> dict[str, Setting]:
     for name, address in named.items():
         if address is not None and is_address(address):
             with explained(f"data.{name}", address, "data"):
+                if name == "path" and _is_folder_of_texts(address):
+                    continue
                 local = _fetch(address, cache_path(data.cache_dir) / "fetched")
             settings[f"data.{name}"] = Setting(str(local), f"fetched from {address}")
     return settings
+
+
+def _is_folder_of_texts(address: str) -> bool:
+    from nanoscale.data.prepare.sources import objects_below
+
+    storage, path = open_storage(address)
+    is_prepared = retried(lambda: storage.exists(f"{path}/{MANIFEST}"))
+    return not is_prepared and any(source.name != address for source in objects_below(address))
 
 
 def _fetch(address: str, cache: Path) -> Path:
@@ -48,7 +61,7 @@ def _fetch(address: str, cache: Path) -> Path:
         objects = {key: it for key, it in objects.items() if f"{key}.".startswith(f"{path}.")}
     if not objects:
         raise FileNotFoundError("there is no such object")
-    versions = [(key, it["size"], _version(it)) for key, it in sorted(objects.items())]
+    versions = [(key, it["size"], version_of(it)) for key, it in sorted(objects.items())]
     digest = hashlib.sha256(repr((address, versions)).encode()).hexdigest()[:16]
     folder, temporary = cache / digest, cache / f".{uuid.uuid4().hex}"
     if not folder.is_dir():
@@ -62,11 +75,6 @@ def _fetch(address: str, cache: Path) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
     display.note(f"{address} is read from {folder / name}")
     return folder / name
-
-
-def _version(properties: dict[str, Any]) -> str:
-    known = (properties.get(name) for name in ("ETag", "etag", "mtime", "LastModified"))
-    return str(next((value for value in known if value is not None), ""))
 
 
 def _get(storage: Any, key: str, size: int, file: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.object_storage import is_address
 from nanoscale.common.units import byte_size
-from nanoscale.config.objectives import has_whole_documents
-from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
-from nanoscale.config.token_formats import FORMATS, format_of
+from nanoscale.config.objectives import PAIRED, has_whole_documents
+from nanoscale.config.token_files import TOKENIZER, TOKENS, folder_of, manifest
+from nanoscale.config.token_formats import FORMATS, format_of, is_parts
 from nanoscale.config.values.provenance import Setting
 
 if TYPE_CHECKING:
@@ -22,37 +25,33 @@ if TYPE_CHECKING:
     from nanoscale.data.prepare import PreparationRequest
 
 _MOST = 256 << 20
-"""The most bytes of a file that is prepared on the way to a launch, which takes up to some minutes."""
+"""The most bytes of texts that are all prepared on the way to a launch, which takes up to some minutes."""
 
 
 def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
-    """Prepare the text files that data.path and data.valid_path name; return the keys that name their tokens.
+    """Prepare the texts that data.path and data.valid_path name; return the keys that name their tokens.
 
+    Of more than 256 MiB only the first part is prepared, and a launch prepares the rest beside the training.
     Chats and pairs of answers are recognised by their first record. The tokenizer is data.tokenizer if
     it is set, otherwise the tokenizer of model.init_from.
 
     Raises:
-        UserError: a file is too large or cannot be prepared.
+        UserError: texts are too large or cannot be prepared.
     """
     data = composed.config.data
     settings: dict[str, Setting] = {}
     if data.source not in ("stdlib", "megatron"):
         return {}
     for key in ("path", "valid_path"):
-        file = getattr(data, key)
-        if not file or has_magic(file):
+        named = getattr(data, key)
+        if not named:
             continue
-        if Path(file).expanduser().is_dir():
-            settings |= _of_folder(composed, Path(file).expanduser())
+        if not _names_texts(named, data.source):
+            settings |= _of_folder(composed, Path(named).expanduser())
             continue
-        from nanoscale.data.prepare.sources import KINDS, ending
-
-        if ending(Path(file))[0] not in KINDS:
-            tokens = FORMATS[format_of(file)]
-            if data.source == "megatron" or not tokens.missing(tokens.stem(file)):
-                continue
-        folder = _prepared(_request(composed, file))
-        source = f"prepared from {file}"
+        request, is_large = _request(composed, key, named)
+        folder = _prepared(request, is_large)
+        source = f"prepared from {named}"
         settings |= {
             f"data.{key}": Setting(str(folder if key == "path" else folder / TOKENS), source),
             "data.source": Setting("megatron", source),
@@ -98,14 +97,36 @@ def _mask_token(folder: Path) -> int | None:
     return next((it["id"] for it in added if it["content"] in names), None)
 
 
-def _request(composed: Composed, file: str) -> PreparationRequest:
+def _names_texts(named: str, source: str) -> bool:
+    """True if a path names texts: a file, a pattern, an address that was not fetched, or a folder of texts."""
+    from nanoscale.data.prepare.sources import KINDS, ending, find_sources
+
+    if is_address(named) or has_magic(named):
+        return True
+    if Path(named).expanduser().is_dir():
+        if folder_of(named) is not None or is_parts(named):
+            return False
+        with suppress(
+            UserError, OSError
+        ):  # without texts it is refused as one that is not prepared
+            return bool(find_sources([named]))
+        return False
+    if ending(Path(named))[0] in KINDS:
+        return True
+    tokens = FORMATS[format_of(named)]
+    return source != "megatron" and bool(tokens.missing(tokens.stem(named)))
+
+
+def _request(composed: Composed, key: str, file: str) -> tuple[PreparationRequest, bool]:
+    """Return the request that prepares the texts, and True if that is done beside the training."""
     from nanoscale.data.corpus import cache_folder
     from nanoscale.data.prepare import PreparationRequest
     from nanoscale.data.prepare.cached import first_fields, holds_chats
     from nanoscale.data.prepare.pairs import holds_pair
     from nanoscale.data.prepare.sources import LABEL, find_sources
 
-    (source,) = find_sources([file])
+    sources = find_sources([file])
+    source, size = sources[0], sum(source.bytes for source in sources)
     data, model, train = composed.config.data, composed.config.model, composed.config.train
     by_hand = composed.by_hand("data.tokenizer")
     named = data.tokenizer if by_hand or model.init_from is None else model.init_from
@@ -121,7 +142,7 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
         wrong = Violation("data.tokenizer", named, "", what, ("data.tokenizer=byte",))
         raise UserError("data", f"data.tokenizer={named}: {what}", [wrong])
     request = PreparationRequest(
-        sources=(source.name,),
+        sources=(source.name if len(sources) == 1 else file,),
         out=cache_folder(data) / "texts",
         tokenizer=None if named == "bpe" else named,
         vocab_size=data.bpe_vocab,
@@ -131,12 +152,15 @@ def _request(composed: Composed, file: str) -> PreparationRequest:
         workers=cores(),
         labels=train.labels if train.objective == "classify" else 0,
     )
-    if source.bytes > _MOST:
-        what = f"has {byte_size(source.bytes)}, and texts of more than {byte_size(_MOST)} are "
-        what += "prepared before the launch, once"
-        wrong = Violation("data.path", file, "", what, (_command(request),))
-        raise UserError("data", f"{file}: {what}", [wrong])
-    return request
+    if size <= _MOST:
+        return request, False
+    if key == "path" and train.objective not in (*PAIRED, "distill", "classify"):
+        held_out = 0.0 if data.valid_path else data.valid_fraction
+        return replace(request, validation=held_out), True
+    what = f"has {byte_size(size)}, and texts of more than {byte_size(_MOST)} are "
+    what += "prepared before the launch, once"
+    wrong = Violation(f"data.{key}", file, "", what, (_command(request),))
+    raise UserError("data", f"{file}: {what}", [wrong])
 
 
 def _command(request: PreparationRequest) -> str:
@@ -152,14 +176,15 @@ def _command(request: PreparationRequest) -> str:
 
 
 @lru_cache  # a command composes its configuration more than once
-def _prepared(request: PreparationRequest) -> Path:
+def _prepared(request: PreparationRequest, is_large: bool) -> Path:
+    from nanoscale.data.prepare.by_parts import prepare_first
     from nanoscale.data.prepare.cached import prepare_in_cache
     from nanoscale.processes.pool import LostProcessError
     from nanoscale.view.data_text import PreparationScreen, prepared_line
 
     try:
         with PreparationScreen() as screen:
-            folder = prepare_in_cache(request, screen)
+            folder = (prepare_first if is_large else prepare_in_cache)(request, screen)
     except LostProcessError as error:
         message = f"{request.sources[0]}: a worker ended by {error}"
         what = "cannot be prepared with one worker a core"

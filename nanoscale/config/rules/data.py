@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.units import counted
-from nanoscale.config import reference, token_files
+from nanoscale.config import reference, token_files, token_formats
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
 from nanoscale.config.objectives import PAIRED, has_whole_documents, is_distilled
 from nanoscale.config.rules.only_with import OF_TEXT
@@ -365,6 +365,8 @@ class TokenFiles:
 def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
     """Return the files of a source, all of which must exist."""
     found = TokenFiles(source.path, source.valid_path)
+    if source.path and token_formats.is_parts(source.path):
+        _require_one_pass(resolution, source)
     if source.path and resolution.config.data.source == "megatron":
         folder = token_files.folder_of(source.path)
         if folder is not None:
@@ -374,6 +376,19 @@ def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
     if found.valid_path is not None:
         _present(resolution, source, "valid_path", found.valid_path)
     return found
+
+
+def _require_one_pass(resolution: Resolution, source: MixtureSource) -> None:
+    """Refuse what needs all samples before the first step, of texts that are prepared beside the training."""
+    objective = resolution.config.train.objective
+    what = "is prepared beside the training, and "
+    if source.name:
+        message = what + "the sources of a data mixture are prepared before it"
+    elif objective in (*PAIRED, "distill"):
+        message = what + f"train.objective={objective} looks at all samples before the first step"
+    else:
+        return
+    resolution.refuse_value(f"{source.key}.path", source.path, message, kind="data")
 
 
 def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) -> TokenFiles:
@@ -387,9 +402,11 @@ def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) ->
     _require_kind_of_samples(resolution, source, folder, manifest)
     path, valid_path = source.path, source.valid_path
     if Path(path or "").expanduser().absolute() == folder.absolute():
-        path = str(folder / token_files.TOKENS)
-        if valid_path is None and (folder / f"{token_files.VALID}.idx").is_file():
-            valid_path = str(folder / token_files.VALID)
+        is_parts = token_formats.is_parts(folder)
+        held_out = token_formats.part_of(folder, 0) if is_parts else folder
+        path = str(folder if is_parts else folder / token_files.TOKENS)
+        if valid_path is None and (held_out / f"{token_files.VALID}.idx").is_file():
+            valid_path = str(held_out / token_files.VALID)
     tokenizer = folder / token_files.TOKENIZER
     return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
 

@@ -19,7 +19,7 @@ from nanoscale.data.prepare.preparation import (
 )
 from nanoscale.data.prepare.records import csv_header
 from nanoscale.data.prepare.render import pair_in
-from nanoscale.data.prepare.sources import Reading, TextSource, opened
+from nanoscale.data.prepare.sources import Reading, TextSource, local_copy, opened
 
 
 def prepare_in_cache(request: PreparationRequest, watcher: Watcher) -> Path:
@@ -47,8 +47,9 @@ def holds_chats(names: list[str] | None) -> bool:
 
 def first_fields(source: TextSource) -> list[str] | None:
     """Return the names of the fields of a file's first record; None if it is a list itself."""
-    with suppress(OSError, ValueError, LookupError):  # the preparation reports what is wrong
-        return _names_in(source)
+    # the preparation reports what is wrong
+    with suppress(OSError, ValueError, LookupError), local_copy(source) as local:
+        return _names_in(local)
     return []
 
 
@@ -58,7 +59,7 @@ def _names_in(source: TextSource) -> list[str] | None:
     if source.kind == "parquet":
         from pyarrow import parquet
 
-        return list(parquet.read_schema(source.name).names)
+        return list(parquet.read_schema(source.copy or source.name).names)
     if source.kind == "csv":
         with opened(source) as (stream, _):
             return csv_header(stream)

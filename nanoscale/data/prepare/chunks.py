@@ -1,7 +1,7 @@
 """Reading sources in chunks of whole records, from any position, in constant memory.
 
-This module does not parse records: workers do. The borders of chunks do not change the result, for every
-document is tokenized alone.
+This module does not parse records: workers do. The borders of chunks follow from the sources alone, also for a
+reader that starts at a border, and every document is tokenized alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nanoscale.data.prepare.sources import (
     dataset,
     first_line,
     inner_names,
+    local_copy,
     opened,
     problem,
 )
@@ -68,23 +69,26 @@ def read_chunks(reading: Reading, start: Cursor) -> Generator[Chunk, None, None]
         cursor = start if number == start.source else Cursor(number)
         last = cursor
         try:
-            bad = problem(source, reading)
-            if bad is not None:
-                raise _DamageError(bad)
-            if source.kind in ("text", "jsonl"):
-                chunks = _text_chunks(source, cursor, reading.separator_of(source))
-            elif source.kind in ("json", "csv"):
-                chunks = _record_chunks(source, cursor)
-            else:
-                chunks = _table_chunks(source, cursor, reading)
-            for chunk in chunks:
-                last = chunk.after
-                yield chunk
+            with local_copy(source) as local:
+                bad = problem(local, reading)
+                if bad is not None:
+                    raise _DamageError(bad)
+                for chunk in _chunks_of(local, cursor, reading):
+                    last = chunk.after
+                    yield chunk
         except _DamageError as error:
             yield _unreadable(number, source, error.bad)
         except (OSError, ValueError) as error:  # pyarrow's are among these
             what = f"cannot be read from here on: {first_line(error)}"
             yield _unreadable(number, source, Bad(source.place(last.record), what))
+
+
+def _chunks_of(source: TextSource, start: Cursor, reading: Reading) -> Iterator[Chunk]:
+    if source.kind in ("text", "jsonl"):
+        return _text_chunks(source, start, reading.separator_of(source))
+    if source.kind in ("json", "csv"):
+        return _record_chunks(source, start)
+    return _table_chunks(source, start, reading)
 
 
 class _DamageError(Exception):
@@ -102,7 +106,9 @@ def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> 
     cursor = start
     with opened(source) as (stream, raw):
         _skip(stream, start.offset)
-        for content, length, lines in _whole_records(stream, separator):
+        # The blocks that are read end at the same offsets from every start.
+        first = CHUNK - start.offset % CHUNK
+        for content, length, lines in _whole_records(stream, separator, first):
             after = Cursor(start.source, cursor.offset + length, cursor.record + lines)
             bad: tuple[Bad, ...] = ()
             if not content:
@@ -114,13 +120,16 @@ def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> 
         raise _DamageError(Bad(source.name, EMPTY))
 
 
-def _whole_records(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, int]]:
+def _whole_records(
+    stream: Any, separator: bytes | None, first: int
+) -> Iterator[tuple[bytes, int, int]]:
     """Yield whole records with their separators, their bytes and their numbers of line ends.
 
-    For a record that is too long the text is empty; the two numbers are right.
+    For a record that is too long the text is empty; the two numbers are right. `first`: the bytes of the first
+    block, after which blocks have CHUNK bytes.
     """
-    buffer = b""
-    while block := stream.read(CHUNK):
+    buffer, block = b"", stream.read(first)
+    while block:
         buffer += block
         # Separators count from the left, as in a split of the whole text: one may overlap itself.
         end = len(buffer) - len(buffer.split(separator)[-1]) if separator else 0
@@ -130,6 +139,7 @@ def _whole_records(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes
         elif len(buffer) > LONGEST:
             length, lines, buffer = _skip_long_record(stream, buffer, separator)
             yield b"", length, lines
+        block = stream.read(CHUNK)
     if buffer:
         yield buffer, len(buffer), buffer.count(b"\n")
 
@@ -253,7 +263,10 @@ def _parquet_batches(source: TextSource, start: int, reading: Reading) -> tuple[
     from pyarrow import parquet
 
     file = parquet.ParquetFile(
-        source.name, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True
+        source.copy or source.name,
+        buffer_size=CHUNK,
+        pre_buffer=False,
+        page_checksum_verification=True,
     )
     schema = file.schema_arrow
     groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
@@ -262,18 +275,19 @@ def _parquet_batches(source: TextSource, start: int, reading: Reading) -> tuple[
 
 
 def _rows_from(file: Any, groups: list[int], start: int, columns: list[str]) -> Iterator[Any]:
-    first = 0
-    while first < len(groups) and start >= groups[first]:
-        start -= groups[first]
-        first += 1
     with file:
-        for batch in file.iter_batches(
-            _ROWS, row_groups=range(first, len(groups)), columns=columns, use_threads=False
-        ):
-            skipped = min(start, len(batch))
-            start -= skipped
-            if skipped < len(batch):
-                yield batch[skipped:]
+        for group, rows in enumerate(groups):
+            if start >= rows:
+                start -= rows
+                continue
+            # one group at a time: batches then begin at the same rows from every start
+            for batch in file.iter_batches(
+                _ROWS, row_groups=[group], columns=columns, use_threads=False
+            ):
+                skipped = min(start, len(batch))
+                start -= skipped
+                if skipped < len(batch):
+                    yield batch[skipped:]
 
 
 def _dataset_batches(source: TextSource, start: int, reading: Reading) -> tuple[int, Iterator[Any]]:

@@ -108,7 +108,7 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     _refuse_existing(request.out)
     if not request.skip_bad:
         _refuse_unreadable(reading)
-    with _interrupted() as stop:
+    with interrupted() as stop:
         return write_folder(request, reading, tokenizer, identity, watcher, stop)
 
 
@@ -144,23 +144,38 @@ def write_folder(
     """
     with folder.opened(request.out, identity) as path:
         whole = path / "whole"
-        if tokenizer is None:
-            tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
-        elif isinstance(tokenizer, FileTokenizer):
-            end = {"eos_token": tokenizer.name_of(tokenizer.eos)}
-            folder.write_document(whole / CONFIG, config_of(tokenizer.path) | end)
-            folder.write_whole(whole / TOKENIZER, [tokenizer.path.read_bytes()])
-        if reading.template is not None:
-            folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
+        tokenizer = write_tokenizer(request, reading, tokenizer, whole, watcher, stop)
         sizes = [source.bytes for source in reading.sources]
         dtype = smallest_type(tokenizer.vocab_size)
         unfinished = UnfinishedFolder(path, dtype, sizes, request.chat or reading.labels > 0)
         _fill(unfinished, path, request, reading, watcher, stop)
         _refuse_empty(unfinished.progress, request)
-        unfinished.publish(request.out, _manifest(identity, tokenizer, whole, unfinished.progress))
+        unfinished.publish(
+            request.out, manifest_of(identity, tokenizer, whole, unfinished.progress)
+        )
     result = manifest(request.out)
     assert result is not None, "it was just written"
     return result
+
+
+def write_tokenizer(
+    request: PreparationRequest,
+    reading: Reading,
+    tokenizer: Tokenizer | None,
+    whole: Path,
+    watcher: Watcher,
+    stop: threading.Event,
+) -> Tokenizer:
+    """Write a tokenizer, which None trains, and the template of chats into a folder; return the tokenizer."""
+    if tokenizer is None:
+        tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
+    elif isinstance(tokenizer, FileTokenizer):
+        end = {"eos_token": tokenizer.name_of(tokenizer.eos)}
+        folder.write_document(whole / CONFIG, config_of(tokenizer.path) | end)
+        folder.write_whole(whole / TOKENIZER, [tokenizer.path.read_bytes()])
+    if reading.template is not None:
+        folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
+    return tokenizer
 
 
 def _fill(
@@ -177,14 +192,14 @@ def _fill(
     setup = Setup(reading, file if file.exists() else None, unfinished.dtype)
     if unfinished.progress != PreparationProgress():
         watcher.note(f"continues after {unfinished.progress.documents:,} documents")
-    _refuse_bad(unfinished, request, path)
+    refuse_bad(unfinished.progress, request, path)
     chunks = read_chunks(reading, unfinished.progress.cursor)
     committed = time.monotonic()
-    with closing(chunks), _encoding(request.workers, chunks, setup, stop) as results:
+    with closing(chunks), encoding(request.workers, chunks, setup, stop) as results:
         try:
             for chunk, encoded in results:
                 unfinished.add(chunk, encoded)
-                _refuse_bad(unfinished, request, path)
+                refuse_bad(unfinished.progress, request, path)
                 watcher.progress(unfinished.progress, total)
                 if time.monotonic() - committed >= COMMIT_S:
                     unfinished.commit()
@@ -195,7 +210,7 @@ def _fill(
 
 
 @contextmanager
-def _encoding(
+def encoding(
     workers: int, chunks: Iterator[Chunk], setup: Setup, stop: threading.Event
 ) -> Iterator[Iterator[tuple[Chunk, Encoded]]]:
     """Provide every chunk with its tokens, in order."""
@@ -207,11 +222,14 @@ def _encoding(
             yield pool.map(chunks)
 
 
-def _refuse_bad(unfinished: UnfinishedFolder, request: PreparationRequest, path: Path) -> None:
-    if unfinished.progress.bad == 0 or request.skip_bad:
+def refuse_bad(
+    progress: PreparationProgress, request: PreparationRequest, path: Path | None = None
+) -> None:
+    """Raise a UserError for bad records, unless they are left out; `path`: the folder of what was committed."""
+    if progress.bad == 0 or request.skip_bad:
         return
-    kept = f"; what was prepared is kept in {path}" if folder.committed(path) else ""
-    raise bad_records_error(unfinished.progress.shown[:_MOST_SHOWN], kept)
+    kept = f"; what was prepared is kept in {path}" if path and folder.committed(path) else ""
+    raise bad_records_error(progress.shown[:_MOST_SHOWN], kept)
 
 
 def _refuse_unreadable(reading: Reading) -> None:
@@ -303,9 +321,10 @@ def identity_of(
     }
 
 
-def _manifest(
+def manifest_of(
     identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: PreparationProgress
 ) -> dict[str, Any]:
+    """Return the manifest of a folder whose tokenizer is in `whole`."""
     file, labels = whole / TOKENIZER, identity.get("labels")
     has_answers = bool(labels) or (whole / TEMPLATE).exists()
     return {
@@ -333,7 +352,7 @@ def _counts(count: folder.Count, has_answers: bool) -> dict[str, int]:
 
 
 @contextmanager
-def _interrupted() -> Iterator[threading.Event]:
+def interrupted() -> Iterator[threading.Event]:
     """Provide an event that the first Ctrl-C sets; the second one ends the process at once, without a
     commit."""
     stop = threading.Event()

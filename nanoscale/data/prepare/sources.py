@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
+from nanoscale.common.object_storage import is_address, open_storage, retried, version_of
 from nanoscale.common.versions import missing
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
@@ -52,17 +53,17 @@ class TextSource:
     """One file, or one split of a dataset."""
 
     name: str
-    """Its absolute path, hf:NAME…, or `standard input`."""
+    """Its absolute path, its address, hf:NAME…, or `standard input`."""
     kind: Kind
     compression: str
     """gzip, zstd or nothing."""
     bytes: int
     """Size on disk, or in memory for a dataset."""
     version: str
-    """Changes with the content: the time of the file's last change, the dataset's fingerprint, the
-    sum of standard input."""
+    """Changes with the content: the time of the file's last change, the object's ETag, the dataset's
+    fingerprint, the sum of standard input."""
     copy: str = ""
-    """For standard input: the file that holds it meanwhile."""
+    """For standard input and objects: the file that holds it meanwhile."""
 
     def place(self, record: int) -> str:
         """Return the position of a record: a line of text or a row of a table, from 1."""
@@ -222,6 +223,9 @@ def _find_argument(argument: str) -> Iterator[TextSource]:
     if argument == "-":
         yield _standard_input()
         return
+    if is_address(argument):
+        yield from objects_below(argument)
+        return
     path = Path(argument).expanduser()
     if path.is_file():
         yield _file(path)
@@ -313,7 +317,7 @@ def _parquet_problem(source: TextSource, reading: Reading) -> Bad | None:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(source.name) as file:
+        with parquet.ParquetFile(source.copy or source.name) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         return Bad(source.name, f"is not a readable parquet file: {first_line(error)}")
@@ -355,6 +359,38 @@ def opened(source: TextSource) -> Iterator[tuple[Any, Any]]:
                 yield stream, raw
         else:
             yield raw, raw
+
+
+@contextmanager
+def local_copy(source: TextSource) -> Iterator[TextSource]:
+    """Fetch an object of a storage into a temporary file, which lives as long as the body.
+
+    Raises:
+        OSError: it cannot be fetched.
+    """
+    if not is_address(source.name):
+        yield source
+        return
+    storage, path = open_storage(source.name)
+    with NamedTemporaryFile(prefix="nanoscale-object-", suffix=Path(path).suffix) as file:
+        try:
+            retried(lambda: storage.get_file(path, file.name))
+        except Exception as error:  # storage libraries have classes of their own
+            raise OSError(f"cannot be fetched: {first_line(error)}") from error
+        yield replace(source, copy=file.name)
+
+
+def objects_below(address: str) -> list[TextSource]:
+    """List the texts below an address, or the one that it names; storage libraries raise errors of any kind."""
+    storage, path = open_storage(address)
+    start = address[: address.index("://") + 3]
+    sources = []
+    for key, properties in sorted(retried(lambda: storage.find(path, detail=True)).items()):
+        form = _kind(Path(key))
+        if form is not None and (key == path or ending(Path(key))[0] not in _NAMED_ONLY):
+            version = version_of(properties)
+            sources.append(TextSource(f"{start}{key}", *form, properties["size"], version))
+    return sources
 
 
 def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | None:

@@ -18,6 +18,7 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
+from nanoscale.launch.lifecycle.data_preparation import preparing_rest
 from nanoscale.launch.lifecycle.notification import Notifier
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request, check_request
@@ -51,8 +52,10 @@ class Supervisor:
         Raises:
             TakenOverError: another launcher holds the run now.
         """
+        note = partial(events.append, self.run, "data")
         try:
-            outcome = self._attempts(number)
+            with preparing_rest(self.request.config.data, note):
+                outcome = self._attempts(number)
         except BaseException:
             self._conclude(Outcome("failed", FAILED))
             raise
