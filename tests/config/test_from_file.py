@@ -184,6 +184,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "args.json": {
         "train.epochs": 2.0,
+        "data.packing": "whole",
         "precision.compute": "bf16",
         "checkpoint.at_end": False,
         "logger.wandb": "online",
