@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.common.units import byte_size, counted, duration
 from nanoscale.config.token_files import manifest
+from nanoscale.config.token_formats import is_parts
 from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
@@ -121,7 +122,11 @@ def prepared_line(request: PreparationRequest, folder: Path) -> str:
         learned = f", labels: {', '.join(prepared.get('label_names', [])) or prepared['labels']}"
     tokenizer = request.tokenizer or "a new BPE"
     made = f"{documents}, {train['tokens']:,} tokens{learned}; tokenizer: {tokenizer}"
-    return f"{request.sources[0]}: {made}; kept in {folder}"
+    name = request.sources[0]
+    if is_parts(folder):
+        all_of_it = byte_size(prepared["bytes"])
+        return f"{name}: {made} in the first part; the rest of {all_of_it} is prepared beside a training; {folder}"
+    return f"{name}: {made}; kept in {folder}"
 
 
 def print_inspected(document: dict[str, Any]) -> None:

@@ -144,6 +144,7 @@ class _Parts:
         while part_of(folder, self.number).is_dir():
             self.number += 1
         self._sizes = [source.bytes for source in reading.sources]
+        self._first = min(sum(self._sizes), identity["part"])
 
     def write(self) -> Generator[tuple[int, Any], None, None]:
         """Write the missing parts; yield the number and the progress of each when it is published."""
@@ -158,7 +159,7 @@ class _Parts:
             for chunk, encoded in results:
                 part.add(chunk, encoded)
                 refuse_bad(part.progress, self._request)
-                self._watcher.progress(part.progress, sum(self._sizes))
+                self._watcher.progress(part.progress, self._first)
                 size += _size(chunk)
                 if size >= self._identity["part"] and part.progress.train.documents:
                     yield self._publish(part)
