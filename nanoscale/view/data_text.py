@@ -124,8 +124,8 @@ def prepared_line(request: PreparationRequest, folder: Path) -> str:
     made = f"{documents}, {train['tokens']:,} tokens{learned}; tokenizer: {tokenizer}"
     name = request.sources[0]
     if is_parts(folder):
-        all_of_it = byte_size(prepared["bytes"])
-        return f"{name}: {made} in the first part; the rest of {all_of_it} is prepared beside a training; {folder}"
+        rest = f"the rest of {byte_size(prepared['bytes'])} is prepared beside a training"
+        return f"{name}: {made} in the first part; {rest}; kept in {folder}"
     return f"{name}: {made}; kept in {folder}"
 
 
