@@ -70,7 +70,8 @@ docs: $(READY)
 schemas: $(READY)
 	$(BIN)/python dev/schemas.py
 
-# The documentation site, in build/site; its programs have an environment of their own.
+# The documentation site, in build/site; its programs have an environment of their own. Only installing them needs the
+# network. The site loads nothing from elsewhere, and its search works on files too.
 SITE := build/site-tools
 docs-site: $(SITE)/.ready
 	rm -rf build/site-pages build/site
@@ -79,6 +80,8 @@ docs-site: $(SITE)/.ready
 	cp tests/README.md build/site-pages/tests
 	rm build/site-pages/docs/requirements.txt
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict
+	! grep -rE '<(script|img|source|iframe)[^>]* src(set)?="?(https?:)?//|<link[^>]* href="?(https?:)?//' build/site --include='*.html'
+	! grep -rE '(url\(|@import )["'"'"']?(https?:)?//' build/site --include='*.css'
 	@echo "open build/site/index.html"
 
 $(SITE)/.ready: docs/requirements.txt
