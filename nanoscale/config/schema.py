@@ -561,6 +561,12 @@ class Backend:
         "attention kernel; auto: PyTorch's choice (cuDNN on Hopper and Blackwell, flash on "
         "Ampere) · math: separate operations, for any mask and dtype, with the most memory",
     )
+    empty_cache: int = key(
+        0,
+        "steps after which torch's unused memory returns to the device, against fragmentation; 0: never",
+        unit="steps",
+        at_least=0,
+    )
     overlap_comm: Literal["auto", "on", "off"] = key(
         "auto", "deepspeed: overlap gradient reduction with the backward pass; auto: with stage 3"
     )

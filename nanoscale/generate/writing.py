@@ -27,6 +27,8 @@ class Wish:
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
     seed: int = 0
+    beams: int = 1
+    """Above 1, the likeliest text among so many is searched, and nothing is drawn."""
 
 
 @dataclass
@@ -115,6 +117,12 @@ def _grow(
     rows = [
         _Row(opened, number, prompt, wish, written[number]) for number, prompt in enumerate(prompts)
     ]
+    if wish.beams > 1:
+        for row in rows:
+            found = iter(_search(opened, row.new, wish))
+            while not row.ended:  # a stop text may come before the last token
+                yield row.number, row.take(next(found))
+        return
     room = min(opened.context, max(map(len, prompts)) + wish.max_tokens)
     cache = Cache(opened.model, len(rows), room)
     while rows:
@@ -133,6 +141,46 @@ def _grow(
         if 0 < len(active) < len(rows):
             cache.keep(active)
         rows = [rows[place] for place in active]
+
+
+def _search(opened: Opened, prompt: Sequence[int], wish: Wish) -> list[int]:
+    """Return the tokens of the likeliest text among `wish.beams` that are extended together.
+
+    A score is the log-likelihood over the number of tokens, the end token included, as in transformers
+    (length_penalty=1, early_stopping=False). So many texts are extended until as many have ended, of which none
+    is less likely than the likeliest of the others.
+    """
+    room = min(opened.context - len(prompt), wish.max_tokens)
+    cache = Cache(opened.model, wish.beams, len(prompt) + room)
+    scores = torch.full((wish.beams, 1), -torch.inf, dtype=torch.float64)
+    scores[0] = 0.0  # all begin with the same text, so only one of them counts
+    texts: list[list[int]] = [[]] * wish.beams
+    new, ended = [list(prompt)] * wish.beams, list[tuple[float, list[int]]]()
+    for length in range(1, room + 1):
+        counts = torch.tensor([len(tokens) for tokens in new])
+        logits = cache.logits(torch.tensor(new).to(opened.device), counts, last_only=True)
+        logits = logits[:, -1, : opened.vocab].cpu().double()
+        if not logits.isfinite().all():
+            raise _not_finite(opened)
+        totals = (scores + logits.log_softmax(-1)).flatten()
+        best = totals.topk(min(2 * wish.beams, len(totals)))
+        running: list[tuple[float, int]] = []
+        for rank, (score, place) in enumerate(zip(*(it.tolist() for it in best), strict=True)):
+            parent, token = divmod(place, opened.vocab)
+            if token not in opened.ends:
+                running.append((score, place))
+            elif rank < wish.beams:
+                ended.append((score / length, [*texts[parent], token]))
+        running, ended = running[: wish.beams], sorted(ended, reverse=True)[: wish.beams]
+        parents, tokens = zip(*(divmod(place, opened.vocab) for _, place in running), strict=True)
+        texts = [[*texts[parent], token] for parent, token in zip(parents, tokens, strict=True)]
+        if len(ended) == wish.beams and ended[-1][0] >= running[0][0] / length:
+            return ended[0][1]
+        scores = torch.tensor([[score] for score, _ in running], dtype=torch.float64)
+        cache.keep(parents)
+        new = [[token] for token in tokens]
+    ended += [(score / room, text) for (score, _), text in zip(running, texts, strict=True)]
+    return max(ended)[1]
 
 
 class _Row:

@@ -80,6 +80,7 @@ def run(context: RankContext) -> str:
         pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
         text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         used = {name for names in ranks.gather(transports(text)) for name in names}
+        beside_torch = max(ranks.gather(_context_gib(device)))
         if context.rank == 0:
             figures = {
                 "closed": [],
@@ -90,10 +91,19 @@ def run(context: RankContext) -> str:
                 "all_reduce": reduced,
                 "within_hosts": within,
                 "point_to_point": pairs,
+                "context_gib": beside_torch,
             }
             write_json(context.run.result, figures)
         ranks.leave()
     return "completed"
+
+
+def _context_gib(device: torch.device) -> float:
+    """Return the device memory in use outside torch's allocator, by this and other processes; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / 2**30
 
 
 def transports(log: str) -> list[str]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
@@ -109,6 +111,8 @@ class Training:
             with self.recorder.labeled(STEP):
                 result = self.advance()
             step = self.progress.step
+            if is_due(step, self.config.backend.empty_cache):
+                torch.cuda.empty_cache()
             evaluates = is_due(step, train.eval_every)
             by_step = is_due(step, checkpoint.every)
             saves = by_step or agreement.save_is_due

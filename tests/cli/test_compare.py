@@ -105,10 +105,15 @@ def test_the_end_of_a_run_and_the_comparison_have_one_speed(capsys: Capsys) -> N
     write_json(run.plan, plan)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line, speed in zip(lines, (1.0, 1.0, 1.0, 30.0, 50.0, 40.0, 20.0, 9.0), strict=True):
-        line["tokens_per_s"] = speed
+        line |= {"tokens_per_s": speed, "samples_per_s": speed / 8, "step_time_s": 120 / speed}
+        line |= {"memory_gib": 1.5 - speed / 100, "mfu": 0.25}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print_outcome(run, Outcome("completed", 0), stream)
-    assert "  speed       30 tokens/s (median), planned 70\n" in stream.getvalue()
+    assert (
+        "  speed       30 tokens/s, 3.75 samples/s (median), planned 70\n"
+        "  step        4 s; at the peak of the devices it would take 1 s\n"
+        "  memory      1.49 GiB at the peak\n"
+    ) in stream.getvalue()
     assert nanoscale(["runs", "compare", "a", "b", "--json"]) == 0
     speeds = [one["tokens_per_s"] for one in json.loads(capsys.readouterr().out)["runs"]]
     assert speeds == [30.0, None]

@@ -57,6 +57,11 @@ def test_one_prompt(folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_of_prompts(folder: Path, capsys: Capsys) -> None:
     Path("p.jsonl").write_text('{"prompt": "abc", "id": 7}\n\n{"prompt": "z"}\r\n')
+    begins = json.loads(said(capsys, "--prompt", "abc", *GREEDY, "--json"))["text"][:1]
+    assert nanoscale(["generate", "run", "--prompt", "abc", *GREEDY, "--stop", begins]) == 0
+    assert "the answer is empty: it began with a text of --stop" in capsys.readouterr().err
+    beams = said(capsys, "--prompt", "abc", "--beams", "3", "--max-tokens", "5")
+    assert beams == said(capsys, "--prompt", "abc", "--beams", "3", "--max-tokens", "5")
     Path("p.txt").write_text("abc\nz\n")
     first, second = map(json.loads, said(capsys, "--prompts", "p.jsonl", *GREEDY).splitlines())
     assert (first["id"], first["prompt"], second["prompt"]) == (7, "abc", "z")
@@ -94,6 +99,7 @@ def test_what_is_wrong_is_one_error(folder: Path, capsys: Capsys) -> None:
     for words, text in (
         ([*prompt, "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
         ([*prompt, "--temperature", "nan"], "must be 0 or more"),
+        ([*prompt, "--beams", "2", "--top-k", "5"], "--top-k draws a text, and --beams"),
         ([*prompt, "--top-k", "0"], "--top-k 0: must be at least 1"),
         ([*prompt, "--top-p", "1.5"], "--top-p 1.5: must be above 0 and at most 1"),
         ([*prompt, "--max-tokens", "0"], "--max-tokens 0"),

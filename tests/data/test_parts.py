@@ -234,7 +234,9 @@ def test_a_training_that_waits_is_the_one_that_does_not(
     shares = {record["step"]: record.get("data_wait", 0) for record in metrics.read(run)}
     (waited,) = (step for step, share in shares.items() if share > 0.9)
     assert 10 < waited < 25
-    assert nanoscale(words(tmp_path, "ready")) == 0
+    capsys.readouterr()
+    assert nanoscale([*words(tmp_path, "ready"), "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("completed after 30 steps in ")
     ready = RunDirectory(tmp_path / "runs" / "ready")
     assert losses(run) == pytest.approx(losses(ready), rel=1e-9)
     assert not any("data_wait" in record for record in metrics.read(ready))

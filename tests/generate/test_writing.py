@@ -31,7 +31,7 @@ def written(opened: Opened, prompt: list[int], wish: Wish) -> Written:
     return found
 
 
-def theirs(folder: Path, prompt: list[int], end: int | None) -> list[int]:
+def theirs(folder: Path, prompt: list[int], end: int | None, beams: int = 1) -> list[int]:
     from transformers import AutoModelForCausalLM
 
     # Transformers' grouped products of experts know no fp64.
@@ -41,7 +41,7 @@ def theirs(folder: Path, prompt: list[int], end: int | None) -> list[int]:
     ids = torch.tensor([prompt])
     found = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False,
-        eos_token_id=end, pad_token_id=0,
+        eos_token_id=end, pad_token_id=0, num_beams=beams,
     )  # fmt: skip
     new: list[int] = found[0, len(prompt) :].tolist()
     return new
@@ -63,6 +63,28 @@ def test_the_most_likely_tokens_are_those_of_transformers(
     ended = ByteTokenizer.eos in expected
     assert found.tokens == expected[: -1 if ended else None] and len(set(expected)) > 3
     assert found.finish == ("end" if ended else "length")
+
+
+@pytest.mark.parametrize("beams", [2, 5])
+def test_the_likeliest_text_is_the_one_that_transformers_finds(
+    beams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = FAMILIES["llama"]
+    monkeypatch.setitem(FAMILIES, "llama", (name, settings | {"vocab_size": 257}))
+    hf_families.save("llama", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")  # not asked for
+    opened = open_model(str(tmp_path), dtype="fp64", tokenizer="byte")
+    wish = replace(GREEDY, beams=beams)
+    drawn = set()
+    for text in ("abc", "x", "of the", "(1 + 2"):
+        prompt = encode(opened, text)
+        for end in (None, *theirs(tmp_path, prompt, None, beams)[2:9:3]):
+            found = written(replace(opened, ends=frozenset({end} - {None})), prompt, wish)
+            expected = theirs(tmp_path, prompt, end, beams)
+            assert found.tokens == [token for token in expected if token != end]
+            assert found.finish == ("end" if end in expected else "length")
+            drawn.add(tuple(found.tokens))
+    assert len(drawn) > 6
 
 
 def test_a_run_and_what_is_exported_of_it(tmp_path: Path) -> None:

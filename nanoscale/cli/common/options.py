@@ -83,6 +83,7 @@ Force = Annotated[bool, _shared("Launch even if the plan says that it does not f
 Rehearse = Annotated[
     bool, _shared("Rehearse the job first; launch only if it succeeds", "--rehearse")
 ]
+Quiet = Annotated[bool, _shared("Show nothing of the training but its end", "--quiet", "-q")]
 DryRun = Annotated[bool, _shared("Show what would happen; write and start nothing", "--dry-run")]
 
 # --- what is read ---------------------------------------------------------------------------------

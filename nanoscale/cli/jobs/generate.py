@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from nanoscale.generate.weights import Opened
     from nanoscale.generate.writing import Wish, Written
 
+_WHY_EMPTY = {
+    "end": "the model ended the text at once",
+    "stop": "it began with a text of --stop",
+    "length": "the model wrote only white space (--max-tokens)",
+    "context": "the model's context is full",
+}
 _NEW = "/new"
 """The line that begins a new conversation."""
 
@@ -37,14 +43,17 @@ def generate(
     ),
     out: Path | None = opt.option("Write the results of --prompts to this file", metavar="FILE"),
     max_tokens: int = opt.option("Limit the answer to this number of tokens", default=256),
-    temperature: float = opt.option(
-        "Divide the logits by this; 0 takes the most likely token", default=0.7
+    temperature: float | None = opt.option(
+        "Divide the logits by this; 0 takes the most likely token", shown="0.7"
     ),
     top_k: int | None = opt.option("Draw from this number of most likely tokens", shown="all"),
     top_p: float | None = opt.option(
         "Draw from the fewest tokens with this total probability", shown="1"
     ),
     seed: int | None = opt.option("Draw the same text for the same seed", shown="a new one"),
+    beams: int | None = opt.option(
+        "Find the likeliest of N texts in place of drawing one", metavar="N", min=2
+    ),
     stop: list[str] | None = opt.option(
         "End the answer before this text; may be repeated", metavar="TEXT"
     ),
@@ -67,6 +76,11 @@ def generate(
     The prompt is an option, lines of a file, or standard input; standard output has the text and nothing else.
     On a terminal without --prompt, the command asks for prompts: Ctrl-C ends an answer, Ctrl-D the command.
     """
+    drawing = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--seed": seed}
+    opt.refuse_unused(
+        (beams is not None, "draws a text, and --beams searches the likeliest", drawing)
+    )
+    temperature = 0.7 if temperature is None else temperature
     _check(max_tokens, temperature, top_k, top_p, stop or [])
     _check_ways(prompt, prompts, out, as_json)
     opt.refuse_several({"--device": device, "--num-gpus": num_gpus})
@@ -87,7 +101,8 @@ def generate(
     options: dict[str, Any] = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
     opened = open_model(model, **options, device=devices[0], weights=len(devices) == 1)
     first = random.randrange(2**31) if seed is None else seed
-    wish = Wish(Sampling(temperature, top_k, top_p), max_tokens, tuple(stop or ()), first)
+    sampling = Sampling(temperature, top_k, top_p)
+    wish = Wish(sampling, max_tokens, tuple(stop or ()), first, beams or 1)
     chats = opened.on_chats if chat is None else chat
     with conversing(opened) if chats else nullcontext() as template:
         if template is not None:
@@ -299,6 +314,10 @@ class Writer:
         from nanoscale.generate.writing import CONTEXT
 
         context, known = self.opened.context, self.opened.trained_len
+        if not written.text.strip():
+            display.note(
+                f"note: the answer is empty: {_WHY_EMPTY.get(written.finish, 'it was interrupted')}"
+            )
         if written.finish == CONTEXT:
             display.note(f"note: it ends at {context:,} tokens, the model's longest context")
         length = written.prompt_tokens + len(written.tokens)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from nanoscale.checkpoint.configuration import newest, record_origin
@@ -65,12 +67,15 @@ def launch(
     refusals: Refusals,
     as_json: bool,
     signals: Signals | None = None,
+    *,
+    quiet: bool = False,
 ) -> int:
     """Launch the next attempt of a run; a dry run shows it. Return the exit code of the command.
 
     Args:
         last: the number of the attempt before; 0: there is none.
         lock: the lock of a run that exists, which gets the request's configuration; None: the run is created.
+        quiet: True to show the outcome alone.
     """
     if refusals.postponed:
         return show_plan(run, request, last + 1, refusals, as_json)
@@ -84,7 +89,7 @@ def launch(
         else:
             lock.require()
             replace_configuration(run, request, last)
-        return attempt(lock, request, last + 1, fleet, signals, as_json)
+        return attempt(lock, request, last + 1, fleet, signals, as_json, quiet=quiet)
 
 
 def show_changes(previous: ResolvedConfig, config: ResolvedConfig) -> bool:
@@ -102,7 +107,14 @@ def show_start(run: RunDirectory) -> None:
 
 
 def attempt(
-    lock: RunLock, request: Request, number: int, fleet: Fleet, signals: Signals, as_json: bool
+    lock: RunLock,
+    request: Request,
+    number: int,
+    fleet: Fleet,
+    signals: Signals,
+    as_json: bool,
+    *,
+    quiet: bool = False,
 ) -> int:
     """Launch, follow and report attempt `number` and its restarts; return the exit code of the command.
 
@@ -112,7 +124,8 @@ def attempt(
     """
     if fetch_missing(lock.run, request.config.checkpoint.upload) and (stored := newest(lock.run)):
         record_origin(lock.run, stored)
-    outcome = follow(lock, request, number, fleet, signals, sys.stderr if as_json else sys.stdout)
+    stream = sys.stderr if as_json else sys.stdout
+    outcome = follow(lock, request, number, fleet, signals, stream, quiet=quiet)
     if as_json:
         with display.survive_lost_stream(sys.stdout):
             print_json(document(lock.run, outcome))
@@ -121,12 +134,23 @@ def attempt(
 
 
 def follow(
-    lock: RunLock, request: Request, number: int, fleet: Fleet, signals: Signals, stream: TextIO
+    lock: RunLock,
+    request: Request,
+    number: int,
+    fleet: Fleet,
+    signals: Signals,
+    stream: TextIO,
+    *,
+    quiet: bool = False,
 ) -> Outcome:
     """Launch, follow and report an attempt and its restarts to people. Errors as of `attempt`."""
     run = lock.run
     submission.note(run)
-    with LiveView(run, stream) as view:
+    with ExitStack() as held:
+        shown = (
+            held.enter_context(Path(os.devnull).open("w", encoding="utf-8")) if quiet else stream
+        )
+        view = held.enter_context(LiveView(run, shown))
         for line in request_lines(request):
             view.line(line)
         supervisor = Supervisor(lock, request, fleet, signals, view)

@@ -31,6 +31,7 @@ def resume(
     line: CommandLine,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
+    quiet: opt.Quiet = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Resume from the newest complete checkpoint, in any layout."""
@@ -80,7 +81,14 @@ def resume(
             with refusals.gather():
                 show_start(directory)
         return launch(
-            directory, request, directory.last_attempt(), lock, refusals, as_json, signals
+            directory,
+            request,
+            directory.last_attempt(),
+            lock,
+            refusals,
+            as_json,
+            signals,
+            quiet=quiet,
         )
 
 

@@ -12,6 +12,7 @@ def train(
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     rehearse: opt.Rehearse = False,
+    quiet: opt.Quiet = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Check, plan, launch and follow a job until its end."""
@@ -26,4 +27,4 @@ def train(
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
     # The attempt is number 1, and no lock is held: the launch creates the run once the hosts are ready.
-    return launch(request.run, request, 0, None, refusals, as_json)
+    return launch(request.run, request, 0, None, refusals, as_json, quiet=quiet)

@@ -235,6 +235,8 @@ MASK = of_kind("data",  # on an H100 PyTorch hands masks to cuDNN: pytorch issue
 ATTENTION = of_kind("config",
     refused(_KERNEL, {_KERNEL: other_than("auto"), "model.source": other_than("own")},
         "would be ignored by model={c.model.source}, whose code chooses its kernels itself", _FREE),
+    refused("backend.empty_cache", {"backend.empty_cache": bool, "launcher.device": "cpu"},
+        "is of a GPU's memory, and launcher.device=cpu has none", "backend.empty_cache=0"),
     refused(_KERNEL, {_KERNEL: "cudnn", "launcher.device": "cpu"},
         "needs a GPU, and launcher.device is cpu", _FREE),
     *_unfused("flash", 256, 1, "heads"),

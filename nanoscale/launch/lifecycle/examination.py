@@ -164,7 +164,7 @@ def judge_test(test: JobExecution) -> Measured:
     if test.result["closed"]:
         return Measured(None, tuple(judge_connections(test.result["closed"])))
     figures = {key: value for key, value in test.result.items() if key != "closed"}
-    return Measured(figures, (*judge_within(figures), *judge_pairs(figures)))
+    return Measured(figures, (*judge_within(figures), *judge_pairs(figures), *_context(figures)))
 
 
 def _failed(test: JobExecution) -> Verdict:
@@ -188,6 +188,13 @@ def judge_connections(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
     for (host, reason), others in reasons.items():
         text = f"does not reach {join_names(others)}: {reason}"
         yield Verdict(host, "network", False, text, _FIREWALL_REMEDY)
+
+
+def _context(figures: dict[str, Any]) -> Iterator[Verdict]:
+    """Yield the most memory that a device lacks beside torch's allocator, for the plan; none on CPUs."""
+    if gib := figures.get("context_gib"):
+        text = f"CUDA, NCCL and other processes use {gib:.2f} GiB of a device: cluster.context_gib={gib:.2f}"
+        yield Verdict(figures["hosts"][0], "context", True, text)
 
 
 def judge_within(figures: dict[str, Any]) -> Iterator[Verdict]:

@@ -107,14 +107,14 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
         words.append(f"with loss {number(last['loss'], '.4f')}")
         words += [f"at step {last['step']}"] if last["step"] != step else []
     checkpoints = run.checkpoint_steps()
-    compared = _against_plan(run, last)
+    figures = {} if last is None else _figures(run, last)
     lines = [" ".join(words), f"  run         {run.path}"]
     known = {
         "checkpoint": checkpoints and run.checkpoint(checkpoints[-1]),
         "logs": run.attempt_logs(now.attempt),
         "profile": run.profile.exists() and run.profile,
         "report": run.report.exists() and run.report,
-        "speed": compared,
+        **figures,
     }
     lines += [f"  {label:<11} {what}" for label, what in known.items() if what]
     if outcome.state != "completed":
@@ -133,20 +133,34 @@ def _ways_on(run: RunDirectory) -> list[str]:
     ]
 
 
-def _against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
-    """Compare the prediction with the steady steps, or the last one; None if one of them is missing."""
-    if last is None:
-        return None
+def _figures(run: RunDirectory, last: dict[str, Any]) -> dict[str, str]:
+    """Return speed, time of a step and memory of the steady steps, or of the last one, and the plan's."""
     try:
-        plan = prediction(run)
-        if plan is None:
-            return None
-        middle = steady(run).tokens_per_s
-        measured, of = (last["tokens_per_s"], "last") if middle is None else (middle, "median")
-        speed = f"{number(measured, ',.0f')} tokens/s ({of}), planned {plan['tokens_per_s']:,.0f}"
-        if plan["hardware"]["device"] == "cpu":
-            return speed  # the measurement covers a process with its libraries
-        seen, planned = last["memory_gib"], plan["memory"]["allocated_gib"]
-        return f"{speed}; {byte_size(GIB * seen)}, planned {byte_size(GIB * planned)}"
-    except (UserError, KeyError, TypeError):  # `runs report` names the damaged file
-        return None
+        seen, plan = steady(run), prediction(run)
+        measured, of = (
+            seen.tokens_per_s or last["tokens_per_s"],
+            "median" if seen.tokens_per_s else "last",
+        )
+        samples = measured * last.get("samples_per_s", 0.0) / last["tokens_per_s"]
+        per_sample = f", {samples:,.4g} samples/s" if samples else ""
+        figures = {
+            "speed": f"{number(measured, ',.0f')} tokens/s{per_sample} ({of})",
+            "step": duration(seconds := seen.seconds or last["step_time_s"]),
+            "memory": f"{byte_size(GIB * (seen.memory_gib or last['memory_gib']))} at the peak",
+        }
+        if last.get("mfu"):
+            figures["step"] += (
+                f"; at the peak of the devices it would take {duration(seconds * last['mfu'])}"
+            )
+        if plan is not None:
+            figures["speed"] += f", planned {plan['tokens_per_s']:,.0f}"
+            if plan["hardware"]["device"] != "cpu":  # there it covers a process with its libraries
+                figures["memory"] += f", planned {byte_size(GIB * plan['memory']['allocated_gib'])}"
+        return figures
+    except (
+        UserError,
+        KeyError,
+        TypeError,
+        ZeroDivisionError,
+    ):  # `runs report` names the damaged file
+        return {}
