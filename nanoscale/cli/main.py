@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
 from nanoscale import __version__
 from nanoscale.cli.common import completion
@@ -108,6 +109,23 @@ def run(arguments: list[str]) -> int:
     return result if isinstance(result, int) else DONE
 
 
+class _Command(TyperCommand):
+    """A command whose help text shows options by group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for one in self.get_params(ctx):
+            is_argument = one.param_type_name == "argument"
+            group = "Arguments" if is_argument else getattr(one, "rich_help_panel", None)
+            if (record := one.get_help_record(ctx)) is not None:
+                groups.setdefault(group or "Options", []).append(record)
+        groups["Options"] = groups.pop("Options")  # last
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
 def build(arguments: Sequence[str]) -> typer.Typer:
     """Return the application, with the requested verb, or with all of them."""
     if completion.VARIABLE in os.environ:
@@ -127,10 +145,10 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         module = import_module(f"nanoscale.cli.{VERBS[verb]}")
         if hasattr(module, "app"):
             for command in module.app.registered_commands:
-                command.epilog = epilog(f"{verb} {command.name}")
+                command.epilog, command.cls = epilog(f"{verb} {command.name}"), _Command
             app.add_typer(module.app, name=verb)
         else:
-            app.command(verb, epilog=epilog(verb))(getattr(module, verb))
+            app.command(verb, epilog=epilog(verb), cls=_Command)(getattr(module, verb))
     return app
 
 

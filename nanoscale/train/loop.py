@@ -197,10 +197,10 @@ class Training:
         return self.progress.evaluations.reason_to_stop(self.config.train.stop_when)
 
     def is_logged(self, step: int) -> bool:
-        """True if the metrics of a step are due, also in the last step before a stop."""
+        """True if the metrics of a step are due, also in the first and in the last step before a stop."""
         train = self.config.train
         dues = (train.log_every, train.eval_every, train.steps, train.stop_when.last_step or 0)
-        return any(is_due(step, every) for every in dues)
+        return step == 1 or any(is_due(step, every) for every in dues)
 
     def log(self, result: StepResult, evaluates: bool) -> bool:
         """Gather one step's metrics from all ranks and write them; True if its checkpoint is to be kept as one

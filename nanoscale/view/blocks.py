@@ -77,7 +77,10 @@ class Report:
     """A title and the blocks below it: the output of a command for people."""
 
     title: str
+    """The first line; "": none."""
     blocks: Sequence[Block]
+    page_title: str = ""
+    """The title of a page; "": the first line."""
 
 
 def table(columns: Sequence[Column], rows: Iterable[Any], title: str = "") -> Table:
@@ -150,7 +153,7 @@ def escape(text: str) -> str:
 
 def page(report: Report) -> str:
     """Return a report as a page: no script, no other file. All texts are escaped, except pictures."""
-    title = escape(report.title)
+    title = escape(report.page_title or report.title)
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     head = f'<meta charset="utf-8"><title>{title}</title>'
     return "\n".join(

@@ -61,14 +61,19 @@ def job_lines(job: Document, on: str, details: str = "") -> list[str]:
         on: the devices.
         details: what else is known of the training.
     """
-    active = f", {size(job['active'])} active" if "active" in job else ""
-    how = f"{job['precision']}, {job['backend']}{details}"
     return [
-        f"{job['model']}, {size(job['parameters'])} parameters{active}, {how}, {on}",
+        f"{model_text(job)}{details}, {on}",
         layout_line(job),
         f"global batch {job['global_batch']} = micro batch {job['micro_batch']} · dp {job['layout']['dp']} · "
         f"accumulation {job['accumulation']}, {job['seq_len']:,} tokens each",
     ]
+
+
+def model_text(job: Document) -> str:
+    """Return the model, its size, the dtype and the backend."""
+    active = f", {size(job['active'])} active" if "active" in job else ""
+    sizes = f"{size(job['parameters'])} parameters{active}"
+    return f"{job['model']}, {sizes}, {job['precision']}, {job['backend']}"
 
 
 def layout_line(job: Document) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_examples_stand_under_the_help_and_are_accepted(name: str, capsys: Capsy
         overrides = context.params.get("overrides")
         if overrides and name not in ("sweep", "submit"):
             assert not read_words(overrides, Library()).violations
+
+
+def test_options_of_eval_and_generate_are_in_groups(capsys: Capsys) -> None:
+    groups = {
+        "eval": ["Arguments", "Hosts", "Model", "Loss", "Tasks", "Options"],
+        "generate": ["Arguments", "Prompts", "Sampling", "Model", "Options"],
+    }
+    for command, expected in groups.items():
+        assert run([command, "-h"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        headings = [line[:-1] for line in lines if re.fullmatch(r"\w+:", line)]
+        assert headings == [*expected]
 
 
 def test_short_and_long_help_are_equal(capsys: Capsys) -> None:

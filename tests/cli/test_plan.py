@@ -17,7 +17,7 @@ from nanoscale.launch.request import Request
 from nanoscale.plan import saving
 from nanoscale.plan.predict import SURE, predict
 from nanoscale.view.plan.prediction import document
-from nanoscale.view.run.launch_text import precision_lines
+from nanoscale.view.run.launch_text import request_lines
 from tests.cli import Capsys
 
 H100 = (
@@ -143,18 +143,22 @@ def test_a_search_is_for_the_ranks_that_are_asked_for(capsys, words, ranks):
     assert f"debug on {ranks} × h100-sxm" in output(capsys, *job, "--search", *words)
 
 
-def test_the_start_of_a_run_says_what_has_which_type():
+def test_a_launch_begins_with_job_length_and_folder_and_advice_on_precision(tmp_path):
     def lines(*words: str) -> list[str]:
-        composed = compose(["recipe=llama-1b", "cluster=h100-sxm", *words])
+        named = [f"run.root={tmp_path}", "run.name=first", "train.steps=100"]
+        composed = compose(["recipe=llama-1b", "cluster=h100-sxm", *named, *words])
         devices = Devices("cuda", 8, ("NVIDIA H100 80GB HBM3",) * 8)
         config = check(composed, devices)
-        return precision_lines(Request(composed, config, devices, plan=document(predict(config))))
+        return request_lines(Request(composed, config, devices, plan=document(predict(config))))
 
-    line = "precision: weights fp32, products {}, gradient sums fp32{}"
-    assert lines("precision=auto") == [line.format("bf16", " (precision.compute=auto)")]
-    wide, advice = lines("precision=fp32")
-    assert wide == line.format("tf32", "")
-    assert advice.startswith("precision=bf16 would give ")
+    job, length, folder = lines("precision=auto")
+    assert job.startswith("llama-1b, 1.236 B parameters, bf16, native, dp 8 · tp 1 ")
+    assert length.startswith("100 steps, 209.7 M tokens, 56.8 epochs; the plan expects ")
+    assert re.search(r" at [\d,]+ tokens/s; does not fit: 264 of 79.1 GiB on h100-sxm, ", length)
+    assert folder.startswith(f"run in {tmp_path / 'first'}; checkpoints of ")
+    job, _, _, *warnings = lines("precision=fp32")
+    assert ", tf32, native, " in job
+    assert warnings[0].startswith("warning: precision=bf16 would give ")
 
 
 @pytest.mark.slow
@@ -177,8 +181,10 @@ def test_what_is_shown_is_the_document_in_words(capsys):
     assert "64 × h100-sxm on 8 hosts" in shown
     assert f"{plan['memory']['in_use_gib']:.3g} of 79.1 GiB" in shown
     assert f"MFU {plan['mfu']:.1%}" in shown
-    assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s per device" in shown
-    assert f"{plan['training']['cost']:,.0f} at 2.5 an hour" in shown
+    fits, speed, length, empty, *_ = shown.splitlines()
+    assert fits.startswith("fits: ") and not empty
+    assert speed.startswith(f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s per device")
+    assert length.endswith(f" device hours, {plan['training']['cost']:,.0f} at 2.5 an hour")
     assert "rank 3" in shown and "F" in shown
     assert "\x1b" not in shown
 

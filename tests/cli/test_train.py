@@ -72,7 +72,15 @@ def test_one_command_trains(trained):
     assert run.path == folder / "runs" / "first"
     assert (document["status"], document["exit_code"], document["steps"]) == ("completed", 0, STEPS)
     assert document["metrics"]["tokens"] == STEPS * 8 * 64
-    assert f"step {STEPS}/{STEPS}" in done.stderr
+    before, _, after = done.stderr.partition("training from step 1\n")
+    assert len([line for line in before.splitlines() if not line.startswith("warning: ")]) == 4
+    assert after.startswith(f"step 1/{STEPS} ") and f"step {STEPS}/{STEPS}" in after
+    assert after.partition("\nnext:\n")[2].splitlines() == [
+        "  nanoscale generate first --prompt 'Once'",
+        "  nanoscale eval first",
+        "  nanoscale checkpoints export first --format hf",
+        "  nanoscale resume first train.steps=8",
+    ]
     assert status.read(run).state == "completed"
     assert run.checkpoint_steps() == [STEPS]
 

@@ -182,7 +182,7 @@ def test_a_screen_without_utf8_ends_no_training(run, monkeypatch):
         run.log(1, "h", 0, "out").write_text("漢\n", encoding="utf-8")
         view.wrote("h", 0)
         view.poll()
-    assert b"ranks 0-1" in written(screen)
+    assert b"mesh dp 2\n" in written(screen)
     assert b"h:0 | \\u6f22\n" in written(screen)
 
 

@@ -6,7 +6,6 @@ import re
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -232,23 +231,7 @@ def test_the_beginning_shows_the_mesh(run):
     stream = io.StringIO()
     with shown(run, replace(PLAN, world_size=8, hosts=hosts, mesh=mesh), 10, stream):
         pass
-    assert stream.getvalue().splitlines()[:6] == [
-        "starting 8 ranks on a, b",
-        "mesh pp 2 × dp 2 × tp 2",
-        "  a  ranks 0–1  pp 0  dp 0  tp 0–1",
-        "  a  ranks 2–3  pp 0  dp 1  tp 0–1",
-        "  b  ranks 4–5  pp 1  dp 0  tp 0–1",
-        "  b  ranks 6–7  pp 1  dp 1  tp 0–1",
-    ]
-
-
-def test_the_paths_that_are_shown_exist(run):
-    stream = io.StringIO()
-    with shown(run, PLAN, 10, stream):
-        pass
-    starting, logs = stream.getvalue().splitlines()
-    assert starting == "starting 2 ranks on h"
-    assert Path(logs.removeprefix("logs in ")).is_dir()
+    assert stream.getvalue() == "starting 8 ranks on a, b, mesh pp 2 × dp 2 × tp 2\n"
 
 
 def test_joining_shows_the_attempt_so_far_in_short_and_then_all(run, clock):

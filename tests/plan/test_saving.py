@@ -58,7 +58,7 @@ ALWAYS = "at the end and when it is stopped"
     ],
 )
 def test_when_they_come(words: tuple[str, ...], step_s: float | None, expected: str) -> None:
-    first = sentences(plan_saving(job(*words), step_s))[0]
+    first = sentences(plan_saving(job(*words), step_s))["checkpoints"]
     assert first.partition(";")[0] == expected
 
 
@@ -82,11 +82,11 @@ def test_the_last_the_regular_and_the_best_are_one_policy() -> None:
     words = ["train.steps=100", "train.eval_every=10", "checkpoint.keep_best=3"]
     words += ["checkpoint.every=5", "checkpoint.keep_every=50", "checkpoint.keep_last=2"]
     saving = plan_saving(job(*words), 1e-3)
-    assert sentences(saving)[0].endswith(
+    assert sentences(saving)["checkpoints"].endswith(
         "the newest 2 are kept, every 50th step, and the best 3 by evaluation loss"
     )
     by_margin = replace(saving, config=replace(saving.config, best_metric="eval_margin"))
-    assert sentences(by_margin)[0].endswith("and the best 3 by eval_margin")
+    assert sentences(by_margin)["checkpoints"].endswith("and the best 3 by eval_margin")
     assert saving.most == 2 + 100 // 50 + 3 + 1
     everything = plan_saving(job(*words[:3], "checkpoint.keep_last=null"), 1e-3)
     assert everything.most == 100 // 10 + 1

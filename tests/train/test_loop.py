@@ -142,16 +142,16 @@ def test_logged_evaluated_and_kept_steps(tmp_path: Path) -> None:
     config = config_for(tmp_path, every={"log_every": 3, "eval_every": 4}, checkpoint=kept)
     run = trained(config, "run")
     found = records(run)
-    assert [record["step"] for record in found] == [3, 4, 6, 8, 9, 10]
+    assert [record["step"] for record in found] == [1, 3, 4, 6, 8, 9, 10]
     assert [record["step"] for record in found if "eval_loss" in record] == [4, 8]
     assert steps_kept(run) == [4, 8, 10]
 
 
-def test_the_last_step_is_logged_and_kept_whatever_the_cadence(tmp_path: Path) -> None:
+def test_the_first_and_the_last_step_are_logged_whatever_the_cadence(tmp_path: Path) -> None:
     kept = Checkpoint(every=3, keep_last=2, keep_every=None, at_end=True)
     config = config_for(tmp_path, every={"log_every": 4, "eval_every": 0}, checkpoint=kept)
     run = trained(config, "run")
-    assert [record["step"] for record in records(run)] == [4, 8, 10]
+    assert [record["step"] for record in records(run)] == [1, 4, 8, 10]
     assert steps_kept(run) == [9, 10]
 
 
@@ -159,12 +159,12 @@ def test_the_last_step_before_a_stop_is_logged_whatever_the_cadence(tmp_path: Pa
     config = config_for(tmp_path, every={"log_every": 4})
     run = make_run(config)
     assert train(run, config, StopBefore(7)) == ["stopped"]
-    assert [record["step"] for record in records(run)] == [4, 6]
+    assert [record["step"] for record in records(run)] == [1, 4, 6]
     assert train(run, config, StopBefore(1)) == ["stopped"]  # before a step: nothing to log
     assert train(run, config) == ["completed"]
-    assert [record["step"] for record in records(run)] == [4, 6, 8, 10]
+    assert [record["step"] for record in records(run)] == [1, 4, 6, 8, 10]
     trained(config_for(tmp_path, every={"log_every": 2}), "all")
-    same = figures(RunDirectory(run.path.with_name("all")))[1:]  # its steps 4, 6, 8 and 10
+    same = figures(RunDirectory(run.path.with_name("all")))[[0, 2, 3, 4, 5]]  # without step 2
     assert np.array_equal(figures(run), same)
 
 

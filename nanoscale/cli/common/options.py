@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def option(
     help: str, *names: str, default: Any = None, metavar: str | None = None,
     shown: str | None = None, min: float | None = None, max: float | None = None,
+    group: str | None = None,
 ) -> Any:  # fmt: skip
     """Declare an option, as the default of a command's parameter or in an `Annotated` type.
 
@@ -29,15 +30,19 @@ def option(
         shown: what the help text shows as the default value, if it is not the value itself.
         min: the least number, which is accepted.
         max: the largest number, which is accepted.
+        group: the heading in the help text; None: "Options".
     """
     show_default = True if shown is None else shown
     return typer.Option(
-        default, *names, help=help, metavar=metavar, show_default=show_default, min=min, max=max
-    )
+        default, *names, help=help, metavar=metavar, show_default=show_default, min=min, max=max,
+        rich_help_panel=group,
+    )  # fmt: skip
 
 
 _shared = partial(option, default=...)
 """The form of `option` for an option of several commands, in an `Annotated` type."""
+_of_hosts = partial(_shared, group="Hosts")
+_of_model = partial(_shared, group="Model")
 
 # --- the configuration ----------------------------------------------------------------------------
 
@@ -61,23 +66,25 @@ Trust = Annotated[bool, _shared("Run code that another user's run folder names",
 # --- the launch -----------------------------------------------------------------------------------
 
 Hostfile = Annotated[
-    str | None, _shared("Read the hosts, `HOST slots=N` a line (launcher.hostfile)", metavar="FILE")
+    str | None,
+    _of_hosts("Read the hosts, `HOST slots=N` a line (launcher.hostfile)", metavar="FILE"),
 ]
 Include = Annotated[
     str | None,
-    _shared("Use only these hosts or slots, h1@h2:0,2 (launcher.include)", metavar="HOSTS"),
+    _of_hosts("Use only these hosts or slots, h1@h2:0,2 (launcher.include)", metavar="HOSTS"),
 ]
 Exclude = Annotated[
-    str | None, _shared("Use all hosts and slots except these (launcher.exclude)", metavar="HOSTS")
+    str | None,
+    _of_hosts("Use all hosts and slots except these (launcher.exclude)", metavar="HOSTS"),
 ]
 NumNodes = Annotated[
-    str | None, _shared("Use N hosts, elastically MIN:MAX (launcher.nodes)", metavar="N")
+    str | None, _of_hosts("Use N hosts, elastically MIN:MAX (launcher.nodes)", metavar="N")
 ]
 NumGpus = Annotated[
-    int | None, _shared("Start N ranks on every host (launcher.devices)", metavar="N")
+    int | None, _of_hosts("Start N ranks on every host (launcher.devices)", metavar="N")
 ]
 NoPreflight = Annotated[
-    bool, _shared("Skip the checks of the hosts (launcher.preflight)", "--no-preflight")
+    bool, _of_hosts("Skip the checks of the hosts (launcher.preflight)", "--no-preflight")
 ]
 Force = Annotated[bool, _shared("Launch even if the plan says that it does not fit", "--force")]
 Rehearse = Annotated[
@@ -108,7 +115,7 @@ Model = Annotated[
         autocompletion=completion.runs,
     ),
 ]
-Step = Annotated[int | None, _shared("Take the checkpoint of this step", shown="the newest")]
+Step = Annotated[int | None, _of_model("Take the checkpoint of this step", shown="the newest")]
 
 
 class DtypeName(StrEnum):
@@ -121,17 +128,17 @@ class DtypeName(StrEnum):
 
 
 ComputeDtype = Annotated[
-    DtypeName | None, _shared("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
+    DtypeName | None, _of_model("Compute in this dtype", shown="bf16 on a GPU, otherwise fp32")
 ]
 Device = Annotated[
     str | None,
-    _shared(
+    _of_model(
         "Use cpu, cuda or cuda:N; the blocks are divided over cuda:0,cuda:1",
         shown="the first GPU, if there is one",
     ),
 ]
 Tokenizer = Annotated[
-    str | None, _shared("Replace the model's own tokenizer", metavar="byte|PATH|NAME")
+    str | None, _of_model("Replace the model's own tokenizer", metavar="byte|PATH|NAME")
 ]
 
 Yes = Annotated[bool, _shared("Skip the question, for scripts", "--yes")]

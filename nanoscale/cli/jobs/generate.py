@@ -37,35 +37,53 @@ _NEW = "/new"
 
 def generate(
     model: opt.Model,
-    prompt: str | None = opt.option("Continue this text", shown="standard input"),
+    prompt: str | None = opt.option("Continue this text", shown="standard input", group="Prompts"),
     prompts: Path | None = opt.option(
-        'Read a prompt from each line (or "prompt" of .jsonl); print JSON lines', metavar="FILE"
+        'Read a prompt from each line (or "prompt" of .jsonl); print JSON lines',
+        metavar="FILE",
+        group="Prompts",
     ),
-    out: Path | None = opt.option("Write the results of --prompts to this file", metavar="FILE"),
-    max_tokens: int = opt.option("Limit the answer to this number of tokens", default=256),
+    out: Path | None = opt.option(
+        "Write the results of --prompts to this file", metavar="FILE", group="Prompts"
+    ),
+    max_tokens: int = opt.option(
+        "Limit the answer to this number of tokens", default=256, group="Sampling"
+    ),
     temperature: float | None = opt.option(
-        "Divide the logits by this; 0 takes the most likely token", shown="0.7"
+        "Divide the logits by this; 0 takes the most likely token", shown="0.7", group="Sampling"
     ),
-    top_k: int | None = opt.option("Draw from this number of most likely tokens", shown="all"),
+    top_k: int | None = opt.option(
+        "Draw from this number of most likely tokens", shown="all", group="Sampling"
+    ),
     top_p: float | None = opt.option(
-        "Draw from the fewest tokens with this total probability", shown="1"
+        "Draw from the fewest tokens with this total probability", shown="1", group="Sampling"
     ),
-    seed: int | None = opt.option("Draw the same text for the same seed", shown="a new one"),
+    seed: int | None = opt.option(
+        "Draw the same text for the same seed", shown="a new one", group="Sampling"
+    ),
     beams: int | None = opt.option(
-        "Find the likeliest of N texts in place of drawing one", metavar="N", min=2
+        "Find the likeliest of N texts in place of drawing one",
+        metavar="N",
+        min=2,
+        group="Sampling",
     ),
     stop: list[str] | None = opt.option(
-        "End the answer before this text; may be repeated", metavar="TEXT"
+        "End the answer before this text; may be repeated", metavar="TEXT", group="Sampling"
     ),
     chat: bool | None = opt.option(
         "Use the model's chat template, and remember the conversation",
         "--chat/--no-chat",
         shown="--chat after training on chats",
+        group="Prompts",
     ),
     step: opt.Step = None,
     device: opt.Device = None,
     num_gpus: int | None = opt.option(
-        "Use N devices of this machine for --prompts", metavar="N", shown="all GPUs", min=1
+        "Use N devices of this machine for --prompts",
+        metavar="N",
+        shown="all GPUs",
+        min=1,
+        group="Model",
     ),
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,

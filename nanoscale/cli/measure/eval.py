@@ -27,14 +27,22 @@ def eval(
     line: CommandLine,
     step: opt.Step = None,
     samples: int | None = opt.option(
-        "Take only this number of samples", shown="all held-out samples"
+        "Take only this number of samples", shown="all held-out samples", group="Loss"
     ),
-    tasks: str | None = opt.option("Run these lm-eval tasks instead of the loss", metavar="A,B"),
-    limit: int | None = opt.option("Take only this number of documents of each task", shown="all"),
+    tasks: str | None = opt.option(
+        "Run these lm-eval tasks instead of the loss", metavar="A,B", group="Tasks"
+    ),
+    limit: int | None = opt.option(
+        "Take only this number of documents of each task", shown="all", group="Tasks"
+    ),
     few_shot: int | None = opt.option(
-        "Give this number of examples before each question of a task", shown="the task's"
+        "Give this number of examples before each question of a task",
+        shown="the task's",
+        group="Tasks",
     ),
-    tasks_dir: Path | None = opt.option("Read more tasks from this folder", metavar="DIR"),
+    tasks_dir: Path | None = opt.option(
+        "Read more tasks from this folder", metavar="DIR", group="Tasks"
+    ),
     device: opt.Device = None,
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 from nanoscale.config.layout import coordinates
@@ -43,9 +43,6 @@ _PORTS = range(20_000, 32_000)
 
 AXES = ("pp", "dp", "cp", "tp")
 """The axes, the slowest first."""
-
-_MOST_LINES = 16
-"""The most lines; more would push the rest off the screen."""
 
 
 @dataclass(frozen=True)
@@ -241,32 +238,3 @@ def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: ResolvedPara
         for local_rank, rank in enumerate(ranks)
     ]
     return Mesh({axis: getattr(parallel, axis) for axis in AXES}, tuple(ranks_of_mesh))
-
-
-def mesh_lines(mesh: Mesh) -> Iterator[str]:
-    """Yield the mesh in few lines: one for each row of ranks along the fastest axis."""
-    if not mesh.used:
-        return
-    yield f"mesh {mesh}"
-    rows = list(_rows(mesh))
-    if len(rows) <= _MOST_LINES:
-        yield from rows
-    else:
-        yield f"  {mesh.used[-1]} varies fastest; launch.json says where every rank is"
-
-
-def _rows(mesh: Mesh) -> Iterator[str]:
-    *outer, fastest = mesh.used
-    for (host, *outer_coordinates), row in groupby(
-        mesh.ranks,
-        lambda placement: (placement.host, *(getattr(placement, axis) for axis in outer)),
-    ):
-        placements = list(row)
-        parts = [f"ranks {_span(placements, 'rank')}"]
-        parts += [f"{axis} {number}" for axis, number in zip(outer, outer_coordinates, strict=True)]
-        yield "  ".join(["", host, *parts, f"{fastest} {_span(placements, fastest)}"])
-
-
-def _span(placements: list[RankPlacement], name: str) -> str:
-    first, last = getattr(placements[0], name), getattr(placements[-1], name)
-    return f"{first}" if first == last else f"{first}–{last}"

@@ -153,15 +153,28 @@ def prediction_report(plan: Prediction, *, explain: bool, about: Sequence[str] =
         explain: True: with the arithmetic behind every number.
         about: sentences about the choice of the layout.
     """
-    title, *head = _head(plan)
-    return Report(title, [Lines([*head, *about]), *plan_blocks(plan, explain=explain)])
+    head = _head(plan)
+    blocks = [*first_lines(plan), Lines([*head, *about]), *plan_blocks(plan, explain=explain)]
+    return Report("", blocks, f"Plan of {head[0]}")
+
+
+def first_lines(plan: Prediction) -> list[Block]:
+    """Return three lines: the verdict, the speed, and the duration and cost of the training."""
+    time, run = plan.time, plan.training
+    question = undecided(plan)
+    speed = (
+        f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {time.tokens_per_s:,.0f} in total"
+    )
+    cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
+    device_hours = f"{three_digits(run.device_hours)} device hours"
+    length = f"{counted(run.steps, 'step')} in {duration(3600 * run.hours)}, {device_hours}{cost}"
+    decides = [f"{question}: `nanoscale rehearse` with the same overrides decides"]
+    style = "green" if plan.fits else "bold red"
+    return [Lines([verdict(plan)], style), Lines([speed, length, *(decides if question else [])])]
 
 
 def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
-    """Yield everything but the head of a prediction."""
-    yield Lines([verdict(plan)], "green" if plan.fits else "bold red")
-    if question := undecided(plan):
-        yield Lines([f"{question}: `nanoscale rehearse` with the same overrides decides"])
+    """Yield the memory, the step and the pipeline of a prediction, and what else is known of it."""
     yield Chart(lambda width: bars(plan.memory, plan.capacity, min(width, 120)))
     worst = plan.worst
     pipeline = len(plan.memory) > 1
@@ -261,15 +274,10 @@ def _padding(one: Padding) -> str:
 
 
 def outcome(plan: Prediction) -> list[str]:
-    """Return the speed, the duration and cost of the training, and the times of checkpoints."""
-    time, run = plan.time, plan.training
+    """Return the utilization, advice on the speed, and the times of checkpoints."""
+    time = plan.time
     advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
-    in_total = f"{time.tokens_per_s:,.0f} in total"
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {in_total}"
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
-    cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
-    device_hours = f"{three_digits(run.device_hours)} device hours"
-    length = f"{counted(run.steps, 'step')} in {duration(3600 * run.hours)}, {device_hours}{cost}"
     on_cpu = plan.hardware.device == CPU
     rough = on_cpu and known_speed() is None
     layout, compiled = plan.config.parallel, plan.config.backend.compile == "on"
@@ -277,13 +285,11 @@ def outcome(plan: Prediction) -> list[str]:
     recomputes_idly = compiled and mode == ("selective", "matmuls")
     usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config), time.mfu)
     return [
-        speed,
         *(["rough: this CPU's speed is assumed; `nanoscale doctor` measures it"] if rough else []),
         shares,
         *([usual] if usual else []),
         *([advice] if advice else []),
         *([_IDLE_RECOMPUTATION] if recomputes_idly else []),
         *map(_padding, paddings(plan.config, plan.hardware)),
-        length,
         *saving_text.saving_lines(_saving(plan)),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from nanoscale.common.units import byte_size, listed
@@ -25,27 +25,40 @@ def document(saving: SavingPlan) -> dict[str, Any]:
 
 def saving_lines(saving: SavingPlan) -> list[str]:
     """Return the plan of checkpoints as lines to show, warnings included."""
-    lines = [f"checkpoints: {sentence}" for sentence in sentences(saving)]
-    return [*lines, *(f"warning: {warning}" for warning in warnings(saving))]
+    lines = [f"{topic}: {sentence}" for topic, sentence in sentences(saving).items()]
+    return [*lines, *warning_lines(saving)]
 
 
-def sentences(saving: SavingPlan) -> list[str]:
-    """List the times, the size and the number of kept checkpoints, and the free disk space."""
+def warning_lines(saving: SavingPlan) -> list[str]:
+    return [f"warning: {warning}" for warning in warnings(saving)]
+
+
+def sentences(saving: SavingPlan) -> dict[str, str]:
+    """Describe, by topic, the times, the size and the number of kept checkpoints, and the disk space."""
+    when = _times(saving)
+    if not when or not saving.bytes:
+        return {"checkpoints": listed(when) if when else "none is saved"}
+    free = "" if saving.free is None else f", {byte_size(saving.free)} free in {saving.root}"
+    return {
+        "checkpoints": f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}",
+        "disk": f"{byte_size(saving.needed)} needed{free}",
+    }
+
+
+def summary(saving: SavingPlan) -> str:
+    """Return the size and the times of checkpoints in a few words."""
+    when = _times(replace(saving, minutes_in_steps=None))
+    size = f" of {byte_size(saving.bytes)}" if saving.bytes else ""
+    return f"checkpoints{size} {listed(when)}" if when else "no checkpoints"
+
+
+def _times(saving: SavingPlan) -> list[str]:
     settings = saving.config
     when = [f"every {settings.every:,} steps"] if settings.every else []
     when += [_by_time(saving)] if settings.every_minutes else []
     when += ["after the best evaluations"] if settings.keep_best else []
     when += ["at the end"] if settings.at_end else []
-    when += ["when it is stopped"] if settings.at_stop else []
-    if not when:
-        return ["none is saved"]
-    if not saving.bytes:
-        return [listed(when)]
-    free = "" if saving.free is None else f", {byte_size(saving.free)} free in {saving.root}"
-    return [
-        f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}",
-        f"{byte_size(saving.needed)} needed{free}",
-    ]
+    return [*when, *(["when it is stopped"] if settings.at_stop else [])]
 
 
 def warnings(saving: SavingPlan) -> list[str]:

@@ -17,7 +17,7 @@ from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.blocks import Chart, Column, Lines, Report, Table, rich_table, table
 from nanoscale.view.charts import Point, scatter
 from nanoscale.view.job_text import layout_line, shape
-from nanoscale.view.plan.prediction import document, plan_blocks, recomputation
+from nanoscale.view.plan.prediction import document, first_lines, plan_blocks, recomputation
 from nanoscale.view.plan.reasons import reasons
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ def search_report(result: SearchResult) -> Report:
             _table(front[::-1], (), "the Pareto front"),
             Table(("why the fastest is the fastest",), [(why,) for why in reasons(result)]),
             Lines([_layout(best)], "bold"),
+            *first_lines(best),
             *plan_blocks(best, explain=False),
         ],
     )

@@ -14,6 +14,7 @@ from nanoscale.common.units import GIB, counted, duration, share
 from nanoscale.config.composing.variants import Variant
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.token_files import times_seen
+from nanoscale.config.training_phases import samples_after
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
 from nanoscale.launch.submission.batch_job import BatchJob
@@ -25,8 +26,12 @@ from nanoscale.view.job_text import (
     data_warning,
     derived_values,
     describe_precision,
+    layout_line,
+    model_text,
     seen_text,
     settings,
+    shape,
+    size,
 )
 from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.choice_text import choice_line
@@ -83,7 +88,6 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
 
 def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Report:
     """Return what `train --dry-run` shows."""
-    warnings = [f"warning: {warning}" for warning in saving_text.warnings(request.saving)]
     environment = [f"  {name}={shlex.quote(value)}" for name, value in plan.environment.items()]
     commands = [f"  {entry.host}: {shlex.join(entry.command)}" for entry in plan.hosts]
     blocks: list[Block] = [
@@ -92,7 +96,7 @@ def launch_report(request: Request, plan: LaunchPlan, run: RunDirectory) -> Repo
         Lines(["environment, in addition to the inherited one", *environment]),
         Lines([f"rendezvous at {plan.master_addr}:{plan.master_port}"]),
         Lines(["commands", *commands]),
-        Lines([*warnings, *data_warning(request.config)]),
+        Lines([*data_warning(request.config), *saving_text.warning_lines(request.saving)]),
         Lines(["nothing was written or started", *rehearsal_lines(request)]),
     ]
     return Report(f"run directory {run.path}", blocks)
@@ -111,10 +115,10 @@ def _job_table(request: Request, plan: LaunchPlan) -> Table:
     rows = [
         *((name.replace("_", " "), f"{numbers[name]:,} {unit}") for name, unit in units.items()),
         ("mesh", str(plan.mesh)),
-        *settings(request.config).items(),
+        *(settings(request.config) | {"precision": _precision(request)}).items(),
         *((("chosen by the plan", choice_line(request.choice)),) if request.choice else ()),
         *(forecast(request.plan).items() if request.plan else ()),
-        *(("checkpoints", sentence) for sentence in saving_text.sentences(request.saving)),
+        *saving_text.sentences(request.saving).items(),
     ]
     return Table(("job", ""), rows, texts=("",))
 
@@ -134,32 +138,44 @@ def _rank_table(config: ResolvedConfig, plan: LaunchPlan) -> Table:
 
 
 def request_lines(request: Request) -> list[str]:
-    """Describe what a launch begins with: dtypes, data if its size is known, rehearsal and checkpoints."""
-    seen = times_seen(request.config)
+    """Describe a launch in three lines, which are the job, its length and its folder, and list warnings."""
+    config, plan = request.config, request.plan
+    job, seen = shape(config), times_seen(config)
+    chosen = " (chosen by the plan)" if request.choice else ""
+    steps = config.train.steps
+    tokens = size(samples_after(config.train, steps) * config.train.seq_len)
+    length = f"{counted(steps, 'step')}, {tokens} tokens"
+    length += f", {seen_text(seen)}" if seen is not None else ""
+    advice = None
+    if plan:
+        advice = forecast(plan).get("in bf16")
+        expected = duration(3600 * plan["training"]["hours"])
+        length += f"; the plan expects {expected} at {plan['tokens_per_s']:,.0f} tokens/s"
+        length += f"; {forecast(plan)['memory']}"
     return [
-        *([f"layout chosen by the plan: {choice_line(request.choice)}"] if request.choice else []),
-        *precision_lines(request),
-        *([] if seen is None else [f"data: {seen_text(seen)}"]),
-        *_warnings(request),
+        f"{model_text(job)}, {layout_line(job)}{chosen}",
+        length,
+        f"run in {request.run.path}; {saving_text.summary(request.saving)}",
+        *data_warning(config),
+        *([f"warning: {advice}"] if advice else []),
+        *saving_text.warning_lines(request.saving),
     ]
 
 
-def _warnings(request: Request) -> list[str]:
-    """Return lines on the data, the rehearsal and the checkpoints of a launch or of a submitted job."""
+def _precision(request: Request) -> str:
+    """Describe the dtypes, and who chose them if nobody has set them."""
+    requested = request.composed.requested.precision.compute
+    chosen = " (precision.compute=auto)" if requested == "auto" else ""
+    return f"{describe_precision(request.config.precision)}{chosen}"
+
+
+def _submission_lines(request: Request) -> list[str]:
+    """Return lines on the data, the rehearsal and the checkpoints of a submitted job."""
     return [
         *data_warning(request.config),
         *rehearsal_lines(request),
         *saving_text.saving_lines(request.saving),
     ]
-
-
-def precision_lines(request: Request) -> list[str]:
-    """Describe the dtypes, and the speed in bf16 if fp32 was chosen on GPUs."""
-    requested = request.composed.requested.precision.compute
-    chosen = " (precision.compute=auto)" if requested == "auto" else ""
-    lines = [f"precision: {describe_precision(request.config.precision)}{chosen}"]
-    advice = forecast(request.plan).get("in bf16") if request.plan else None
-    return [*lines, advice] if advice else lines
 
 
 def rehearsal_lines(request: Request) -> list[str]:
@@ -207,7 +223,7 @@ def print_script(batch: BatchJob, variants: Sequence[Variant]) -> None:
         _print_runs(batch, variants)
     if shutil.which(batch.system.program) is None:
         display.note(f"{batch.system.program} is not installed here: submit from a login node")
-    for line in _warnings(batch.requests[0]):
+    for line in _submission_lines(batch.requests[0]):
         display.note(line)
     display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
@@ -222,7 +238,7 @@ def print_submission(batch: BatchJob, variants: Sequence[Variant], job: Submissi
     else:
         display.show(f"  run     {runs[0].path}")
     display.show(f"  script  {batch.path}")
-    for line in _warnings(batch.requests[0]):
+    for line in _submission_lines(batch.requests[0]):
         display.show(f"  {line}")
     display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
     display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
-from nanoscale.launch.lifecycle.command import LaunchPlan, mesh_lines
+from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.runs import events, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
@@ -70,10 +70,8 @@ class LiveView:
         self._began = time.monotonic()
         self._outputs = _outputs(self._run, plan)
         ranks = counted(plan.world_size, "rank")
-        self._screen.line(f"{doing} {ranks} on {_names([host.host for host in plan.hosts])}")
-        for line in mesh_lines(plan.mesh):
-            self._screen.line(line)
-        self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
+        mesh = f", mesh {plan.mesh}" if plan.mesh.used else ""
+        self._screen.line(f"{doing} {ranks} on {_names([it.host for it in plan.hosts])}{mesh}")
 
     def join(self, plan: LaunchPlan, steps: int) -> None:
         """Show a running attempt: its events so far, its last step, and everything from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -9,6 +10,7 @@ from typing import Any, TextIO
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, counted, duration
+from nanoscale.config.composing.frozen import read_values
 from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.runs import failure, metrics, status
@@ -117,8 +119,7 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
         **figures,
     }
     lines += [f"  {label:<11} {what}" for label, what in known.items() if what]
-    if outcome.state != "completed":
-        lines += _ways_on(run)
+    lines += _ways_on(run) if outcome.state != "completed" else _next(run, step)
     with display.survive_lost_stream(stream):
         display.show("\n".join(lines), stream=stream)
 
@@ -130,6 +131,22 @@ def _ways_on(run: RunDirectory) -> list[str]:
     return [
         "  checkpoint  none was saved: the training would start again from step 1",
         f"  start over  {way_on(run)}",
+    ]
+
+
+def _next(run: RunDirectory, step: int) -> list[str]:
+    """Return commands for a trained model, as they can be typed."""
+    if not run.checkpoint_steps():
+        return []
+    name = shlex.quote(run.reference)
+    objective = read_values(run.config, ("train.objective",))["train.objective"]
+    writes = objective not in ("classify", "masked")
+    return [
+        "next:",
+        *([f"  nanoscale generate {name} --prompt 'Once'"] if writes else []),
+        f"  nanoscale eval {name}",
+        f"  nanoscale checkpoints export {name} --format hf",
+        f"  nanoscale resume {name} train.steps={2 * step}",
     ]
 
 

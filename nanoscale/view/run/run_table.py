@@ -255,6 +255,7 @@ def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> N
         "created": clock(document["created"]),
         "step": f"{document['step']}/{_known(document['steps'])}",
         "checkpoints": ", ".join(map(str, document["checkpoints"])) or "none",
+        "logs": str(run.attempt_logs(document["attempt"])),
     }
     if document["tags"]:
         rows["tags"] = ", ".join(document["tags"])
