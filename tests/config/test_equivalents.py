@@ -57,7 +57,7 @@ def test_a_term_of_another_trainer_is_answered(
         ("train --load x", "nanoscale resume --help"),
         ("train --temp 0", "nanoscale config explain train.distill_temperature"),
         ("generate x --temp 0", "--temperature 0"),
-        ("generate x --num-beams 3", ""),
+        ("generate x --num-beams 3", "--beams 3"),
         ("train main_process_port=1", "launcher.master_port=1"),
         ("train report_to=wandb", "logger=wandb"),
         ("train log_level=debug", ""),

@@ -243,6 +243,11 @@ def test_another_file_is_refused(
     for name, content, message in (
         ("a.yaml", b"a: 1\n", "these are read: torchtitan's TOML, "),
         ("empty.sh", b"", "is not recognized"),
+        (
+            "kto.yaml",
+            b"base_model: a\nadapter: lora\nrl: kto\n",
+            "this way of training is not here",
+        ),
         ("binary.sh", b"\xff\x00", "is not UTF-8 text"),
         ("broken.toml", b"[a\n", "is not TOML"),
         ("broken.yaml", b"a: [\n", "is not YAML"),

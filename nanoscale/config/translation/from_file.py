@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import from_deepspeed, reference
 from nanoscale.config.composing.library import ROOT, Library
 from nanoscale.config.from_deepspeed import Translation
@@ -68,6 +69,15 @@ def _said(note: str) -> str:
     return note.removeprefix("is ").replace("does not exist here", "no counterpart")
 
 
+def _refuse_other_task(path: str, value: Any, became: str, kind: Kind) -> None:
+    """Refuse a way of training that is not here: the other keys would make a recipe for another one."""
+    meant = equivalent(f"{kind.name}.{path}")
+    if meant and "train.objective" in meant.about and became.startswith("no counterpart"):
+        told = "there are supervised fine-tuning, dpo, orpo, distill, classify and masked"
+        wrong = Violation(path, value, "", f"this way of training is not here: {told}")
+        raise UserError("config", f"{path}={shown(value)}: {wrong.message}", [wrong])
+
+
 class _Conversion:
     """The settings of one file on their way into keys."""
 
@@ -87,6 +97,7 @@ class _Conversion:
     def run(self, dp: int | None) -> Translation:
         for path, value in self.settings.items():
             self.became[path] = self._take(path, value)
+            _refuse_other_task(path, value, self.became[path], self.kind)
         self._add_defaults()
         values = self.off | self.flags | self.keys
         if "train.preference_beta" in values and "train.objective" not in values:
