@@ -172,6 +172,18 @@ def test_bad_records_after_the_first_part_are_left_out_and_reported(tmp_path: Pa
     assert len(said) == 2
 
 
+def test_objects_below_an_address_are_fetched_one_by_one(folder: Path, tmp_path: Path) -> None:
+    address = request(tmp_path / "texts", tmp_path / "stored")
+    address = replace(address, sources=(f"file://{tmp_path / 'texts'}",))
+    stored = prepare_first(address, Silent())
+    prepare_rest(stored, 1, print)
+    assert numbers_of(stored) == numbers_of(folder)
+    for part in folder.glob("part-*"):
+        assert (stored / part.name / "tokens.bin").read_bytes() == (
+            part / "tokens.bin"
+        ).read_bytes()
+
+
 def test_texts_that_have_changed_are_refused(tmp_path: Path) -> None:
     sources = write_files(tmp_path / "texts")
     folder = prepare_first(request(sources, tmp_path / "out"), Silent())
