@@ -224,10 +224,20 @@ def _bytes_of(column: Any) -> list[bytes | None]:
     if pa.types.is_nested(column.type):
         cells = column.to_pylist()
         return [
-            None if cell is None else json.dumps(cell, default=_as_text).encode() for cell in cells
+            None if cell is None else json.dumps(_unpadded(cell), default=_as_text).encode()
+            for cell in cells
         ]
     values: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
     return values
+
+
+def _unpadded(value: Any) -> Any:
+    """Return a value without nulls in its objects, which have the fields of all objects of their column."""
+    if isinstance(value, list):
+        return list(map(_unpadded, value))
+    if not isinstance(value, dict):
+        return value
+    return {name: _unpadded(inner) for name, inner in value.items() if inner is not None}
 
 
 def _as_text(value: Any) -> str:

@@ -112,30 +112,22 @@ class Documents:
                     yield record, error
             return
         records = [(record, self._chats(raw)) for record, raw in self.records()]
-        chats = [
-            chat for _, found in records if not isinstance(found, RecordError) for chat in found[0]
-        ]
+        chats = [chat for _, found in records if isinstance(found, list) for chat in found]
         rendered = self._renderer.render(chats)
         for record, found in records:
             if isinstance(found, RecordError):
                 yield record, found
                 continue
-            outcomes = [next(rendered) for _ in found[0]]
+            outcomes = [next(rendered) for _ in found]
             errors = [outcome for outcome in outcomes if isinstance(outcome, RecordError)]
-            texts = [
-                replace(outcome, answers=outcome.answers[found[1] :])
-                for outcome in outcomes
-                if isinstance(outcome, Chat)
-            ]
-            if not errors and self._reading.pairs and not all(text.answers for text in texts):
-                errors = [RecordError("has no answer after the messages that both share")]
+            texts = [outcome for outcome in outcomes if isinstance(outcome, Chat)]
             yield record, errors[0] if errors else texts
 
-    def _chats(self, raw: bytes | None) -> tuple[list[bytes], int] | RecordError:
-        """Return a record's chats and the number of their first answers that are not learned, or its error."""
+    def _chats(self, raw: bytes | None) -> list[bytes] | RecordError:
+        """Return a record's chats, or its error."""
         try:
             chat = self._decoded(raw).encode()
-            return conversations(chat) if self._reading.pairs else ([chat], 0)
+            return conversations(chat) if self._reading.pairs else [chat]
         except RecordError as error:
             return error
 

@@ -7,7 +7,7 @@ from collections.abc import Container
 from itertools import takewhile
 from typing import Any
 
-from nanoscale.data.prepare.render import RecordError, parsed
+from nanoscale.data.prepare.render import TOOLS, VARIABLES, RecordError, parsed
 
 PAIR = ("chosen", "rejected")
 """The fields of the answers: texts, or lists of messages, with or without the question's messages."""
@@ -20,8 +20,8 @@ def holds_pair(names: Container[str]) -> bool:
     return all(name in names for name in PAIR)
 
 
-def conversations(raw: bytes) -> tuple[list[bytes], int]:
-    """Return the chosen and the rejected conversation, as JSON, and the number of answers that both share.
+def conversations(raw: bytes) -> list[bytes]:
+    """Return the chosen and the rejected conversation, as JSON; answers that both share are not learned.
 
     Raises RecordError.
     """
@@ -38,11 +38,18 @@ def conversations(raw: bytes) -> tuple[list[bytes], int]:
             f"has answers without a question; questions are in the field {QUESTION!r}"
         )
     both = zip(chosen, rejected, strict=False)
-    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
-    messages = [it for it in question + shared if isinstance(it, dict)]
-    roles = [message.get("role", message.get("from")) for message in messages]
-    whole = [json.dumps(question + answer).encode() for answer in (chosen, rejected)]
-    return whole, roles.count("assistant") + roles.count("gpt")
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], both))
+    if len(shared) in (len(chosen), len(rejected)):
+        raise RecordError("has no answer after the messages that both share")
+    first = [
+        message | {"train": False} if isinstance(message, dict) else message
+        for message in question + chosen[: len(shared)]
+    ]
+    variables = {name: record[name] for name in (TOOLS, VARIABLES) if name in record}
+    return [
+        json.dumps(variables | {"conversations": first + answer[len(shared) :]}).encode()
+        for answer in (chosen, rejected)
+    ]
 
 
 def _messages(value: Any, role: str, name: str) -> list[Any]:

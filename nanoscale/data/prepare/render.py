@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,14 +37,26 @@ _ERROR_CHARACTERS = 500
 _INITIAL_BYTES = 0
 """Bytes of address space of the process before its first batch."""
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+_CALL = "function_call"
+"""The role of ShareGPT's messages with a value that is the JSON text of a tool call."""
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+"""The fields of a record that its template gets: the functions that the answers may call, and variables."""
+_SWITCHES = ("weight", "train")
+"""The fields of a message that leave its answer out, with 0 or false."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_DATE = datetime(2024, 7, 26)
+"""The date of templates that cannot be rendered without one."""
 ALPACA = ("instruction", "output")
 INPUT = "input"
 """The field of an Alpaca record that follows its instruction, after an empty line; may be empty."""
 PAIRS = (("prompt", "completion"), ALPACA)
 """The fields of a question and its answer: texts, or for the first pair lists of messages."""
-
 
 _BEGIN, _END = "answer_begin_mark", "answer_end_mark"
 """The variables of a template that hold the marks of its answers."""
@@ -74,6 +88,8 @@ class Template:
     """`eos_token` and other names that the template may use, with their tokens."""
     special: tuple[str, ...]
     """The special tokens."""
+    variables: tuple[tuple[str, Any], ...] = ()
+    """The names of the record's tools and other variables, with their values."""
 
     def chat(self, messages: Sequence[Message]) -> Chat:
         """Render a conversation.
@@ -82,10 +98,19 @@ class Template:
         """
         self._refuse_special(messages)
         whole = self._render(messages)
-        if "endgeneration" in self.source:
-            return Chat(whole, self._blocks(whole, messages))
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return Chat(whole, tuple(self._answer(whole, messages, number) for number in numbers))
+        learned = [is_learned(messages[number]) for number in numbers]
+        if "endgeneration" not in self.source:
+            chosen = compress(numbers, learned)
+            return Chat(whole, tuple(self._answer(whole, messages, number) for number in chosen))
+        blocks = self._blocks(whole, messages)
+        if all(learned):
+            return Chat(whole, blocks)
+        if len(blocks) != len(numbers):
+            raise RecordError(
+                "has an answer that is not learned, and not one block for each answer"
+            )
+        return Chat(whole, tuple(compress(blocks, learned)))
 
     def question(self, messages: Sequence[Message]) -> Chat:
         """Render a conversation up to the answer that follows it. Raises RecordError."""
@@ -93,7 +118,8 @@ class Template:
         return Chat(self._render(messages, asks=True), ())
 
     def _refuse_special(self, messages: Sequence[Message]) -> None:
-        forged = {token for text in _texts(messages) for token in self.special if token in text}
+        texts = _texts([*messages, dict(self.variables)])
+        forged = {token for text in texts for token in self.special if token in text}
         if forged:
             raise RecordError(f"has the special token {min(forged)} in a message's text")
 
@@ -111,10 +137,8 @@ class Template:
         return tuple(answers)
 
     def _answer(self, whole: str, messages: Sequence[Message], number: int) -> tuple[int, int]:
-        begin = self._end_of(messages[:number], whole, messages, asks=True)
-        end = self._end_of(messages[: number + 1], whole, messages)
-        if end is None and begin is not None:
-            end = self._end_from(begin, whole, messages, number)
+        begin = self._begin_of(messages[:number], whole, messages)
+        end = None if begin is None else self._end_of(begin, whole, messages, number)
         if begin is None or end is None or begin > end:
             raise RecordError(
                 f"has no certain position of the answer in message {number + 1}: the chat template writes the"
@@ -124,47 +148,87 @@ class Template:
         has_end_token = answer.endswith(self.special)
         return begin, begin + len(answer) if has_end_token else end
 
-    def _end_of(
-        self, first: Sequence[Message], whole: str, messages: Sequence[Message], asks: bool = False
+    def _begin_of(
+        self, first: Sequence[Message], whole: str, messages: Sequence[Message]
     ) -> int | None:
-        """Return where the first messages end in the text of all messages; None if that is not certain.
+        """Return where the answer to the first messages begins; None if that is not certain.
+
+        It follows the generation prompt. If the conversation has the header of that prompt without the thought
+        that the prompt opens after it, a tag, the answer follows the header.
+        """
+        common = list(self._common(first, whole, messages, asks=True))
+        for at, text in common:
+            if whole.startswith(text, at):
+                return at + len(text)
+        prompt = len(common[0][1]) - len(self._render(first))
+        for at, text in common:
+            for length in range(len(text), len(text) - prompt - 1, -1):
+                thought = text[length:]
+                is_tag = thought.lstrip().startswith(("<", "["))
+                has_header = not any(token in thought for token in self.special)
+                if is_tag and has_header and whole.startswith(text[:length], at):
+                    return at + length
+        return None
+
+    def _end_of(
+        self, begin: int, whole: str, messages: Sequence[Message], number: int
+    ) -> int | None:
+        """Return the end of an answer; None if that is not certain."""
+        for at, text in self._common(messages[: number + 1], whole, messages):
+            if whole.startswith(text, at):
+                return at + len(text)
+            # A template may end the last turn with a special token of its own.
+            rest = whole[at:].lstrip()
+            ends = [token for token in self.special if rest.startswith(token)]
+            if text.strip() in self.special and ends:
+                return len(whole) - len(rest) + len(max(ends, key=len))
+        # A template may write an answer with thoughts only while no message follows. The longest text that
+        # ends the answer then and begins it now is the answer, if a special token ends it.
+        before = self._render(messages[:number], asks=True)
+        answer = self._render(messages[: number + 1]).removeprefix(before)
+        ends_in_both = (
+            answer[at:] for at in range(len(answer)) if whole.startswith(answer[at:], begin)
+        )
+        longest = next(ends_in_both, "")
+        return begin + len(longest) if longest.rstrip().endswith(self.special) else None
+
+    def _common(
+        self, first: Sequence[Message], whole: str, messages: Sequence[Message], asks: bool = False
+    ) -> Iterator[tuple[int, str]]:
+        """Yield positions in the text of all messages from which on it should begin with the given text, which
+        ends the text of the first messages.
 
         A template may write earlier messages differently as soon as others follow, for example without their
-        thoughts. Then the text must agree from the end of the last message's content on, which gets a mark.
+        thoughts. Then the texts must agree from the end of the last message's content, or of the name of the
+        function that it calls, on, which gets a mark.
         """
         text = self._render(first, asks)
-        if whole.startswith(text):
-            return len(text)
+        yield 0, text
         mark, _ = _marks(whole + text)
-        last = max((i for i, message in enumerate(first) if message["content"].strip()), default=0)
-        content = messages[last]["content"].rstrip()
-        marked = {"content": content + mark + messages[last]["content"][len(content) :]}
-        all_marked = [*messages[:last], messages[last] | marked, *messages[last + 1 :]]
+        last = max(
+            (
+                i
+                for i, it in enumerate(first)
+                if it.get("tool_calls") or it.get("content", "").strip()
+            ),
+            default=0,
+        )
+        all_marked = [*messages[:last], _marked(messages[last], mark), *messages[last + 1 :]]
         begin, is_in_all, rest = self._render(all_marked).partition(mark)
         alone = self._render(all_marked[: len(first)], asks)
         begin_alone, is_in_first, rest_alone = alone.partition(mark)
+        rest, rest_alone = rest.replace(mark, ""), rest_alone.replace(mark, "")
         is_certain = begin + rest == whole and begin_alone + rest_alone == text
-        if is_in_all and is_in_first and is_certain and rest.startswith(rest_alone):
-            return len(begin + rest_alone)
-        return None
-
-    def _end_from(
-        self, begin: int, whole: str, messages: Sequence[Message], number: int
-    ) -> int | None:
-        """Return the end of an answer that the template writes with thoughts only while no message follows.
-
-        The longest text that ends the answer then and begins it now is the answer, if a special token ends it.
-        """
-        before = self._render(messages[:number], asks=True)
-        answer = self._render(messages[: number + 1]).removeprefix(before)
-        ends = (answer[at:] for at in range(len(answer)) if whole.startswith(answer[at:], begin))
-        longest = next(ends, "")
-        return begin + len(longest) if longest.rstrip().endswith(self.special) else None
+        if is_in_all and is_in_first and is_certain:
+            yield len(begin), rest_alone
 
     def _render(self, messages: Sequence[Message], asks: bool = False, **more: str) -> str:
         try:
             text: str = compiled(self.source).render(
-                messages=messages, add_generation_prompt=asks, **dict(self.named), **more
+                messages=messages,
+                add_generation_prompt=asks,
+                **dict(self.named + self.variables),
+                **more,
             )
         except MemoryError:
             raise
@@ -173,6 +237,38 @@ class Template:
                 f"cannot be rendered by the chat template: {_error_text(error)}"
             ) from error
         return text
+
+
+def is_learned(message: Message) -> bool:
+    """True for an assistant's message without `weight: 0` and `train: false`."""
+    return message["role"] == "assistant" and all(map(message.get, _SWITCHES, (1, 1)))
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call: an object, and its JSON text for a template that joins it to text."""
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """Return a message with a mark after the last name of a function that it calls, or after its content."""
+    if calls := message.get("tool_calls"):
+        *others, call = calls
+        function = call.get("function", call)
+        function = function | {"name": function["name"] + mark}
+        call = call | {"function": function} if "function" in call else function
+        return message | {"tool_calls": [*others, call]}
+    content = message.get("content", "")
+    length = len(content.rstrip())
+    return message | {"content": content[:length] + mark + content[length:]}
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -184,6 +280,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield value
         elif isinstance(value, dict):
             values += [*value, *value.values()]
+            if isinstance(value, Arguments):
+                values.append(str(value))
         elif isinstance(value, list):
             values += value
 
@@ -198,7 +296,8 @@ def _marks(text: str) -> tuple[str, str]:
 def compiled(source: str) -> Any:
     """Compile a template in a sandbox, with the functions of transformers' templates except the date.
 
-    The date would give other tokens every day; templates with a default date use that.
+    The date would give other tokens every day. Templates that test for `strftime_now` have a default date; the
+    others get _DATE.
     """
     from jinja2 import ext, nodes, parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -220,6 +319,8 @@ def compiled(source: str) -> Any:
     )
     environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = _refuse
+    if not re.search(r"strftime_now\s+is\s", source):
+        environment.globals["strftime_now"] = _DATE.strftime
     return environment.from_string(source)
 
 
@@ -255,16 +356,33 @@ def messages_of(record: Any, field: str, asks: bool = False) -> list[Message]:
     ShareGPT's `conversations` of `from` and `value`, and the questions and answers of PAIRS, are accepted too.
     With `asks`, its answer may be missing. Raises RecordError.
     """
-    conversation = _conversation(record, field) if isinstance(record, dict) else record
+    conversation = _from_text(_conversation(record, field) if isinstance(record, dict) else record)
     if not isinstance(conversation, list) or not conversation:
         raise RecordError("has no list of messages, or an empty one")
     messages = [_message(number, message) for number, message in enumerate(conversation, 1)]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles and not asks:
         raise RecordError("has no answer: no message is an assistant's")
+    if not asks and not any(map(is_learned, messages)):
+        raise RecordError(
+            "has no answer that is learned: `weight: 0` or `train: false` leaves all out"
+        )
     if roles[0] == "assistant":
         raise RecordError("begins with an answer: its first message is an assistant's")
     return messages
+
+
+def variables_of(record: Any) -> dict[str, Any]:
+    """Return the variables of a record's template: its tools, and others. Raises RecordError."""
+    fields = record if isinstance(record, dict) else {}
+    tools = _from_text(fields.get(TOOLS)) or []
+    tools = [_from_text(tool) for tool in tools] if isinstance(tools, list) else [None]
+    variables = _from_text(fields.get(VARIABLES)) or {}
+    if not all(isinstance(value, dict) for value in (*tools, variables)):
+        raise RecordError(
+            f"its {TOOLS!r} are not a list of objects, or {VARIABLES!r} is not an object"
+        )
+    return {"documents": None, TOOLS: tools or None, **variables}
 
 
 def value_at(record: dict[str, Any], field: str) -> Any:
@@ -311,14 +429,53 @@ def _conversation(record: dict[str, Any], field: str) -> Any:
 def _message(number: int, record: Any) -> Message:
     if not isinstance(record, dict):
         raise RecordError(f"message {number} is not an object with a role and a content")
-    role = record.get("role", record.get("from"))
-    content = record.get("content", record.get("value"))
-    role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
-    if role not in _ROLES:
-        raise RecordError(f"message {number} has the role {role!r}, not {', '.join(_ROLES)}")
-    if not isinstance(content, str):
-        raise RecordError(f"message {number} has a content that is not text")
-    return {**record, "role": role, "content": content}
+    message = {name: value for name, value in record.items() if value is not None}
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if not isinstance(role, str) or not role:
+        raise RecordError(f"message {number} has no role")
+    message["role"] = _SHAREGPT.get(role, role)
+    calls = _from_text(message.get("tool_calls"))
+    if role == _CALL:
+        calls, content = _from_text(content), None
+        calls = calls if isinstance(calls, list) else [calls]
+    if calls:
+        message["tool_calls"] = _calls(number, calls)
+    if content is not None or not calls:
+        if not isinstance(content, str):
+            raise RecordError(f"message {number} has a content that is not text")
+        message["content"] = content
+    for name in _SWITCHES:
+        if message.get(name, 1) not in (0, 1):
+            raise RecordError(f"message {number} has the {name} {message[name]!r:.40}, not 0 or 1")
+    for name in _THOUGHTS:  # transformers gives a thought both names
+        if name in message:
+            message.setdefault("thinking", message[name])
+            message.setdefault("reasoning_content", message[name])
+    return message
+
+
+def _calls(number: int, calls: Any) -> list[Any]:
+    """Return the tool calls of a message, with their arguments as objects where they are JSON text of one."""
+    result = []
+    for call in calls if isinstance(calls, list) else [None]:
+        call = call if isinstance(call, dict) else {}
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RecordError(f"message {number} has a tool call without a function's name")
+        text = function.get("arguments")
+        if isinstance(value := _from_text(text), dict):
+            text = text if isinstance(text, str) else json.dumps(value, ensure_ascii=False)
+            function = function | {"arguments": Arguments(value, text)}
+        result.append(call | {"function": function} if "function" in call else function)
+    return result
+
+
+def _from_text(value: Any) -> Any:
+    """Return the value of a JSON text, which datasets store in place of lists and objects; else `value`."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -351,7 +508,9 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def _answer(answers: BinaryIO, template: Template, record: bytes, field: str, asks: bool) -> None:
     try:
-        messages = messages_of(parsed(record.decode()), field, asks)
+        value = parsed(record.decode())
+        messages = messages_of(value, field, asks)
+        template = replace(template, variables=tuple(variables_of(value).items()))
         chat = template.question(messages) if asks else template.chat(messages)
         limit = LONGEST + LONGEST_A_BYTE * len(record)
         if len(chat.text) > limit:

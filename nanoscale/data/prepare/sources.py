@@ -25,7 +25,7 @@ from nanoscale.common.versions import missing
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
 from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
-from nanoscale.data.prepare.render import INPUT, Template, pair_in
+from nanoscale.data.prepare.render import INPUT, TOOLS, VARIABLES, Template, pair_in
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "dataset"]
 KINDS: dict[str, Kind] = {
@@ -401,9 +401,9 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
     if not columns:
         names = ", ".join(schema.names)
         return Bad(source.name, f"{_missing(reading)}; its columns: {names}")
-    if len(columns) > 1:
-        return None  # questions and answers are checked record by record
     kind = _type_of(schema, field)
+    if reading.pairs or reading.labels or kind is None:
+        return None  # questions and answers are checked record by record
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view)
     if _is_text(kind) or (chat and any(is_kind(kind) for is_kind in lists)):
         return None
@@ -414,14 +414,16 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
 def columns_of(schema: Any, reading: Reading) -> list[str]:
     """Return the columns of a record: the field's, or a question's and its answer's; [] if none."""
     field = reading.field
-    if reading.pairs:
-        names = (*PAIR, QUESTION)
-        return [name for name in names if name in schema.names] if holds_pair(schema.names) else []
     labels = [LABEL] if reading.labels else []
-    if _type_of(schema, field) is not None and set(labels).issubset(schema.names):
-        return [field if field in schema.names else field.split(".")[0], *labels]
+    more = [TOOLS, VARIABLES] if reading.is_chat else labels
     pair = pair_in(schema.names) if reading.is_chat else None
-    return [] if pair is None else [*pair, *(name for name in (INPUT,) if name in schema.names)]
+    if reading.pairs:
+        names = [*PAIR, QUESTION] if holds_pair(schema.names) else []
+    elif _type_of(schema, field) is not None and set(labels).issubset(schema.names):
+        names = [field if field in schema.names else field.split(".")[0]]
+    else:
+        names = [] if pair is None else [*pair, INPUT]
+    return [name for name in [*names, *more] if name in schema.names] if names else []
 
 
 def inner_names(schema: Any, field: str) -> list[str]:
