@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive test-oldest lint size format bench bench-plan faults docs schemas docs-site lock clean
+.PHONY: train test test-quick test-exhaustive test-oldest lint size format bench bench-plan faults docs schemas pictures docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -69,6 +69,10 @@ docs: $(READY)
 # docs/schemas, from documents that commands print here; half a minute.
 schemas: $(READY)
 	$(BIN)/python dev/schemas.py
+
+# docs/pictures, from real plans and trainings on a terminal; about a minute.
+pictures: $(READY)
+	$(BIN)/python dev/pictures.py
 
 # The documentation site, in build/site; its programs have an environment of their own. Only installing them needs the
 # network. The site loads nothing from elsewhere, and its search works on files too.

@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -65,6 +66,20 @@ def test_the_site_has_every_page() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = list(_leaves(site["nav"]))
     assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
+
+
+def test_pictures_are_shown_and_load_nothing() -> None:
+    folder = ROOT / "docs" / "pictures"
+    shown: set[Path] = set()
+    for page in PAGES:
+        names = re.findall(r'(?:src|srcset)="([^"]+)"', _prose(page))
+        shown |= {(page.parent / name).resolve() for name in names}
+    assert shown == set(folder.iterdir()), "run `make pictures`"
+    for picture in shown:
+        text = picture.read_text()
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+        assert text.count("://") == 1 and "@import" not in text, "only the namespace is an address"
+        assert len(text.encode()) < 60_000
 
 
 def test_the_readme_is_short() -> None:
