@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Native
 from transformers import AutoTokenizer
 
+from nanoscale.common.errors import UserError
 from nanoscale.data.tokens.tokenizer import train_bpe
 from tests.data.test_chat import marked, write_chats, write_config
 from tests.data.texts import prepared, texts
@@ -167,3 +170,79 @@ def test_tokens_and_answers_are_those_of_transformers(
         for ours, expected, messages in zip(found, wanted, CONVERSATIONS, strict=True):
             assert theirs.decode(ours[0]) == theirs.decode(expected[0])
             assert tuple(map(list, ours)) == expected, (number, messages)
+
+
+def learned(folder: Path, model: Path, template: str, records: list[Any]) -> list[str]:
+    """Return the text that is learned of each record."""
+    native = Native.from_file(str(model / "tokenizer.json"))
+    return [
+        native.decode(
+            [token for token, mark in zip(*chat, strict=True) if mark], skip_special_tokens=False
+        )
+        for chat in prepare(folder, model, template, records)
+    ]
+
+
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_answers_that_are_switched_off_are_not_learned(
+    tmp_path: Path, model: Path, switch: dict[str, Any], blocks: bool
+) -> None:
+    template = JSON_BLOCKS if blocks else re.sub("{% (end)?generation %}", "{# #}", JSON_BLOCKS)
+    chat = [m | (switch if "tool_calls" in m else {"weight": 1}) for m in CONVERSATIONS[1]]
+    (text,) = learned(tmp_path, model, template, [{"messages": chat}])
+    assert text == "<b>No</b>.<|im_end|>It is dry.<|im_end|>"
+
+
+def test_tables_and_other_forms_of_tools_are_the_same_chats(tmp_path: Path, model: Path) -> None:
+    """Tables fill missing fields with null, and many datasets store JSON text."""
+    day = {
+        "name": "day",
+        "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+    }
+    tools = [*TOOLS, {"type": "function", "function": day}]
+    chat = {"messages": [ASKED[1], ASKED[2], ASKED[3], ANSWERED[-1]], "tools": tools}
+    shared = [
+        {"from": "human", "value": ASKED[1]["content"]},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "17"},
+        {"from": "gpt", "value": ANSWERED[-1]["content"]},
+    ]
+    (wanted,) = prepare(tmp_path, model, JSON_BLOCKS, [chat])
+    forms = {
+        "structs": chat,
+        "texts": chat | {"tools": json.dumps(tools)},
+        "a text for each": chat | {"tools": list(map(json.dumps, tools))},
+        "messages": {name: json.dumps(value) for name, value in chat.items()},
+        "shared": {"messages": shared, "tools": json.dumps(tools)},
+    }
+    for name, record in forms.items():
+        table = tmp_path / f"{name}.parquet"
+        parquet.write_table(pa.Table.from_pylist([record]), table)
+        prepared(tmp_path / name, table, tokenizer=str(model), chat=True, field="messages")
+        assert marked(tmp_path / name) == [wanted], name
+
+
+def test_a_pair_has_tools_and_the_template_gets_variables(tmp_path: Path, model: Path) -> None:
+    template = "{{ tools | length }}{{ mood }}" + BRACKETS
+    record: dict[str, Any] = {
+        "chosen": ANSWERED[1:],
+        "rejected": [*ASKED[1:], {"role": "assistant", "content": "Yes"}],
+    }
+    record |= {"tools": TOOLS, "chat_template_kwargs": {"mood": "calm"}}
+    write_config(model, template)
+    source = write_chats(tmp_path / "a.jsonl", [record])
+    settings = {"tokenizer": str(model), "chat": True, "pairs": True, "field": "messages"}
+    prepared(tmp_path / "out", source, **settings)
+    native = Native.from_file(str(model / "tokenizer.json"))
+    for (ids, marks), answer in zip(marked(tmp_path / "out"), ("<b>No</b>.", "Yes"), strict=True):
+        assert native.decode(ids).startswith("1calm")
+        assert (
+            native.decode([i for i, mark in zip(ids, marks, strict=True) if mark]).strip() == answer
+        )
+
+
+def test_a_role_that_the_template_refuses_is_a_bad_record(tmp_path: Path, model: Path) -> None:
+    owl = [{"role": "owl", "content": "Hu"}, *ANSWERED]
+    with pytest.raises(UserError, match="by the chat template: the role owl is unknown"):
+        prepare(tmp_path, model, BRACKETS, [{"messages": owl}])

@@ -156,10 +156,11 @@ class Template:
         It follows the generation prompt. If the conversation has the header of that prompt without the thought
         that the prompt opens after it, a tag, the answer follows the header.
         """
-        common = list(self._common(first, whole, messages, asks=True))
-        for at, text in common:
+        common = []
+        for at, text in self._common(first, whole, messages, asks=True):
             if whole.startswith(text, at):
                 return at + len(text)
+            common.append((at, text))
         prompt = len(common[0][1]) - len(self._render(first))
         for at, text in common:
             for length in range(len(text), len(text) - prompt - 1, -1):
@@ -177,10 +178,10 @@ class Template:
         for at, text in self._common(messages[: number + 1], whole, messages):
             if whole.startswith(text, at):
                 return at + len(text)
-            # A template may end the last turn with a special token of its own.
+            # A template may end the last turn with other special tokens, after the content.
             rest = whole[at:].lstrip()
             ends = [token for token in self.special if rest.startswith(token)]
-            if text.strip() in self.special and ends:
+            if at >= begin and text.lstrip().startswith(self.special) and ends:
                 return len(whole) - len(rest) + len(max(ends, key=len))
         # A template may write an answer with thoughts only while no message follows. The longest text that
         # ends the answer then and begins it now is the answer, if a special token ends it.
@@ -205,14 +206,8 @@ class Template:
         text = self._render(first, asks)
         yield 0, text
         mark, _ = _marks(whole + text)
-        last = max(
-            (
-                i
-                for i, it in enumerate(first)
-                if it.get("tool_calls") or it.get("content", "").strip()
-            ),
-            default=0,
-        )
+        contents = [it.get("tool_calls") or it.get("content", "").strip() for it in first]
+        last = max((i for i, content in enumerate(contents) if content), default=0)
         all_marked = [*messages[:last], _marked(messages[last], mark), *messages[last + 1 :]]
         begin, is_in_all, rest = self._render(all_marked).partition(mark)
         alone = self._render(all_marked[: len(first)], asks)
@@ -437,8 +432,9 @@ def _message(number: int, record: Any) -> Message:
     message["role"] = _SHAREGPT.get(role, role)
     calls = _from_text(message.get("tool_calls"))
     if role == _CALL:
-        calls, content = _from_text(content), None
-        calls = calls if isinstance(calls, list) else [calls]
+        value, content = _from_text(content), None
+        functions = value if isinstance(value, list) else [value]
+        calls = [{"type": "function", "function": function} for function in functions]
     if calls:
         message["tool_calls"] = _calls(number, calls)
     if content is not None or not calls:
