@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,17 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+LOOKS = {
+    "running": "bold blue",
+    "completed": "green",
+    **dict.fromkeys(("failed", "damaged", "never", "lost"), "bold red"),
+    **dict.fromkeys(("prepared", "starting", "queued", "waiting"), "yellow"),
+}
+"""Styles of a run's state, by a word of it; a page has the same looks."""
 LONG = ("how", "purposes")
 """The headers of columns with long texts, which wrap on a terminal and in a file."""
-_PAGE_COLUMNS = 135
-"""The columns of a drawing in text on a page."""
+_PAGE_COLUMNS = {"wide": 135, "narrow": 60}
+"""The columns of a drawing in text on a page, by the class of its element."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class Column:
     """The cell of a row."""
     is_text: bool = False
     """False: numbers, which are aligned to the right, unless the column is the first."""
+    optional: int = 0
+    """The most lines for a name in the first column: the column is left out rather than break a name into
+    more; the least is left out first. 0: the column stays. A page on a phone lacks all optional columns."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,8 @@ class Table:
     title: str = ""
     texts: Collection[str] = ()
     """The headers of columns that are aligned to the left, in addition to the first and to `LONG`."""
+    optional: Mapping[str, int] = field(default_factory=dict)
+    """The headers of columns that may be left out, the first one first, as in `Column.optional`."""
 
     def is_text(self, number: int) -> bool:
         """True if a column is aligned to the left."""
@@ -87,7 +101,9 @@ def table(columns: Sequence[Column], rows: Iterable[Any], title: str = "") -> Ta
     """Return a table of rows, each cell from its column."""
     texts = [column.header for column in columns if column.is_text]
     cells = [[column.text(row) for column in columns] for row in rows]
-    return Table([column.header for column in columns], cells, title, texts)
+    optional = {it.header: it.optional for it in columns if it.optional}
+    ordered = dict(sorted(optional.items(), key=lambda pair: pair[1]))
+    return Table([column.header for column in columns], cells, title, texts, ordered)
 
 
 # --- the terminal ---------------------------------------------------------------------------------
@@ -97,7 +113,7 @@ def show(screen: Console, report: Report) -> None:
     """Print a report: its title, and its blocks separated by empty lines."""
     width = screen.width
     if report.title:
-        screen.print(report.title, soft_wrap=True)
+        screen.print(report.title)
     separated = True
     for block in report.blocks:
         text = block.draw(width) if isinstance(block, Chart) else ""
@@ -123,9 +139,12 @@ def show_table(screen: Console, block: Table) -> None:
 
 
 def rich_table(block: Table, width: int | None = None) -> rich.table.Table:
-    """Return a table for a terminal; beyond `width` columns it folds the first column, and wraps at blanks."""
+    """Return a table for a terminal: if it is wider than `width` columns, it lacks optional columns, folds the
+    first one, and wraps at blanks."""
     from rich.table import Table as RichTable
+    from rich.text import Text
 
+    block, room = (block, 0) if width is None else _fitting(block, width)
     columns = [[name, *cells] for name, *cells in zip(block.header, *block.rows, strict=True)]
     natural = sum(max(map(len, column)) + 2 for column in columns) - 2
     is_tight = width is not None and natural > width
@@ -136,11 +155,61 @@ def rich_table(block: Table, width: int | None = None) -> rich.table.Table:
             name.replace(" ", "\n") if is_tight else name,
             justify="left" if block.is_text(number) else "right",
             overflow="fold" if name in LONG or number == 0 else "ellipsis",
-            no_wrap=is_tight and number > 0 and not any(" " in cell for cell in cells),
+            no_wrap=is_tight and number > 0 and not _wraps(block, number, cells),
+            width=room if is_tight and room > 0 and number == 0 else None,
         )
-    for row in block.rows:
-        result.add_row(*row)
+    for first, *others in block.rows:
+        row = ["\n".join(_broken(first, room)) if is_tight and room > 0 else first, *others]
+        styles = map(state_style, block.header, row)
+        texts = zip(map(display.clean, row), styles, strict=True)
+        result.add_row(*(Text(text, style) for text, style in texts))
     return result
+
+
+def _fitting(block: Table, width: int) -> tuple[Table, int]:
+    """Return a table with the optional columns that fit, and the width of its first column."""
+    optional = dict(block.optional)
+    while True:
+        first, *others = zip(block.header, *block.rows, strict=True)
+        longest = max(map(len, first))
+        least = [_least_width(block, *column) for column in enumerate(others, start=1)]
+        room = min(longest, width - 1 - sum(least))
+        lines = max(len(_broken(name, room)) for name in first) if room > 0 else sys.maxsize
+        left_out = next((name for name, most in optional.items() if lines > most), None)
+        if left_out is None:
+            return block, room
+        del optional[left_out]
+        at = block.header.index(left_out)
+        rows = [[*row[:at], *row[at + 1 :]] for row in block.rows]
+        block = replace(block, header=[*block.header[:at], *block.header[at + 1 :]], rows=rows)
+
+
+def _wraps(block: Table, number: int, cells: Sequence[str]) -> bool:
+    """True if the cells of a column may wrap at blanks: texts, not numbers."""
+    return block.is_text(number) and any(" " in cell for cell in cells)
+
+
+def _least_width(block: Table, number: int, column: Sequence[str]) -> int:
+    """Return the width of a column and its gap in which words are whole, and texts need about two lines."""
+    header, *cells = column
+    words = header.split()
+    if _wraps(block, number, cells):
+        words += [word for cell in cells for word in [*cell.split(), cell[: (len(cell) + 1) // 2]]]
+    else:
+        words += cells
+    return 1 + max(map(len, words), default=0)
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """Break a name into lines of at most `width` characters, after punctuation if that is possible."""
+    pattern = rf".{{1,{width}}}$|.{{{width // 2 + 1},{width}}}(?<=[-_=,./ ])|.{{1,{width}}}"
+    return re.findall(pattern, name) or [""]
+
+
+def state_style(header: str, text: str) -> str:
+    """Return the style of a cell: a state's look."""
+    looks = (look for word, look in LOOKS.items() if word in text.split())
+    return next(looks, "") if header == "state" else ""
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -182,14 +251,18 @@ def _html(block: Block) -> Iterator[str]:
     elif block.pictures:
         yield f'<div class="pictures">{"".join(block.pictures)}</div>'
     else:
-        yield f"<pre>{_text_html(block.draw(_PAGE_COLUMNS))}</pre>"
+        for kind, columns in _PAGE_COLUMNS.items():
+            yield f'<pre class="{kind}">{_text_html(block.draw(columns))}</pre>'
 
 
 def _cell(tag: str, block: Table, number: int, text: str) -> str:
-    kind = "" if block.is_text(number) else ' class="n"'
-    if block.header[number] in LONG and tag == "td":
-        kind = ' class="how"'
-    return f"<{tag}{kind}>{escape(text)}</{tag}>"
+    header = block.header[number]
+    is_long = header in LONG and tag == "td"
+    kinds = ["how" if is_long else "" if block.is_text(number) else "n"]
+    kinds += [state_style(header, text), "optional" if header in block.optional else ""]
+    kind = " ".join(filter(None, kinds))
+    look = f' class="{kind}"' if kind else ""
+    return f"<{tag}{look}>{escape(text)}</{tag}>"
 
 
 def _text_html(text: Text | str) -> str:

@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from nanoscale.view.blocks import escape
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Curve = list[tuple[int, float | None]]
 """Steps and values; None is a value that was not finite."""
@@ -241,6 +245,26 @@ def scatter(
 
 
 # --- text -----------------------------------------------------------------------------------------
+
+
+def legend(entries: Iterable[tuple[str, str, str]], width: int, indent: int = 0) -> Text:
+    """Return lines of at most `width` columns with the meanings of signs.
+
+    Args:
+        entries: sign, style and meaning.
+        indent: the blanks before each line.
+    """
+    from rich.text import Text
+
+    lines, used = Text(" " * indent, no_wrap=True), 0
+    for sign, style, meaning in entries:
+        size = len(f"  {sign} {meaning}")
+        gap = "  " if used else ""
+        if indent + used + size > width + 2:
+            gap, used = "\n" + " " * indent, 0
+        lines.append(gap).append(sign, style).append(f" {meaning}")
+        used += size
+    return lines.append("\n")
 
 
 def curve_line(

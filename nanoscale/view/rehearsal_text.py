@@ -16,11 +16,11 @@ _BAR = 30
 """Characters of the highest phase's bar."""
 _RANKS = (
     Column("rank", lambda rank: str(rank["rank"])),
-    Column("for", lambda rank: f"{rank['stands_for']:,}"),
+    Column("for", lambda rank: f"{rank['stands_for']:,}", optional=1),
     Column("allocated", lambda rank: byte_size(rank["allocated"])),
     Column("reserved", lambda rank: byte_size(rank["reserved"])),
-    Column("host", lambda rank: byte_size(rank["host"])),
-    Column("checkpoint", lambda rank: byte_size(rank["checkpoint"].get("bytes", 0))),
+    Column("host", lambda rank: byte_size(rank["host"]), optional=1),
+    Column("checkpoint", lambda rank: byte_size(rank["checkpoint"].get("bytes", 0)), optional=1),
     Column("highest in", lambda rank: rank["peak_phase"], is_text=True),
 )
 _COLLECTIVES = (
@@ -43,7 +43,7 @@ def rehearsal_report(result: Document, changes: Sequence[dict[str, str]]) -> Rep
     seconds = duration(sum(rank["seconds"] for rank in result["ranks"]))
     job = f"{result['model']}, {degrees or 'one process'}, on {result['device']}"
     title = f"{job}: {ranks} in {seconds} of processor time"
-    return Report(title, list(_blocks(result, changes)))
+    return Report(title, list(_blocks(result, changes)), f"Rehearsal of {title}")
 
 
 def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Block]:
@@ -140,7 +140,7 @@ def _phases(rank: Document) -> Table:
         bar = "█" * round(_BAR * phase["peak"] / most)
         rows.append((name, byte_size(phase["peak"]), bar, purposes))
     title = f"memory of rank {rank['rank']} by phase and purpose"
-    return Table(("phase", "peak", "", "purposes"), rows, title, ("",))
+    return Table(("phase", "peak", "", "purposes"), rows, title, ("",), {"": 1})
 
 
 def memory_curve(values: Sequence[int]) -> str:

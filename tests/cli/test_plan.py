@@ -199,7 +199,7 @@ def test_the_page_needs_nothing_else(capsys):
     words = [*H100, "parallel.tp=8", "parallel.pp=4", "cluster.hosts=8", "--html", "plan.html"]
     output(capsys, *words)
     page = Path("plan.html").read_text()
-    memory, pipeline = re.findall("<pre>(.*?)</pre>", page, re.DOTALL)
+    memory, pipeline = re.findall('<pre class="wide">(.*?)</pre>', page, re.DOTALL)
     assert memory.count("GiB") == 5 and pipeline.count("%") >= 4
     assert not re.search("https?://|<script|src=", page)
 

@@ -12,10 +12,11 @@ from rich.console import Console
 from nanoscale.plan.pipeline.orders import order
 from nanoscale.plan.pipeline.simulation import Timeline, simulate, transfers_overlap
 from nanoscale.view.blocks import Chart, Report, page
+from nanoscale.view.plan.timeline import _STYLE as STYLES
 from nanoscale.view.plan.timeline import rows, timeline_text, windows
 from tests.plan.schedules import SCHEDULES, even_costs
 
-KINDS = {"bright_blue": "F", "green": "B", "cyan": "I", "yellow": "W"}
+KINDS = {style.split()[-1]: kind for kind, style in STYLES.items()}
 
 
 def timeline_plain(timeline: Timeline, width: int = 100) -> str:
@@ -97,7 +98,7 @@ def test_without_a_terminal_rich_prints_the_plain_text():
 def test_a_page_has_the_same_text_in_colors():
     step = timeline("zbv", 4, 2, 8)
     report = Report("title", [Chart(lambda _: timeline_text(step, 120))])
-    (drawn,) = re.findall("<pre>(.*?)</pre>", page(report), re.DOTALL)
+    (drawn,) = re.findall('<pre class="wide">(.*?)</pre>', page(report), re.DOTALL)
     assert len(re.findall('<span style="[^"]*background-color: #', drawn)) > 4 * 8
     plain = html.unescape(re.sub("<[^>]*>", "", drawn))
     assert "".join(f"{line.rstrip()}\n" for line in plain.splitlines()) == timeline_plain(step, 120)

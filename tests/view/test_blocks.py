@@ -60,7 +60,7 @@ def test_text() -> None:
         "<h2>The runs</h2>",
         '<tr><th>run</th><th>state</th><th class="n">loss</th></tr>',
         '<tr><td>first</td><td>done</td><td class="n">10.00</td></tr>',
-        "<pre>135 columns\n</pre>",
+        '<pre class="wide">135 columns\n</pre>',
         '<h2>A curve</h2>\n<div class="pictures"><svg></svg></div>',
         "<p>one</p>\n<p>two</p>",
     ],

@@ -139,7 +139,7 @@ def _serve(runs: RunsAtAGlance, root: Path) -> None:
             now = time.strftime("%H:%M:%S")
             with reading:
                 rows = runs.rows()
-            text = page(Report(f"{root.absolute()} at {now}", [top_table(rows)]))
+            text = page(Report(f"Runs in {root.absolute()} at {now}", [top_table(rows)]))
             refresh = f'<head><meta http-equiv="refresh" content="{_EVERY_S:g}">'
             body = text.replace("<head>", refresh, 1).encode()
             self.send_response(200)

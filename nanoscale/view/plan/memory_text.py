@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanoscale.common.units import byte_size
 from nanoscale.plan.memory.peak import RankMemory
+from nanoscale.view.charts import legend
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
 MOST_RANKS = 16
 """The most bars; others in the middle are left out, but never the worst rank's bar."""
 LOOKS = {
-    "weights": ("w", "black on bright_blue"),
-    "compute copies": ("c", "black on cyan"),
-    "gradients": ("g", "black on green"),
-    "optimizer": ("o", "black on yellow"),
-    "units in flight": ("u", "black on bright_cyan"),
-    "activations": ("a", "black on magenta"),
-    "logits and loss": ("l", "black on bright_magenta"),
-    "communication buffers": ("b", "black on bright_yellow"),
-    "fragmentation": ("f", "black on bright_black"),
-    "context": ("x", "black on white"),
+    "weights": ("w", "#000000 on #6ea8fe"),
+    "compute copies": ("c", "#000000 on #4fc3d9"),
+    "gradients": ("g", "#000000 on #5fbf6f"),
+    "optimizer": ("o", "#000000 on #d9b44a"),
+    "units in flight": ("u", "#000000 on #9be7f2"),
+    "activations": ("a", "#000000 on #d98ad9"),
+    "logits and loss": ("l", "#000000 on #f2a6c8"),
+    "communication buffers": ("b", "#000000 on #f2dd6e"),
+    "fragmentation": ("f", "#000000 on #a3a9b0"),
+    "context": ("x", "#000000 on #d5dbe1"),
 }
 """The letter and style of each part."""
 
@@ -47,13 +48,9 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
         _bar(text, rank, round(capacity * scale), columns, scale)
         text.append(f" {byte_size(rank.total)}\n", "bold" if rank is worst else "")
     used = [name for name in LOOKS if any(rank.part(name).bytes for rank in memory)]
-    text.append(" " * label)
-    for name in used:
-        letter, style = LOOKS[name]
-        text.append(letter, style)
-        text.append(f" {name}  ")
-    text.append(f"| {byte_size(capacity)} of the device\n")
-    return text
+    entries = [(*LOOKS[name], name) for name in used]
+    device = ("|", "bold", f"{byte_size(capacity)} of the device")
+    return text.append_text(legend([*entries, device], width, label))
 
 
 def shown(memory: Sequence[RankMemory], worst: RankMemory) -> list[int | None]:

@@ -29,8 +29,6 @@ WIDTH = 120
 """The width if the output is not a terminal."""
 MOST_POINTS = 2000
 """The most layouts in the chart of a search."""
-_LEAST_NEEDED = ("MFU", "fits", "schedule", "cost", "micro", "recompute")
-"""Columns that a narrow terminal omits, in this order."""
 
 
 def search_document(
@@ -77,7 +75,10 @@ def print_found(
         if other is not None:
             console.print(_other_backend(composed, None, other), markup=False, soft_wrap=True)
         return
-    console.print(_fitting_table(console, _distinct(result.ranked), result.front()))
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    layouts = _table(_distinct(result.ranked), result.front())
+    console.print(rich_table(layouts, console.width))
     console.print(
         "\n* no other layout is faster with as little memory\n", style="dim", markup=False
     )
@@ -135,25 +136,6 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
     return sorted(found, key=lambda plan: place[id(plan)])[:SHOWN]
 
 
-def _fitting_table(
-    console: Console, plans: Sequence[Prediction], front: Sequence[Prediction]
-) -> Any:
-    """Return the table with all columns for which there is space."""
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    result = rich_table(_table(plans, front), console.width)
-    for column in result.columns:
-        column.no_wrap = True
-    for name in _LEAST_NEEDED:
-        options = console.options.update(width=WIDTH)
-        if console.measure(result, options=options).maximum <= console.width:
-            break
-        result.columns = [
-            column for column in result.columns if str(column.header).replace("\n", " ") != name
-        ]
-    return result
-
-
 def _table(plans: Sequence[Prediction], front: Sequence[Prediction], title: str = "") -> Table:
     left_out = {
         *(("ep",) if not plans[0].config.model.experts else ()),
@@ -196,16 +178,18 @@ _COLUMNS = (
     Column("pp", lambda plan: str(plan.config.parallel.pp)),
     Column("cp", lambda plan: _cp(plan.config.parallel)),
     Column("ep", lambda plan: str(plan.config.parallel.ep)),
-    Column("schedule", lambda plan: _schedule(plan.config.parallel), is_text=True),
+    Column("schedule", lambda plan: _schedule(plan.config.parallel), is_text=True, optional=3),
     Column("ZeRO", _zero),
-    Column("micro", lambda plan: str(plan.config.train.micro_batch)),
-    Column("recompute", lambda plan: _recomputation(plan.config.parallel), is_text=True),
+    Column("micro", lambda plan: str(plan.config.train.micro_batch), optional=5),
+    Column(
+        "recompute", lambda plan: _recomputation(plan.config.parallel), is_text=True, optional=6
+    ),
     Column("memory", lambda plan: byte_size(plan.worst.total)),
-    Column("fits", lambda plan: f"{plan.fits_probability:.0%}"),
+    Column("fits", lambda plan: f"{plan.fits_probability:.0%}", optional=2),
     Column("step", lambda plan: duration(plan.time.seconds)),
     Column("tokens/s", lambda plan: f"{plan.time.tokens_per_s_per_gpu:,.0f}"),
-    Column("MFU", lambda plan: f"{plan.time.mfu:.1%}"),
-    Column("cost", lambda plan: f"{plan.training.cost:,.0f}"),
+    Column("MFU", lambda plan: f"{plan.time.mfu:.1%}", optional=1),
+    Column("cost", lambda plan: f"{plan.training.cost:,.0f}", optional=4),
 )
 
 
@@ -233,6 +217,7 @@ def search_report(result: SearchResult) -> Report:
             *first_lines(best),
             *plan_blocks(best, explain=False),
         ],
+        f"Layouts of {best.config.model.name}: {_counts(result)}",
     )
 
 

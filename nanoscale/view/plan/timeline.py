@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nanoscale.common.units import duration
 from nanoscale.plan.pipeline.orders import Kind
 from nanoscale.plan.pipeline.simulation import Span, Timeline
+from nanoscale.view.charts import legend
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,10 +27,10 @@ MOST_RANKS = 32
 """The most lines of ranks; beyond it, lines in the middle are left out."""
 _FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
 _STYLE: dict[Kind, str] = {
-    "F": "black on bright_blue",
-    "B": "black on green",
-    "I": "black on cyan",
-    "W": "black on yellow",
+    "F": "#000000 on #6ea8fe",
+    "B": "#000000 on #5fbf6f",
+    "I": "#000000 on #4fc3d9",
+    "W": "#000000 on #d9b44a",
 }
 _IDLE = "·"
 _BREAK = " ⋯ "
@@ -95,8 +96,6 @@ def _cell(span: Span, width: int, first: int) -> str:
 
 
 def _legend(timeline: Timeline, width: int) -> Text:
-    from rich.text import Text
-
     kinds = {span.action.kind for spans in timeline.ranks for span in spans}
     entries = [
         (f"{kind}0{_FILL[kind]}", _STYLE[kind], text)
@@ -106,16 +105,7 @@ def _legend(timeline: Timeline, width: int) -> Text:
     entries.append((_IDLE * 3, "dim", "idle"))
     if len({span.action.stage for span in timeline.ranks[0]}) > 1:
         entries.append(("f, b", "bold", "in later stages of the rank"))
-    legend = Text(no_wrap=True)
-    used = 0
-    for sign, style, meaning in entries:
-        size = len(f"{sign} {meaning}")
-        gap = "   " if used else ""
-        if used and used + len(gap) + size > width:
-            gap, used = "\n", 0
-        legend.append(gap).append(sign, style).append(f" {meaning}")
-        used += len(gap.strip("\n")) + size
-    return legend.append("\n")
+    return legend(entries, width)
 
 
 # --- the visible part of the step -----------------------------------------------------------------

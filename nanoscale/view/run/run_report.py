@@ -173,7 +173,7 @@ def write_report(run: RunDirectory) -> None:
 
 def run_report(about: Document) -> Report:
     """Return the configuration, the outcome, the curves, and prediction and measurement."""
-    return Report(about["run"], list(_blocks(about)))
+    return Report(about["run"], list(_blocks(about)), f"Report of the run {about['run']}")
 
 
 def _blocks(about: Document) -> Iterator[Block]:
@@ -196,7 +196,9 @@ def _blocks(about: Document) -> Iterator[Block]:
             [name, *("" if values[key] is None else f"{values[key]:.3g}" for key in _LAYERS)]
             for name, values in layers["modules"].items()
         ]
-        yield Table(["", *_LAYERS.values()], rows, f"layers at step {layers['step']}")
+        optional = {"largest": 1, "attention score": 1}
+        header = ["", *_LAYERS.values()]
+        yield Table(header, rows, f"layers at step {layers['step']}", optional=optional)
     if about["noticed"]:
         texts = [str(event.get("message", "")) for event in about["noticed"]]
         yield Lines([f"noticed: {text}" for text in dict.fromkeys(texts)], "yellow")
@@ -292,8 +294,8 @@ _LAYERS = {
 """The statistics of a layer and their headers."""
 _ATTEMPTS = (
     Column("began", lambda attempt: clock(attempt["time"])),
-    Column("attempt", lambda attempt: str(attempt["attempt"])),
-    Column("ranks", lambda attempt: str(attempt["world_size"])),
+    Column("attempt", lambda attempt: str(attempt["attempt"]), optional=1),
+    Column("ranks", lambda attempt: str(attempt["world_size"]), optional=1),
     Column("from step", lambda attempt: f"{attempt['after_step'] + 1:,}"),
     Column("end", lambda attempt: attempt["end"] or "", is_text=True),
 )

@@ -222,9 +222,9 @@ _FIRST = (
 _USUAL = (
     Column("step", lambda row: f"{_known(row['step'])}/{_known(row['steps'])}", is_text=True),
     Column("loss", lambda row: "" if row["loss"] is None else f"{row['loss']:.4f}"),
-    Column("model", lambda row: row["model"] or "?", is_text=True),
-    Column("attempt", lambda row: _known(row["attempt"])),
-    Column("created", lambda row: clock(row["created"]), is_text=True),
+    Column("model", lambda row: row["model"] or "?", is_text=True, optional=1),
+    Column("attempt", lambda row: _known(row["attempt"]), optional=1),
+    Column("created", lambda row: clock(row["created"]), is_text=True, optional=1),
 )
 
 
