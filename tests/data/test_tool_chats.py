@@ -213,6 +213,12 @@ def test_tables_and_other_forms_of_tools_are_the_same_chats(tmp_path: Path, mode
         "structs": chat,
         "texts": chat | {"tools": json.dumps(tools)},
         "a text for each": chat | {"tools": list(map(json.dumps, tools))},
+        "calls": chat
+        | {
+            "messages": [
+                m | {"tool_calls": json.dumps(m.get("tool_calls", []))} for m in chat["messages"]
+            ]
+        },
         "messages": {name: json.dumps(value) for name, value in chat.items()},
         "shared": {"messages": shared, "tools": json.dumps(tools)},
     }

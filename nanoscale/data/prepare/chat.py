@@ -40,15 +40,7 @@ PLAIN = (
 )
 """The template for tokenizers that have none: `User: …`, then `Assistant: …` and the end-of-document token."""
 
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
 _BATCH = 64
 _MOST_RECORDS, _MOST_BYTES = 64, 1 << 20
 """The limits of a batch; a single record may be larger."""

@@ -96,7 +96,6 @@ class Template:
 
         Raises RecordError if the template refuses the messages, or does not render their answers.
         """
-        self._refuse_special(messages)
         whole = self._render(messages)
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [is_learned(messages[number]) for number in numbers]
@@ -107,17 +106,15 @@ class Template:
         if all(learned):
             return Chat(whole, blocks)
         if len(blocks) != len(numbers):
-            raise RecordError(
-                "has an answer that is not learned, and not one block for each answer"
-            )
+            raise RecordError("has answers that are not learned, and no block for each answer")
         return Chat(whole, tuple(compress(blocks, learned)))
 
     def question(self, messages: Sequence[Message]) -> Chat:
         """Render a conversation up to the answer that follows it. Raises RecordError."""
-        self._refuse_special(messages)
         return Chat(self._render(messages, asks=True), ())
 
-    def _refuse_special(self, messages: Sequence[Message]) -> None:
+    def refuse_special(self, messages: Sequence[Message]) -> None:
+        """Raise RecordError if a message or a variable has a special token."""
         texts = _texts([*messages, dict(self.variables)])
         forged = {token for text in texts for token in self.special if token in text}
         if forged:
@@ -274,9 +271,7 @@ def _texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict):
-            values += [*value, *value.values()]
-            if isinstance(value, Arguments):
-                values.append(str(value))
+            values += [*value, *value.values(), getattr(value, "_text", "")]  # of Arguments
         elif isinstance(value, list):
             values += value
 
@@ -374,9 +369,7 @@ def variables_of(record: Any) -> dict[str, Any]:
     tools = [_from_text(tool) for tool in tools] if isinstance(tools, list) else [None]
     variables = _from_text(fields.get(VARIABLES)) or {}
     if not all(isinstance(value, dict) for value in (*tools, variables)):
-        raise RecordError(
-            f"its {TOOLS!r} are not a list of objects, or {VARIABLES!r} is not an object"
-        )
+        raise RecordError(f"its {TOOLS!r} are not a list of objects, or {VARIABLES!r} no object")
     return {"documents": None, TOOLS: tools or None, **variables}
 
 
@@ -430,14 +423,13 @@ def _message(number: int, record: Any) -> Message:
     if not isinstance(role, str) or not role:
         raise RecordError(f"message {number} has no role")
     message["role"] = _SHAREGPT.get(role, role)
-    calls = _from_text(message.get("tool_calls"))
     if role == _CALL:
-        value, content = _from_text(content), None
-        functions = value if isinstance(value, list) else [value]
-        calls = [{"type": "function", "function": function} for function in functions]
-    if calls:
-        message["tool_calls"] = _calls(number, calls)
-    if content is not None or not calls:
+        functions, content = _from_text(content), None
+        functions = functions if isinstance(functions, list) else [functions]
+        message["tool_calls"] = [{"type": "function", "function": one} for one in functions]
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(number, _from_text(message["tool_calls"]) or [])
+    if content is not None or not message.get("tool_calls"):
         if not isinstance(content, str):
             raise RecordError(f"message {number} has a content that is not text")
         message["content"] = content
@@ -454,9 +446,8 @@ def _message(number: int, record: Any) -> Message:
 def _calls(number: int, calls: Any) -> list[Any]:
     """Return the tool calls of a message, with their arguments as objects where they are JSON text of one."""
     result = []
-    for call in calls if isinstance(calls, list) else [None]:
-        call = call if isinstance(call, dict) else {}
-        function = call.get("function", call)
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RecordError(f"message {number} has a tool call without a function's name")
         text = function.get("arguments")
@@ -507,6 +498,7 @@ def _answer(answers: BinaryIO, template: Template, record: bytes, field: str, as
         value = parsed(record.decode())
         messages = messages_of(value, field, asks)
         template = replace(template, variables=tuple(variables_of(value).items()))
+        template.refuse_special(messages)
         chat = template.question(messages) if asks else template.chat(messages)
         limit = LONGEST + LONGEST_A_BYTE * len(record)
         if len(chat.text) > limit:
