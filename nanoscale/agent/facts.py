@@ -6,6 +6,7 @@ import ast
 import mmap
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from nanoscale.common.devices import (
     gpu_memory,
     gpu_problem,
 )
+from nanoscale.common.units import byte_size
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message
 from nanoscale.processes.network import addresses, interface_towards, resolve
@@ -36,6 +38,13 @@ from nanoscale.runs.directory import write_problem
 
 _STALE_S = 3600.0
 """Seconds; no compilation of an operation takes longer."""
+_PORTS = "sys/class/infiniband/*/ports/*"
+_CAP_IPC_LOCK = 14
+"""The capability to lock any amount of memory: capabilities(7)."""
+_LEAST_LOCKED_BYTES = 1 << 30
+"""Less memory than this may be too little for what NCCL registers with InfiniBand."""
+_NCCL_OFF = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_NET_GDR_LEVEL": "LOC"}
+"""Settings with which NCCL does not use InfiniBand, or not GPUDirect RDMA."""
 _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -60,7 +69,8 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
             "driver_cuda": driver_cuda(),
             "capabilities": gpu_capabilities(),
             "links": gpu_links(),
-            "fabric": fabric(Path("/sys")),
+            "fabric": fabric(Path("/")),
+            "infiniband": infiniband(Path("/"), os.environ),
             "torch": torch_build(),
             "compiler": compiler(os.environ),
         }
@@ -134,20 +144,60 @@ _ARCHITECTURES = re.compile(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[
 _COMPILE_S = 20.0
 
 
-def fabric(system: Path) -> list[str]:
-    """Return the rate of each active port of InfiniBand or RoCE, and `GPUDirect RDMA` if its module is loaded.
+def fabric(root: Path) -> list[str]:
+    """Return the rate of each active port of InfiniBand or RoCE, and `GPUDirect RDMA` if NCCL can use it.
+
+    NCCL needs the module nvidia_peermem for it, or the DMA-BUF of NVIDIA's open kernel modules.
 
     Args:
-        system: the folder of sysfs.
+        root: the root folder of the system.
     """
     found = []
-    for port in sorted(system.glob("class/infiniband/*/ports/*")):
-        with suppress(OSError):
-            if "ACTIVE" in (port / "state").read_text(encoding="ascii"):
-                rate = (port / "rate").read_text(encoding="ascii").partition(" (")[0]
-                found.append(rate.strip())
-    direct = any((system / "module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))
+    for port in sorted(root.glob(_PORTS)):
+        if "ACTIVE" in _read(port / "state"):
+            found.append(_read(port / "rate").partition(" (")[0].strip())
+    names = ("nvidia_peermem", "nv_peer_mem")
+    direct = any((root / "sys" / "module" / name).exists() for name in names)
+    direct |= "Open Kernel Module" in _read(root / "proc" / "driver" / "nvidia" / "version")
     return found + ["GPUDirect RDMA"] * direct
+
+
+def infiniband(root: Path, environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what keeps NCCL from using this host's InfiniBand, each with a remedy; [] without InfiniBand."""
+    ports = [it for it in root.glob(_PORTS) if "InfiniBand" in _read(it / "link_layer")]
+    active = any("ACTIVE" in _read(port / "state") for port in ports)
+    devices = root.glob("dev/infiniband/uverbs*")
+    usable = any(os.access(device, os.R_OK | os.W_OK) for device in devices)
+    capabilities = re.search(r"CapEff:\s*(\w+)", _read(root / "proc" / "self" / "status"))
+    may_lock = capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limited = not may_lock and limit != resource.RLIM_INFINITY and limit < _LEAST_LOCKED_BYTES
+    off = [f"{it}={value}" for it, value in _NCCL_OFF.items() if environment.get(it) == value]
+    problems = {
+        ("no port is active", "look at `ibstat`, and for a subnet manager (`sminfo`)"): not active,
+        (
+            "the user may not open its devices",
+            "make /dev/infiniband/uverbs* readable and writable; in a container: --device=/dev/infiniband",
+        ): not usable,
+        (
+            f"processes may lock only {byte_size(limit)} of memory",
+            "`memlock unlimited` in /etc/security/limits.conf; in a container: --ulimit memlock=-1",
+        ): limited,
+        (
+            "no GPUDirect RDMA: messages pass through host memory",
+            "`modprobe nvidia-peermem`, or NVIDIA's open kernel modules",
+        ): "GPUDirect RDMA" not in fabric(root),
+        (f"{' and '.join(off)} turns it off", "unset it, unless NCCL should use sockets"): bool(
+            off
+        ),
+    }
+    return [problem for problem, is_present in problems.items() if ports and is_present]
+
+
+def _read(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def torch_build() -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.agent.facts import architectures, compiler, constants, fabric
+from nanoscale.agent.facts import architectures, compiler, constants, fabric, infiniband
 from nanoscale.config.schema import Backend, Optimizer
 from nanoscale.launch.preflight.preflight import can_compute, judge
 from nanoscale.launch.preflight.verdicts import has_kernels
-from tests.launch.test_preflight import SSH, change, members, refusal, the_wrong_one, wrong
+from tests.launch.test_preflight import ON_CPU, SSH, change, members, refusal, the_wrong_one, wrong
 from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_torch_files
 
 SOURCE = Path(__file__).parents[2]
@@ -139,15 +140,67 @@ def test_the_links_of_a_host():
     assert links_of(them[0]) == [found] and refused(them) == []
 
 
-def test_ports_of_infiniband(tmp_path):
-    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
-        port = tmp_path / "class" / "infiniband" / name / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state + "\n")
-        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+def write_port(root, device, state, layer="InfiniBand"):
+    port = root / "sys" / "class" / "infiniband" / device / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "link_layer").write_text(f"{layer}\n")
+
+
+def test_the_fabric_of_a_host(tmp_path):
+    write_port(tmp_path, "mlx5_0", "4: ACTIVE")
+    write_port(tmp_path, "mlx5_1", "1: DOWN")
     assert fabric(tmp_path) == ["400 Gb/sec"]
-    (tmp_path / "module" / "nvidia_peermem").mkdir(parents=True)
+    driver = tmp_path / "proc" / "driver" / "nvidia" / "version"
+    driver.parent.mkdir(parents=True)
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.1\n")
     assert fabric(tmp_path) == ["400 Gb/sec", "GPUDirect RDMA"]
+    driver.unlink()
+    (tmp_path / "sys" / "module" / "nvidia_peermem").mkdir(parents=True)
+    assert fabric(tmp_path) == ["400 Gb/sec", "GPUDirect RDMA"]
+
+
+def test_what_nccl_lacks_for_infiniband(tmp_path, monkeypatch):
+    """A host is repaired, one remedy after the other."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    settings = {"NCCL_IB_DISABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC", "NCCL_DEBUG": "INFO"}
+    write_port(tmp_path, "mlx5_9", "4: ACTIVE", "Ethernet")
+    assert infiniband(tmp_path, settings) == []
+    write_port(tmp_path, "mlx5_0", "1: DOWN")
+    problems = [
+        "no port is active",
+        "the user may not open its devices",
+        "processes may lock only 8 MiB of memory",
+        "no GPUDirect RDMA: messages pass through host memory",
+        "NCCL_IB_DISABLE=1 and NCCL_NET_GDR_LEVEL=LOC turns it off",
+    ]
+
+    def lacks() -> list[str]:
+        return [problem for problem, _ in infiniband(tmp_path, settings)]
+
+    assert lacks() == problems
+    write_port(tmp_path, "mlx5_1", "4: ACTIVE")
+    assert lacks() == problems[1:]
+    (tmp_path / "dev" / "infiniband").mkdir(parents=True)
+    (tmp_path / "dev" / "infiniband" / "uverbs0").touch()
+    assert lacks() == problems[2:]
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "status").write_text("CapInh:\t0\nCapEff:\t0000000000004000\n")
+    assert lacks() == problems[3:]
+    (tmp_path / "sys" / "module" / "nvidia_peermem").mkdir(parents=True)
+    assert lacks() == problems[4:]
+    settings.clear()
+    assert lacks() == []
+
+
+def test_doctor_names_what_infiniband_lacks_and_no_launch_is_refused():
+    them = members()
+    change(them[1], "gpu_software.infiniband", [("no port is active", "look at `ibstat`")])
+    verdict = the_wrong_one(them)
+    assert (verdict.host, verdict.check, verdict.needed) == ("n2", "InfiniBand", False)
+    assert (verdict.finding, verdict.remedy) == ("no port is active", "look at `ibstat`")
+    assert refused(them) == [] and wrong(them, ON_CPU) == []
 
 
 # --- the compiler -----------------------------------------------------------------------------------

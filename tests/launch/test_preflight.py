@@ -69,6 +69,7 @@ def facts(number: int) -> dict:
             "capabilities": [[9, 0]] * 8,
             "links": [[18, 16, 16, 5]] * 8,
             "fabric": ["400 Gb/sec"] * 8 + ["GPUDirect RDMA"],
+            "infiniband": [],
             "torch": {
                 "version": "2.13.0+cu130",
                 "cuda": "13.0",

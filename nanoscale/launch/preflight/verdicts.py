@@ -128,6 +128,8 @@ def gpu_software(config: Config, member: Member, facts: Message) -> Iterator[Che
     good = f"torch {build['version']} is built for CUDA {build['cuda']}{limit}"
     yield CheckRow("CUDA", problem, f"{remedy}, or launcher.device=cpu", good)
     yield _links(software["links"], software["fabric"])
+    for lack, help_text in software["infiniband"]:
+        yield CheckRow("InfiniBand", lack, help_text, needed=False)
     if not problem:
         yield from _compiler(config, facts)
 
