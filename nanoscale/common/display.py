@@ -168,6 +168,13 @@ def console(stream: TextIO | None = None) -> Console:
     )
 
 
+def print_lines(screen: Console, text: str, style: str | None = None) -> None:
+    """Print lines, which wrap at blanks on a terminal, except lines with a longer word, as a path to copy."""
+    for line in text.split("\n"):
+        is_long = max(map(len, line.split()), default=0) > screen.width
+        screen.print(line, style=style, soft_wrap=is_long or screen.soft_wrap)
+
+
 def print_table(screen: Console, table: Table) -> None:
     """Print a table; a file has no edge to wrap at, and needs no trailing blanks."""
     if screen.is_terminal:

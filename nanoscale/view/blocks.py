@@ -113,7 +113,7 @@ def show(screen: Console, report: Report) -> None:
     """Print a report: its title, and its blocks separated by empty lines."""
     width = screen.width
     if report.title:
-        screen.print(report.title)
+        display.print_lines(screen, report.title)
     separated = True
     for block in report.blocks:
         text = block.draw(width) if isinstance(block, Chart) else ""
@@ -123,7 +123,7 @@ def show(screen: Console, report: Report) -> None:
             screen.print()
         separated = isinstance(block, Lines) and bool(block.style)
         if isinstance(block, Lines):
-            screen.print("\n".join(block.lines), style=block.style or None)
+            display.print_lines(screen, "\n".join(block.lines), block.style or None)
         elif isinstance(block, Table):
             show_table(screen, block)
         else:

@@ -19,7 +19,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import predict
-from nanoscale.view.blocks import LOOKS, Chart, Report, page, show, state_style, table
+from nanoscale.view.blocks import LOOKS, Chart, Lines, Report, page, show, state_style, table
 from nanoscale.view.plan import memory_text, timeline
 from nanoscale.view.plan.prediction import prediction_report
 from nanoscale.view.run.run_table import _FIRST, _USUAL
@@ -89,6 +89,11 @@ def printed(report: Report, width: int) -> str:
         screen._color_system = None
         show(screen, report)
         return stream.getvalue()
+
+
+def test_a_path_that_is_wider_than_the_terminal_can_be_copied() -> None:
+    path = "/a" * 40
+    assert path in printed(Report(f"run directory {path}", [Lines([f"log {path}"])]), 60)
 
 
 def test_letters_are_legible_and_states_look_different() -> None:

@@ -326,7 +326,7 @@ class _Terminal:
 
     def line(self, text: str) -> None:
         with display.survive_lost_stream(self._stream):
-            self._console.print(text)
+            display.print_lines(self._console, text)
 
     def step(self, line: str, *, last: bool, evaluated: bool) -> None:
         if evaluated:

@@ -121,7 +121,7 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     lines += [f"  {label:<11} {what}" for label, what in known.items() if what]
     lines += _ways_on(run) if outcome.state != "completed" else _next(run, step)
     with display.survive_lost_stream(stream):
-        display.show("\n".join(lines), stream=stream)
+        display.print_lines(display.console(stream), "\n".join(lines))
 
 
 def _ways_on(run: RunDirectory) -> list[str]:
