@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_the_site_has_every_page() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = list(_leaves(site["nav"]))
     assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
+
+
+def test_the_cost_of_interruptions_follows_from_the_formula() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    rows = re.findall(
+        r"^\| ([\d,]+) \| ([\d.]+) \| (.+) h \| (.+) h \| (.+) h \|$", page, flags=re.M
+    )
+    assert len(rows) == 4
+    for gpus, interruptions, *lost in rows:
+        rate = int(gpus.replace(",", "")) * 466 / (54 * 24 * 16_384)
+        assert float(interruptions) == pytest.approx(720 * rate, rel=0.05)
+        for hours, interval in zip(lost, (0.25, 1, 4), strict=True):
+            takes = (1 / rate + 1 / 6) * math.expm1(rate * interval)
+            assert float(hours) == pytest.approx(720 * (1 - interval / takes), abs=0.05)
 
 
 def test_pictures_are_shown_and_load_nothing() -> None:
