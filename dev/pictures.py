@@ -101,12 +101,13 @@ def main() -> None:
         chats = [chat(number) for number in range(4000)]
         (here / "chats.jsonl").write_text("".join(json.dumps(it) + "\n" for it in chats))
         tuning = typed(CHAT, here, until_step=40)
-    speed = next(number for number, line in enumerate(plan) if "tokens/s per device" in line)
+    mfu = next(number for number, line in enumerate(plan) if "MFU" in line)
     timeline = next(number for number, line in enumerate(plan) if "utilization" in line)
-    memory = [f"$ nanoscale {PLAN}", *plan[: plan.index("", plan.index("") + 1)], "…"]
-    result = plan[speed : speed + 4]
+    first_blocks = [number for number, line in enumerate(plan) if not line][2]
+    memory = [f"$ nanoscale {PLAN}", *plan[:first_blocks], "…"]
+    result = plan[mfu : mfu + 2]
     draw("run", [*memory, *result, "", f"$ nanoscale {TRAIN}", *training])
-    draw("plan", [*memory, *plan[timeline:speed], *result])
+    draw("plan", [*memory, *plan[timeline:mfu], *result])
     draw("chat", [f"$ nanoscale {CHAT}", *tuning])
 
 
