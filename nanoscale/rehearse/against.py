@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError
-from nanoscale.common.units import byte_size
+from nanoscale.common.units import byte_size, duration
 from nanoscale.runs.documents import damaged, read_record
 
 Document = dict[str, Any]
@@ -30,6 +30,7 @@ class _Former:
     worst_rank: int
     collectives: list[Document]
     ranks: list[Document]
+    streams: dict[str, Any] = field(default_factory=dict)
 
 
 def read_former(file: Path) -> Document:
@@ -60,6 +61,23 @@ def changes(result: Document, former: Document, file: Path) -> list[str]:
         raise damaged(file, "is not a whole document of a rehearsal") from error
 
 
+def _times(former: Document | None, result: Document | None) -> Iterator[str]:
+    """Yield the time of the slowest rank's step, and what is exposed of each axis, if they have changed."""
+    if former is None or result is None:
+        return
+    one, other = (
+        next(rank for rank in each["ranks"] if rank["rank"] == each["slowest_rank"])
+        for each in (former, result)
+    )
+    rows = [("step", one["seconds"], other["seconds"])]
+    for axis in sorted({*one["exposed"], *other["exposed"]}):
+        before, now = (each["exposed"].get(axis, 0.0) for each in (one, other))
+        rows.append((f"exposed {axis}", before, now))
+    for name, before, now in rows:
+        if duration(before) != duration(now):
+            yield f"{name} {duration(before)} → {duration(now)}"
+
+
 def _differences(former: Document, result: Document) -> Iterator[str]:
     before, now = (
         {(row["axis"], row["kind"]): (row["count"], row["bytes"]) for row in each["collectives"]}
@@ -70,6 +88,7 @@ def _differences(former: Document, result: Document) -> Iterator[str]:
         if one != other:
             calls = f"{one[0]:,} calls of {byte_size(one[1])}"
             yield f"{axis}: {kind}: {other[0]:,} calls of {byte_size(other[1])} a step, before {calls}"
+    yield from _times(former.get("time"), result.get("time"))
     of_worst: dict[str, tuple[str, Callable[[int], str]]] = {
         "allocated": ("the peak of tensors is", byte_size),
         "operations": ("operations of a step:", "{:,}".format),

@@ -62,7 +62,7 @@ class _Rank:
         if event.what == "wait":
             meeting = self.meetings[event.of]
             return begun[meeting].issuperset(played.intersection(meeting.ranks))
-        return event.what == "call" or event.of in self._passed
+        return event.what in ("call", "work", "batch") or event.of in self._passed
 
 
 def deadlock(records: Sequence[RankRecord]) -> list[str]:

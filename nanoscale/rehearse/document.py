@@ -56,6 +56,7 @@ def document(
         "collectives": _totals(records, degrees, steps),
         "ranks": ranks,
         "program": {str(record.rank): _program(record) for record in records},
+        "streams": {str(record.rank): _streams(record) for record in records},
     }
 
 
@@ -139,6 +140,27 @@ def _totals(
             if key not in most or total["bytes"] > most[key]["bytes"]:
                 most[key] = {**total, "rank": record.rank}
     return [{"axis": axis, "kind": kind, **total} for (axis, kind), total in sorted(most.items())]
+
+
+def _streams(record: RankRecord) -> dict[str, Any]:
+    """Return the events of a rank's streams in the last step, for its time (`plan.played`)."""
+    first, end = record.step_events
+    called = sorted({it.of for it in record.events[first:end] if it.what == "call"})
+    numbers = {call: number for number, call in enumerate(called)}
+    events = []
+    for stream, what, of in record.events[first:end]:
+        renumbered = {"after": of - first, "call": numbers.get(of, -1), "wait": numbers.get(of, -1)}
+        if (new := renumbered.get(what, of)) >= 0:
+            events.append((stream, what, new))
+        else:  # it waits for what has ended before the step
+            events.append((stream, "batch", 0))
+    names = ("kind", "bytes", "peer", "sent", "received", "line", "block")
+    calls = [
+        {"ranks": record.groups[record.calls[it].group]}
+        | {name: getattr(record.calls[it], name) for name in names}
+        for it in called
+    ]
+    return {"works": record.works, "segments": record.segments, "events": events, "calls": calls}
 
 
 def _program(record: RankRecord) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -159,11 +159,10 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
 
     def advance(plain: Callable[[], StepResult]) -> StepResult:
         step, previous = training.progress.step + 1, training.last
-        world.keeps_timeline = step == training.config.train.steps
         world.record.operations = 0
-        with world.during(f"step {step}"), _played_batches(samples, world, training.engine):
+        timed = world.timed() if step == training.config.train.steps else nullcontext()
+        with world.during(f"step {step}"), _played_batches(samples, world, training.engine), timed:
             result = plain()
-        world.keeps_timeline = False
         world.forget_expired()
         # The loop holds the previous result until this one is returned.
         values = (
@@ -200,7 +199,7 @@ def _played_batches(samples: EqualSamples, world: World, engine: Engine) -> Iter
         return
     (stage,) = engine.stages.values()
     repeats = iter([1, len(batches) - 2, 1])
-    hook = stage.register_forward_pre_hook(lambda *_: setattr(world, "repeat", next(repeats)))
+    hook = stage.register_forward_pre_hook(lambda *_: world.begin_batch(next(repeats)))
     samples.batches = batches[:PLAYED_BATCHES]
     try:
         yield

@@ -58,6 +58,8 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
         pictures=[memory_curve(worst["timeline"])],
         title=f"memory of rank {worst['rank']} in the last step, operation by operation",
     )
+    if result.get("time"):
+        yield from _time(result["time"])
     if result["collectives"]:
         yield table(_COLLECTIVES, result["collectives"])
         if not result["mismatches"]:
@@ -69,6 +71,38 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
         yield Lines(["changed:", *result["against"]] if result["against"] else ["nothing changed"])
     if wrong:
         yield Lines(wrong, "red")
+
+
+_OPERATIONS = (
+    Column("most expensive operations of a step", lambda row: row["what"], is_text=True),
+    Column("times", lambda row: f"{row['count']:,}"),
+    Column("together", lambda row: duration(row["seconds"])),
+)
+
+
+def _time(time: Document) -> Iterator[Block]:
+    """Yield the time of the slowest rank's step: what it computes, and what it waits for."""
+    rank = next(it for it in time["ranks"] if it["rank"] == time["slowest_rank"])
+    speed = f"{time['tokens_per_s_per_device']:,.0f} tokens/s per device"
+    lines = [
+        f"step {duration(time['seconds'])}, {speed}, by the plan's efficiencies; rank {rank['rank']}:"
+    ]
+    parts = {
+        "computes": rank["computed"],
+        "is slowed by hidden collectives": rank["slowed"],
+        "waits for the host": rank["host_gaps"],
+    }
+    parts |= {f"waits for {axis}": seconds for axis, seconds in rank["exposed"].items()}
+    for name, seconds in parts.items():
+        if seconds > 0.0005 * time["seconds"]:
+            whole = rank["communicated"].get(name.removeprefix("waits for "))
+            of = f" of {duration(whole)}" if whole else ""
+            lines.append(f"  {name} {duration(seconds)}{of} ({seconds / time['seconds']:.1%})")
+    for wait in rank["waits"][:3]:
+        if wait["seconds"] > 0.005 * time["seconds"]:
+            lines.append(f"  {duration(wait['seconds'])} of {wait['axis']} at {wait['line']}")
+    yield Lines(lines)
+    yield table(_OPERATIONS, time["operations"])
 
 
 def _agreement(result: Document) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ def rehearse(
     snapshots: Path | None = opt.option(
         "Write each rank's memory for pytorch.org/memory_viz", metavar="FOLDER"
     ),
+    trace: Path | None = opt.option(
+        "Write the step's timeline for ui.perfetto.dev", metavar="FILE"
+    ),
     against: Path | None = opt.option(
         "Compare with the result in this file, of --json or a run's program.json", metavar="FILE"
     ),
@@ -51,21 +55,30 @@ def rehearse(
     The hardware is what `cluster` describes, or this machine.
     """
     from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.played import step_time
     from nanoscale.rehearse.against import changes as changes_against
     from nanoscale.rehearse.against import read_former
     from nanoscale.rehearse.document import failed
+    from nanoscale.runs.directory import write_atomically
     from nanoscale.view.rehearsal_text import rehearsal_report
 
     opt.require_at_least(1, {"--steps": steps})
     require_writable("--html", html, overwrite=overwrite)
+    require_writable("--trace", trace, overwrite=overwrite)
     former = read_former(against) if against is not None else None
     line = on_described_hosts(line)
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
     if snapshots is not None:
         _require_snapshots(request.config, snapshots)
     result = rehearsed(request.config, ranks, steps, snapshots)
+    times = step_time.times_of(request.config, result, traced=trace is not None)
+    result |= {"time": step_time.document(request.config, times)}
+    if trace is not None:
+        write_atomically(trace, json.dumps(step_time.trace(times)))
     fits, changes = (True, []) if result["fits"] else _planned(request, result)
     if against is not None and former is not None:
+        before = step_time.times_of(request.config, former)
+        former |= {"time": step_time.document(request.config, before)}
         result |= {"against": changes_against(result, former, against)}
     report = rehearsal_report(result, changes)
     write_page(html, report, overwrite=overwrite)

@@ -102,6 +102,29 @@ class Hardware:
 
 
 def hardware_of(config: Config) -> Hardware:
+    """Return the hardware of `config.cluster`, completed from the table, for a job that is predicted.
+
+    Raises:
+        UserError: the device is unknown, is not described completely, or lacks the trained dtype, or the
+            job is not predicted.
+    """
+    hardware = described_hardware(config)
+    unpredicted, rehearsed = "", ""
+    if config.model.source != "own":
+        unpredicted = f"model={config.model.source}: memory and time of such a model"
+    if config.model.source == "hf":
+        rehearsed = "`nanoscale rehearse` measures its memory, and "
+    elif config.lora.rank and config.backend.name == "deepspeed":
+        unpredicted = (
+            f"lora.rank={config.lora.rank}: memory and time of training adapters with DeepSpeed"
+        )
+    if unpredicted:
+        without = f"are not predicted; {rehearsed}`nanoscale train` launches it without a plan"
+        raise UnknownHardwareError("config", f"{unpredicted} {without}")
+    return hardware
+
+
+def described_hardware(config: Config) -> Hardware:
     """Return the hardware of `config.cluster`, completed from the table.
 
     Raises:
@@ -116,18 +139,6 @@ def hardware_of(config: Config) -> Hardware:
             f"{name} is in no file of the group cluster, and these keys of it are null: "
             f"{', '.join(missing)}. Set them, or choose a known device: {known_overrides()}",
         )
-    unpredicted, rehearsed = "", ""
-    if config.model.source != "own":
-        unpredicted = f"model={config.model.source}: memory and time of such a model"
-    if config.model.source == "hf":
-        rehearsed = "`nanoscale rehearse` measures its memory, and "
-    elif config.lora.rank and config.backend.name == "deepspeed":
-        unpredicted = (
-            f"lora.rank={config.lora.rank}: memory and time of training adapters with DeepSpeed"
-        )
-    if unpredicted:
-        without = f"are not predicted; {rehearsed}`nanoscale train` launches it without a plan"
-        raise UnknownHardwareError("config", f"{unpredicted} {without}")
     peaks = {name: value * 1e12 for name, value in known_peaks(cluster).items()}
     trained = kind(config.precision)
     if trained == "tf32" and "fp32" in peaks:

@@ -35,12 +35,12 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any) -> Any:
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
+        return x.clone()  # which takes as long
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.add(x, grad), torch.empty_like(weight)
 
 
 class _Silu(torch.autograd.Function):
@@ -49,12 +49,12 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         ctx.save_for_backward(x)
-        return torch.empty_like(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (x,) = ctx.saved_tensors
-        return torch.empty_like(x)
+        return torch.add(x, grad)
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:

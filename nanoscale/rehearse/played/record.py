@@ -83,9 +83,11 @@ class StreamEvent(NamedTuple):
 
     stream: int
     what: str
-    """`call` begins one, `wait` waits until one has ended, and `after` until another event has passed."""
+    """`call` begins one, `wait` waits until one has ended, and `after` until another event has passed. In the
+    last step, `work` computes a segment, and `batch` begins a micro batch."""
     of: int
-    """The index in `RankRecord.calls`, or the index of an event."""
+    """The index in `RankRecord.calls`, of an event, or in `RankRecord.segments`; for `batch`, the number of
+    micro batches for which it stands."""
 
 
 class Wait(NamedTuple):
@@ -121,6 +123,12 @@ class RankRecord:
     phases: dict[str, PhaseMemory] = field(default_factory=dict)
     reserved: int = 0
     """Bytes that the caching allocator reserves."""
+    works: list[Any] = field(default_factory=list)
+    """The works of the operations of the last step (`played.work`), each once."""
+    segments: list[list[int]] = field(default_factory=list)
+    """Sequences of operations in `works` without an event between them, each once."""
+    step_events: tuple[int, int] = (0, 0)
+    """The range of `events` of the last step."""
     operations: int = 0
     """The number of operations on tensors in the last step, with activation checkpointing."""
     host_peak: int = 0

@@ -38,6 +38,7 @@ from nanoscale.rehearse.played.fake_tensors import (
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import HOST, Call, RankRecord, StreamEvent, calling_line
+from nanoscale.rehearse.played.work import Work, work_of
 
 aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
@@ -85,11 +86,15 @@ class World(DeviceMemory):
         """The number of waits, by section, operation and line."""
         self._group_numbers: dict[str, int] = {}
         """The index of each process group in the record, by the group's name."""
-        self._works: dict[int, tuple[int, Any]] = {}
+        self._pending: dict[int, tuple[int, Any]] = {}
         """The index of the call and the work, by the address of the work or of a functional result."""
         self.last: dict[int, int] = {}
         """The index of the last event of each stream."""
         self._makes_host_tensors = False
+        self._works: dict[Work, int] = {}
+        self._segments: dict[tuple[int, ...], int] = {}
+        self._segment: list[int] = []
+        self._segment_stream = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -142,6 +147,8 @@ class World(DeviceMemory):
             args = (args[0], self._storage_without_numbers(args[1]), *args[2:])
         result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
         self.see_all(result)
+        if self.keeps_timeline:
+            self.add_work(work_of(func, tensors, args, kwargs, result))
         return result
 
     # Tensors in host memory
@@ -201,20 +208,60 @@ class World(DeviceMemory):
                 new = TensorKind.COMMUNICATION
                 self.set_kind(tensor.untyped_storage(), new, replaces=_COMMUNICATED)
             held = None if isinstance(work, Tensor) else work
-            self._works[_address(work)] = len(self.record.calls), held
+            self._pending[_address(work)] = len(self.record.calls), held
             self.add_event("call", len(self.record.calls))
             self._record_call(collective)
         return result
 
     def wait_for(self, work: Any) -> bool:
         """Record that the present stream waits for a work, or for the result of a functional collective."""
-        number, _ = self._works.pop(_address(work), (None, None))
+        number, _ = self._pending.pop(_address(work), (None, None))
         if number is not None:
             self.add_event("wait", number)
         return True
 
+    def add_work(self, work: Work | None) -> None:
+        """Record an operation of the present stream; None: an operation that starts no kernel."""
+        if work is None:
+            return
+        if self._segment and self._segment_stream != self.stream:
+            self._end_segment()
+        self._segment_stream = self.stream
+        if work not in self._works:
+            self._works[work] = len(self.record.works)
+            self.record.works.append(work)
+        self._segment.append(self._works[work])
+
+    def _end_segment(self) -> None:
+        segment, self._segment = tuple(self._segment), []
+        if segment and segment not in self._segments:
+            self._segments[segment] = len(self.record.segments)
+            self.record.segments.append(list(segment))
+        if segment:
+            self.last[self._segment_stream] = len(self.record.events)
+            event = StreamEvent(self._segment_stream, "work", self._segments[segment])
+            self.record.events.append(event)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Record the work of the block, which is the last step."""
+        first, self.keeps_timeline = len(self.record.events), True
+        try:
+            yield
+        finally:
+            self._end_segment()
+            self.keeps_timeline = False
+            self.record.step_events = first, len(self.record.events)
+
+    def begin_batch(self, repeat: int) -> None:
+        """Set the number of equal micro batches for which the next one stands."""
+        self.repeat = repeat
+        if self.keeps_timeline:
+            self.add_event("batch", repeat, 0)
+
     def add_event(self, what: str, of: int, stream: int | None = None) -> None:
         """Record an event of a stream, by default the present one; nothing if it refers to no event."""
+        self._end_segment()
         if of >= 0:
             stream = self.stream if stream is None else stream
             self.last[stream] = len(self.record.events)

@@ -1,0 +1,90 @@
+"""The time of operations and collectives that a rehearsal has recorded, by the plan's own efficiencies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanoscale.config.hardware.data_sheets import wide_kind
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.time import collectives, operations
+from nanoscale.plan.time.block import attention_kernel
+
+_CALL_STARTS = 3
+"""Starts of operations that the host's part of a collective costs: checks, streams and events around it."""
+Call = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one job's recorded work on its hardware."""
+
+    config: ResolvedConfig
+    hardware: Hardware
+
+    @property
+    def host_start(self) -> float:
+        """The seconds of the host for an operation; on a CPU, the host computes them itself."""
+        if self.on_cpu:
+            return 0.0
+        efficiency = self.hardware.efficiency
+        compiled = self.config.backend.compile == "on"
+        return efficiency.compiled_s if compiled else efficiency.eager_s
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.config.launcher.device == "cpu"
+
+    @property
+    def call_start(self) -> float:
+        return _CALL_STARTS * self.hardware.efficiency.eager_s
+
+    def seconds(self, work: Sequence[Any]) -> float:
+        """Return the device's seconds of an operation (`rehearse.played.work`)."""
+        what, _name, *numbers = work
+        if what == "product":
+            kind, m, n, k, groups = numbers
+            return operations.product(self.hardware, self._kind(kind), m, n, k, groups)
+        if what == "attention":
+            kind, *shape, causal, backward = numbers
+            kernel = attention_kernel(self.config)
+            seconds = operations.attention(self.hardware, self._kind(kind), *shape, causal, kernel)
+            return seconds * (operations.BACKWARD_ATTENTION if backward else 1.0)
+        if what == "copy":
+            return float(numbers[0]) / self.hardware.host_bandwidth + operations.FILL
+        return operations.elementwise(self.hardware, numbers[0]) + operations.FILL
+
+    def _kind(self, kind: str) -> str:
+        """Return the kind of a product: fp32 ones may be computed in tf32."""
+        if kind == "fp32" and wide_kind(self.config.precision) == "tf32":
+            kind = "tf32"
+        return kind if kind in self.hardware.peaks else wide_kind(self.config.precision)
+
+    def slowdown(self, call: Call) -> float:
+        """Return the seconds that computation loses for each second of a collective that it hides."""
+        share = collectives.device_share(self.hardware, self._ranks(call["ranks"]))
+        return 0.0 if self.on_cpu else self.hardware.efficiency.overlap * share
+
+    def call(self, call: Call) -> float:
+        """Return the seconds of a collective or message, from the moment at which all its ranks are ready."""
+        hardware, name, size = self.hardware, call["kind"].strip("_"), float(call["bytes"])
+        ranks = self._ranks(call["ranks"])
+        if name in ("send", "recv"):
+            return collectives.send(hardware, ranks, size)
+        if "all" in name and "to" in name:
+            sent = max(sum(call["sent"]), sum(call["received"])) or size
+            return collectives.all_to_all(hardware, ranks, float(sent))
+        if name.startswith(("allreduce", "all_reduce")):
+            return collectives.all_reduce(hardware, ranks, size)
+        return collectives.all_gather(hardware, ranks, size)
+
+    def _ranks(self, members: Sequence[int]) -> collectives.AxisRanks:
+        """Return the group of these ranks, by the number in the first rank's island and pod."""
+        hardware, first = self.hardware, members[0]
+        inside = sum(rank // hardware.island == first // hardware.island for rank in members)
+        if hardware.pod is None:
+            return collectives.AxisRanks(len(members), inside)
+        pod = sum(rank // hardware.pod == first // hardware.pod for rank in members)
+        return collectives.AxisRanks(len(members), inside, None if pod == len(members) else pod)

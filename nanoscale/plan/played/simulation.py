@@ -1,0 +1,267 @@
+"""The time of a step that was rehearsed: the events of the streams of all played ranks, played with times.
+
+The host issues the events of a rank in order, and a stream begins each as soon as it is issued and the one
+before has ended. A collective begins once all its played ranks have begun it, and after the one before it in
+the same group. Ranks that were not played are as fast as those that were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoscale.plan.played.costs import Costs
+
+HOST = -1
+"""The stream of events for which the host waits, as in a rehearsal's record."""
+_MESSAGES = ("send", "recv_")
+
+
+Seconds = defaultdict[Any, float]
+
+
+def _seconds() -> Seconds:
+    return defaultdict(float)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Operations that a stream computes one after another."""
+
+    issued: float
+    """Seconds of the host to start them."""
+    computed: float
+    """Seconds of the device, if all are issued before it begins."""
+    bounded: float
+    """Seconds until the last ends, from the moment at which the host starts the first, on an idle device."""
+
+
+@dataclass
+class Slice:
+    """Something that takes time on one stream, for a trace."""
+
+    stream: str
+    begin: float
+    end: float
+    name: str
+    detail: str = ""
+
+
+@dataclass
+class RankTime:
+    """The time of one rank's step, seconds."""
+
+    rank: int
+    seconds: float = 0.0
+    computed: float = 0.0
+    """Of the default stream's operations."""
+    host_gaps: float = 0.0
+    """In which the default stream waits for the host to issue an operation."""
+    exposed: Seconds = field(default_factory=_seconds)
+    """In which the default stream, or the host, waits for a collective; by axis and line of code."""
+    communicated: Seconds = field(default_factory=_seconds)
+    """Of collectives, hidden or not, by axis."""
+    slowed: float = 0.0
+    """By which hidden collectives slow down the computation."""
+    operations: Seconds = field(default_factory=_seconds)
+    """Of the default stream's operations, by work."""
+    counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    slices: list[Slice] = field(default_factory=list)
+
+
+class _Meeting:
+    """A collective or message, which all of its played ranks must begin."""
+
+    def __init__(self) -> None:
+        self.ready: dict[int, float] = {}
+        self.end: float | None = None
+
+
+class _Rank:
+    """One rank's events on their way through the step."""
+
+    def __init__(
+        self,
+        rank: int,
+        streams: Mapping[str, Any],
+        costs: Costs,
+        axes: Mapping[tuple[int, ...], str],
+        traced: bool,
+    ) -> None:
+        self.time = RankTime(rank)
+        self.events: Sequence[Sequence[Any]] = streams["events"]
+        self.calls: Sequence[Mapping[str, Any]] = streams["calls"]
+        self.works = [tuple(work) for work in streams["works"]]
+        self.meetings = list(_keys(rank, self.calls))
+        self._costs, self._axes, self._traced = costs, axes, traced
+        self._seconds = [costs.seconds(work) for work in self.works]
+        self._parts: Sequence[Sequence[int]] = streams["segments"]
+        self._segments = [self._segment(segment) for segment in self._parts]
+        self.stream_times: dict[int, float] = defaultdict(float)
+        self.done: dict[int, float] = {}
+        """The time at which each event that has passed has ended."""
+        self.queues: dict[int, deque[int]] = defaultdict(deque)
+        self._issue: list[tuple[int, float]] = []
+        """For each event, the last wait of the host before it, and the host's seconds since then."""
+        self._repeats: list[int] = []
+        self._batches: list[tuple[int, float]] = []
+        self.call_repeats: dict[Any, int] = {}
+        last, since, repeat = -1, 0.0, 1
+        for at, (stream, what, of) in enumerate(self.events):
+            self.queues[stream].append(at)
+            repeat = of if what == "batch" and of else repeat
+            self._repeats.append(repeat)
+            self._issue.append((last, since))
+            if what == "work":
+                since += self._segments[of].issued
+            elif what == "call":
+                since += costs.call_start
+                self.call_repeats[self.meetings[of]] = repeat
+            if stream == HOST:
+                last, since = at, 0.0
+        self.final_host = last, since
+
+    def _segment(self, segment: Sequence[int]) -> _Segment:
+        start, end = self._costs.host_start, 0.0
+        for number, work in enumerate(segment, 1):
+            end = max(end, number * start) + self._seconds[work]
+        return _Segment(len(segment) * start, sum(self._seconds[it] for it in segment), end)
+
+    def host_time(self, at: int) -> float | None:
+        """Return the time at which the host issues an event; None if it has not got there."""
+        before, since = self._issue[at]
+        if before < 0:
+            return since
+        return self.done[before] + since if before in self.done else None
+
+    def advance(self, meetings: dict[Any, _Meeting]) -> bool:
+        """Let events pass until every stream waits; True if one has passed."""
+        before = len(self.done)
+        for stream, queue in self.queues.items():
+            while queue and self._passes(stream, queue[0], meetings):
+                queue.popleft()
+        return len(self.done) > before
+
+    def _passes(self, stream: int, at: int, meetings: dict[Any, _Meeting]) -> bool:
+        issued = self.host_time(at)
+        if issued is None:
+            return False
+        _, what, of = self.events[at]
+        now, weight = max(self.stream_times[stream], issued), self._repeats[at]
+        if what == "work":
+            now = self._compute(stream, of, issued, weight)
+        elif what == "call":
+            meetings[self.meetings[of]].ready[self.time.rank] = now
+        elif what == "wait":
+            end = meetings[self.meetings[of]].end
+            if end is None:
+                return False
+            if end > now and stream in (0, HOST):
+                call = self.calls[of]
+                axis = self._axes[tuple(call["ranks"])]
+                self.time.exposed[axis, call["line"]] += weight * (end - now)
+                self.time.slowed -= weight * (end - now) * self._costs.slowdown(call)
+                self.time.slices.append(Slice("waits", now, end, f"waits for {axis}", call["line"]))
+            now = max(now, end)
+        elif what == "after":
+            if of not in self.done:
+                return False
+            now = max(now, self.done[of])
+        elif what == "batch" and of:
+            self._batches.append((of, max(now, issued)))
+        self.stream_times[stream] = self.done[at] = now
+        return True
+
+    def _compute(self, stream: int, number: int, issued: float, weight: int) -> float:
+        segment, begin = self._segments[number], self.stream_times[stream]
+        end = max(begin + segment.computed, issued + segment.bounded)
+        if stream == 0:
+            self.time.computed += weight * segment.computed
+            self.time.host_gaps += weight * (end - segment.computed - begin)
+            for work in self._parts[number]:
+                self.time.operations[self.works[work]] += weight * self._seconds[work]
+                self.time.counts[self.works[work]] += weight
+        if self._traced:
+            self._trace(stream, self._parts[number], begin, issued)
+        return end
+
+    def _trace(self, stream: int, segment: Sequence[int], end: float, issued: float) -> None:
+        for number, work in enumerate(segment, 1):
+            begin = max(end, issued + number * self._costs.host_start)
+            end = begin + self._seconds[work]
+            name, detail = self.works[work][1], ", ".join(map(str, self.works[work][2:]))
+            self.time.slices.append(Slice(f"stream {stream}", begin, end, name, detail))
+
+    def finish(self) -> None:
+        """Set the seconds of the step: a micro batch that stands for several takes its time for each."""
+        last, since = self.final_host
+        host = since + (self.done[last] if last >= 0 else 0.0)
+        end = max([host, *self.stream_times.values()])
+        ends = [at for _, at in self._batches[1:]]
+        for (repeat, begin), until in zip(self._batches, [*ends, end], strict=False):
+            end += (repeat - 1) * (until - begin)
+        self.time.slowed = max(0.0, self.time.slowed)
+        self.time.seconds = end + self.time.slowed
+
+
+def _keys(rank: int, calls: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """Yield what is equal on all ranks of a collective: its ranks and its number among theirs."""
+    counts: Counter[Any] = Counter()
+    for call in calls:
+        ranks: tuple[Any, ...] = tuple(call["ranks"])
+        if call["kind"] in _MESSAGES and call["peer"] is not None:
+            peer = ranks[call["peer"]]
+            ranks = ("message", rank, peer) if call["kind"] == "send" else ("message", peer, rank)
+        counts[ranks] += 1
+        yield ranks, counts[ranks]
+
+
+def simulate(
+    streams: Mapping[str, Mapping[str, Any]],
+    costs: Costs,
+    axes: Mapping[tuple[int, ...], str],
+    *,
+    traced: bool = False,
+) -> list[RankTime]:
+    """Return the time of the last step of each played rank.
+
+    Args:
+        streams: the events by rank, as in a rehearsal's document.
+        axes: the name of each group of ranks.
+        traced: True to keep the slices of all streams.
+    """
+    ranks = {
+        int(number): _Rank(int(number), each, costs, axes, traced)
+        for number, each in streams.items()
+    }
+    members: dict[Any, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    for rank in ranks.values():
+        for key, call in zip(rank.meetings, rank.calls, strict=True):
+            members[key][rank.time.rank] = call
+    meetings: dict[Any, _Meeting] = defaultdict(_Meeting)
+    free: dict[Any, float] = defaultdict(float)
+    pending = dict(members)
+    moved = True
+    while moved:
+        moved = sum(rank.advance(meetings) for rank in ranks.values()) > 0
+        for key in [it for it in pending if meetings[it].ready.keys() == members[it].keys()]:
+            meeting, calls = meetings[key], pending.pop(key)
+            (group, _), call = key, next(iter(calls.values()))
+            begin = max(*meeting.ready.values(), free[group])
+            meeting.end = free[group] = begin + costs.call(call)
+            axis = axes[tuple(call["ranks"])]
+            for number in calls:
+                rank = ranks[number]
+                time, weight = rank.time, rank.call_repeats[key]
+                time.communicated[axis] += weight * (meeting.end - begin)
+                time.slowed += weight * (meeting.end - begin) * costs.slowdown(call)
+                name = f"{call['kind'].strip('_')} {axis}"
+                time.slices.append(
+                    Slice(f"communication {axis}", begin, meeting.end, name, call["line"])
+                )
+            moved = True
+    for rank in ranks.values():
+        rank.finish()
+    return [rank.time for rank in ranks.values()]

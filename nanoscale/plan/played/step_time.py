@@ -1,0 +1,114 @@
+"""The time of a rehearsed step as a document, and as a trace for Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.plan.hardware.hardware import described_hardware
+from nanoscale.plan.played.costs import Costs
+from nanoscale.plan.played.simulation import RankTime, simulate
+from nanoscale.rehearse.compare import axis_of
+
+_MOST_OPERATIONS = 10
+Document = dict[str, Any]
+
+
+def times_of(config: ResolvedConfig, result: Document, *, traced: bool = False) -> list[RankTime]:
+    """Return the times of the ranks of a rehearsal's document; none if the hardware's speeds are not known.
+
+    `traced`: True to keep what each stream does.
+    """
+    try:
+        costs = Costs(config, described_hardware(config))
+    except (UserError, UnknownHardwareError):
+        return []
+    degrees = {axis: size for axis, size in result["degrees"].items() if axis != "ep"}
+    streams: Mapping[str, Any] = result.get("streams", {})
+    groups = {tuple(call["ranks"]) for rank in streams.values() for call in rank["calls"]}
+    axes = {group: axis_of(group, degrees) for group in groups}
+    return simulate(streams, costs, axes, traced=traced)
+
+
+def document(config: ResolvedConfig, times: list[RankTime]) -> Document | None:
+    """Return the time of a step, by rank, and its most expensive operations; None if it is not known."""
+    if not times:
+        return None
+    slowest = max(times, key=lambda rank: rank.seconds)
+    operations = _most(slowest.operations)
+    tokens = config.tokens_per_step / config.world_size
+    return {
+        "seconds": slowest.seconds,
+        "tokens_per_s_per_device": tokens / slowest.seconds if slowest.seconds else None,
+        "slowest_rank": slowest.rank,
+        "ranks": [_rank(rank) for rank in times],
+        "operations": [
+            {"what": described(work), "count": slowest.counts[work], "seconds": seconds}
+            for work, seconds in operations
+        ],
+    }
+
+
+def _most(seconds: Mapping[Any, float]) -> list[tuple[Any, float]]:
+    """Return the entries with most seconds."""
+    return sorted(seconds.items(), key=lambda entry: -entry[1])[:_MOST_OPERATIONS]
+
+
+def _rank(rank: RankTime) -> Document:
+    exposed: dict[str, float] = {}
+    for (axis, _), seconds in rank.exposed.items():
+        exposed[axis] = exposed.get(axis, 0.0) + seconds
+    return {
+        "rank": rank.rank,
+        "seconds": rank.seconds,
+        "computed": rank.computed,
+        "slowed": rank.slowed,
+        "host_gaps": rank.host_gaps,
+        "exposed": exposed,
+        "communicated": dict(rank.communicated),
+        "waits": [
+            {"axis": axis, "line": line, "seconds": seconds}
+            for (axis, line), seconds in _most(rank.exposed)
+        ],
+    }
+
+
+def described(work: tuple[Any, ...]) -> str:
+    """Return an operation as a text, such as `mm bf16 8192 × 14336 × 4096`."""
+    what, name, *numbers = work
+    if what == "product":
+        kind, *sizes, groups = numbers
+        return f"{name} {kind} {' × '.join(map(str, sizes))}" + (
+            f", {groups} groups" if groups > 1 else ""
+        )
+    if what == "attention":
+        kind, batch, queries, keys, heads, size, *_ = numbers
+        return f"{name.strip('_')} {kind} {batch} × {heads} heads × {queries} × {keys} × {size}"
+    return f"{name} of {numbers[0]:,} bytes"
+
+
+def trace(times: list[RankTime]) -> Document:
+    """Return the streams of all ranks in the trace format of Chrome, which ui.perfetto.dev opens."""
+    return {"traceEvents": list(_trace_events(times)), "displayTimeUnit": "ms"}
+
+
+def _trace_events(times: list[RankTime]) -> Iterator[Document]:
+    for rank in times:
+        yield {
+            "ph": "M",
+            "name": "process_name",
+            "pid": rank.rank,
+            "args": {"name": f"rank {rank.rank}"},
+        }
+        names = sorted({each.stream for each in rank.slices})
+        for number, name in enumerate(names):
+            about = {"name": name}
+            yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": number, "args": about}
+        for each in rank.slices:
+            yield {
+                "ph": "X", "name": each.name, "pid": rank.rank, "tid": names.index(each.stream),
+                "ts": 1e6 * each.begin, "dur": 1e6 * (each.end - each.begin), "args": {"at": each.detail},
+            }  # fmt: skip
