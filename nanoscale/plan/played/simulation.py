@@ -150,6 +150,8 @@ class _Rank:
             return False
         _, what, of = self.events[at]
         now, weight = max(self.stream_times[stream], issued), self._repeats[at]
+        if what != "work" and stream == 0:
+            self.time.host_gaps += weight * (now - self.stream_times[0])
         if what == "work":
             now = self._compute(stream, of, issued, weight)
         elif what == "call":
@@ -199,6 +201,7 @@ class _Rank:
         last, since = self.final_host
         host = since + (self.done[last] if last >= 0 else 0.0)
         end = max([host, *self.stream_times.values()])
+        self.time.host_gaps += max(0.0, end - max([0.0, *self.stream_times.values()]))
         ends = [at for _, at in self._batches[1:]]
         for (repeat, begin), until in zip(self._batches, [*ends, end], strict=False):
             end += (repeat - 1) * (until - begin)
