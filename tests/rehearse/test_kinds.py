@@ -96,7 +96,7 @@ def test_ranks_of_a_kind_do_the_same(name: str) -> None:
             assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
             for it in (one, other):
                 del it["timeline"], it["segments"]
-                it["works"] = sorted(map(repr, it["works"]))
+                del it["works"]
                 it["events"] = [event for event in it["events"] if event[1] != "work"]
         assert one == other
 
