@@ -160,6 +160,8 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
     def advance(plain: Callable[[], StepResult]) -> StepResult:
         step, previous = training.progress.step + 1, training.last
         world.record.operations = 0
+        if step > 1 and training.config.backend.compile == "on":
+            world.begin_compiled_step()
         timed = world.timed() if step == training.config.train.steps else nullcontext()
         with world.during(f"step {step}"), _played_batches(samples, world, training.engine), timed:
             result = plain()

@@ -13,7 +13,7 @@ _DTYPES = {
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
-_EMPTY = {
+EMPTY = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_",
     "_local_scalar_dense", "_unsafe_view",
 }  # fmt: skip
@@ -34,19 +34,19 @@ def work_of(
 ) -> Work | None:
     """Return the work of an operation on tensors without numbers; None if it starts no kernel."""
     name = func.__name__.partition(".")[0]
-    if func.is_view or name in _EMPTY:
+    if func.is_view or name in EMPTY:
         return None
-    outputs = [each for each in _flat(result) if isinstance(each, Tensor)]
+    outputs = [each for each in flat(result) if isinstance(each, Tensor)]
     if name in _PRODUCTS:
         return _product(name, tensors, outputs)
     if "attention" in name:
         return _attention(name, func, args, kwargs)
     devices = {each.device.type for each in (*tensors, *outputs)}
     if name in ("_to_copy", "copy_") and len(devices - {"meta"}) > 1:
-        return "copy", name, max(map(_bytes, outputs), default=0)
+        return "copy", name, max(map(bytes_of, outputs), default=0)
     read = outputs if name in _ROWS else tensors
-    written: Sequence[Any] = outputs or (_flat(args[0]) if name.startswith("_foreach") else [])
-    return "bytes", name, sum(map(_bytes, read)) + sum(map(_bytes, written))
+    written: Sequence[Any] = outputs or (flat(args[0]) if name.startswith("_foreach") else [])
+    return "bytes", name, sum(map(bytes_of, read)) + sum(map(bytes_of, written))
 
 
 def _product(name: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
@@ -75,13 +75,14 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
     )  # fmt: skip
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
+    """Return the leaves of nested lists and tuples."""
     if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in _flat(each)]
+        return [leaf for each in value for leaf in flat(each)]
     return [value]
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor's numbers; those that an expanded tensor repeats count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

@@ -35,6 +35,7 @@ from nanoscale.rehearse.played.fake_tensors import (
     read_on_host,
     report_devices,
 )
+from nanoscale.rehearse.played.fusion import Fusion
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import HOST, Call, RankRecord, StreamEvent, calling_line
@@ -95,6 +96,7 @@ class World(DeviceMemory):
         self._segments: dict[tuple[int, ...], int] = {}
         self._segment: list[int] = []
         self._segment_stream = 0
+        self.fusion = Fusion(self._add_kernel, self._forget)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -146,10 +148,33 @@ class World(DeviceMemory):
         if func in _OF_STORAGES and not self.on_gpu:
             args = (args[0], self._storage_without_numbers(args[1]), *args[2:])
         result = _loss(func, args) if func in _LOSSES else func(*args, **kwargs)
+        is_fused = self.fusion.region is not None and self.fusion.see(func, tensors, result)
         self.see_all(result)
-        if self.keeps_timeline:
+        if self.keeps_timeline and not is_fused:
             self.add_work(work_of(func, tensors, args, kwargs, result))
         return result
+
+    def see_storage(self, storage: torch.UntypedStorage) -> None:
+        if not self.fusion.is_ghost(storage):
+            super().see_storage(storage)
+
+    def _forget(self, storage: torch.UntypedStorage) -> None:
+        """Stop counting a storage that a compiled job does not have."""
+        if storage._cdata in self._held:
+            self._change(storage._cdata, self._held.pop(storage._cdata)[1], 0)
+
+    def _add_kernel(self, work: Work) -> None:
+        if self.keeps_timeline:
+            self.add_work(work)
+
+    def begin_compiled_step(self) -> None:
+        """Play the next step as compiled, and count the memory of steps anew: the first one has shown what is
+        fused."""
+        if not self.fusion.learned:
+            self.fusion.learned = True
+            for phase in ("forward", "backward", "update"):
+                self.record.phases.pop(phase, None)
+            self.allocator.release_free()
 
     # Tensors in host memory
 
@@ -261,6 +286,7 @@ class World(DeviceMemory):
 
     def add_event(self, what: str, of: int, stream: int | None = None) -> None:
         """Record an event of a stream, by default the present one; nothing if it refers to no event."""
+        self.fusion.end_segment()
         self._end_segment()
         if of >= 0:
             stream = self.stream if stream is None else stream
@@ -380,7 +406,7 @@ def played(
     with Patches() as patches:
         world = World(device, mode, patches, record)
         report_devices(patches)
-        patches.replace(torch, "compile", lambda function=None, **_: function or (lambda f: f))
+        patches.replace(torch, "compile", world.fusion.compile)
         collectives.hold_tensors(patches, on_gpu=on_gpu)
         patches.replace(FakeWork, "wait", lambda work, *_: world.wait_for(work))
         wait = world.wait if on_gpu else lambda _: None
