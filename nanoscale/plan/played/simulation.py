@@ -2,7 +2,7 @@
 
 The host issues the events of a rank in order, and a stream begins each as soon as it is issued and the one
 before has ended. A collective begins once all its played ranks have begun it, and after the one before it in
-the same group. Ranks that were not played are as fast as those that were.
+the same group. Ranks that were not played are as fast as played ones.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class RankTime:
     rank: int
     seconds: float = 0.0
     computed: float = 0.0
-    """Of the default stream's operations."""
+    """Seconds of the default stream's operations."""
     host_gaps: float = 0.0
-    """In which the default stream waits for the host to issue an operation."""
+    """Seconds in which the default stream waits for the host to issue an operation."""
     exposed: Seconds = field(default_factory=_seconds)
-    """In which the default stream, or the host, waits for a collective; by axis and line of code."""
+    """Seconds in which the default stream, or the host, waits for a collective; by axis and line of code."""
     communicated: Seconds = field(default_factory=_seconds)
-    """Of collectives, hidden or not, by axis."""
+    """Seconds of collectives, hidden or not, by axis."""
     slowed: float = 0.0
-    """By which hidden collectives slow down the computation."""
+    """Seconds by which hidden collectives slow down the computation."""
     operations: Seconds = field(default_factory=_seconds)
-    """Of the default stream's operations, by work."""
+    """Seconds of the default stream's operations, by work."""
     counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     slices: list[Slice] = field(default_factory=list)
 

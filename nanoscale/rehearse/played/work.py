@@ -20,6 +20,12 @@ EMPTY = {
 """Operations without a kernel, as views are."""
 _ROWS = {"embedding", "index_select", "gather", "index", "take"}
 """Operations that read as much of their first input as they write."""
+_SCATTERS = {
+    "scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_",
+}  # fmt: skip
+"""Operations that change as much of their first input as they read of the others."""
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+"""Operations that do not read their first input."""
 
 Work = tuple[Any, ...]
 """One of
@@ -36,25 +42,35 @@ def work_of(
     name = func.__name__.partition(".")[0]
     if func.is_view or name in EMPTY:
         return None
-    outputs = [each for each in flat(result) if isinstance(each, Tensor)]
+    outputs = _tensors(result)
+    if not (tensors or outputs):  # an event of the profiler
+        return None
     if name in _PRODUCTS:
-        return _product(name, tensors, outputs)
+        return _product(name, tensors)
     if "attention" in name:
         return _attention(name, func, args, kwargs)
     devices = {each.device.type for each in (*tensors, *outputs)}
     if name in ("_to_copy", "copy_") and len(devices - {"meta"}) > 1:
         return "copy", name, max(map(bytes_of, outputs), default=0)
-    read = outputs if name in _ROWS else tensors
-    written: Sequence[Any] = outputs or (flat(args[0]) if name.startswith("_foreach") else [])
+    given, unread, changed = _given(func, args, kwargs), set[int](), list[Tensor]()
+    for argument in func._schema.arguments:
+        of_argument = _tensors(given.get(argument.name))
+        if argument.is_out:
+            unread |= {id(tensor) for tensor in of_argument}
+        # The update of an optimizer only changes gradients that it scales.
+        if argument.alias_info and argument.alias_info.is_write and argument.name != "grads":
+            changed += of_argument
+    if name in _OVERWRITES or name in _SCATTERS:
+        unread.add(id(tensors[0]))
+    read = [it for it in tensors if id(it) not in unread]
+    written = read if name in _SCATTERS else changed or outputs
+    if name in _ROWS:
+        read = written
     return "bytes", name, sum(map(bytes_of, read)) + sum(map(bytes_of, written))
 
 
-def _product(name: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
-    left, right = [each for each in tensors if each.dim() >= 2][-2:]
-    if name.startswith("_scaled"):
-        left, right = tensors[:2]
-    if name in ("addmm", "baddbmm"):
-        left, right = tensors[1:3]
+def _product(name: str, tensors: Sequence[Tensor]) -> Work:
+    left, right = tensors[1:3] if name in ("addmm", "baddbmm") else tensors[:2]
     groups = left.shape[0] if left.dim() == 3 else right.shape[0] if right.dim() == 3 else 1
     (m, k), n = left.shape[-2:], right.shape[-1]
     if "grouped" in name and left.dim() == 2:
@@ -63,9 +79,7 @@ def _product(name: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) ->
 
 
 def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
-    given = dict(zip((it.name for it in func._schema.arguments), args, strict=False)) | (
-        kwargs or {}
-    )
+    given = _given(func, args, kwargs)
     query, key = given["query"], given["key"]
     causal = bool(given.get("is_causal", given.get("causal", False)))
     batch, heads, queries, size = query.shape
@@ -75,6 +89,12 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
     )  # fmt: skip
 
 
+def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operation by name."""
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | (kwargs or {})
+
+
 def flat(value: Any) -> list[Any]:
     """Return the leaves of nested lists and tuples."""
     if isinstance(value, (list, tuple)):
@@ -82,8 +102,12 @@ def flat(value: Any) -> list[Any]:
     return [value]
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in flat(value) if isinstance(each, Tensor)]
+
+
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's numbers; those that an expanded tensor repeats count once."""
+    """Return the bytes of a tensor's numbers; numbers that an expanded tensor repeats count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= int(size) if stride else 1
