@@ -38,6 +38,7 @@ VERBS = {
     "sweep": "jobs.sweep",
     "plan": "inspect.plan",
     "rehearse": "inspect.rehearse",
+    "conform": "measure.conform",
     "doctor": "measure.doctor",
     "data": "jobs.data",
     "generate": "jobs.generate",

@@ -30,6 +30,7 @@ BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
 TRAINING, BANDWIDTH, EVALUATION, BENCH = "training", "bandwidth", "evaluation", "bench"
+CONFORMITY = "conformity"
 """The jobs of ranks."""
 
 _WRITE_S = 1.0

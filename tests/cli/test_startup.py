@@ -46,6 +46,7 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
                 "config",
                 "plan",
                 "rehearse",
+                "conform",
                 "generate",
                 "eval",
                 "bench",

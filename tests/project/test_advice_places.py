@@ -57,6 +57,7 @@ TYPED_BACK = {
     "config/hf/any_model.py": "config/test_any_model_advice.py",
     "config/hf/pretrained.py": "cli/test_advice.py",
     "plan/budget.py": "cli/test_budget.py",
+    "config/translation/miniature.py": "cli/test_conform.py",
     "config/rules/backends.py": "cli/test_advice_on_files.py",
     "config/rules/data.py": "config/test_mixture.py",
     "config/rules/devices.py": "config/test_launcher_rules.py",

@@ -68,6 +68,8 @@ EXCUSED = {
         ),
         "needs a bucket: tests/cli/test_object_storage.py has one",
     ),
+    "nanoscale conform recipe=debug parallel.dp=2 parallel.tp=2 zero=stage3": "compares real ranks: "
+    "tests/cli/test_conform.py",
     "nanoscale train launcher=slurm": "needs an allocation: tests/cluster/test_slurm.py",
     "nanoscale doctor --hostfile hosts": "needs hosts with sshd: tests/cluster/test_doctor.py runs it on some",
     "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "

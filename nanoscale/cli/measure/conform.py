@@ -1,0 +1,36 @@
+"""`nanoscale conform`: the job made small, in its layout and in one process, compared in fp64 on this CPU."""
+
+from __future__ import annotations
+
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
+from nanoscale.cli.common.layout_check import compared
+from nanoscale.cli.common.output import DONE, FAILED, print_json
+from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
+from nanoscale.common import display
+
+
+@requesting("config", "config_dir", *HOSTS, "trust")
+def conform(line: CommandLine, as_json: opt.AsJson = False) -> int:
+    """Compare a job's layout with one process, in fp64 on this CPU.
+
+    The job is made small: few narrow blocks of the same kinds, and degrees of at most 2. It trains three steps
+    in its layout and in one process. Losses, gradient norms, and each parameter's gradients and updates are
+    compared, also after a resume in one process. Your own code (hooks) takes part. The exit code is 1 if
+    something differs.
+    """
+    from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.view.conformity_text import sentences
+
+    line.require_startable()
+    line = on_described_hosts(line)
+    request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
+    result = compared(request.config)
+    if result is None:
+        return FAILED
+    if as_json:
+        print_json(result)
+    else:
+        for sentence in sentences(result):
+            display.show(sentence)
+    return DONE if result["equal"] else FAILED

@@ -1,0 +1,44 @@
+"""The comparison of a job's layout with one process: two one-shot jobs on the CPUs of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.translation.miniature import STEPS, in_one_process, miniature
+from nanoscale.launch.fleet.signals import unwinding
+from nanoscale.launch.lifecycle.one_shot_job import run_one_shot_job
+from nanoscale.processes.messages import CONFORMITY
+
+
+def conform(config: ResolvedConfig, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train the small job in its layout and in one process; return the document of `conform --json`.
+
+    Raises:
+        UserError: the job cannot be made small, or a rank found an error in the request.
+        OneShotJobError: a rank failed.
+    """
+    with unwinding(), TemporaryDirectory(prefix="nanoscale-conform-") as name:
+        small, lacks = miniature(config, Path(name))
+        run_one_shot_job(CONFORMITY, small, (), {"folder": name, "compares": False}, say)
+        task = {"folder": name, "compares": True}
+        result = run_one_shot_job(CONFORMITY, in_one_process(small), (), task, say)
+    layout = small.parallel
+    resumed = result.pop("resumed", None)
+    return {
+        "equal": result["first_difference"] is None and not (resumed or {}).get("first_difference"),
+        **result,
+        "resumed": resumed,
+        "layout": {
+            axis: getattr(layout, axis)
+            for axis in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+            if getattr(layout, axis) > 1
+        },
+        "zero_stage": small.zero.stage,
+        "world_size": small.world_size,
+        "steps": STEPS,
+        "left_out": lacks,
+    }

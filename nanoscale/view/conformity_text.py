@@ -1,0 +1,102 @@
+"""The result of `nanoscale conform` in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nanoscale.common.units import listed
+
+_EXACT = 1e-6
+"""A factor this near to a whole number, or to 1 divided by one, is that number."""
+_MOST = 64
+_WHAT = {
+    "loss": "the loss",
+    "gradient": "the gradient of {parameter}",
+    "grad_norm": "the gradient norm",
+    "update": "the update of {parameter}",
+}
+_PHASES = {
+    "loss": "the forward pass, or the sum of the losses over ranks, micro batches and tokens",
+    "gradient": "the backward pass, or the reduction of gradients",
+    "grad_norm": "the norm over all ranks; each gradient is equal",
+    "update": "the optimizer; the gradients are equal",
+}
+
+
+def sentences(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the sentences for people; the last one says what the comparison cannot show."""
+    name = layout_name(result)
+    resumed = result["resumed"]
+    if (first := result["first_difference"]) is not None:
+        yield f"{name}: differs from one process. {_difference(first, result)}"
+    else:
+        yield f"{name}: equal to {result['largest']:.0e}"
+    if resumed is not None and (first := resumed["first_difference"]) is not None:
+        yield f"resumed in one process: differs. {_difference(first, result)}"
+    elif resumed is not None:
+        yield f"resumed in one process from step {result['steps'] - 1}: equal to {resumed['largest']:.0e}"
+    left_out = result["left_out"]
+    lacks = f", and the small job lacks {listed(left_out)}" if left_out else ""
+    yield (
+        f"Compared: losses, gradient norms, each gradient and update of {result['steps']} steps in fp64 on "
+        f"this CPU. Not shown: GPU kernels, lower precision and large sizes{lacks}"
+    )
+
+
+def layout_name(result: dict[str, Any]) -> str:
+    """Return the small job's layout, as in `dp 2 · tp 2, ZeRO 3`."""
+    degrees = " · ".join(f"{axis} {degree}" for axis, degree in result["layout"].items())
+    return f"{degrees or 'one rank'}, ZeRO {result['zero_stage']}"
+
+
+def _difference(first: dict[str, Any], result: dict[str, Any]) -> str:
+    text = f"In step {first['step']}, {_named(first)}: look at {_PHASES[first['what']]}"
+    if meaning := _meaning(first["factor"], result["layout"]):
+        text += f". {meaning}"
+    if then := first.get("then"):
+        text += f". In the same step, {_named(then)}"
+        if meaning := _meaning(then["factor"], result["layout"]):
+            text += f". {meaning}"
+    return text
+
+
+def _named(difference: dict[str, Any]) -> str:
+    what = _WHAT[difference["what"]].format(parameter=difference["parameter"])
+    factor = difference["factor"]
+    if factor is not None and abs(factor - 1) > _EXACT:
+        return f"{what} is {_shown(factor)} times as large as in one process"
+    return f"{what} differs by {difference['relative']:.2g} of its size"
+
+
+def _shown(factor: float) -> str:
+    number = _whole(factor)
+    inverse = _whole(1 / factor) if factor else None
+    if number is not None:
+        return str(number)
+    return f"1/{inverse}" if inverse is not None else f"{factor:.6g}"
+
+
+def _whole(value: float) -> int | None:
+    number = round(value)
+    return number if 0 <= number <= _MOST and abs(value - number) <= _EXACT * abs(value) else None
+
+
+def _meaning(factor: float | None, degrees: dict[str, int]) -> str:
+    """Return the sentence on a factor that a missing or repeated reduction explains."""
+    if factor is None or abs(factor - 1) <= _EXACT:
+        return ""
+    if factor == 0:
+        return "It is zero: a gradient is lost"
+    number, is_inverse = _whole(factor), False
+    if number is None:
+        number, is_inverse = _whole(1 / factor), True
+    if number is None:
+        return ""
+    axes = listed([axis for axis, degree in degrees.items() if degree == number])
+    of_axes = f" ({axes} has that many ranks)" if axes else ""
+    if is_inverse:
+        return f"A sum over {number} ranks is missing, or the division by {number} is done twice{of_axes}"
+    return (
+        f"A sum over {number} ranks is done twice, or the division by {number} is missing{of_axes}"
+    )

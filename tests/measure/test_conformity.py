@@ -1,0 +1,240 @@
+"""`nanoscale conform`: a wrong reduction of one's own code is found and named, and right layouts are equal."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Data, Hooks, Optimizer
+from nanoscale.config.translation.miniature import in_one_process, miniature
+from nanoscale.measure import conformity
+from nanoscale.parallel import process_group
+from nanoscale.runs.directory import RunDirectory
+from tests.support.jobs import make_config
+from tests.support.layouts import AUX, ROWS, row_config
+from tests.support.ranks import run_ranks
+from tests.support.rows import usual_rows
+
+
+def train_layout(rank: int, config: ResolvedConfig, folder: Path) -> None:
+    process_group.join(config.world_size, torch.device("cpu"), 120.0, even_alone=config.offloads)
+    conformity.record_layout(config, RunDirectory(folder), rank)
+
+
+def train_alone(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, Any]:
+    return conformity.compare_with_layout(config, RunDirectory(folder))
+
+
+def compared(config: ResolvedConfig, folder: Path) -> dict[str, Any]:
+    small, _ = miniature(config, folder)
+    run_ranks(train_layout, small.world_size, small, folder)
+    (result,) = run_ranks(train_alone, 1, in_one_process(small), folder)
+    return result
+
+
+# --- wrong code -----------------------------------------------------------------------------------
+
+LOSS = """
+from torch.nn import functional as F
+
+def loss(logits, targets, config):
+    return F.cross_entropy(logits, targets, reduction="none")
+"""
+STEP = """
+import os
+import torch
+
+def on_step_end(moment):
+    weights = moment.modules[0].layers["0"].mlp.down.weight
+"""
+OPTIMIZER = """
+import torch
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                {change}
+        super().step()
+
+def optimizer(groups, config):
+    return Own(groups, lr=config.optimizer.lr)
+"""
+UNEVEN = Data("random", loss_on="answers")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake of a user's file, or one that the file makes in nanoscale."""
+
+    text: str
+    what: str
+    """The first difference."""
+    parameter: str | None = None
+    factor: float | None = None
+    """The ratio to one process, if it is a number that says something."""
+    layout: dict[str, Any] = field(default_factory=lambda: {"dp": 2})
+    stage: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+BUGS = {
+    "a mean of means over ranks": Bug(
+        LOSS.replace('"none")', '"none") * 64 / (targets != -100).sum()'),
+        "loss",
+        changes={"data": UNEVEN},
+    ),
+    "a gradient divided twice": Bug(
+        LOSS + """
+from nanoscale.backends.native import NativeEngine
+NativeEngine._scale = property(lambda self: 1.0)
+""",
+        "gradient", "embed.weight", 0.5, stage=3,
+    ),
+    "a gradient divided twice by the optimizer": Bug(
+        OPTIMIZER.format(change="p.grad.div_(config.parallel.dp)").replace(
+            "class", "from nanoscale.parallel import process_group\n\nclass"
+        ).replace("config.parallel.dp)", "process_group.world_size())"),
+        "update", "embed.weight", 0.5,
+    ),
+    "a forgotten sum over tp": Bug(
+        LOSS + """
+from nanoscale.parallel import tensor
+tensor.partial_grad = tensor.replicated_grad
+""",
+        "gradient", "layers.0.attention_norm.weight", layout={"tp": 2},
+    ),
+    "a random number of its own on each rank": Bug(
+        "import os\nimport torch\n" + LOSS.replace('"none")', '"none") * torch.rand('
+        'len(targets), generator=torch.Generator().manual_seed(int(os.environ["RANK"])))'),
+        "loss",
+    ),
+    "dropout that differs": Bug(
+        LOSS.replace("logits, targets, reduction", "F.dropout(logits, 0.1), targets, reduction"),
+        "loss",
+    ),
+    "positions that restart on each rank of cp": Bug(
+        LOSS + """
+import torch
+from nanoscale.parallel import context
+def apply(model, config, group, rank, real=context.apply):
+    real(model, config, group, rank)
+    model.token_positions = lambda seq, device: torch.arange(seq, device=device)
+from nanoscale.parallel import apply as _apply
+context.apply = apply
+""",
+        "loss", layout={"cp": 2, "cp_method": "ulysses"},
+    ),
+    "a router that sees half of a sequence": Bug(
+        LOSS + """
+from nanoscale.models.moe import Router
+Router.sum_over_sequence = property(lambda self: lambda x: x, lambda self, value: None)
+""",
+        "gradient", layout={"cp": 2}, changes={"model": replace(AUX, balance_rate=1.0)},
+    ),
+    "tokens counted on each rank": Bug(
+        LOSS + """
+import torch
+from nanoscale.backends.native import NativeEngine
+def count(self, batches):
+    return torch.tensor(sum(it.counted() for it in batches) * self.config.parallel.dp).double()
+NativeEngine._count_tokens = count
+""",
+        "loss", changes={"data": UNEVEN},
+    ),
+    "a norm of this rank's shards": Bug(
+        LOSS + """
+from nanoscale.backends import gradients
+gradients.global_norm = gradients.local_norm
+""",
+        "grad_norm", stage=3,
+    ),
+    "a trust ratio of this rank's shard": Bug(
+        OPTIMIZER.format(change="p.grad.mul_(getattr(p, '_local_tensor', p).norm())"), "update", "embed.weight",
+        stage=3,
+    ),
+    "weights that one rank changes": Bug(
+        STEP + '    if os.environ["RANK"] == "1":\n        weights.data.mul_(1.5)\n',
+        "loss",
+    ),
+    "samples that depend on the rank": Bug(
+        """
+import os
+import numpy as np
+
+class Samples:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, number):
+        seed = [number, int(os.environ["RANK"])]
+        return np.random.default_rng(seed).integers(0, 64, 17)
+
+def data(config, split):
+    return Samples() if split == "train" else None
+""",
+        "loss",
+    ),
+    "labels smoothed over the tokens at hand": Bug(
+        LOSS.replace("return ", "logits = logits - logits.mean(0)\n    return "), "loss",
+    ),
+}  # fmt: skip
+
+
+def with_bug(folder: Path, bug: Bug) -> ResolvedConfig:
+    file = folder / "hooks.py"
+    file.write_text(bug.text)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    changes: dict[str, Any] = {"data": Data("random"), "hooks": Hooks(str(file), sha256)}
+    if "def optimizer" in bug.text:
+        changes["optimizer"] = Optimizer("hooks", lr=1e-2, weight_decay=0.0, clip_norm=None)
+    if "def data" in bug.text:
+        changes["data"] = Data("hooks", valid_fraction=0.0)
+    layout = {key: value for key, value in bug.layout.items() if key != "dp"}
+    config = make_config(
+        folder, dp=bug.layout.get("dp", 1), stage=bug.stage, parallel=layout,
+        **changes | bug.changes,
+    )  # fmt: skip
+    objective = "hooks" if "def loss" in bug.text else "next-token"
+    return replace(config, train=replace(config.train, objective=objective))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
+def test_wrong_code_is_found_and_named(tmp_path: Path, bug: Bug) -> None:
+    result = compared(with_bug(tmp_path, bug), tmp_path)
+    first = result["first_difference"]
+    print(first)
+    assert first is not None
+    assert first["what"] == bug.what
+    if bug.parameter is not None:
+        assert first["parameter"] == bug.parameter
+    if bug.factor is not None:
+        assert first["factor"] == pytest.approx(bug.factor, rel=1e-9)
+
+
+# --- right layouts --------------------------------------------------------------------------------
+
+USUAL = (
+    "dp 2 · tp 2, stage 3",
+    "packed documents, dp 2 · pp 2, stage 1, full",
+    "ulysses cp 2",
+    "MoE aux, dp 2, ep 2, tp 2, cp 2, activation_checkpointing full, stage 2",
+    "pp 2, zbv",
+    "LoRA, dp 2, tp 2, activation_checkpointing full, stage 3",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", usual_rows({row.name: row for row in ROWS}, USUAL))
+def test_a_right_layout_is_equal(tmp_path: Path, row: Any) -> None:
+    result = compared(row_config(tmp_path, row, "fp64"), tmp_path)
+    assert result["first_difference"] is None, result
+    assert result["resumed"]["first_difference"] is None, result
+    assert result["largest"] < 1e-11
