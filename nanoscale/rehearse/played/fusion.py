@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,11 +77,13 @@ class Fusion:
             return lambda function: function
         forward, backward = (id(function), "forward"), (id(function), "backward")
 
-        def run(hidden: Tensor, *args: Any, **options: Any) -> Tensor:
+        def run(hidden: Any, *args: Any, **options: Any) -> Any:
+            if not torch.is_grad_enabled():  # an evaluation, or an optimizer's function
+                return function(hidden, *args, **options)
             self.begin(forward)
             result = function(_Mark.apply(hidden, lambda: self.begin(None)), *args, **options)
             self._end_forward(forward, result)
-            return cast("Tensor", _Mark.apply(result, lambda: self.begin(backward)))
+            return _Mark.apply(result, lambda: self.begin(backward))
 
         return run
 
