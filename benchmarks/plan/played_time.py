@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "llama-1b": ("recipe=llama-1b", "model.layers=4", "train.global_batch=16"),
     "qwen3-8b": ("recipe=qwen3-8b", "model.layers=4", "train.global_batch=16", "zero=stage3"),
     "gpt2": ("recipe=gpt2", "model.layers=4", "train.global_batch=64", "train.micro_batch=4"),
-    "fp8": (*_DP, "zero=stage3", "precision=fp8"),
+    "fp8": (*_DP, "zero=stage3", "precision=fp8", "backend.compile=on"),
 }  # fmt: skip
 """Name → overrides."""
 

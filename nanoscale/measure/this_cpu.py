@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ _STEPS = 12
 _WARM_UP = 3
 
 
-def fastest_step(config: Config) -> float:
+def fastest_step(config: Config, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of the fastest of some steps of a job on one rank, without its data."""
     assert isinstance(config.launcher.threads, int) and isinstance(config.train.micro_batch, int)
     torch.set_num_threads(config.launcher.threads)
@@ -27,12 +28,12 @@ def fastest_step(config: Config) -> float:
     tokens = torch.randint(config.model.vocab, shape)
     seconds = []
     for _ in range(_WARM_UP + _STEPS):
-        began = time.perf_counter()
+        began = clock()
         model(tokens, targets=tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return min(seconds[_WARM_UP:])
 
 

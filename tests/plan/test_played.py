@@ -131,6 +131,13 @@ def test_streams_compute_at_the_same_time_until_one_waits():
     assert (time.seconds, time.computed) == (6, 3)
 
 
+def test_a_stream_that_waits_for_a_collective_is_exposed_to_those_that_wait_for_it():
+    steps = (1, "call", 4), (1, "wait", 0), (0, "work", 1), (0, "after", 1), (0, "work", 2)
+    time, _ = played(rank(*steps), rank(*steps), slowed=0.5)
+    assert time.exposed == {("dp", "a.py:1"): 3}
+    assert time.seconds == 4 + 2 + 0.5 * 1
+
+
 def test_a_micro_batch_stands_for_several():
     batches = (0, "batch", 1), (0, "work", 1), (0, "batch", 3), (0, "work", 2), (0, "batch", 1)
     (time,) = played(rank(*batches, (0, "work", 1)))
@@ -159,11 +166,14 @@ def test_a_trace_has_every_operation_and_collective_at_its_time():
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [
-        (("product", "mm", "bf16", 8192, 4096, 512, 1),
+        (("product", "mm", "bf16", 8192, 4096, 512, 1, True),
          lambda on: operations.product(on, "bf16", 8192, 4096, 512)),
-        (("product", "_grouped_mm", "bf16", 99, 64, 32, 8),
+        (("product", "_grouped_mm", "bf16", 99, 64, 32, 8, True),
          lambda on: operations.product(on, "bf16", 99, 64, 32, 8)),
-        (("product", "mm", "fp32", 512, 512, 512, 1), lambda on: operations.product(on, "tf32", 512, 512, 512)),
+        (("product", "mm", "fp32", 512, 512, 512, 1, True),
+         lambda on: operations.product(on, "tf32", 512, 512, 512)),
+        (("product", "mm", "bf16", 4096, 4096, 1366, 1, True),  # 1366 rows, each of them aligned
+         lambda on: operations.product(on, "bf16", 4096, 4096, 1366, 1, True)),
         (("attention", "flash", "bf16", 2, 4096, 4096, 32, 128, True, False),
          lambda on: operations.attention(on, "bf16", 2, 4096, 4096, 32, 128, True, "cudnn")),
         (("attention", "flash", "bf16", 2, 4096, 1024, 32, 128, False, True),

@@ -11,6 +11,7 @@ from nanoscale.rehearse.played.work import Work, work_of
 A, B = torch.empty(6, 4), torch.empty(4, 5)
 WIDE, NARROW = torch.empty(1000), torch.empty(1000, dtype=torch.bfloat16)
 TABLE, ROWS = torch.empty(100, 8), torch.zeros(3, dtype=torch.int64)
+ODD = torch.empty(8, 7)
 QUERY = torch.empty(2, 3, 16, 8)
 
 
@@ -43,10 +44,14 @@ def update():
 @pytest.mark.parametrize(
     ("operation", "work"),
     [
-        (lambda: torch.mm(A, B), ("product", "mm", "fp32", 6, 5, 4, 1)),
-        (lambda: torch.mm(A, B, out=torch.empty(6, 5)), ("product", "mm", "fp32", 6, 5, 4, 1)),
-        (lambda: torch.addmm(torch.empty(5), A, B), ("product", "addmm", "fp32", 6, 5, 4, 1)),
-        (lambda: torch.bmm(A.expand(7, 6, 4), B.expand(7, 4, 5)), ("product", "bmm", "fp32", 6, 5, 4, 7)),
+        (lambda: torch.mm(A, B), ("product", "mm", "fp32", 6, 5, 4, 1, False)),
+        (lambda: torch.mm(A, B, out=torch.empty(6, 5)), ("product", "mm", "fp32", 6, 5, 4, 1, False)),
+        (lambda: torch.addmm(torch.empty(5), A, B), ("product", "addmm", "fp32", 6, 5, 4, 1, False)),
+        (lambda: torch.bmm(A.expand(7, 6, 4), B.expand(7, 4, 5)),
+         ("product", "bmm", "fp32", 6, 5, 4, 7, False)),
+        (lambda: torch.mm(TABLE, ODD), ("product", "mm", "fp32", 100, 7, 8, 1, False)),
+        (lambda: torch.mm(TABLE.t(), TABLE),
+         ("product", "mm", "fp32", 8, 8, 100, 1, True)),
         (lambda: WIDE + 1, ("bytes", "add", 8000)),
         (lambda: WIDE.add_(NARROW), ("bytes", "add_", 10000)),
         (lambda: WIDE.copy_(NARROW), ("bytes", "copy_", 6000)),

@@ -45,8 +45,8 @@ class Costs:
         """Return the device's seconds of an operation (`rehearse.played.work`)."""
         what, _name, *numbers = work
         if what == "product":
-            kind, m, n, k, groups = numbers
-            return operations.product(self.hardware, self._kind(kind), m, n, k, groups)
+            kind, *sizes, aligned = numbers
+            return operations.product(self.hardware, self._kind(kind), *sizes, aligned)
         if what == "attention":
             kind, *shape, causal, backward = numbers
             kernel = attention_kernel(self.config)

@@ -60,7 +60,8 @@ class RankTime:
     host_gaps: float = 0.0
     """Seconds in which the default stream waits for the host to issue an operation."""
     exposed: Seconds = field(default_factory=_seconds)
-    """Seconds in which the default stream, or the host, waits for a collective; by axis and line of code."""
+    """Seconds in which the default stream, or the host, waits for a collective, or for another stream that
+    waits for one; by axis and line of code."""
     communicated: Seconds = field(default_factory=_seconds)
     """Seconds of collectives, hidden or not, by axis."""
     slowed: float = 0.0
@@ -100,6 +101,8 @@ class _Rank:
         self._parts: Sequence[Sequence[int]] = streams["segments"]
         self._segments = [self._segment(segment) for segment in self._parts]
         self.stream_times: dict[int, float] = defaultdict(float)
+        self._awaited: dict[int, Mapping[str, Any]] = {}
+        """The collective that each stream has waited for last."""
         self.done: dict[int, float] = {}
         """The time at which each event that has passed has ended."""
         self.queues: dict[int, deque[int]] = defaultdict(deque)
@@ -160,21 +163,29 @@ class _Rank:
             end = meetings[self.meetings[of]].end
             if end is None:
                 return False
-            if end > now and stream in (0, HOST):
-                call = self.calls[of]
-                axis = self._axes[tuple(call["ranks"])]
-                self.time.exposed[axis, call["line"]] += weight * (end - now)
-                self.time.slowed -= weight * (end - now) * self._costs.slowdown(call)
-                self.time.slices.append(Slice("waits", now, end, f"waits for {axis}", call["line"]))
+            self._awaited[stream] = self.calls[of]
+            if stream in (0, HOST):
+                self._expose(self.calls[of], now, end, weight)
             now = max(now, end)
         elif what == "after":
             if of not in self.done:
                 return False
+            call = self._awaited.get(self.events[of][0])
+            if stream == 0 and call is not None:
+                self._expose(call, now, self.done[of], weight)
             now = max(now, self.done[of])
         elif what == "batch" and of:
             self._batches.append((of, max(now, issued)))
         self.stream_times[stream] = self.done[at] = now
         return True
+
+    def _expose(self, call: Mapping[str, Any], begin: float, end: float, weight: int) -> None:
+        """Count the seconds in which the default stream or the host waits for a collective."""
+        if end > begin:
+            axis = self._axes[tuple(call["ranks"])]
+            self.time.exposed[axis, call["line"]] += weight * (end - begin)
+            self.time.slowed -= weight * (end - begin) * self._costs.slowdown(call)
+            self.time.slices.append(Slice("waits", begin, end, f"waits for {axis}", call["line"]))
 
     def _compute(self, stream: int, number: int, issued: float, weight: int) -> float:
         segment, begin = self._segments[number], self.stream_times[stream]

@@ -80,7 +80,7 @@ def described(work: tuple[Any, ...]) -> str:
     """Return an operation as a text, such as `mm bf16 8192 × 14336 × 4096`."""
     what, name, *numbers = work
     if what == "product":
-        kind, *sizes, groups = numbers
+        kind, *sizes, groups, _aligned = numbers
         return f"{name} {kind} {' × '.join(map(str, sizes))}" + (
             f", {groups} groups" if groups > 1 else ""
         )

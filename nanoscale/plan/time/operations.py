@@ -43,18 +43,31 @@ _BACKWARD_RATE = 0.8
 
 
 @lru_cache(maxsize=65536)
-def product(hardware: Hardware, kind: str, m: int, n: int, k: int, groups: int = 1) -> float:
+def product(
+    hardware: Hardware,
+    kind: str,
+    m: int,
+    n: int,
+    k: int,
+    groups: int = 1,
+    aligned: bool | None = None,
+) -> float:
     """Return the seconds for [m, k] · [k, n] in dtype `kind`, or for `groups` such products in one kernel.
 
     Tiles are assigned to the multiprocessors in waves, and the last wave is rarely full (NVIDIA, Matrix
     Multiplication Background User's Guide, sections on tile and wave quantization).
+
+    Args:
+        aligned: True if the rows in memory are aligned; None if the rows are of n and k numbers.
     """
     efficiency = hardware.efficiency
     share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
     arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
     if hardware.multiprocessors > 1:  # not a CPU
         arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
-        if WIDTH[kind] < 4 and any(length * WIDTH[kind] % _ALIGNED for length in (n, k)):
+        if aligned is None:
+            aligned = not any(length * WIDTH[kind] % _ALIGNED for length in (n, k))
+        if WIDTH[kind] < 4 and not aligned:
             arithmetic *= _UNALIGNED
     result = 2 if kind == "fp8" else WIDTH[kind]
     traffic = groups * (WIDTH[kind] * (m + n) * k + result * m * n)

@@ -29,7 +29,7 @@ _OVERWRITES = {"copy_", "fill_", "zero_"}
 
 Work = tuple[Any, ...]
 """One of
-    ("product", name, dtype, m, n, k, groups)
+    ("product", name, dtype, m, n, k, groups, whether all rows in memory are multiples of 16 bytes)
     ("attention", name, dtype, batch, queries, keys, heads, head size, causal, backward)
     ("bytes", name, number) that the device reads and writes
     ("copy", name, number) that the link to the host carries."""
@@ -75,7 +75,9 @@ def _product(name: str, tensors: Sequence[Tensor]) -> Work:
     (m, k), n = left.shape[-2:], right.shape[-1]
     if "grouped" in name and left.dim() == 2:
         m = m // groups
-    return "product", name, _DTYPES.get(left.dtype, "fp32"), m, n, k, groups
+    rows = max(left.stride()[-2:]), max(right.stride()[-2:]), n
+    aligned = not any(length * left.element_size() % 16 for length in rows)
+    return "product", name, _DTYPES.get(left.dtype, "fp32"), m, n, k, groups, aligned
 
 
 def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
