@@ -23,6 +23,7 @@ import psutil
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.processes.lifeline import die_with, end_group
+from nanoscale.rehearse.compiled_code import compiler_findings
 from nanoscale.rehearse.life import play
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
@@ -119,6 +120,8 @@ def _play(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
         gpu = Gpu(**task.gpu) if task.gpu is not None else None
         snapshot = snapshot_file(folder, rank) if task.snapshots else None
         record = play(config, rank, task.steps, gpu, snapshot)
+        if rank == task.ranks[0]:
+            record.compiler = compiler_findings(config)
         write_json(record_file(folder, rank), record.as_json())
         code = 0
     except BaseException:

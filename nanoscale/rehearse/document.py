@@ -51,6 +51,7 @@ def document(
         "compared_groups": compared,
         "groups": groups,
         "eager": eager,
+        "compiler": [finding for record in records for finding in record.compiler],
         "notes": _notes(config, records),
         "not_played": _not_played(config, records, steps),
         "collectives": _totals(records, degrees, steps),

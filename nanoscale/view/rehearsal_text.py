@@ -64,7 +64,13 @@ def _blocks(result: Document, changes: Sequence[dict[str, str]]) -> Iterator[Blo
         yield table(_COLLECTIVES, result["collectives"])
         if not result["mismatches"]:
             yield Lines([_agreement(result)])
-    yield Lines([*_waits(result), *(f"note: {note}" for note in result["notes"])])
+    yield Lines(
+        [
+            *_waits(result),
+            *result.get("compiler", []),
+            *(f"note: {note}" for note in result["notes"]),
+        ]
+    )
     if result["not_played"]:
         yield Lines([f"not played: {'; '.join(result['not_played'])}"])
     if "against" in result:

@@ -143,6 +143,8 @@ class RankRecord:
     """Bytes of tensors on the device in the last step: maxima of at most 1,500 equal intervals."""
     findings: list[str] = field(default_factory=list)
     """Mistakes of the code that one rank shows without the others."""
+    compiler: list[str] = field(default_factory=list)
+    """What the compiler cannot do with the blocks, seen by one of the ranks."""
     notes: list[str] = field(default_factory=list)
     """Facts about the rank's shards that users should know."""
     error: str = ""
