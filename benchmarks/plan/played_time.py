@@ -19,8 +19,8 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.plan.hardware.planned_devices import planned_devices
-from nanoscale.plan.played.simulation import RankTime
 from nanoscale.plan.played.step_time import times_of
+from nanoscale.plan.played.streams import RankTime
 from nanoscale.plan.predict import predict
 from nanoscale.plan.time.step import StepBreakdown
 

@@ -1,4 +1,4 @@
-"""What torch.compile cannot do with a job's blocks: found by compiling the blocks of a small job on this CPU.
+"""Findings of torch.compile in a job's blocks, made by compiling the blocks of a small job on this CPU.
 
 Dynamo traces the same code for a few narrow blocks, with real tensors and a process group without other ranks.
 No code is generated. A graph break is an error of `fullgraph=True`, and a second compilation after the second

@@ -10,9 +10,9 @@ import pytest
 
 from nanoscale.config.schema import Launcher, Precision
 from nanoscale.plan.hardware.hardware import Efficiency
-from nanoscale.plan.played.costs import Costs
-from nanoscale.plan.played.simulation import HOST, RankTime, simulate
+from nanoscale.plan.played.costs import PlayedCosts
 from nanoscale.plan.played.step_time import trace
+from nanoscale.plan.played.streams import HOST, RankTime, simulate
 from nanoscale.plan.time import collectives, operations
 from tests.plan.machines import job, machine
 
@@ -20,8 +20,8 @@ PAIR = (0, 1)
 
 
 @dataclass(frozen=True)
-class Given(Costs):
-    """Costs that stand in the events: a work is its seconds, and a collective takes its bytes."""
+class Given(PlayedCosts):
+    """PlayedCosts that stand in the events: a work is its seconds, and a collective takes its bytes."""
 
     start: float = 0.0
     call_start: float = 0.0
@@ -186,7 +186,7 @@ def test_a_trace_has_every_operation_and_collective_at_its_time():
 def test_work_costs_what_the_plan_says(work, seconds):
     hardware = machine("h100-sxm")
     config = job(precision=Precision(compute="bf16", tf32=True))
-    assert Costs(config, hardware).seconds(work) == pytest.approx(seconds(hardware))
+    assert PlayedCosts(config, hardware).seconds(work) == pytest.approx(seconds(hardware))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,10 @@ def test_collectives_cost_what_the_plan_says(kind, ranks, expected):
     sent = [2**30 // len(ranks)] * len(ranks) if "alltoall" in kind else []
     call = {"kind": kind, "ranks": ranks, "bytes": 2**30, "sent": sent, "received": sent}
     group = collectives.group(hardware, len(ranks), ranks[1])
-    assert Costs(job(), hardware).call(call) == pytest.approx(expected(hardware, group))
+    assert PlayedCosts(job(), hardware).call(call) == pytest.approx(expected(hardware, group))
 
 
 def test_the_host_starts_nothing_on_a_cpu():
     cpu = job(device="cpu", launcher=Launcher(device="cpu"), precision=Precision(compute="fp32"))
-    assert Costs(cpu, machine("h100-sxm")).host_start == 0.0
-    assert Costs(job(), machine("h100-sxm")).host_start == Efficiency().eager_s
+    assert PlayedCosts(cpu, machine("h100-sxm")).host_start == 0.0
+    assert PlayedCosts(job(), machine("h100-sxm")).host_start == Efficiency().eager_s

@@ -1,4 +1,4 @@
-"""What the compiler cannot do with planted blocks, found without a device and without generated code."""
+"""Findings of the compiler in planted blocks, without a device and without generated code."""
 
 from __future__ import annotations
 

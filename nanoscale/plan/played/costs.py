@@ -18,7 +18,7 @@ Call = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Costs:
+class PlayedCosts:
     """The costs of one job's recorded work on its hardware."""
 
     config: ResolvedConfig

@@ -9,8 +9,8 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import described_hardware
-from nanoscale.plan.played.costs import Costs
-from nanoscale.plan.played.simulation import RankTime, simulate
+from nanoscale.plan.played.costs import PlayedCosts
+from nanoscale.plan.played.streams import RankTime, simulate
 from nanoscale.rehearse.compare import axis_of
 
 _MOST_OPERATIONS = 10
@@ -23,7 +23,7 @@ def times_of(config: ResolvedConfig, result: Document, *, traced: bool = False) 
     `traced`: True to keep what each stream does.
     """
     try:
-        costs = Costs(config, described_hardware(config))
+        costs = PlayedCosts(config, described_hardware(config))
     except (UserError, UnknownHardwareError):
         return []
     degrees = {axis: size for axis, size in result["degrees"].items() if axis != "ep"}

@@ -1,4 +1,4 @@
-"""What torch.compile saves in a block: memory and traffic of element-wise operations, by one rule.
+"""The memory and traffic of element-wise operations that torch.compile saves in a block, by one rule.
 
 A compiled block is played operation by operation. In the first step it is seen which tensors of element-wise
 operations and reductions live how long. From the second step on,
@@ -62,7 +62,7 @@ class Fusion:
         """The block whose pass is played, and which pass; None outside of compiled blocks."""
         self._end_kernel, self._forget = end_kernel, forget
         self._fates: dict[tuple[Region, int], str] = {}
-        """By the number of a tensor in its region: `fused`, `dropped` or `kept`."""
+        """The fate of each tensor, by its number in its region: `fused`, `dropped` or `kept`."""
         self._number = self._segment = self._bytes = 0
         self._born: dict[int, _Born] = {}
         """The storages that regions made, by their addresses."""

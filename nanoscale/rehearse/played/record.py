@@ -144,7 +144,7 @@ class RankRecord:
     findings: list[str] = field(default_factory=list)
     """Mistakes of the code that one rank shows without the others."""
     compiler: list[str] = field(default_factory=list)
-    """What the compiler cannot do with the blocks, seen by one of the ranks."""
+    """Findings of the compiler in the blocks, by one of the ranks."""
     notes: list[str] = field(default_factory=list)
     """Facts about the rank's shards that users should know."""
     error: str = ""

@@ -168,8 +168,7 @@ class World(DeviceMemory):
             self.add_work(work)
 
     def begin_compiled_step(self) -> None:
-        """Play the next step as compiled, and count the memory of steps anew: the first one has shown what is
-        fused."""
+        """Play the next step as compiled, and forget the memory of the first one, which was not."""
         if not self.fusion.learned:
             self.fusion.learned = True
             for phase in ("forward", "backward", "update"):

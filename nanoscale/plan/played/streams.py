@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoscale.plan.played.costs import Costs
+from nanoscale.plan.played.costs import PlayedCosts
 
 HOST = -1
 """The stream of events for which the host waits, as in a rehearsal's record."""
@@ -87,7 +87,7 @@ class _Rank:
         self,
         rank: int,
         streams: Mapping[str, Any],
-        costs: Costs,
+        costs: PlayedCosts,
         axes: Mapping[tuple[int, ...], str],
         traced: bool,
     ) -> None:
@@ -234,7 +234,7 @@ def _keys(rank: int, calls: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 def simulate(
     streams: Mapping[str, Mapping[str, Any]],
-    costs: Costs,
+    costs: PlayedCosts,
     axes: Mapping[tuple[int, ...], str],
     *,
     traced: bool = False,
