@@ -42,7 +42,7 @@ def test_keys_of_the_user_win_over_the_measured_speed():
     data_sheets.keep_speed(2.0)
     own = resolved("recipe=tiny", "cluster.memory_gbs=33")
     assert hardware_of(own).memory_bandwidth == 33e9
-    assert hardware_of(resolved("recipe=tiny")).memory_bandwidth == 16e9
+    assert hardware_of(resolved("recipe=tiny")).memory_bandwidth == 32e9
 
 
 def test_ranks_that_share_cores_are_as_slow_as_their_share(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ class PlayedCosts:
 
     @property
     def host_start(self) -> float:
-        """The seconds of the host for an operation; on a CPU, the host computes them itself."""
+        """The seconds of the host for an operation; on a CPU they are in the operation's own."""
         if self.on_cpu:
             return 0.0
         efficiency = self.hardware.efficiency
@@ -43,6 +43,10 @@ class PlayedCosts:
 
     def seconds(self, work: Sequence[Any]) -> float:
         """Return the device's seconds of an operation (`rehearse.played.work`)."""
+        # A CPU is the host, too.
+        return self._computed(work) + (self.hardware.efficiency.eager_s if self.on_cpu else 0.0)
+
+    def _computed(self, work: Sequence[Any]) -> float:
         what, _name, *numbers = work
         if what == "product":
             kind, *sizes, aligned = numbers

@@ -444,7 +444,8 @@ def _with_launches(hardware: Hardware, shape: MicroBatchShape, direction: int, w
     if shape.tp > 1:
         each = DTENSOR_S if shape.software.dtensor else _TP_START * each
     cpu = _kernels(shape)[direction] * each * shape.hooks
-    return replace(work, launch=max(0.0, cpu - work.total))
+    hidden = work.total if hardware.multiprocessors > 1 else 0.0  # a CPU is the host, too
+    return replace(work, launch=max(0.0, cpu - hidden))
 
 
 def _kernels(shape: MicroBatchShape) -> tuple[int, int]:
