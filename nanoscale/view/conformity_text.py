@@ -51,52 +51,41 @@ def layout_name(result: dict[str, Any]) -> str:
 
 
 def _difference(first: dict[str, Any], result: dict[str, Any]) -> str:
+    degrees = result["layout"]
     text = f"In step {first['step']}, {_named(first)}: look at {_PHASES[first['what']]}"
-    if meaning := _meaning(first["factor"], result["layout"]):
-        text += f". {meaning}"
+    text += _meaning(first["factor"], degrees)
     if then := first.get("then"):
-        text += f". In the same step, {_named(then)}"
-        if meaning := _meaning(then["factor"], result["layout"]):
-            text += f". {meaning}"
+        text += f". In the same step, {_named(then)}{_meaning(then['factor'], degrees)}"
     return text
 
 
 def _named(difference: dict[str, Any]) -> str:
     what = _WHAT[difference["what"]].format(parameter=difference["parameter"])
     factor = difference["factor"]
-    if factor is not None and abs(factor - 1) > _EXACT:
-        return f"{what} is {_shown(factor)} times as large as in one process"
-    return f"{what} differs by {difference['relative']:.2g} of its size"
+    if factor is None or abs(factor - 1) <= _EXACT:
+        return f"{what} differs by {difference['relative']:.2g} of its size"
+    number, is_inverse = _whole(factor)
+    shown = f"{'1/' * is_inverse}{number}" if number else f"{factor:.6g}"
+    return f"{what} is {shown} times as large as in one process"
 
 
-def _shown(factor: float) -> str:
-    number = _whole(factor)
-    inverse = _whole(1 / factor) if factor else None
-    if number is not None:
-        return str(number)
-    return f"1/{inverse}" if inverse is not None else f"{factor:.6g}"
-
-
-def _whole(value: float) -> int | None:
-    number = round(value)
-    return number if 0 <= number <= _MOST and abs(value - number) <= _EXACT * abs(value) else None
+def _whole(factor: float | None) -> tuple[int, bool]:
+    """Return the whole number that a factor is, or its inverse, and True for the inverse; 0: it is neither."""
+    for value, is_inverse in ((factor, False), (1 / factor, True)) if factor else ():
+        if value is not None and abs(value - round(value)) <= _EXACT * abs(value) < _EXACT * _MOST:
+            return round(value), is_inverse
+    return 0, False
 
 
 def _meaning(factor: float | None, degrees: dict[str, int]) -> str:
     """Return the sentence on a factor that a missing or repeated reduction explains."""
-    if factor is None or abs(factor - 1) <= _EXACT:
-        return ""
-    if factor == 0:
-        return "It is zero: a gradient is lost"
-    number, is_inverse = _whole(factor), False
-    if number is None:
-        number, is_inverse = _whole(1 / factor), True
-    if number is None:
+    number, is_inverse = _whole(factor)
+    if number < 2:
         return ""
     axes = listed([axis for axis, degree in degrees.items() if degree == number])
-    of_axes = f" ({axes} has that many ranks)" if axes else ""
+    of_axes = f" (the degree of {axes})" if axes else ""
     if is_inverse:
-        return f"A sum over {number} ranks is missing, or the division by {number} is done twice{of_axes}"
+        return f". A sum over {number} ranks is missing, or a division by {number} is done twice{of_axes}"
     return (
-        f"A sum over {number} ranks is done twice, or the division by {number} is missing{of_axes}"
+        f". A sum over {number} ranks is done twice, or a division by {number} is missing{of_axes}"
     )

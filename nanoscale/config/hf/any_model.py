@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEY = "model.name"
 Json = dict[str, Any]
 
-_SIZES = {
+SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -37,6 +37,8 @@ _SIZES = {
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
 }
 """Our keys, and their names in config.json."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names of the number of experts in config.json."""
 _OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters")
 """Keys of the model that have a meaning here."""
 
@@ -78,7 +80,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
 def sizes(document: Json) -> Json:
     """Return our keys that config.json defines."""
     values = {}
-    for key, names in _SIZES.items():
+    for key, names in SIZES.items():
         numbers = [document[name] for name in names if type(document.get(name)) is int]
         if numbers and numbers[0] > 0:
             values[key] = numbers[0]
@@ -89,8 +91,7 @@ def sizes(document: Json) -> Json:
 
 def has_experts(document: Json) -> bool:
     """True if tokens pass through only a part of the parameters."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(document.get(name) for name in names)
+    return any(document.get(name) for name in EXPERTS)
 
 
 def _shape_keys() -> list[str]:
@@ -102,7 +103,7 @@ def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
     least."""
     model = composed.config.model
     least = {"layers": 1, "hidden": 1, "heads": 1, "ffn": 1}
-    configured = {name: getattr(model, name) for name in _SIZES if kept or _is_set(composed, name)}
+    configured = {name: getattr(model, name) for name in SIZES if kept or _is_set(composed, name)}
     if "vocab" not in known and "vocab" not in configured:
         message = (
             "config.json has no vocab_size: set the number of rows of its embedding, model.vocab=…"
@@ -122,7 +123,7 @@ def _conflicts(
         key, instead = f"model.{name}", tuple[str, ...]()
         if name in known:
             message = f"is {shown(given)} in {source}"
-            names = _SIZES.get(name, ("tie_word_embeddings",))
+            names = SIZES.get(name, ("tie_word_embeddings",))
             within = next(it for it in names if it in document)
             instead = (override(key, given), override(f"model.hf_config.{within}", wanted))
         else:

@@ -7,31 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import Violation
+from nanoscale.config.hf.any_model import EXPERTS, SIZES, sizes
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules import RULES
-from nanoscale.config.rules.rule import Rule
 from nanoscale.config.schema import (
     Backend,
     Checkpoint,
-    Cluster,
-    Data,
-    Guard,
     Launcher,
-    Logger,
     Model,
     Precision,
-    Profile,
     Run,
-    StopWhen,
 )
 from nanoscale.config.violations import refuse
 
 STEPS = 3
 MOST_RANKS = 16
 _SEQ = 16
-_FP64 = Precision("fp64", "fp64", "fp64")
 
 
 def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[str]]:
@@ -46,34 +39,42 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
     if config.backend.name == "deepspeed":
         why = "does not compute in fp64, with which layouts are compared"
         refuse([Violation("backend.name", "deepspeed", "", why, ("backend=native",))])
-    lacks: list[str] = []
-    layout = _layout(config, lacks)
+    train, optimizer, scheduler, data = (
+        config.train,
+        config.optimizer,
+        config.scheduler,
+        config.data,
+    )
+    lacks = {
+        "train.phases": bool(train.phases),
+        "precision.fp8": config.precision.fp8,
+        "backend.compile": config.backend.compile == "on",
+        "lora.base=nf4": bool(config.lora.rank) and config.lora.base == "nf4",
+        "optimizer=adamw8bit": optimizer.name == "adamw8bit",
+        "optimizer.moments_dtype": optimizer.moments_dtype != "params",
+    }
+    layout = _layout(config)
+    lacks["parallel.dp_replicate"] = layout.dp_replicate != min(2, config.parallel.dp_replicate)
     model = _model(config, layout)
     layout = replace(layout, layers_per_stage=_layers_per_stage(config, layout))
     if layout.layers_per_stage is not None:
         model = replace(model, layers=sum(layout.layers_per_stage))
-    train, rows = config.train, rows_of_sample(config.train)
+    rows = rows_of_sample(train)
     micro_batch = rows * min(2, max(1, train.micro_batch // rows))
     accumulation = 2 * layout.pp if layout.pp > 1 else min(2, config.accumulation)
-    if train.phases:
-        lacks.append("train.phases")
-    if config.lora.base == "nf4" and config.lora.rank:
-        lacks.append("lora.base=nf4")
-    optimizer, scheduler = config.optimizer, config.scheduler
-    if optimizer.name == "adamw8bit" or optimizer.moments_dtype != "params":
-        name = "adamw" if optimizer.name == "adamw8bit" else optimizer.name
-        optimizer = replace(optimizer, name=name, moments_dtype="params")
-        lacks.append("the dtype of the optimizer's moments")
-    data = config.data
     small = replace(
         config,
         run=Run(name="conform", root=str(root)),
         model=model,
         lora=replace(config.lora, rank=min(3, config.lora.rank), base="whole", init_from=None),
         parallel=layout,
-        precision=_FP64,
-        backend=Backend(name=config.backend.name),
-        optimizer=optimizer,
+        precision=Precision("fp64", "fp64", "fp64"),
+        backend=Backend(),
+        optimizer=replace(
+            optimizer,
+            name="adamw" if lacks["optimizer=adamw8bit"] else optimizer.name,
+            moments_dtype="params",
+        ),
         scheduler=replace(
             scheduler,
             name="constant" if scheduler.name == "piecewise" else scheduler.name,
@@ -81,58 +82,33 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
             warmup=None,
             decay_steps=None if scheduler.decay_steps is None else min(1, scheduler.decay_steps),
         ),
-        data=Data(
+        data=replace(
+            data,
             source="hooks" if data.source == "hooks" else "random",
-            valid_fraction=0.0,
-            packing=data.packing,
-            document_mask=data.document_mask,
-            loss_on=data.loss_on,
+            path=None,
+            valid_path=None,
+            mixture={},
         ),
-        checkpoint=Checkpoint(every_minutes=None, at_end=False),
-        cluster=Cluster(),
-        launcher=Launcher(
-            device="cpu",
-            devices=_ranks(layout),
-            threads=1,
-            preflight=False,
-            env=config.launcher.env,
-        ),
-        logger=Logger(),
+        checkpoint=Checkpoint(),
+        launcher=Launcher(device="cpu", threads=1, preflight=False, env=config.launcher.env),
         train=replace(
             train,
             steps=STEPS,
-            tokens=None,
-            epochs=None,
             global_batch=micro_batch * layout.dp * accumulation,
             micro_batch=micro_batch,
             seq_len=_SEQ,
             phases={},
-            eval_every=0,
-            eval_tasks=[],
             statistics_every=0,
-            sample_tokens=0,
             distill_top_k=min(4, train.distill_top_k),
             mask_token=None if train.mask_token is None else min(train.mask_token, model.vocab - 1),
-            stop_when=StopWhen(),
-            on_spike="note",
         ),
-        profile=Profile(),
-        guard=Guard(0),
     )
-    broken = [it for it in RULES if not it.key.startswith("lora.") and not it.holds(small)]
-    if broken:
-        refuse(
-            [
-                Violation(it.key, value_of(small, it.key), "conform", _sentence(it, small))
-                for it in broken
-            ]
-        )
-    return small, lacks
-
-
-def _sentence(rule: Rule, small: ResolvedConfig) -> str:
-    text = rule.message
-    return text.format(c=small) if isinstance(text, str) else text(small)
+    for rule in RULES:
+        if not rule.key.startswith("lora.") and not rule.holds(small):
+            text = rule.message
+            message = text.format(c=small) if isinstance(text, str) else text(small)
+            refuse([Violation(rule.key, value_of(small, rule.key), "the small job", message)])
+    return small, [key for key, is_lost in lacks.items() if is_lost]
 
 
 def in_one_process(config: ResolvedConfig) -> ResolvedConfig:
@@ -142,7 +118,6 @@ def in_one_process(config: ResolvedConfig) -> ResolvedConfig:
         config,
         parallel=layout,
         zero=replace(config.zero, stage=0, offload_optimizer="none", offload_param="none"),
-        launcher=replace(config.launcher, devices=1),
         train=replace(config.train, micro_batch=config.train.global_batch),
     )
 
@@ -150,19 +125,18 @@ def in_one_process(config: ResolvedConfig) -> ResolvedConfig:
 # --- the layout -----------------------------------------------------------------------------------
 
 
-def _ranks(layout: ResolvedParallel) -> int:
-    return layout.dp * layout.tp * layout.pp * layout.cp
-
-
-def _layout(config: ResolvedConfig, lacks: list[str]) -> ResolvedParallel:
+def _layout(config: ResolvedConfig) -> ResolvedParallel:
     """Return the layout in which every degree above 1 is 2, on at most MOST_RANKS ranks."""
     layout = config.parallel
-    tp, pp, cp, ep = (min(2, degree) for degree in (layout.tp, layout.pp, layout.cp, layout.ep))
-    replicas = min(2, layout.dp_replicate)
-    shards = min(2, layout.dp // layout.dp_replicate)
+    tp, pp, cp, ep, replicas, shards = (
+        min(2, degree)
+        for degree in (
+            *(layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_replicate),
+            layout.dp // layout.dp_replicate,
+        )
+    )
     if replicas * shards * tp * pp * cp > MOST_RANKS:
         replicas = 1
-        lacks.append(f"parallel.dp_replicate={layout.dp_replicate}")
     return replace(
         layout,
         dp=replicas * shards,
@@ -234,6 +208,9 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
         init_from=None,
         parameters=None,
     )
+    if model.source == "hf":
+        document = _hf_document(model.hf_config, small)
+        return replace(small, hf_config=document, **sizes(document))
     scaling = model.rope_scaling
     if scaling is not None and (scaling.short_factor or scaling.long_factor):
         half = small.rotated_width // 2
@@ -241,3 +218,18 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
         scaling = replace(scaling, short_factor=short, long_factor=long)
         small = replace(small, rope_scaling=scaling)
     return small
+
+
+def _hf_document(document: dict[str, Any], small: Model) -> dict[str, Any]:
+    """Return config.json of a small model of the same class."""
+    limits = {name: getattr(small, key) for key, names in SIZES.items() for name in names}
+    limits |= dict.fromkeys(EXPERTS, 4) | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    limits |= {name: small.vocab - 1 for name in document if name.endswith("_token_id")}
+    limits |= {"sliding_window": 5}
+    result = {
+        name: min(value, limits[name]) if name in limits and type(value) is int else value
+        for name, value in document.items()
+    }
+    if kinds := document.get("layer_types"):
+        result["layer_types"] = [*kinds[: small.layers - 1], kinds[-1]]
+    return result
