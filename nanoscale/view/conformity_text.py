@@ -17,7 +17,7 @@ _WHAT = {
     "update": "the update of {parameter}",
 }
 _PHASES = {
-    "loss": "the forward pass, or the sum of the losses over ranks, micro batches and tokens",
+    "loss": "the forward pass, or a mean over the tokens of one rank or micro batch",
     "gradient": "the backward pass, or the reduction of gradients",
     "grad_norm": "the norm over all ranks; each gradient is equal",
     "update": "the optimizer; the gradients are equal",
@@ -55,7 +55,7 @@ def _difference(first: dict[str, Any], result: dict[str, Any]) -> str:
     text = f"In step {first['step']}, {_named(first)}: look at {_PHASES[first['what']]}"
     text += _meaning(first["factor"], degrees)
     if then := first.get("then"):
-        text += f". In the same step, {_named(then)}{_meaning(then['factor'], degrees)}"
+        text += f". In the same step, {_named(then)}"
     return text
 
 
