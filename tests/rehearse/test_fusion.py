@@ -1,4 +1,4 @@
-"""The tensors that compiled blocks keep for the backward pass: by the rule of rehearsals, and by PyTorch's compiler."""
+"""The tensors that compiled blocks keep for the backward pass, by the rule and by the compiler."""
 
 from __future__ import annotations
 
