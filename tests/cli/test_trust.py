@@ -33,6 +33,7 @@ COMMANDS = [
     ["bench", "--config", "runs/x/config.yaml"],
     ["submit", "--config", "runs/x/config.yaml", "launcher=slurm"],
     ["eval", "x"],
+    ["conform", "--config", "runs/x/config.yaml"],
 ]
 
 

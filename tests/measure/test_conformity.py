@@ -16,10 +16,11 @@ from nanoscale.config.translation.miniature import in_one_process, miniature
 from nanoscale.measure import conformity
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
+from tests.support import hf_models
 from tests.support.jobs import make_config
 from tests.support.layouts import AUX, ROWS, row_config
 from tests.support.ranks import run_ranks
-from tests.support.rows import usual_rows
+from tests.support.rows import exhaustive, usual_rows
 
 
 def train_layout(rank: int, config: ResolvedConfig, folder: Path) -> None:
@@ -210,7 +211,6 @@ def with_bug(folder: Path, bug: Bug) -> ResolvedConfig:
 def test_wrong_code_is_found_and_named(tmp_path: Path, bug: Bug) -> None:
     result = compared(with_bug(tmp_path, bug), tmp_path)
     first = result["first_difference"]
-    print(first)
     assert first is not None
     assert first["what"] == bug.what
     if bug.parameter is not None:
@@ -238,3 +238,21 @@ def test_a_right_layout_is_equal(tmp_path: Path, row: Any) -> None:
     assert result["first_difference"] is None, result
     assert result["resumed"]["first_difference"] is None, result
     assert result["largest"] < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [exhaustive(name) for name in ("dpo", "orpo", "distill")])
+def test_an_objective_is_equal_in_a_layout(tmp_path: Path, objective: Any) -> None:
+    config = make_config(tmp_path, dp=2, parallel={"tp": 2}, stage=3, data=Data("random"))
+    config = replace(config, train=replace(config.train, objective=objective))
+    assert compared(config, tmp_path)["first_difference"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [exhaustive("gpt_neox"), exhaustive("gemma2")])
+def test_a_model_of_transformers_is_made_small_and_equal(tmp_path: Path, family: str) -> None:
+    hf_models.save(family, tmp_path / "model", num_hidden_layers=4)
+    shape = hf_models.shape_of(tmp_path / "model", loaded=False)
+    config = make_config(tmp_path, dp=2, stage=3, model=shape, data=Data("random"))
+    assert miniature(config, tmp_path)[0].model.hf_config["num_hidden_layers"] == 2
+    assert compared(config, tmp_path)["first_difference"] is None

@@ -22,9 +22,8 @@ def conform(line: CommandLine, as_json: opt.AsJson = False) -> int:
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.view.conformity_text import sentences
 
-    line.require_startable()
     line = on_described_hosts(line)
-    request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
+    request = request_job(line, devices=planned_devices, hosts=planned_hosts)
     result = compared(request.config)
     if result is None:
         return FAILED

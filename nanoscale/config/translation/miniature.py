@@ -171,7 +171,7 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
     is_grouped = layout.activation_checkpointing == "sqrt" or layout.checkpoint_every > 1
     kinds = 1 + bool(model.experts and model.dense_layers)
     layers = max(stages, kinds, 2, 4 if is_grouped else 0)
-    kv_heads = 4 if model.kv_head_count >= 4 else model.kv_head_count
+    kv_heads = 4 if model.kv_head_count > 2 else model.kv_head_count
     is_multiple = model.heads > model.kv_head_count
     window = model.sliding_window
     if window is not None:
