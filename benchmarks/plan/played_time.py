@@ -51,7 +51,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "selective": (*_8B, "train.global_batch=16", "zero=stage3", "parallel.activation_checkpointing=selective"),
     "muon": (*_DP, "zero=stage2", "optimizer=muon"),
     "adafactor": (*_DP, "zero=stage2", "optimizer=adafactor"),
-    "LoRA": (*_DP, "zero=stage3", "lora.rank=16"),
     "MoE": _MOE,
     "MoE, ep": (*_MOE, "parallel.ep=4"),
     "llama-1b": ("recipe=llama-1b", "model.layers=4", "train.global_batch=16"),
