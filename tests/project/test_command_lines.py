@@ -302,6 +302,9 @@ FIGURES: dict[str, Any] = {
         }
     ],
     "data": "what was held out",
+    "largest": 1e-15,
+    "first_difference": None,
+    "resumed": None,
 }
 """The figures that the ranks of an evaluation report."""
 

@@ -20,7 +20,7 @@ from nanoscale.config import reference
 from nanoscale.config.from_deepspeed import read_json, read_text
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.equivalents import spelling
-from nanoscale.config.violations import refuse
+from nanoscale.config.violations import override, refuse
 
 
 class Kind(NamedTuple):
@@ -77,8 +77,8 @@ def refuse_unknown(file: Path, settings: Mapping[str, Any]) -> NoReturn:
     """Refuse a file of no kind."""
     what = "is not recognized; these are read: " + listed([it.title for it in kinds()])
     if settings.keys() & {"defaults", *reference.sections()}:
-        recipe = shlex.quote(str(file) if file.is_absolute() else f"./{file}")
-        what = f"is a recipe already: nanoscale train recipe={recipe}"
+        path = str(file) if file.is_absolute() else f"./{file}"
+        what = f"is a recipe already: nanoscale train {override('recipe', path)}"
     raise UserError("usage", f"{file} {what}")
 
 
