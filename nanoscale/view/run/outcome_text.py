@@ -134,19 +134,18 @@ def _ways_on(run: RunDirectory) -> list[str]:
     ]
 
 
-def _next(run: RunDirectory, step: int) -> list[str]:
+def _next(run: RunDirectory, steps: int) -> list[str]:
     """Return commands for a trained model, as they can be typed."""
     if not run.checkpoint_steps():
         return []
-    name = shlex.quote(run.reference)
     objective = read_values(run.config, ("train.objective",))["train.objective"]
     writes = objective not in ("classify", "masked")
     return [
         "next:",
-        *([f"  nanoscale generate {name} --prompt 'Once'"] if writes else []),
-        f"  nanoscale eval {name}",
-        f"  nanoscale checkpoints export {name} --format hf",
-        f"  nanoscale resume {name} train.steps={2 * step}",
+        *([f"  nanoscale generate {shlex.quote(run.reference)} --prompt 'Once'"] if writes else []),
+        f"  nanoscale eval {shlex.quote(run.reference)}",
+        f"  nanoscale checkpoints export {shlex.quote(run.reference)} --format hf",
+        f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}",
     ]
 
 
