@@ -14,7 +14,7 @@ import numpy as np
 
 from nanoscale.config import token_files
 from nanoscale.config.token_files import answers_of
-from nanoscale.config.token_formats import FORMATS, format_of
+from nanoscale.config.token_formats import FORMATS, format_of, is_parts, part_of
 from nanoscale.data.tokens.files import TokenFile, bin_path, open_answers, open_tokens
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, digest, find, load
 
@@ -45,9 +45,10 @@ def inspect(
     source = "megatron" if folder else format_of(path)
     form, decoder = FORMATS[source], _decoder(folder, tokenizer)
     stem = Path(form.stem(path)).expanduser()
-    split_paths = {"train": folder / token_files.TOKENS if folder else stem}
-    if folder and bin_path(folder / token_files.VALID).exists():
-        split_paths["valid"] = folder / token_files.VALID
+    place = part_of(folder, 0) if folder and is_parts(folder) else folder
+    split_paths = {"train": place / token_files.TOKENS if place else stem}
+    if place and bin_path(place / token_files.VALID).exists():
+        split_paths["valid"] = place / token_files.VALID
     if eos is None:
         eos = decoder.eos if decoder else 0
     files = {name: open_tokens(source, file, eos) for name, file in split_paths.items()}

@@ -184,6 +184,17 @@ def test_objects_below_an_address_are_fetched_one_by_one(folder: Path, tmp_path:
         ).read_bytes()
 
 
+def test_a_folder_of_parts_is_inspected_and_has_no_epochs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nanoscale(["data", "inspect", str(folder)]) == 0
+    first = (folder / "part-00000" / "tokens.bin").stat().st_size // 2
+    assert f"{first:,} tokens" in capsys.readouterr().out
+    words = ["recipe=debug", f"data.path={folder}", "data.source=megatron", "model.vocab=320"]
+    assert nanoscale(["plan", *words, "train.epochs=1", "train.steps=null"]) == 2
+    assert "these texts are prepared beside the training" in capsys.readouterr().err
+
+
 def test_texts_that_have_changed_are_refused(tmp_path: Path) -> None:
     sources = write_files(tmp_path / "texts")
     folder = prepare_first(request(sources, tmp_path / "out"), Silent())

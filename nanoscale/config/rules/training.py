@@ -35,7 +35,7 @@ from nanoscale.config.rules.rule import (
 from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
 from nanoscale.config.schema import Config, PhaseSettings, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
-from nanoscale.config.token_formats import FORMATS
+from nanoscale.config.token_formats import FORMATS, is_parts
 from nanoscale.config.training_phases import phases_of, steps_for
 from nanoscale.config.values.forms import RULE, legal_name, series_of
 from nanoscale.config.violations import override, shown
@@ -251,6 +251,8 @@ def _epoch(resolution: Resolution, train: Train) -> int | None:
     if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
         if data.mixture:
             why = "is not defined for several sources, each of which is seen by its own weight"
+        elif data.path is not None and is_parts(data.path):
+            why = "needs all samples, and these texts are prepared beside the training"
         elif data.source in FORMATS and not FORMATS[data.source].reads_eos:
             why = f"needs samples, and {data.path} has none of at most {train.seq_len} tokens"
         else:
