@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -93,7 +94,7 @@ def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> No
     records += [recorder.step() for _ in range(STEPS - _SAVED)]
     at = recorder.engine.coordinates
     if at.dp == at.cp == at.tp == 0:  # all others have the same whole tensors
-        torch.save(records, folder.path / f"records-{at.pp:03d}.pt")
+        _write_records(folder.path / f"records-{at.pp:03d}.safetensors", records)
     process_group.gather(None)
 
 
@@ -118,16 +119,37 @@ def compare_with_layout(config: ResolvedConfig, folder: RunDirectory) -> dict[st
     return result
 
 
+def _write_records(file: Path, records: list[StepRecord]) -> None:
+    tensors = {}
+    for number, record in enumerate(records):
+        tensors[f"{number} figures"] = torch.tensor(
+            [record.loss, record.grad_norm], dtype=torch.float64
+        )
+        for kind in ("gradients", "updates"):
+            for name, tensor in getattr(record, kind).items():
+                tensors[f"{number} {kind} {name}"] = tensor.contiguous()
+    save_file(tensors, file)
+
+
+def _stored_records(file: Path) -> list[StepRecord]:
+    records: dict[int, StepRecord] = {}
+    for key, tensor in sorted(load_file(file).items()):
+        number, kind, name = (*key.split(" "), "")[:3]
+        if kind == "figures":
+            records[int(number)] = StepRecord(*tensor.tolist())
+        else:
+            getattr(records[int(number)], kind)[name] = tensor
+    return [records[number] for number in sorted(records)]
+
+
 def read_records(folder: Path) -> list[StepRecord]:
     """Return the records of all stages as records of the whole model."""
-    files = sorted(folder.glob("records-*.pt"))
-    stages = [torch.load(file, weights_only=False) for file in files]  # this job has written them
+    stages = [_stored_records(file) for file in sorted(folder.glob("records-*.safetensors"))]
     for records in stages[1:]:
         for whole, stage in zip(stages[0], records, strict=True):
             whole.gradients.update(stage.gradients)
             whole.updates.update(stage.updates)
-    first: list[StepRecord] = stages[0]
-    return first
+    return stages[0]
 
 
 class RecordedTraining:

@@ -23,9 +23,16 @@ from tests.support.jobs import SHAPE, make_config, write_tokens
 from tests.support.layouts import GPT2, GROUPED, MLA, MOE
 from tests.support.ranks import run_ranks
 
-NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters", "lora.init_from"}
-"""A name, the engine's choice, a limit of sequences that a rule applies, a count, and a folder that the
-training job reads."""
+NAMES = {
+    "backend.empty_cache",
+    "model.name",
+    "backend.name",
+    "model.sliding_window",
+    "model.parameters",
+    "lora.init_from",
+}
+"""The key of the training loop, a name, the engine's choice, a limit of sequences that a rule applies, a count,
+and a folder that the training job reads."""
 
 ROPE = replace(SHAPE, rope_scaling=RopeScaling(factor=2.0))
 YARN = replace(SHAPE, rope_scaling=RopeScaling(2.0, kind="yarn", attention_factor=1.1))

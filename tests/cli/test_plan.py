@@ -384,7 +384,7 @@ def test_train_goes_on_by_force_and_keeps_its_plan(capsys):
     shown = capsys.readouterr().out
     plan = json.loads(Path("runs/x/plan.json").read_text())
     assert plan["fits"] is False
-    assert f"tokens/s (last), planned {plan['tokens_per_s']:,.0f}" in shown
+    assert f"samples/s (last), planned {plan['tokens_per_s']:,.0f}" in shown
 
 
 @pytest.mark.slow

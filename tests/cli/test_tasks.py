@@ -159,7 +159,7 @@ def test_a_classifier_of_names_is_trained_and_exported(
     texts._prepared.cache_clear()
     assert nanoscale(["train", *words_of("classify", "names of labels", FEW)]) == 0
     out, err = capsys.readouterr()
-    assert "labels: bad, positive" in err and "data: 3.08 epochs" in out
+    assert "labels: bad, positive" in err and "3.08 epochs" in out
     (run,) = Path("runs").iterdir()
     frozen = yaml.safe_load((run / "config.yaml").read_text())
     assert frozen["train"]["labels"] == 2

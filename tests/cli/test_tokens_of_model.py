@@ -135,7 +135,8 @@ def test_a_file_of_chats_is_recognised(line, record, capsys):
 
 def test_a_large_text_file_is_prepared_with_the_command_that_is_shown(line, capsys, monkeypatch):
     monkeypatch.setattr(texts, "_MOST", 1000)
-    assert nanoscale([*line, "data.path=a.jsonl"]) == 2
+    # data.path would be prepared beside the training
+    assert nanoscale([*line, "data.path=a.jsonl", "data.valid_path=a.jsonl"]) == 2
     (command,) = json.loads(capsys.readouterr().out)["error"]["violations"][0]["suggestions"]
     assert nanoscale(shlex.split(command)[1:]) == 0
     assert nanoscale([*line, "data.path=a-tokens", "data=megatron"]) == 0

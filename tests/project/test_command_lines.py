@@ -363,9 +363,11 @@ def _type(
     arguments = shlex.split((after if pipe else typed).replace(r"$'\n\n'", "'\n\n'"))
     arguments = arguments if pipe else arguments[1:]
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-    monkeypatch.setattr(
-        "nanoscale.launch.lifecycle.one_shot_job.run_one_shot_job", lambda *_: FIGURES
-    )
+    # the module that has its own name for it comes first: it must not import the stand-in
+    for module in ("small_job", "one_shot_job"):
+        monkeypatch.setattr(
+            f"nanoscale.launch.lifecycle.{module}.run_one_shot_job", lambda *_: {**FIGURES}
+        )
     if refused:  # nothing is started or written
         assert nanoscale(arguments) in (2, 3), line
         return

@@ -45,8 +45,9 @@ def _is_folder_of_texts(address: str) -> bool:
     from nanoscale.data.prepare.sources import objects_below
 
     storage, path = open_storage(address)
-    is_prepared = retried(lambda: storage.exists(f"{path}/{MANIFEST}"))
-    return not is_prepared and any(source.name != address for source in objects_below(address))
+    if not any(source.name != address for source in objects_below(address)):
+        return False
+    return not retried(lambda: storage.exists(f"{path}/{MANIFEST}"))
 
 
 def _fetch(address: str, cache: Path) -> Path:
