@@ -172,6 +172,21 @@ def test_bad_records_after_the_first_part_are_left_out_and_reported(tmp_path: Pa
     assert len(said) == 2
 
 
+def test_a_window_is_no_larger_if_a_shared_disk_shows_its_last_part_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = opened(folder)
+    assert usual.are_ready(10_000)
+
+    def is_dir(path: Path, plain: Any = Path.is_dir) -> bool:
+        return path.name != "part-00003" and bool(plain(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    late = opened(folder)
+    assert late.are_ready(10_000)
+    assert late._windows == usual._windows
+
+
 def test_objects_below_an_address_are_fetched_one_by_one(folder: Path, tmp_path: Path) -> None:
     address = request(tmp_path / "texts", tmp_path / "stored")
     address = replace(address, sources=(f"file://{tmp_path / 'texts'}",))

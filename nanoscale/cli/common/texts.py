@@ -106,9 +106,8 @@ def _names_texts(named: str, source: str) -> bool:
     if Path(named).expanduser().is_dir():
         if folder_of(named) is not None or is_parts(named):
             return False
-        with suppress(
-            UserError, OSError
-        ):  # without texts it is refused as one that is not prepared
+        # a folder without texts is refused later, as one that is not prepared
+        with suppress(UserError, OSError):
             return bool(find_sources([named]))
         return False
     if ending(Path(named))[0] in KINDS:

@@ -35,6 +35,7 @@ def preparing_rest(data: Data, report: Callable[[str], None]) -> Iterator[None]:
     workers = data.prepare_cores or max(1, cores() // _SHARE)
     command = [
         sys.executable,
+        "-P",
         "-m",
         "nanoscale.data.prepare.by_parts",
         str(folder),
