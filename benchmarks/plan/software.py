@@ -89,7 +89,9 @@ def _megatron_setting(setting: MemorySetting) -> MemorySetting:
         run=replace(setting.run, gathered=False, turned=False, fused=False, fused_activation=True),
         flat=True,
         single=False,
-        states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8),
+        states=BytesPerParameter(
+            weights=4, copy=compute, gradients=4, optimizer=8, in_blocks=8, frozen=compute
+        ),
         whole_logits=(compute, setting.loss),
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends import float8, nf4
 from nanoscale.backends.base import make_stage
-from nanoscale.backends.master_weights import MasterWeights, cast_frozen
+from nanoscale.backends.master_weights import MasterWeights
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import lora
@@ -30,12 +30,11 @@ def build_stages(
     for number in stages_of(config.parallel, layout.coordinates.pp):
         with torch.device("meta"):
             stage = make_stage(config, number)
-        stage.to(TORCH_DTYPES[config.precision.params])
+        # Adapters are attached later, in the dtype of trained weights.
+        stage.to(compute_dtype if config.lora.rank else TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:
             float8.apply(stage, config.precision.fp8_recipe)
         parallelize(stage, config, layout)
-        if layout.data is None:  # FSDP2 casts what it gathers
-            cast_frozen(stage, compute_dtype)
         if config.lora.base == "nf4":
             nf4.quantize(stage, compute_dtype, device)
         # Memory is taken only now, for this rank's shards.

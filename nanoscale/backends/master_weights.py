@@ -41,13 +41,6 @@ class MasterWeights:
         torch._foreach_copy_(self._compute_copy, self._masters)
 
 
-def cast_frozen(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Cast the parameters that are not trained, in place, on any device."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(compute_dtype)
-
-
 @torch.no_grad()
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None

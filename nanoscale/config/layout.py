@@ -46,6 +46,15 @@ def is_replicated(config: ResolvedConfig) -> bool:
     return whole and alike and layout.dp * layout.cp > 1
 
 
+def keeps_frozen_whole(config: ResolvedConfig) -> bool:
+    """True if every rank of the native backend has the frozen weights of its stages whole.
+
+    Only ZeRO's stage 3 without a pipeline, and offloading, shard them: else a step keeps the gathered weights.
+    """
+    gathered_once = config.zero.stage < 3 or config.parallel.pp > 1
+    return config.lora.rank > 0 and gathered_once and not config.offloads
+
+
 # --- pipeline stages ------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from nanoscale.config import model_math
 from nanoscale.config.schema import Lora
-from nanoscale.models.initialization import ADAPTER
+from nanoscale.models.initialization import ADAPTER, local_region
 from nanoscale.models.transformer import Transformer
 
 MAGNITUDE = f"{ADAPTER}magnitude"
@@ -29,9 +29,9 @@ MAGNITUDE = f"{ADAPTER}magnitude"
 class Adapter(nn.Module):
     """A low-rank adapter, `[…, in]` to `[…, out]`; its output is added to a layer's result."""
 
-    def __init__(self, layer: nn.Linear, settings: Lora) -> None:
+    def __init__(self, layer: nn.Linear, settings: Lora, dtype: torch.dtype | None) -> None:
         super().__init__()
-        dtype, device, rank = layer.weight.dtype, layer.weight.device, settings.rank
+        dtype, device, rank = dtype or layer.weight.dtype, layer.weight.device, settings.rank
         self.a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=dtype, device=device))
         self.b = nn.Parameter(torch.empty(layer.out_features, rank, dtype=dtype, device=device))
         magnitude = torch.empty(layer.out_features, dtype=dtype, device=device)
@@ -55,12 +55,16 @@ class Adapter(nn.Module):
         return result * gain if self.bias is None else result * gain + self.bias * (1 - gain)
 
 
-def attach(model: Transformer, settings: Lora) -> None:
-    """Freeze a stage and give its layers adapters without values, in place; names of parameters stay."""
+def attach(model: Transformer, settings: Lora, dtype: torch.dtype | None = None) -> None:
+    """Freeze a stage and give its layers adapters without values, in place; names of parameters stay.
+
+    Args:
+        dtype: the adapters' dtype; None: as their layers' weights.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in adapted_layers(model, settings):
-        layer.adapter = Adapter(layer, settings)
+        layer.adapter = Adapter(layer, settings, dtype)
         layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
     for block in model.layers.values() if settings.dora else ():
         # After FSDP2 has gathered the weights, and outside of the regions that activation checkpointing repeats
@@ -121,7 +125,17 @@ def fill_magnitudes(state: dict[str, Tensor]) -> None:
                 for axis, placement in enumerate(weight.placements):
                     if placement.is_shard(1):
                         dist.all_reduce(squares, group=weight.device_mesh.get_group(axis))
-            _local(magnitude).copy_(squares.sqrt())
+            # FSDP2 may shard the magnitudes alone, whose rows are then some of the weight's.
+            (start, count), (first, _) = _rows(magnitude), _rows(weight)
+            _local(magnitude).copy_(squares[start - first : start - first + count].sqrt())
+
+
+def _rows(tensor: Tensor) -> tuple[int, int]:
+    """Return the first row of a tensor on this rank and the number of its rows."""
+    if not isinstance(tensor, DTensor):
+        return 0, len(tensor)
+    offsets, sizes = local_region(tensor)
+    return offsets[0], sizes[0]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
         expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)
     # Adapters are attached to divided matrices, and then divided as these are.
     if config.lora.rank:
-        lora.attach(model, config.lora)
+        lora.attach(model, config.lora, fsdp.TORCH_DTYPES[config.precision.params])
         if layout.tensor is not None:
             tensor.divide_adapters(model, layout.tensor)
     prepare_blocks(model, config, layout.context, layout.coordinates.cp)

@@ -14,6 +14,10 @@ arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for 
 reduced once, at its end: micro batches of several stages alternate there, and each would gather and scatter
 everything again. Across `dp_replicate` (HSDP) gradients are all-reduced once a step in every stage.
 
+Frozen weights, with adapters, are in the compute dtype. Where gathered weights stay for a whole step (stages 0
+to 2, and pipelines), every rank has them whole and nothing gathers them. Stage 3 shards them and gathers them
+with the trained ones. FSDP2 requires one dtype of the trained parameters of a unit only, also in torch 2.11.
+
 With `zero.offload_param=cpu` shards, their gradients and the optimizer are in host memory: a block's shard is
 copied to the device before it is gathered, and its reduced gradient back.
 """
@@ -36,6 +40,7 @@ from torch.distributed.tensor import Shard
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.dtypes import DTYPES
+from nanoscale.config.layout import keeps_frozen_whole
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision
 from nanoscale.models.lora import frozen_matrices
@@ -63,7 +68,9 @@ def shard(
     }
     if config.offloads:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    if config.lora.base == "nf4":
+    if keeps_frozen_whole(config):
+        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
+    elif config.lora.base == "nf4":
         options["ignored_params"] = {layer.weight for layer in frozen_matrices(model)}
     for layer in model.layers.values():
         fully_shard(layer, **options, shard_placement_fn=_expert_placement(layer, mesh, experts))

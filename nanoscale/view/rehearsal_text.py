@@ -88,6 +88,8 @@ _OPERATIONS = (
 
 def _time(time: Document) -> Iterator[Block]:
     """Yield the time of the slowest rank's step: what it computes, and what it waits for."""
+    if not time["seconds"]:  # no rank was played to the end of a step
+        return
     rank = next(it for it in time["ranks"] if it["rank"] == time["slowest_rank"])
     speed = f"{time['tokens_per_s_per_device']:,.0f} tokens/s per device"
     lines = [

@@ -269,6 +269,8 @@ ROWS = [
     lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP),
     lora(0, pp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP),
     lora(3, dp=2, ep=2, shape=MOE),
+    lora(2, 1, dp=2, cp=2, ep=2, shape=MOE),
+    lora(0, 1, dp=2, tp=2, pp=2),
     offloaded(Row("one process", {})),
     offloaded(Row("dp 2", {"dp": 2}, micro_batch=2)),
     offloaded(Row("HSDP 2 × 2, full",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from nanoscale.common.units import byte_size
 from nanoscale.config import parameters
-from nanoscale.config.layout import GRADIENT_BUCKET
+from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole
 from nanoscale.config.optimizers import ROUNDED_AT_ONCE, rounds, rule_of
 from nanoscale.plan.memory.activations import describe, stage_activations
 from nanoscale.plan.memory.block_shape import Sizes
@@ -54,14 +54,19 @@ def native_phases(
     host, offloads = 0, setting.config.offloads and setting.gpu
     if offloads:
         host, setting = _in_host_memory(setting, params)
+    gathered, whole = params, 0
+    if not setting.single and keeps_frozen_whole(setting.config):
+        gathered = params.trained
+        whole = setting.compute * (params.numel - gathered.numel)
     # the flat buffers of a block and of the unit that is prefetched
-    buffers = params.block + max(params.block, params.head, params.embedding)
+    buffers = gathered.block + max(gathered.block, gathered.head, gathered.embedding)
     gathers = setting.compute * buffers if setting.shards > 1 else 0
     reductions = int(setting.states.gradients * params.trained.shard)
     reductions += setting.reduce * params.trained.block // setting.shards
     moments = []
     for acts in activations_at_peaks(setting, params.stages, in_flight):
-        start, events = make(setting, params, acts)
+        start, events = make(setting, gathered, acts)
+        start["weights"] += whole
         if offloads or setting.config.lora.base == "nf4":
             events = [_added(setting, params.blocks, it) for it in events]
         moments.append((phases_of(start, events), acts))
@@ -78,12 +83,12 @@ def _in_host_memory(setting: MemorySetting, params: RankParameters) -> tuple[int
     """Return the bytes that FSDP2 keeps in host memory if it offloads, and the setting of the device without
     them."""
     states, trained = setting.states, params.trained
-    sharded = states.weights * params.shard + states.gradients * trained.shard
-    host = int(sharded) + states.moments(trained.shard, trained.in_blocks_shard)
+    sharded = _sharded_weights(setting, params) + int(states.gradients * trained.shard)
+    host = sharded + states.moments(trained.shard, trained.in_blocks_shard)
     if setting.micro_batches > 1:  # a unit's gradients before they are added to the sum
         unit = max(trained.block, trained.embedding, trained.head)
         host += int(states.gradients * unit) // setting.shards
-    nothing = replace(states, weights=0, gradients=0, optimizer=0, in_blocks=0)
+    nothing = replace(states, weights=0, gradients=0, optimizer=0, in_blocks=0, frozen=0)
     return host, replace(setting, states=nothing)
 
 
@@ -299,12 +304,18 @@ def _sharded_start(
     """Return the sizes of the parts before FSDP2's first event, without gradients."""
     trained = params.trained
     return {
-        "weights": int(setting.states.weights * params.shard),
+        "weights": _sharded_weights(setting, params),
         "optimizer": setting.states.moments(trained.shard, trained.in_blocks_shard),
         "compute_copies": setting.compute * params.numel,
         "activations": acts.activations,
         "communication": acts.boundaries,
     }
+
+
+def _sharded_weights(setting: MemorySetting, params: RankParameters) -> int:
+    """Return the bytes of the shards of all weights, trained and frozen."""
+    states, trained = setting.states, params.trained.shard
+    return int(states.weights * trained + states.frozen * (params.shard - trained))
 
 
 def _reducing(setting: MemorySetting) -> int:

@@ -29,6 +29,8 @@ class BytesPerParameter:
     """The optimizer's moments, without master weights."""
     in_blocks: float
     """The moments of matrices of blocks."""
+    frozen: float
+    """A weight that is not trained, in the compute dtype."""
 
     def moments(self, numel: int, in_blocks: int) -> int:
         """Return the bytes of the moments of `numel` parameters, with `in_blocks` in matrices of blocks."""
@@ -62,4 +64,5 @@ def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerP
         gradients=params,
         optimizer=moments(optimizer, params),
         in_blocks=moments(optimizer, params, in_blocks=True),
+        frozen=compute,
     )

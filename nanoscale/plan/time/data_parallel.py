@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoscale.config import parameters
+from nanoscale.config.layout import keeps_frozen_whole
 from nanoscale.config.model_math import adapted_layers
 from nanoscale.config.optimizers import MUON_ITERATIONS, rounds, rule_of
 from nanoscale.config.resolved import ResolvedConfig
@@ -64,6 +65,8 @@ class Plan:
     """The share of a gather's time in which the device copies (`collectives.device_share`)."""
     replica_share: float
     """The share of the all-reduce over replicas in which the device copies."""
+    ends: bool = True
+    """True if embedding and head are gathered and reduced, too."""
 
 
 def shards(config: ResolvedConfig) -> int:
@@ -125,10 +128,12 @@ def plan(
         of_experts = _seconds(config, hardware, layout.ep, experts)
         gather, reduce = gather + of_experts[0], reduce + of_experts[1]
         all_reduce += of_experts[2]
-    trained = size
+    trained, whole = size, keeps_frozen_whole(config)
     if config.lora.rank:
         trained = sum(p.parameters for p in adapters(micro_batch_shape(config)))
-        _, reduce, all_reduce = _seconds(config, hardware, 1, trained)
+        of_trained, reduce, all_reduce = _seconds(config, hardware, 1, trained)
+        if whole:
+            gather, size = of_trained, trained
     each_micro_batch = zero.stage == 3 and layout.pp == 1
     # One rank whose weights have the dtype of its products computes with the weights themselves.
     same_dtype = config.precision.compute == config.precision.params
@@ -149,6 +154,7 @@ def plan(
         after_update=0.0,
         device_share=collectives.device_share(hardware, _shard_ranks(config, hardware, 1)),
         replica_share=collectives.device_share(hardware, _replica_ranks(config, hardware, 1)),
+        ends=not whole,
     )
 
 
@@ -252,7 +258,7 @@ def cost(
     """
     blocks, model = holding.blocks, shape.model
     table = model.vocab * model.hidden / shape.tp / block_parameters(model, shape.tp, shape.ep)
-    tables = holding.first + holding.last
+    tables = (holding.first + holding.last) * plan.ends
     units = blocks + table * (min(1, tables) if model.tie_embeddings else tables)
     first_unit = table if holding.first else 1
 
