@@ -340,12 +340,12 @@ class Engine(ABC):
     def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        Documents `[batch, seq]`, or None, belong to the whole sequence. References, or None, are int64.
+        Documents, or None, are the ends `[batch, documents]` in the whole sequence. References, or None, are
+        int64.
         """
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         documents, references = (
-            None if it is None else torch.from_numpy(it)
-            for it in (batch.documents, batch.references)
+            None if it is None else torch.from_numpy(it) for it in (batch.ends(), batch.references)
         )
         if self.config.parallel.cp > 1:
             positions = self._positions(inputs.shape[1], inputs.device)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.models.attention import Mask, Span
 from nanoscale.models.initialization import local_region
 from nanoscale.models.moe import is_recomputed
 from nanoscale.models.transformer import Transformer
@@ -77,15 +78,19 @@ class QKClip:
                 torch.maximum(own, largest_scores(q, k, mask), out=own)
 
 
-def largest_scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def largest_scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     """Return the largest score of attention's queries with keys that they see, fp64 `[kv_heads]`."""
     grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, heads / kv_heads, seq, head_dim]
+    lowest = mask.first_seen(len(q), q.shape[2]) if isinstance(mask, Span) else None
     largest = q.new_full((k.shape[1],), -math.inf, dtype=torch.float64)
     for first in range(0, q.shape[2], _QUERIES):
         scores = grouped[..., first : first + _QUERIES, :] @ k.unsqueeze(2).mT
         sees = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril(first)
-        if mask is not None:
+        if isinstance(mask, Tensor):
             sees = mask[..., first : first + _QUERIES, :].unsqueeze(2)
+        if lowest is not None:
+            keys = torch.arange(k.shape[2], device=k.device)
+            sees = sees & (keys >= lowest[:, None, None, first : first + _QUERIES, None])
         found = scores.masked_fill(~sees, -math.inf).amax((0, 2, 3, 4)).double()
         largest = torch.maximum(largest, found * q.shape[-1] ** -0.5)
     return largest

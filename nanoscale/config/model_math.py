@@ -117,3 +117,8 @@ def describe_adapters(config: Config) -> str:
         f"{adapter_parameters(config):,} parameters of adapters ({chosen}) in addition to "
         f"{parameters(config.model):,} of the model, which are frozen"
     )
+
+
+def window_keys(queries: int, window: int) -> int:
+    """Return the mean number of keys that a query sees, which are the last `window` tokens up to itself."""
+    return window - window**2 // (2 * queries)

@@ -10,9 +10,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-SINK_WIDTH = 8
-"""Numbers by which attention's sinks widen a head: one is used, and kernels need a multiple of 8."""
-
 
 def key(
     default: Any,
@@ -301,7 +298,7 @@ class Model:
         )
 
     def is_windowed(self, seq_len: int) -> bool:
-        """Return True if attention needs a mask of `sliding_window` for sequences of this length."""
+        """Return True if `sliding_window` limits attention for sequences of this length."""
         return self.has_window(0) and seq_len > (self.sliding_window or 0)
 
     def of_layer(self, layer: int) -> Model:
@@ -334,11 +331,6 @@ class Model:
     def head_width(self) -> int:
         """Width of a head, set or computed."""
         return self.head_dim or self.hidden // self.heads
-
-    @property
-    def kernel_width(self) -> int:
-        """Width of a head in attention's kernels, which compute a sink as a product of further numbers."""
-        return self.head_width + (SINK_WIDTH if self.attention_sinks else 0)
 
     @property
     def value_width(self) -> int:
@@ -737,6 +729,12 @@ class Data:
     document_mask: bool = key(
         False,
         "attention stays within a document, and positions restart with each; always true with packing=whole",
+    )
+    document_length: int | None = key(
+        None,
+        "document_mask: length of documents that plan and rehearsal assume; null: train.seq_len",
+        unit="tokens",
+        at_least=1,
     )
     loss_on: Literal["auto", "all", "answers"] = key(
         "auto",

@@ -65,6 +65,20 @@ class Batch:
         present = {name: array for name, array in vars(self).items() if array is not None}
         return replace(self, **{name: change(array) for name, array in present.items()})
 
+    def ends(self) -> np.ndarray | None:
+        """Return the ends of the documents of each row, int32 [rows, documents], or None without documents.
+
+        Rows with fewer documents repeat their last end.
+        """
+        if self.documents is None:
+            return None
+        rows, seq = self.documents.shape
+        row, at = np.nonzero(np.diff(self.documents, axis=1, append=-1))
+        counts = np.bincount(row, minlength=rows)
+        ends = np.full((rows, counts.max(initial=1)), seq, dtype=np.int32)
+        ends[np.arange(ends.shape[1]) < counts[:, None]] = at + 1
+        return ends
+
     def counted(self) -> int:
         """Return the number of tokens that have a loss, or of pairs."""
         if self.references is not None and self.references.ndim == 1:

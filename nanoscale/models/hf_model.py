@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,9 @@ class HFModel(Transformer):
         self.first = self.last = True
         self.sequence_shards = 1
         self.token_positions = whole_sequence
-        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(tokens, masks[0])
+        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(
+            tokens, cast("Tensor | None", masks[0])
+        )
         self.hf: Any = self._build(real=real)
         self.hf.eval()  # training mode would enable dropout
         layers_by_number = nn.ModuleDict(

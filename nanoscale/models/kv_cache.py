@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from nanoscale.config.schema import Model
+from nanoscale.models.attention import CausalAttention, Mask, Span
 from nanoscale.models.transformer import (
     Attention,
     Block,
-    CausalAttention,
     LatentAttention,
-    Mask,
     Masks,
     Rotations,
     Transformer,
@@ -63,7 +62,7 @@ class Cache:
         self._model = model
         self._last: Tensor | None = None
         shape = model.shape
-        size = (batch, shape.kv_head_count, max_length, shape.kernel_width)
+        size = (batch, shape.kv_head_count, max_length, shape.head_width)
         for attention in self._attentions():
             # Zeros: what a mask hides must be finite, as it is multiplied by 0.
             attention.core = CachedAttention(self, shape, *attention.wo.weight.new_zeros(2, *size))
@@ -113,7 +112,12 @@ class Cache:
         self.positions = None if are_equal else positions.to(device)
         keys, window = torch.arange(self.longest + new), self._model.shape.sliding_window
         mask: Mask = None
-        if not are_equal or (self.longest and new > 1):
+        if not self.longest:  # nothing is seen so far
+            rows = Span.whole(len(self.lengths), new, device)
+            limited = window is not None and new > window
+            self.masks = (None, rows._replace(window=window) if limited else None)
+            return
+        if not are_equal or new > 1:
             mask = (keys <= positions[:, :, None])[:, None].to(device)
         in_window = mask
         if window is not None and self.longest + new > window:
@@ -143,9 +147,7 @@ class CachedAttention(CausalAttention):
         super().__init__(shape)
         self._cache, self.keys, self.values = cache, keys, values
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, *, sees_all: bool = False
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, **options: Any) -> Tensor:
         cache, past, end = self._cache, self._cache.longest, self._cache.longest + q.shape[2]
         if cache.positions is None:
             self.keys[:, :, past:end] = k
@@ -155,4 +157,4 @@ class CachedAttention(CausalAttention):
             self.keys.scatter_(2, positions, k)
             self.values.scatter_(2, positions, v)
         keys, values = self.keys[:, :, :end], self.values[:, :, :end]
-        return super().forward(q, keys, values, mask, sees_all=bool(past))
+        return super().forward(q, keys, values, mask, sees_all=bool(past), **options)

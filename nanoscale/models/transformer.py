@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.config.schema import SINK_WIDTH, Model
+from nanoscale.config.schema import Model
+from nanoscale.models.attention import CausalAttention, Mask, Span
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts, activations
 from nanoscale.models.preferences import Objective
 from nanoscale.models.rope import Rotation, rope_rotation, rotate
 
-Mask = Tensor | None
-"""Bool `[batch, 1, seq, seq]` over whole sequences: the keys that each query sees. None: all earlier ones."""
 Rotations = tuple[Rotation, Rotation]
 """The rotation in layers that attend to all tokens, and in layers with a window."""
 Masks = tuple[Mask, Mask]
@@ -92,15 +91,15 @@ class Transformer(nn.Module):
         """Return logits; with `targets` `[batch, seq]` the last stage returns the sum of their losses, a
         scalar.
 
-        `documents` `[batch, seq]` is the document number of each token of the whole sequence (`Batch`). With
+        `documents` `[batch, documents]` are the ends of documents in the whole sequence (`Batch.ends`). With
         it, attention stays within documents, and positions restart with each document. `references` `[batch]`
         belong to pairs.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         length, positions = self.sequence_length(seq), self.token_positions(seq, inputs.device)
+        masks = self.make_masks(inputs, length, documents)
         if documents is not None:
-            positions = positions_in_documents(documents)[:, positions]
-        masks = self.make_masks(length, documents, inputs.device)
+            positions = positions_in_documents(masks[0], len(inputs), length)[:, positions]
         hidden = self._embed(inputs, positions) if self.first else inputs
         rotations = self._rotations(positions, hidden.dtype, length)
         hidden = self.run_layers(self.layers, hidden, rotations, masks)
@@ -141,14 +140,14 @@ class Transformer(nn.Module):
             return rotation, rotation
         return rotation, rope_rotation(shape, positions, dtype, length, local=True)
 
-    def make_masks(self, length: int, documents: Tensor | None, device: torch.device) -> Masks:
-        """Return the masks of a whole sequence of this length with these documents."""
-        mask = None if documents is None else document_mask(documents)
+    def make_masks(self, inputs: Tensor, length: int, documents: Tensor | None) -> Masks:
+        """Return the masks of whole sequences of this length with these ends of documents."""
+        span = None if documents is None else Span.of(documents, length)
         window = self.shape.sliding_window
         if window is None or window >= length:
-            return mask, mask
-        in_window = window_mask(length, window, device)
-        return mask, in_window if mask is None else mask & in_window
+            return span, span
+        every = Span.whole(len(inputs), length, inputs.device) if span is None else span
+        return span, every._replace(window=window)
 
     def _apply_head(
         self, hidden: Tensor, targets: Tensor | None, references: Tensor | None
@@ -177,23 +176,10 @@ def whole_sequence(seq: int, device: torch.device) -> Tensor:
     return torch.arange(seq, device=device)
 
 
-def positions_in_documents(documents: Tensor) -> Tensor:
-    """Return the position of each token within its document and row: `[batch, seq]`."""
-    index = torch.arange(documents.shape[1], device=documents.device)
-    starts_document = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return index - torch.where(starts_document, index, 0).cummax(1).values
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Return the causal mask within each document: bool `[batch, 1, seq, seq]`."""
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    return same.tril().unsqueeze(1)
-
-
-def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask of the last `window` tokens up to each: bool `[1, 1, seq, seq]`."""
-    ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
-    return ones.tril().triu(1 - window)
+def positions_in_documents(span: Mask, rows: int, length: int) -> Tensor:
+    """Return the position of each token within its document: `[rows, length]`."""
+    assert isinstance(span, Span)
+    return torch.arange(length, device=span.starts.device) - span.first_seen(rows, length)
 
 
 _LATENT_EPS = 1e-6
@@ -246,10 +232,8 @@ class Attention(nn.Module):
         self.rope_pairs = shape.rope_pairs
         self.query_scale = 1.0
         self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.attention_sinks else None
-        if shape.attention_scale is not None or shape.attention_sinks:
-            # the kernels multiply with 1/√width
-            scale = shape.attention_scale or self.head_dim**-0.5
-            self.query_scale = scale * math.sqrt(shape.kernel_width)
+        if shape.attention_scale is not None:  # the kernels multiply with 1/√head_dim
+            self.query_scale = shape.attention_scale * math.sqrt(self.head_dim)
         self.qk_norm, self.whole_norm = shape.qk_norm, shape.qk_norm_whole
         if shape.qk_norm_whole:
             self.q_norm: nn.Module = WholeNorm(shape.q_width, eps=shape.norm_eps)
@@ -273,11 +257,8 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
             q, k = (rotate(x, rotation, self.rope_pairs) for x in (q, k))
-        q = scaled(q, self.query_scale)
-        if self.sinks is None:
-            out = self.core(q, k, v, mask)
-        else:
-            out = self.core(*widen(q, k, v, self.sinks), mask)[..., : self.head_dim]
+        further = {} if self.sinks is None else {"sinks": self.sinks}
+        out = self.core(scaled(q, self.query_scale), k, v, mask, **further)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -326,75 +307,6 @@ class LatentAttention(nn.Module):
         v = F.pad(v, (0, self.head_dim - self.v_dim))
         out = self.core(scaled(q, self.query_scale), k, v, mask)[..., : self.v_dim]
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
-
-
-class CausalAttention(nn.Module):
-    """Causal attention, `[batch, heads, seq, head_dim]`; keys and values may have fewer heads than queries."""
-
-    def __init__(self, shape: Model) -> None:
-        super().__init__()
-        self.softcap, self.has_sinks = shape.attention_softcap, shape.attention_sinks
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None, *, sees_all: bool = False
-    ) -> Tensor:
-        """Attend to earlier keys, or to the keys of the mask, or to all keys if `sees_all`."""
-        causal = mask is None and not sees_all
-        if self.softcap is not None:
-            return capped_attention(q, k, v, mask, self.softcap, causal=causal)
-        if self.has_sinks:
-            return attention_with_sinks(q, k, v, mask, causal=causal)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-
-def widen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Widen heads so that the product of a query with the key of `attention_with_sinks` is its head's sink,
-    `[heads]`, and other products stay. So every kernel and every division of heads computes sinks."""
-    batch, heads, seq, width = q.shape
-    column = (sinks * math.sqrt(width + SINK_WIDTH)).to(q.dtype).view(1, heads, 1, 1)
-    q = torch.cat((q, column.expand(batch, heads, seq, 1)), dim=-1)
-    k, v = (F.pad(x, (0, SINK_WIDTH)) for x in (k, v))
-    return F.pad(q, (0, SINK_WIDTH - 1)), k, v
-
-
-def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, causal: bool) -> Tensor:
-    """Attend also to a key before all others, whose value is 0: a score that is learned, by head.
-
-    Source: OpenAI 2025, arXiv:2508.10925, section 2.2; Xiao et al. 2023, arXiv:2309.17453.
-    """
-    batch, kv_heads, _, width = k.shape
-    key = F.pad(k.new_ones(1), (width - SINK_WIDTH, SINK_WIDTH - 1))
-    k = torch.cat((key.expand(batch, kv_heads, 1, width), k), dim=2)
-    v = F.pad(v, (0, 0, 1, 0))
-    if mask is not None:
-        mask = F.pad(mask, (1, 0), value=True)
-    if causal:  # a query of its own keeps the diagonal
-        q = F.pad(q, (0, 0, 1, 0))
-    grouped = q.shape[1] != kv_heads
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-    )
-    return out[:, :, 1:] if causal else out
-
-
-def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float, *, causal: bool
-) -> Tensor:
-    """Compute attention whose scores are bounded by c · tanh(score / c), by single operations.
-
-    Source: Gemma Team 2024, arXiv:2408.00118, section 2. No kernel of `scaled_dot_product_attention` has it.
-    """
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, heads / kv_heads, seq, head_dim]
-    scores = grouped @ k.unsqueeze(2).mT
-    scores = softcap * torch.tanh(scores * (q.shape[-1] ** -0.5 / softcap))
-    if causal:
-        mask = window_mask(q.shape[2], q.shape[2], q.device)
-    if mask is not None:
-        scores = scores.masked_fill(~mask.unsqueeze(2), -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
-    return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
 class SwiGLU(nn.Module):

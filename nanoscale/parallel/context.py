@@ -7,7 +7,7 @@
 
 A core takes this rank's q `[batch, heads, seq, head_dim]` and k, v `[batch, kv_heads, seq, head_dim]` and
 returns `[batch, heads, seq, head_dim]`, causal over the whole sequence. The rest of the model works on single
-tokens and needs only their `positions`. A mask covers the whole sequence, which only Ulysses has.
+tokens and needs only their `positions`. Documents may end anywhere in the whole sequence. Windows need Ulysses.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
-from torch.nn import functional as F
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
+from nanoscale.models.attention import CausalAttention, Mask, Span, pad_heads
+from nanoscale.models.attention_kernels import choose_kernel
 from nanoscale.models.moe import Router
-from nanoscale.models.transformer import (
-    Attention,
-    CausalAttention,
-    LatentAttention,
-    Transformer,
-)
-from nanoscale.parallel.attention_kernels import KERNELS, choose_kernel, has_cuda_flash
+from nanoscale.models.transformer import Attention, LatentAttention, Transformer
 from nanoscale.parallel.ring import ring_attention
 
 
@@ -60,25 +55,38 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
 
 
 def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:
-    return RingAttention(group) if method == "ring" else UlyssesAttention(group, shape)
+    return RingAttention(group, shape) if method == "ring" else UlyssesAttention(group, shape)
 
 
-class RingAttention(nn.Module):
+class RingAttention(CausalAttention):
     """Ring attention: keys and values pass every rank while it computes with the previous ones (see `ring`)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
+    def __init__(self, group: dist.ProcessGroup, shape: Model) -> None:
+        super().__init__(shape)
         self.group = group
-        self.cuda_flash = has_cuda_flash()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        assert mask is None, "the rules refuse document masks in a ring"
-        head_dim = q.shape[-1]
-        kernel = choose_kernel(q, self.cuda_flash)
-        padding = -head_dim % KERNELS[kernel].head_dim_multiple
-        if padding:
-            q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
-        out = ring_attention(q, k, v, self.group, kernel, head_dim**-0.5)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask = None,
+        *,
+        sinks: Tensor | None = None,
+        sees_all: bool = False,
+    ) -> Tensor:
+        assert not sees_all, "a KV cache has whole sequences"
+        head_dim, capped = q.shape[-1], self.softcap is not None
+        ends = None
+        if isinstance(mask, Span) or capped:
+            length = q.shape[2] * dist.get_world_size(self.group)
+            span = mask if isinstance(mask, Span) else Span.whole(len(q), length, q.device)
+            assert span.window is None, "the rules refuse windows in a ring"
+            ends = span.ends(len(q), length)
+        kernel = choose_kernel(q, self.cuda_flash, limited=ends is not None, capped=capped)
+        q, k, v = pad_heads(kernel, q, k, v)
+        scale = head_dim**-0.5
+        out = ring_attention(q, k, v, self.group, kernel, scale, self.softcap, ends, sinks)
         return out[..., :head_dim]
 
 
@@ -91,12 +99,22 @@ class UlyssesAttention(CausalAttention):
         self.group = group
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, sees_all: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask = None,
+        *,
+        sinks: Tensor | None = None,
+        sees_all: bool = False,
     ) -> Tensor:
         degree = dist.get_world_size(self.group)
         assert q.shape[1] % degree == k.shape[1] % degree == 0, "heads are divided over the ranks"
         q, k, v = (_exchange(x, 1, 2, self.group) for x in (q, k, v))
-        return _exchange(super().forward(q, k, v, mask, sees_all=sees_all), 2, 1, self.group)
+        if sinks is not None:
+            sinks = sinks.chunk(degree)[dist.get_rank(self.group)]
+        out = super().forward(q, k, v, mask, sinks=sinks, sees_all=sees_all)
+        return _exchange(out, 2, 1, self.group)
 
 
 def _exchange(x: Tensor, divided: int, whole: int, group: dist.ProcessGroup) -> Tensor:

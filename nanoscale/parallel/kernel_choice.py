@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.parallel.attention_kernels import choose_kernel, has_cuda_flash
+from nanoscale.models.attention_kernels import choose_kernel, has_cuda_flash
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 
 _SWITCHES = {
@@ -48,8 +48,12 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
         return None  # transformers chooses it
     head_dim = model.head_width
     dtype = TORCH_DTYPES[config.precision.compute]
-    if layout.cp > 1 and layout.cp_method == "ring":
-        return choose_kernel(torch.empty(0, head_dim, dtype=dtype, device=device), has_cuda_flash())
+    ring = layout.cp > 1 and layout.cp_method == "ring"
+    capped = model.attention_softcap is not None
+    limited = data.document_mask or model.attention_sinks or capped
+    if ring or limited:
+        one = torch.empty(0, head_dim, dtype=dtype, device=device)
+        return choose_kernel(one, has_cuda_flash(), limited=limited, capped=capped)
     seq, head_shards = config.train.seq_len, layout.tp * layout.cp
 
     def sample(heads: int) -> torch.Tensor:
@@ -57,11 +61,6 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
     q, k, v = sample(model.heads), *(sample(model.kv_head_count) for _ in range(2))
-    mask = (
-        torch.empty(1, 1, seq, seq, dtype=torch.bool, device=device) if data.document_mask else None
-    )
     grouped = q.shape[1] != k.shape[1]
-    chosen = torch._fused_sdp_choice(
-        q, k, v, mask, 0.0, mask is None, scale=None, enable_gqa=grouped
-    )
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=None, enable_gqa=grouped)
     return _NAMES.get(chosen)

@@ -12,6 +12,7 @@ Shapes: this rank's q, out `[batch, heads, seq, head_dim]`; k, v `[batch, kv_hea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +20,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn import functional as F
 
-from nanoscale.parallel.attention_kernels import KERNELS, Kernel, accumulator
+from nanoscale.models.attention import (
+    empty_sequence_major,
+    merge_sinks,
+    sequence_major,
+    sink_gradient,
+)
+from nanoscale.models.attention_kernels import KERNELS, Kernel, Limits, accumulator
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: str, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    kernel: str,
+    scale: float,
+    softcap: float | None = None,
+    ends: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = _Ring.apply(q, k, v, group.group_name, kernel, scale)
+    """Return causal attention within documents, which end at `ends` of the whole sequence, int32 `[batch,
+    documents]`."""
+    out: Tensor = _Ring.apply(q, k, v, ends, sinks, group.group_name, kernel, scale, softcap)
     return out
 
 
@@ -36,18 +54,26 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ends: Tensor | None,
+        sinks: Tensor | None,
+        *settings: Any,
     ) -> Tensor:
-        out, lse = _forward(q, k, v, group, kernel, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = group, kernel, scale
+        out, lse = _forward(q, k, v, ends, sinks, *settings)
+        ctx.save_for_backward(q, k, v, out, lse, ends, sinks)
+        ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-        return *grads, None, None, None
+        *saved, ends, sinks = ctx.saved_tensors
+        grads = _backward(grad_out, *saved, ends, *ctx.settings)
+        of_sinks = sink_gradient(grad_out, saved[3], saved[4], sinks)
+        return *grads, None, of_sinks, *[None] * 4
 
 
 # Each pass is one operation to PyTorch: its compiler skips it, and selective activation checkpointing can keep
@@ -56,15 +82,26 @@ class _Ring(torch.autograd.Function):
 
 @torch.library.custom_op("nanoscale::ring_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor | None,
+    sinks: Tensor | None,
+    group: str,
+    kernel: str,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = pass_keys(q, k, v, _resolve_group(group), KERNELS[kernel], scale)
-    return _sequence_major(out), lse.contiguous()
+    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, ends)
+    out, lse = pass_keys(q, k, v, blocks)
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
+    return sequence_major(out.to(q.dtype)), lse.contiguous()
 
 
 @_forward.register_fake
 def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _empty_sequence_major(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
+    return empty_sequence_major(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
 
 
 @torch.library.custom_op("nanoscale::ring_attention_backward", mutates_args=())
@@ -75,51 +112,88 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    ends: Tensor | None,
     group: str,
     kernel: str,
     scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = pass_gradients(
-        grad_out, q, k, v, out, lse, _resolve_group(group), KERNELS[kernel], scale
-    )
-    grad_q, grad_k, grad_v = (_sequence_major(grad) for grad in grads)
+    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, ends)
+    grads = pass_gradients(grad_out, q, k, v, out, lse, blocks)
+    grad_q, grad_k, grad_v = (sequence_major(grad) for grad in grads)
     return grad_q, grad_k, grad_v
 
 
 @_backward.register_fake
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_sequence_major(q), _empty_sequence_major(k), _empty_sequence_major(v)
+    return empty_sequence_major(q), empty_sequence_major(k), empty_sequence_major(v)
 
 
 def _resolve_group(group: Any) -> dist.ProcessGroup:
     return _resolve_process_group(group)
 
 
-def _sequence_major(x: Tensor) -> Tensor:
-    """Return `[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it
-    next."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+@dataclass(frozen=True)
+class Blocks:
+    """Queries and keys that meet in a hop."""
+
+    group: dist.ProcessGroup
+    kernel: Kernel
+    scale: float
+    softcap: float | None = None
+    ends: Tensor | None = None
+    """The ends of documents in the whole sequence, int32 `[batch, documents]`; None: one document."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def degree(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def settings(
+        self, seq: int, owner: int, queries: slice, keys: slice
+    ) -> tuple[bool, float, Limits | None]:
+        """Return the last arguments of the kernel for slices of this rank's queries and of another's keys."""
+        causal = owner == self.rank
+        if self.ends is None and self.softcap is None:
+            return causal, self.scale, None
+        before = self._before(self.rank, seq, queries), self._before(owner, seq, keys)
+        return causal, self.scale, Limits(*before, softcap=self.softcap)
+
+    def _before(self, rank: int, seq: int, part: slice) -> Tensor:
+        """Return the tokens of a rank's slice before each document: int32 `[batch · documents + 1]`."""
+        ends, half = self.ends, seq // 2
+        assert ends is not None
+        both = [rank, 2 * self.degree - 1 - rank]
+        chunks = both[:1] if part.stop else both[1:] if part.start else both
+        parts = [(ends - chunk * half).clamp(0, half) for chunk in chunks]
+        counts = torch.stack(parts).sum(0, dtype=torch.int32)
+        rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * (half * len(chunks))
+        return F.pad((counts + rows.unsqueeze(1)).flatten(), (1, 0))
 
 
-def _empty_sequence_major(x: Tensor) -> Tensor:
-    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
+_ALL = slice(None)
 
 
-def pass_keys(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: Kernel, scale: float
-) -> tuple[Tensor, Tensor]:
+def pass_keys(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Return this rank's out, and the log-sum-exp `[batch, heads, seq]` of all keys that its queries attend
     to."""
-    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    group, rank, degree, kernel = blocks.group, blocks.rank, blocks.degree, blocks.kernel
+    seq, wide = q.shape[2], accumulator(q.dtype)
     incoming = Transfer((k, v), group)
-    out, lse = (x.to(accumulator(q.dtype)) for x in kernel.forward(q, k, v, True, scale))
+    local = blocks.settings(seq, rank, _ALL, _ALL)
+    out, lse = (x.to(wide) for x in kernel.forward(q, k, v, *local))
     for hop in range(1, degree):
         k, v = incoming.wait()
         if hop + 1 < degree:
             incoming = Transfer((k, v), group)
-        queries, keys = _attending_slices(rank, (rank - hop) % degree, q.shape[2])
+        owner = (rank - hop) % degree
+        queries, keys = _attending_slices(rank, owner, seq)
+        settings = blocks.settings(seq, owner, queries, keys)
         block_out, block_lse = kernel.forward(
-            q[:, :, queries], k[:, :, keys], v[:, :, keys], False, scale
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], *settings
         )
         _merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
     return out.to(q.dtype), lse
@@ -132,16 +206,15 @@ def pass_gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    group: dist.ProcessGroup,
-    kernel: Kernel,
-    scale: float,
+    blocks: Blocks,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of this rank's q, k and v."""
-    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    group, rank, degree, kernel = blocks.group, blocks.rank, blocks.degree, blocks.kernel
+    seq, wide = q.shape[2], accumulator(q.dtype)
     incoming = Transfer((k, v), group)
+    local = blocks.settings(seq, rank, _ALL, _ALL)
     grad_q, grad_k, grad_v = (
-        block_grad.to(accumulator(q.dtype))
-        for block_grad in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
+        grad.to(wide) for grad in kernel.backward(grad_out, q, k, v, out, lse, *local)
     )
     for hop in range(1, degree):
         # Gradients are sent one hop behind their keys, while the next keys' gradients are computed.
@@ -149,7 +222,8 @@ def pass_gradients(
         k, v = incoming.wait()
         if hop + 1 < degree:
             incoming = Transfer((k, v), group)
-        queries, keys = _attending_slices(rank, (rank - hop) % degree, q.shape[2])
+        owner = (rank - hop) % degree
+        queries, keys = _attending_slices(rank, owner, seq)
         block_grad_q, block_grad_k, block_grad_v = kernel.backward(
             grad_out[:, :, queries],
             q[:, :, queries],
@@ -157,8 +231,7 @@ def pass_gradients(
             v[:, :, keys],
             out[:, :, queries],
             lse[:, :, queries],
-            False,
-            scale,
+            *blocks.settings(seq, owner, queries, keys),
         )
         grad_q[:, :, queries] += block_grad_q
         grad_k, grad_v = grads.wait()

@@ -133,7 +133,10 @@ class EqualSamples:
         rows = np.zeros((config.train.micro_batch, config.train.seq_len + 1), dtype=np.int64)
         one = Batch.of_rows(rows)
         if config.data.document_mask:
-            one = Batch(one.inputs, one.targets, np.zeros_like(one.inputs))
+            length = config.data.document_length or config.train.seq_len
+            numbers = np.arange(config.train.seq_len) // length
+            documents = np.broadcast_to(numbers, one.inputs.shape)
+            one = Batch(one.inputs, one.targets, documents)
         if is_paired(config.train):
             one = replace(one, references=np.zeros(len(one)))
         self._valid = one

@@ -368,7 +368,7 @@ _BY_TEXT = (
         r"FloatingPointError|non-?finite|not finite",
         "the training diverged: a loss or gradient is infinite or not a number",
         "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
-        "precision=fp32, or another attention kernel: backend.attention=math, or flash without masks",
+        "precision=fp32, or another attention kernel: backend.attention=flash or math",
     ),
     (
         r"LossSpikeError",

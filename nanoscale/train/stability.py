@@ -16,8 +16,7 @@ _WINDOW, _FEWEST = 100, 20
 
 ADVICE = (
     "; try a lower optimizer.lr, a longer scheduler.warmup_steps or optimizer.clip_norm=1.0, and resume from "
-    "the checkpoint before. If environment.json says that attention is cuDNN's, try backend.attention=flash, "
-    "or math with document masks"
+    "the checkpoint before. If environment.json says that attention is cuDNN's, try backend.attention=flash"
 )
 
 

@@ -22,8 +22,10 @@ from torch.utils.checkpoint import (
 )
 
 from nanoscale.config.schema import Model
-from nanoscale.parallel import attention_kernels, context, ring
-from nanoscale.parallel.attention_kernels import KERNELS
+from nanoscale.models import attention, attention_kernels
+from nanoscale.models.attention import Span, dense_attention
+from nanoscale.models.attention_kernels import KERNELS
+from nanoscale.parallel import context, ring
 from tests.support.ranks import run_ranks
 
 DEGREES = (2, 4)
@@ -85,8 +87,8 @@ def deviations(case: Case, group: dist.ProcessGroup, seed: int = 0) -> list[floa
     if case.way == "padded":
         kernels = {name: replace(kernel, head_dim_multiple=8) for name, kernel in KERNELS.items()}
     with (
-        patch.object(context, "choose_kernel", lambda *_: case.kernel),
-        patch.object(context, "KERNELS", kernels),
+        patch.object(context, "choose_kernel", lambda *_, **__: case.kernel),
+        patch.object(attention, "KERNELS", kernels),
     ):
         if case.way == "no_grad":
             with torch.no_grad():
@@ -99,6 +101,48 @@ def deviations(case: Case, group: dist.ProcessGroup, seed: int = 0) -> list[floa
         float((x - y[:, :, mine]).abs().max() / y.abs().max())
         for x, y in zip(found, expected, strict=False)
     ]
+
+
+ENDS = torch.tensor([[5, 6, 6, 7, 40, 48], [17, 30, 31, 48, 48, 48]], dtype=torch.int32)
+"""The ends of documents of any length, in two rows."""
+
+
+def limited_rank(rank: int, softcap: float | None, has_sinks: bool) -> dict[str, float]:
+    """Return the largest error of a rank's result and gradients within documents, by method."""
+    dist.init_process_group("gloo")
+    place, errors = (rank, dist.get_world_size()), {}
+    (q, k, v, grad_out), _ = whole("float64", 4)
+    sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64) if has_sinks else None
+    mask = (torch.arange(SEQ)[:, None] >= ENDS[:, None]).sum(-1)
+    mask = (mask[:, :, None] == mask[:, None]).tril()[:, None]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *([sinks] if has_sinks else []))]
+    q, k, v, *learned = leaves
+    out = dense_attention(q, k, v, mask, softcap, learned[0] if learned else None)
+    expected = [out, *torch.autograd.grad(out, leaves, grad_out)]
+    for method in ("ring", "ulysses"):
+        mine = context.positions(method, SEQ // place[1], *place, CPU)
+        core = context.make_core(method, dist.group.WORLD, Model(attention_softcap=softcap))
+        local = [x.detach()[:, :, mine].requires_grad_() for x in leaves[:3]]
+        local += [x.detach().requires_grad_() for x in leaves[3:]]
+        out = core(*local[:3], Span.of(ENDS, SEQ), sinks=local[3] if has_sinks else None)
+        found = [out, *torch.autograd.grad(out, local, grad_out[:, :, mine])]
+        for shared in found[4:]:
+            dist.all_reduce(shared)
+        wanted = [x[:, :, mine] for x in expected[:4]] + expected[4:]
+        errors[method] = max(
+            float((x - y).detach().abs().max()) for x, y in zip(found, wanted, strict=True)
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("degree", "softcap", "has_sinks"), [(2, None, False), (4, None, True), (4, 2.0, True)]
+)
+def test_documents_of_any_length_in_a_divided_sequence(
+    degree: int, softcap: float | None, has_sinks: bool
+) -> None:
+    for errors in run_ranks(limited_rank, degree, softcap, has_sinks):
+        assert max(errors.values()) < 1e-12
 
 
 def run(way: str, core: torch.nn.Module, leaves: list[Tensor]) -> Tensor:
@@ -176,8 +220,9 @@ def allocations(group: dist.ProcessGroup, kernel: str, seq: int) -> tuple[int, i
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out, lse = ring.pass_keys(q, k, v, group, KERNELS[kernel], 1.0)
-        ring.pass_gradients(grad_out, q, k, v, out, lse, group, KERNELS[kernel], 1.0)
+        blocks = ring.Blocks(group, KERNELS[kernel], 1.0)
+        out, lse = ring.pass_keys(q, k, v, blocks)
+        ring.pass_gradients(grad_out, q, k, v, out, lse, blocks)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return max(accumulate(changes)), max(changes)
@@ -256,7 +301,9 @@ def order_of_work(leaves: list[Tensor]) -> list[str]:
 
     with patch.object(ring, "Transfer", Spy), torch.no_grad():
         q, k, v = leaves
-        ring.pass_keys(q, k, v, dist.group.WORLD, replace(kernel, forward=forward), 1.0)
+        ring.pass_keys(
+            q, k, v, ring.Blocks(dist.group.WORLD, replace(kernel, forward=forward), 1.0)
+        )
     return done
 
 
@@ -278,11 +325,13 @@ def operation_rank(rank: int) -> None:
     q, grad_out = (torch.randn(BATCH, HEADS, 8, HEAD_DIM) for _ in range(2))
     k, v = (torch.randn(BATCH, 4, 8, HEAD_DIM) for _ in range(2))
     for kernel in ("portable", "flash-cpu"):
-        settings = (dist.group.WORLD.group_name, kernel, 1.0)
-        out, lse = ring._forward(q, k, v, *settings)
+        settings = (dist.group.WORLD.group_name, kernel, 1.0, None)
+        out, lse = ring._forward(q, k, v, None, None, *settings)
         checks = {"test_utils": ("test_schema", "test_faketensor")}
-        torch.library.opcheck(ring._forward, (q, k, v, *settings), **checks)
-        torch.library.opcheck(ring._backward, (grad_out, q, k, v, out, lse, *settings), **checks)
+        torch.library.opcheck(ring._forward, (q, k, v, None, None, *settings), **checks)
+        torch.library.opcheck(
+            ring._backward, (grad_out, q, k, v, out, lse, None, *settings), **checks
+        )
 
 
 def test_operations_say_what_they_return() -> None:
@@ -356,11 +405,11 @@ def test_a_ring_on_gpus_is_compiled_as_a_whole(
     dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that the compiler cannot trace is an error with `fullgraph`."""
-    monkeypatch.setattr(context, "has_cuda_flash", lambda: True)
+    monkeypatch.setattr(attention, "has_cuda_flash", lambda: True)
     # A build of PyTorch for CPUs cannot index what claims to be on a GPU, so the result claims no such thing.
     monkeypatch.setattr(context, "ring_attention", lambda q, *_: torch.zeros(q.shape))
     monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None)
-    core = context.RingAttention(None)  # type: ignore[arg-type]
+    core = context.RingAttention(None, Model())  # type: ignore[arg-type]
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
         return graph.forward

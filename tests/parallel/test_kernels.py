@@ -35,13 +35,12 @@ def test_pytorch_is_asked_with_the_shapes_that_blocks_compute(
     shape = replace(config.model, heads=8, kv_heads=4, head_dim=16)
     config = replace(config, model=shape, parallel=Parallel(dp=1, tp=2, virtual_stages=1))
     assert attention(config) == "flash"
-    assert attention(replace(config, data=replace(config.data, document_mask=True))) == "flash"
+    assert attention(replace(config, data=replace(config.data, document_mask=True))) == "portable"
     seq = config.train.seq_len
     for (q, k, v, mask, _, causal), more in asked:
         assert q.shape == (1, 4, seq, 16) and k.shape == v.shape == (1, 2, seq, 16)
         assert q.dtype == torch.bfloat16 and q.requires_grad and more["enable_gqa"]
-        assert causal == (mask is None)
-    assert asked[1][0][3].shape == (1, 1, seq, seq)
+        assert causal and mask is None
 
 
 def test_the_kernel_that_was_set_is_the_one_in_use(config: Config) -> None:

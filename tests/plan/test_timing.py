@@ -468,11 +468,18 @@ def test_frozen_weights_take_a_third_less_arithmetic_and_no_update():
     assert frozen.mfu == pytest.approx(flops / hardware.peak(config.precision))
 
 
-def test_attention_with_a_mask_computes_both_halves():
-    hardware, config = machine(), job()
-    masked = replace(config, data=replace(config.data, document_mask=True))
-    causal, dense = (
-        blocks.block(hardware, blocks.micro_batch_shape(each)).forward.attention
-        for each in (config, masked)
-    )
-    assert 1.9 < dense / causal < 2  # a causal pass computes the tiles of the diagonal whole
+def test_attention_within_documents_and_windows_computes_what_is_seen():
+    hardware, config = machine(), job("llama-8b", seq_len=8192, precision=BF16)
+    short = replace(config.data, document_mask=True, document_length=1024)
+
+    def attention(changed: ResolvedConfig) -> float:
+        return blocks.block(hardware, blocks.micro_batch_shape(changed)).forward.attention
+
+    windows = replace(config, model=replace(config.model, sliding_window=1024))
+    whole = replace(config, data=replace(short, document_length=None))
+    flash = replace(whole.backend, attention="flash")
+    assert attention(whole) == pytest.approx(attention(replace(config, backend=flash)))
+    assert (
+        4 < attention(whole) / attention(replace(config, data=short)) < 8
+    )  # tiles of the diagonal are whole
+    assert 2.5 < attention(whole) / attention(windows) < 4.3

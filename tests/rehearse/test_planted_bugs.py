@@ -17,8 +17,8 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.models import transformer
+from nanoscale.models.attention_kernels import KERNELS
 from nanoscale.parallel import expert, fsdp, ring
-from nanoscale.parallel.attention_kernels import KERNELS
 from nanoscale.rehearse.compare import mismatches
 from nanoscale.rehearse.kinds import played_ranks
 from nanoscale.rehearse.life import play

@@ -263,6 +263,8 @@ ROWS = [
     packed("dp 2 · pp 2, stage 1, full", 1, 2, dp=2, pp=2, activation_checkpointing="full"),
     packed("tp 2 · ulysses cp 2", 0, 4, tp=2, cp=2, cp_method="ulysses"),
     packed("GPT-2, tp 2", 0, 4, GPT2, tp=2),
+    packed("tp 2 · ring cp 2, selective", 0, 4, tp=2, cp=2, activation_checkpointing="selective"),
+    packed("pp 2 · ring cp 2", 0, 2, DEEP, pp=2, cp=2),
     packed("pp 2, zbv", 0, 2, DEEP, pp=2, schedule="zbv", virtual_stages=2),
     lora(0, 4),
     lora(3, dp=2, tp=2, activation_checkpointing="full"),

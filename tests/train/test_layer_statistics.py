@@ -13,8 +13,9 @@ from torch import Tensor
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import open_data
+from nanoscale.models.attention import CausalAttention
 from nanoscale.models.initialization import initialize
-from nanoscale.models.transformer import CausalAttention, Transformer
+from nanoscale.models.transformer import Transformer
 from nanoscale.runs import jsonlines
 from tests.support.jobs import make_config, make_run, train, write_tokens
 from tests.support.layouts import GEMMA, GPT2, MOE
@@ -38,7 +39,10 @@ def plain_figures(config: ResolvedConfig) -> Figures:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         products = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(q.shape[-1])
         seq = torch.arange(q.shape[2])
-        sees = seq[:, None] >= seq if mask is None else mask.expand_as(products)
+        sees = seq[:, None] >= seq
+        if mask is not None:
+            assert mask.window == 7
+            sees &= seq[:, None] - seq < mask.window
         scores[name] = products[sees.expand_as(products)].max().item()
 
     for number, layer in model.layers.items():

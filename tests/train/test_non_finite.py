@@ -15,7 +15,8 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.common.errors import LostPeerError
 from nanoscale.config.schema import Checkpoint
 from nanoscale.data.batch import Batch
-from nanoscale.models.transformer import CausalAttention, SwiGLU
+from nanoscale.models.attention import CausalAttention
+from nanoscale.models.transformer import SwiGLU
 from nanoscale.runs import events
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.position import NOW

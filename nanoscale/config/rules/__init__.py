@@ -48,7 +48,6 @@ JOB: tuple[Rule, ...] = (
     *training.JOB,
     *only_with.OF_JOB,
     *numbers.PRECISION,
-    *numbers.MASK,
     *numbers.ATTENTION,
     *numbers.OPTIMIZER,
     *backends.JOB,

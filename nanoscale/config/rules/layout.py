@@ -187,28 +187,17 @@ RULES = (
     _table("model.vocab", "token", lambda model: model.vocab),
     _table("model.max_seq_len", "position",
         lambda model: model.max_seq_len if model.position == "learned" else 0),
-    *(refused(key, {**_RING, **masked},
-        "keeps attention within documents by a mask, which parallel.cp_method=ring does not "
-        "support: it sees keys and values in chunks",
-        "parallel.cp_method=ulysses", "parallel.cp=1")
-        for key, masked in (
-            ("data.packing", {"data.packing": "whole"}),
-            ("data.document_mask", {"data.document_mask": True, "data.packing": "stream"}))),
     Rule("parallel.cp_method",
         (
-            *("parallel.cp", "parallel.cp_method", "train.seq_len", "model.sliding_window"),
-            *("model.attention_softcap", "model.attention_sinks", "model.full_attention_every"),
+            *("parallel.cp", "parallel.cp_method", "train.seq_len"),
+            *("model.sliding_window", "model.full_attention_every"),
         ),
         lambda config: (
             config.parallel.cp == 1
             or config.parallel.cp_method != "ring"
-            or not (
-                config.model.attention_softcap is not None
-                or config.model.attention_sinks
-                or config.model.is_windowed(config.train.seq_len)
-            )
+            or not config.model.is_windowed(config.train.seq_len)
         ),
-        "has kernels of its own, without windows shorter than the sequence, bounded scores and sinks",
+        "has kernels of its own, without windows shorter than the sequence",
         ("parallel.cp_method=ulysses", "parallel.cp=1")),
     Rule("parallel.cp",
         ("parallel.cp", "parallel.cp_method", "parallel.tp", "model.heads", "model.kv_heads"),

@@ -180,8 +180,8 @@ _KERNEL = "backend.attention"
 _FREE = f"{_KERNEL}=auto"
 _ON_GPU = {"launcher.device": "cuda"}
 _NARROW = ("bf16", "fp16")
-_CHOICES = (_FREE, f"{_KERNEL}=math")
-_FLASH = {_KERNEL: "flash", **_ON_GPU}
+_CHOICES = (_FREE, f"{_KERNEL}=flash", f"{_KERNEL}=math")
+_CUDNN = {_KERNEL: "cudnn", **_ON_GPU}
 
 
 def _unfused(kernel: str, widest: int, multiple: int, heads: str) -> tuple[Rule, ...]:
@@ -202,36 +202,11 @@ def _unfused(kernel: str, widest: int, multiple: int, heads: str) -> tuple[Rule,
     )  # fmt: skip
 
 
-def _tiles(config: Config) -> list[str]:
-    length = config.train.seq_len
-    return [f"train.seq_len={near}" for near in (length - 64, length + 64) if near]
-
-
-_MASK_KEYS = ("launcher.device", _KERNEL, "model.sliding_window", "model.full_attention_every")
-
-
-def _is_safe_window(config: Config) -> bool:
-    length = config.train.seq_len
-    uses_cudnn = config.launcher.device == "cuda" and config.backend.attention in ("auto", "cudnn")
-    at_risk = uses_cudnn and length % 128 == 64 and config.precision.compute in _NARROW
-    return not at_risk or not config.model.is_windowed(length)
-
-
 def _takes_window(config: Config) -> bool:
-    is_flash = config.backend.attention == "flash" and config.launcher.device == "cuda"
-    return not is_flash or not config.model.is_windowed(config.train.seq_len)
+    is_cudnn = config.backend.attention == "cudnn" and config.launcher.device == "cuda"
+    return not is_cudnn or not config.model.is_windowed(config.train.seq_len)
 
 
-MASK = of_kind("data",  # on an H100 PyTorch hands masks to cuDNN: pytorch issue 196678
-    refused("train.seq_len",
-        {**_ON_GPU, "data.document_mask": True, _KERNEL: ("auto", "cudnn"),
-         "precision.compute": _NARROW, "train.seq_len": lambda length: length % 128 == 64},
-        "may give NaN gradients with document masks: cuDNN's kernels fail at 64 above a multiple of 128",
-        _tiles, f"{_KERNEL}=math"),
-    Rule("train.seq_len", (*_MASK_KEYS, "precision.compute", "train.seq_len"), _is_safe_window,
-        "may give NaN gradients with the mask of a window: cuDNN's kernels fail at 64 above a multiple of 128",
-        (_tiles, f"{_KERNEL}=math")),
-)  # fmt: skip
 ATTENTION = of_kind("config",
     refused(_KERNEL, {_KERNEL: other_than("auto"), "model.source": other_than("own")},
         "would be ignored by model={c.model.source}, whose code chooses its kernels itself", _FREE),
@@ -241,12 +216,17 @@ ATTENTION = of_kind("config",
         "needs a GPU, and launcher.device is cpu", _FREE),
     *_unfused("flash", 256, 1, "heads"),
     *_unfused("cudnn", 128, 8, "multiples of 8"),
-    refused(_KERNEL, {**_FLASH, "data.packing": "whole"},
-        "cannot hold with data.packing=whole: it takes no mask", *_CHOICES),
-    refused(_KERNEL, {**_FLASH, "data.packing": "stream", "data.document_mask": True},
-        "cannot hold with data.document_mask=true: it takes no mask", *_CHOICES),
-    Rule(_KERNEL, (*_MASK_KEYS, "train.seq_len"), _takes_window,
-        "cannot hold with model.sliding_window={c.model.sliding_window}: it takes no mask", _CHOICES),
+    *(refused(_KERNEL, {**_CUDNN, **limit},
+        f"cannot hold with {word}: cuDNN's kernel takes whole rows", *_CHOICES)
+        for word, limit in (
+            ("data.packing=whole", {"data.packing": "whole"}),
+            ("data.document_mask=true", {"data.packing": "stream", "data.document_mask": True}),
+            ("model.attention_sinks=true", {"model.attention_sinks": True}))),
+    Rule(_KERNEL,
+        ("launcher.device", _KERNEL, "model.sliding_window", "model.full_attention_every", "train.seq_len"),
+        _takes_window,
+        "cannot hold with model.sliding_window={c.model.sliding_window}: cuDNN's kernel takes no window",
+        _CHOICES),
 )  # fmt: skip
 
 

@@ -159,29 +159,20 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
     tokens, e = shape.tokens, run.compute
     queries = tokens * shape.q * e
     sizes = {"q": queries, "k": tokens * shape.kv * e, "v": tokens * shape.kv * e}
-    if run.attention == "capped":
-        sizes = dict.fromkeys(sizes, queries)
     if run.attention == "math":  # PyTorch computes it in fp32 or better
         e = max(4, e)
         sizes = dict.fromkeys(sizes, tokens * shape.q * e)
     sizes["attended"] = queries
-    if shape.model.attention_sinks:
-        kernel, head = shape.model.kernel_width, shape.model.head_width
-        sizes = {name: size * kernel // head for name, size in sizes.items()}
     if run.attention == "flash":
         sizes["log-sums"] = tokens * shape.heads * STATISTIC
-        if shape.masked:  # PyTorch makes a mask of the numbers that are added to the scores
-            sizes["mask"] = shape.masked * e
     else:
         scores = tokens * shape.heads * shape.span
         sizes["scores"] = scores * e
-        if run.attention == "capped":  # bounded scores, the softmax in fp32, and its cast
-            sizes["scores"] += scores * (max(4, e) + (e if e < 4 else 0))
         if run.dropout:
             sizes["dropped scores"] = scores * (e + 1)
         if run.keeps_softmax_input:
             sizes["raw scores"] = scores * e
-    if run.turned or run.exchanged or shape.model.attention_sinks:
+    if run.turned or run.exchanged:
         sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, with autocast for queries and for keys
         sizes["rotation"] = shape.rotary * run.compute * (2 if run.autocast else 1)
@@ -239,15 +230,12 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(results[1::2])
     elif keep == "attention":
         names = set()
-    kernels = ("rotation",) if run.attention == "capped" else ("rotation", "attended")
-    kept: Sizes = {name: sizes[name] for name in kernels if name in sizes}
+    kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
     kept["input"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)
     hidden = shape.tokens * shape.hidden * run.compute
     sizes_of = {"wo": hidden, "down": hidden, "v": shape.tokens * shape.kv * run.compute}
     sizes_of["wq"], sizes_of["wk"] = shape.tokens * shape.q * run.compute, sizes_of["v"]
-    sizes_of["raw scores"] = shape.tokens * shape.heads * shape.span * run.compute
-    sizes_of["attended"] = sizes["attended"]
     if shape.model.kv_rank:
         sizes_of |= {name: sizes[name] for name in ("wq_a", "wkv_a")}
         sizes_of["wkv_b"] = _expanded(shape) * run.compute
@@ -294,11 +282,7 @@ def _kept_with_adapters(
 
 def _results(shape: Shape, run: Execution) -> tuple[str, ...]:
     """Return the results of a block's products, in the order of their computation."""
-    names = products(shape.model)
-    if run.attention == "capped":  # attention is two products more
-        first = names.index("wo")
-        names = (*names[:first], "raw scores", "attended", *names[first:])
-    return names
+    return products(shape.model)
 
 
 def products(model: Model) -> tuple[str, ...]:
@@ -376,21 +360,8 @@ def working_memory(shape: Shape, run: Execution) -> int:
         magnitudes = (3 if shape.shares > 1 else 2) * hidden
         activation, first_products = activation - hidden, first_products - hidden
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
-    moments = (magnitudes, last_product, activation, first_products, _capped_scores(shape, run))
-    highest = max(moments) + stream
+    highest = max(magnitudes, last_product, activation, first_products) + stream
     return highest + 2 * run.gathered_keys * shape.q * run.compute
-
-
-def _capped_scores(shape: Shape, run: Execution) -> int:
-    """Return the bytes of two gradients of bounded scores, one of them in fp32 or better, minus what the
-    feed-forward has freed."""
-    if run.attention != "capped":
-        return 0
-    freed = ("up", "gate", "product", "activated", "normed middle", "results")
-    sizes = saved(shape, run)
-    numbers = max(4, run.compute) + run.compute
-    gradients = shape.tokens * shape.heads * shape.span * numbers
-    return gradients - sum(sizes.get(name, 0) for name in freed)
 
 
 def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:

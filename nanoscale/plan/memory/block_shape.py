@@ -27,10 +27,6 @@ class Shape:
     heads: int
     rotary: int
     """Numbers of the cosines and sines of all positions: seq / cp · head_dim; 0 without rope."""
-    masked: int = 0
-    """Elements of the mask of a block's attention, as a mean of all blocks; 0 without one."""
-    masks: int = 0
-    """Elements of the masks that the blocks share."""
     local_experts: int = 0
     """Experts of this rank."""
     experts_per_token: int = 1
@@ -78,9 +74,9 @@ class Execution:
     """Bytes of a number in the residual stream, which autocast leaves in the parameters' dtype."""
     autocast: bool = False
     """True if every product casts its input separately."""
-    attention: Literal["flash", "scores", "math", "capped"] = "flash"
+    attention: Literal["flash", "scores", "math"] = "flash"
     """The saved tensors of attention. flash: log-sums; scores: the softmax's result; math: the softmax's
-    result, and keys and values repeated for every head; capped: these, and the bounded scores."""
+    result, and keys and values repeated for every head."""
     tensor_parallel: bool = False
     gathered: bool = True
     """True if products save their gathered inputs, with sequence parallelism."""

@@ -167,16 +167,15 @@ def _boundaries(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[Kep
 
 
 def _outside_blocks(setting: MemorySetting, stage: Stage) -> tuple[int, int]:
-    """Return the bytes that a micro batch keeps outside of the blocks: of token ids and the mask of documents,
-    and for the last norm and head.
+    """Return the bytes that a micro batch keeps outside of the blocks: of token ids, and for the last
+    norm and head.
 
-    Token ids and mask are kept to the end of the backward pass. The tensors that the last norm saved and the
+    Token ids are kept to the end of the backward pass. The tensors that the last norm saved and the
     head's input, or its gradient, are freed before the backward pass reaches the blocks.
     """
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares
     tokens = 8 * shape.tokens * (2 if stage.last else 1) if stage.first or stage.last else 0
-    tokens += shape.masks  # the blocks of a stage share them, a byte an element
     if not stage.last:
         return tokens, 0
     normed = (shape.tokens if run.gathered else part) * shape.hidden * run.compute

@@ -64,7 +64,7 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         autocast=autocast,
         attention=_attention(config, compute, gpu),
         tensor_parallel=layout.tp > 1,
-        turned=config.model.position == "rope" and layout.cp == 1,
+        turned=config.model.position == "rope" and layout.cp == 1 and not _is_limited(config),
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
         composed_norm=not gpu,
         # The cast to 8 bits needs a maximum, so a compiler saves the cast's input.
@@ -76,14 +76,11 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
-    masked, masks = _masks(config)
     return MemorySetting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
         shape=replace(
             shape_of(config.model, layout, train.micro_batch, train.seq_len),
-            masked=masked,
-            masks=masks,
             adapter_rank=config.lora.rank,
             adapted=tuple(model_math.adapted_layers(config.model, config.lora)),
             dora=config.lora.dora,
@@ -105,30 +102,21 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
     )
 
 
-def _masks(config: ResolvedConfig) -> tuple[int, int]:
-    """Return the elements of the masks of documents and of windows: `Shape.masked` and `Shape.masks`."""
-    model, square = config.model, config.train.seq_len**2
-    of_documents = config.train.micro_batch * square if config.data.document_mask else 0
-    if not model.is_windowed(config.train.seq_len):
-        return of_documents, of_documents
-    of_window = of_documents or square
-    with_window = sum(map(model.has_window, range(model.layers)))
-    masked = of_documents or of_window * with_window // model.layers
-    return masked, of_documents + of_window
-
-
-def _attention(
-    config: ResolvedConfig, compute: int, gpu: bool
-) -> Literal["flash", "math", "capped"]:
+def _attention(config: ResolvedConfig, compute: int, gpu: bool) -> Literal["flash", "math"]:
     """Return `Execution.attention`. On a GPU it is `math` if PyTorch has no fused attention.
 
     For fp32 there is only the memory-efficient kernel, which does not support grouped heads. No kernel supports
-    fp64. Ring attention has kernels of its own.
+    fp64. Ring attention, documents, sinks and bounded scores have kernels of their own.
     """
     model, layout = config.model, config.parallel
-    if model.attention_softcap is not None:
-        return "capped"
     grouped = model.kv_heads not in (None, model.heads)
     ring = layout.cp > 1 and layout.cp_method == "ring"
-    unfused = not ring and (compute == 8 or (compute == 4 and grouped))
-    return "math" if gpu and (unfused or config.backend.attention == "math") else "flash"
+    unfused = compute == 8 or (compute == 4 and grouped) or config.backend.attention == "math"
+    return "math" if gpu and unfused and not ring and not _is_limited(config) else "flash"
+
+
+def _is_limited(config: ResolvedConfig) -> bool:
+    """Return True if all blocks compute attention by `models.attention.limited_attention`."""
+    model = config.model
+    capped = model.attention_softcap is not None
+    return capped or model.attention_sinks or config.data.document_mask

@@ -53,7 +53,8 @@ class PlayedCosts:
             return operations.product(self.hardware, self._kind(kind), *sizes, aligned)
         if what == "attention":
             kind, *shape, causal, backward = numbers
-            kernel = attention_kernel(self.config)
+            limited = not _name.startswith("_scaled_dot_product")
+            kernel = "flash" if limited else attention_kernel(self.config)
             seconds = operations.attention(self.hardware, self._kind(kind), *shape, causal, kernel)
             return seconds * (operations.BACKWARD_ATTENTION if backward else 1.0)
         if what == "copy":

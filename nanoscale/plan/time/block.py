@@ -46,8 +46,8 @@ _GATED = {False: (5, 9), True: (3, 5)}
 """For each element of the hidden layer of SwiGLU: silu and product."""
 _CLAMPED = {False: (16, 24), True: (3, 5)}
 """The same with bounds: two clamps, two factors, a sigmoid, a sum and two products."""
-_WIDENED = (8, 8)
-"""For each element of queries and keys: two copies for attention's sinks, and their gradients."""
+_SINKS = (3, 2)
+"""For each element of queries and keys: the result is scaled, and the sinks' gradients are summed."""
 _GELU = (2, 3)
 _SUMS = 9
 """For each element of the stream, backward: the sum of the gradients of the input of q, k, v, and the sum of
@@ -92,7 +92,9 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
         attention=attention_kernel(config, software),
-        masked=config.data.document_mask,
+        document=min(config.data.document_length or train.seq_len, train.seq_len)
+        if config.data.document_mask
+        else None,
         windowed=_windowed_share(config),
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
@@ -113,7 +115,7 @@ def _windowed_share(config: ResolvedConfig) -> float:
 
 
 def attention_kernel(config: ResolvedConfig, software: Software = NANOSCALE) -> str:
-    """Return the attention kernel, flash or cudnn: the configured kernel, or the one that PyTorch chooses.
+    """Return the attention kernel of rows without limits: the configured one, or the one that PyTorch chooses.
 
     On devices for which PyTorch never chooses cuDNN, flash and cudnn have the same rate. Attention by single
     operations (math) is planned at the rate of flash.
@@ -285,15 +287,21 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
     if not ring and shape.cp > 1:
         tokens, heads = shape.seq, max(1, heads // shape.cp)
 
-    def seconds(keys: int, causal: bool) -> float:
-        width, kernel = shape.model.kernel_width, shape.attention
-        return operations.attention(
-            hardware, shape.dtype, shape.batch, tokens, keys, heads, width, causal, kernel
-        )
+    model, count = shape.model, max(1, shape.seq // (shape.document or shape.seq))
+    limited = bool(shape.document) or model.attention_sinks or model.attention_softcap is not None
 
-    local = seconds(tokens, not shape.masked)
-    if shape.windowed:  # layers with a window have a mask, and the kernel computes all scores
-        local += shape.windowed * (seconds(tokens, False) - local)
+    def seconds(keys: int, causal: bool, window: int | None = None) -> float:
+        """Return the seconds of queries with these keys, which documents divide equally."""
+        length, keys = max(1, tokens // count), max(1, keys // count)
+        kernel = "flash" if limited or window else shape.attention
+        if window and window < keys:
+            keys, causal = model_math.window_keys(length, window), False
+        sizes = shape.batch * count, length, keys, heads, model.head_width
+        return operations.attention(hardware, shape.dtype, *sizes, causal, kernel)
+
+    local = seconds(tokens, True)
+    if shape.windowed:
+        local += shape.windowed * (seconds(tokens, True, model.sliding_window) - local)
     return local + (shape.cp - 1) * seconds(max(1, tokens // 2), False) if ring else local
 
 
@@ -316,7 +324,7 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
     if model.qk_norm:
         rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
     if model.attention_sinks:
-        rope = rope[0] + _WIDENED[0], rope[1] + _WIDENED[1]
+        rope = rope[0] + _SINKS[0], rope[1] + _SINKS[1]
     kv_heads = model.kv_head_count
     queries_keys = shape.tokens * (model.heads + kv_heads) * width / shape.tp
     norms = _COMPOSED if shape.software.composed_norm and not compiled else (0, 0)

@@ -30,11 +30,11 @@ class MicroBatchShape:
     """none, full, sqrt, attention, matmuls or every-2nd-matmul."""
     ep: int = 1
     attention: str = "flash"
-    """The attention kernel: flash or cudnn."""
-    masked: bool = False
-    """True if attention has a mask of documents, and computes the pairs that the mask excludes."""
+    """The attention kernel of rows without limits: flash or cudnn."""
+    document: int | None = None
+    """Tokens of a document that limits attention; None: attention covers the whole sample."""
     windowed: float = 0.0
-    """The share of layers whose attention has a mask of a window."""
+    """The share of layers with a window shorter than the sample."""
     software: Software = NANOSCALE
     fp8_recipe: str = "tensorwise"
     hooks: float = 1.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nanoscale.config.model_math import window_keys
 
 _DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -81,14 +84,22 @@ def _product(name: str, tensors: Sequence[Tensor]) -> Work:
 
 
 def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
+    """Return the work of attention. Documents divide a row equally, and each is a batch of its own."""
     given = _given(func, args, kwargs)
     query, key = given["query"], given["key"]
     causal = bool(given.get("is_causal", given.get("causal", False)))
-    batch, heads, queries, size = query.shape
-    return (
-        "attention", name, _DTYPES.get(query.dtype, "fp32"), batch, queries, key.shape[2], heads, size, causal,
-        "backward" in name,
-    )  # fmt: skip
+    *batch, heads, queries, size = query.shape
+    keys, starts = key.shape[-2], given.get("starts", given.get("cum_seq_q"))
+    if starts is not None:
+        if not batch:  # [tokens, heads, head size]
+            queries, heads, keys = query.shape[0], query.shape[1], key.shape[0]
+        rows, documents = prod(batch), len(starts) - 1
+        batch, queries, keys = [documents], rows * queries // documents, rows * keys // documents
+        window, causal = given.get("window"), causal or "starts" in given
+        if window is not None and window < keys:
+            keys, causal = window_keys(queries, window), False
+    sizes = batch[0], queries, keys, heads, size
+    return "attention", name, _DTYPES.get(query.dtype, "fp32"), *sizes, causal, "backward" in name
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""Causal attention, also within documents and windows, with bounded scores and sinks.
+
+Kernels compute the pairs that a query sees, and no mask of all pairs is in memory. Shapes: q and the result
+`[batch, heads, seq, head_dim]`; k, v `[batch, kv_heads, seq, head_dim]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from nanoscale.config.schema import Model
+from nanoscale.models.attention_kernels import (
+    KERNELS,
+    Limits,
+    accumulator,
+    choose_kernel,
+    has_cuda_flash,
+)
+
+
+class Span(NamedTuple):
+    """The documents of whole sequences, and a window."""
+
+    starts: Tensor
+    """int32 `[rows · documents + 1]`: the tokens before each document, rows one after the other, and their sum.
+    Documents of length 0 follow the last one of a row that has fewer."""
+    window: int | None = None
+    """The last tokens up to each token that it sees; None: all."""
+
+    @classmethod
+    def of(cls, ends: Tensor, length: int) -> Span:
+        """Return the documents that end at these positions of rows of this length, `[rows, documents]`."""
+        rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * length
+        return cls(F.pad((ends + rows.unsqueeze(1)).flatten(), (1, 0)))
+
+    @classmethod
+    def whole(cls, rows: int, length: int, device: torch.device) -> Span:
+        """Return rows of one document."""
+        return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length)
+
+    def ends(self, rows: int, length: int) -> Tensor:
+        """Return the ends of the documents of each row: int32 `[rows, documents]`."""
+        first = torch.arange(rows, dtype=torch.int32, device=self.starts.device) * length
+        return self.starts[1:].view(rows, -1) - first.unsqueeze(1)
+
+    def limits(self, softcap: float | None = None) -> Limits:
+        return Limits(self.starts, self.starts, self.window, softcap)
+
+    def first_seen(self, rows: int, length: int) -> Tensor:
+        """Return the position of the first token that each token sees: int32 `[rows, length]`."""
+        return self.limits().seen(rows, length, length, causal=True)[0].clamp(min=0)
+
+
+Mask = Tensor | Span | None
+"""The tokens that each token sees: bool `[batch, 1, queries, keys]` of a KV cache, or a `Span` of whole
+sequences. None: all earlier ones."""
+
+
+class CausalAttention(nn.Module):
+    """Causal attention; keys and values may have fewer heads than queries."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.softcap, self.cuda_flash = shape.attention_softcap, has_cuda_flash()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask = None,
+        *,
+        sinks: Tensor | None = None,
+        sees_all: bool = False,
+    ) -> Tensor:
+        """Attend to earlier keys, or to the keys of the mask, or to all keys if `sees_all`.
+
+        A sink is a score of each head, `[heads]`, of a further key whose value is 0 (OpenAI 2025,
+        arXiv:2508.10925, section 2.2; Xiao et al. 2023, arXiv:2309.17453).
+        """
+        plain = self.softcap is None and sinks is None
+        if plain and not isinstance(mask, Span):
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None and not sees_all,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        if isinstance(mask, Tensor) or sees_all:
+            assert not isinstance(mask, Span), "a cache has masks of its own"
+            return dense_attention(q, k, v, mask, self.softcap, sinks)
+        span = mask if mask is not None else Span.whole(len(q), q.shape[2], q.device)
+        kernel = choose_kernel(q, self.cuda_flash, limited=True, capped=self.softcap is not None)
+        return limited_attention(q, k, v, span, sinks, kernel, self.softcap)
+
+
+def limited_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span,
+    sinks: Tensor | None,
+    kernel: str,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return causal attention within the documents and the window of `span`."""
+    head_dim = q.shape[-1]
+    q, k, v = pad_heads(kernel, q, k, v)
+    settings = kernel, head_dim**-0.5, span.window, softcap
+    out: Tensor = _Attention.apply(q, k, v, sinks, span.starts, *settings)
+    return out[..., :head_dim]
+
+
+def pad_heads(kernel: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    padding = -tensors[0].shape[-1] % KERNELS[kernel].head_dim_multiple
+    return tuple(F.pad(x, (0, padding)) for x in tensors) if padding else tensors
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that saves q, k, v, its result and the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        starts: Tensor,
+        *settings: Any,
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, sinks, starts, *settings)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, starts)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks, starts = ctx.saved_tensors
+        grads = _backward(grad_out, q, k, v, out, lse, starts, *ctx.settings)
+        return *grads, sink_gradient(grad_out, out, lse, sinks), *[None] * 5
+
+
+# Each pass is one operation to PyTorch, as in `parallel.ring`.
+
+
+@torch.library.custom_op("nanoscale::attention", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    starts: Tensor,
+    kernel: str,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    limits = Limits(starts, starts, window, softcap)
+    out, lse = KERNELS[kernel].forward(query, key, value, True, scale, limits)
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
+    return sequence_major(out.to(query.dtype)), lse.contiguous()
+
+
+@_forward.register_fake
+def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:-1], dtype=accumulator(query.dtype))
+    return empty_sequence_major(query), lse
+
+
+@torch.library.custom_op("nanoscale::attention_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    kernel: str,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    limits = Limits(starts, starts, window, softcap)
+    grads = KERNELS[kernel].backward(grad_out, query, key, value, out, lse, True, scale, limits)
+    grad_q, grad_k, grad_v = map(sequence_major, grads)
+    return grad_q, grad_k, grad_v
+
+
+@_backward.register_fake
+def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: object) -> tuple[Tensor, ...]:
+    return empty_sequence_major(query), empty_sequence_major(key), empty_sequence_major(value)
+
+
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return result and log-sum-exp with the sinks of the heads."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
+    return out * (lse - total).exp_().unsqueeze(-1), total
+
+
+def sink_gradient(
+    grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """Return the gradient of the sinks, from result and log-sum-exp that include them."""
+    if sinks is None:
+        return None
+    weights = (sinks.to(lse.dtype).view(-1, 1) - lse).exp()
+    return -(weights * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def sequence_major(x: Tensor) -> Tensor:
+    """Return `[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it
+    next."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def empty_sequence_major(x: Tensor) -> Tensor:
+    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention of new tokens of a KV cache by single operations, with all scores in memory.
+
+    Scores are bounded by c · tanh(score / c) (Gemma Team 2024, arXiv:2408.00118, section 2).
+    """
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, heads / kv_heads, seq, head_dim]
+    scores = (grouped @ k.unsqueeze(2).mT).to(accumulator(q.dtype)) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(2), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1)
+        scores = torch.cat((scores, column.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
