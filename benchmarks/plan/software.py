@@ -27,7 +27,7 @@ TORCH_WHOLELOSS = replace(TORCH, name="torch-wholeloss")
 MEGATRON = Software(
     "megatron",
     fused=True,
-    one_copy=True,
+    copies="host",
     sums_in_products=True,
     hidden_tp="both",
     narrow_gathers=True,

@@ -32,6 +32,15 @@ def active_parameters(model: Model) -> int:
     return parameters(model) - layers * experts * idle // max(1, model.experts)
 
 
+def routed_share(experts: int, experts_per_token: int, ranks: float) -> float:
+    """Return the share of tokens that have an expert on a rank, if all experts are chosen equally often."""
+    others = experts - experts / ranks
+    missed = 1.0
+    for chosen in range(experts_per_token):
+        missed *= max(0.0, others - chosen) / (experts - chosen)
+    return 1 - missed
+
+
 def matmul_parameters(model: Model) -> int:
     """Count the parameters that multiply every token: blocks and head, not the input embedding.
 

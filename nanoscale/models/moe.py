@@ -14,8 +14,8 @@ experts_per_token of them. load `[experts]` counts the choices of each expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,13 +43,12 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(shape.hidden, 1, bias=False) if shape.shared_gate else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.flatten(0, 1)
         weights, chosen = self.router(hidden)
-        order, inverse = sort(chosen.flatten())
-        load = count(chosen, self.router.experts)
-        outputs = self.experts(gather_rows(tokens, order // chosen.shape[1], inverse), load)
-        outputs = gather_rows(outputs, inverse, order).view(*chosen.shape, -1)
-        combined = (outputs * weights.to(outputs.dtype).unsqueeze(-1)).sum(1).view(hidden.shape)
+        combined = self.experts(hidden.flatten(0, 1), weights, chosen).view(hidden.shape)
+        return self.add_shared(hidden, combined)
+
+    def add_shared(self, hidden: Tensor, combined: Tensor) -> Tensor:
+        """Add the outputs of the shared block, `[batch, seq, hidden]`, if there is one."""
         if self.shared is None:
             return combined
         # Last, so that its backward pass is over before the larger one of the experts begins.
@@ -87,32 +86,32 @@ class Router(nn.Module):
         return self.choose(hidden, self.weight, self.bias)
 
     def choose(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Choose in fp32 or better, whatever the compute dtype (Fedus et al. 2021, arXiv:2101.03961, section
-        2.4).
+        """Choose by scores in fp32 or better, whatever the compute dtype (Fedus et al. 2021, arXiv:2101.03961,
+        section 2.4).
 
         `choice_bias` affects the choice of experts and not their weights, so it has no gradient (Wang et al.
         2024, arXiv:2408.15664, eq. 3).
         """
-        score_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        tokens = hidden.flatten(0, 1)
         with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if bias is None else bias.to(score_dtype)
-            products = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype), bias)
+            products: Tensor = _RouterProduct.apply(tokens, weight.to(hidden.dtype))
+        products = products if bias is None else products + bias.to(products.dtype)
         scores = products.sigmoid() if self.uses_sigmoid else products.softmax(-1)
-        chosen = _choose(partial(self._best, scores.detach()))
+        chosen = choose_experts(self._biased(scores.detach()), self.top_k, self._load_of_pass())
         if self.penalty and torch.is_grad_enabled():
             scores = _add_loss(scores, self.penalty * self.imbalance(scores, chosen, len(hidden)))
         weights = scores.gather(1, chosen)
-        if torch.is_grad_enabled() and not is_recomputed():
-            self.load += count(chosen, self.experts)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalizes else weights
         return weights * self.scale if self.scale != 1 else weights, chosen
 
-    def _best(self, scores: Tensor) -> Tensor:
-        """Return the numbers of the experts of each token."""
+    def _load_of_pass(self) -> Tensor | None:
+        """Return the counter of choices in a training's forward pass; None: nothing is counted."""
+        return self.load if torch.is_grad_enabled() else None
+
+    def _biased(self, scores: Tensor) -> Tensor:
+        """Return the scores by which experts are chosen."""
         biased_scores = scores + (BIAS_UNIT * self.choice_bias.double()).to(scores.dtype)
-        if self.groups > 1:
-            biased_scores = self._in_best_groups(biased_scores)
-        return biased_scores.topk(self.top_k).indices
+        return self._in_best_groups(biased_scores) if self.groups > 1 else biased_scores
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """Return the scores, -∞ outside of a token's groups (DeepSeek-AI 2024, arXiv:2412.19437, section
@@ -168,27 +167,51 @@ def is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_kept: list[Tensor] | Iterator[Tensor] | None = None
-"""The choices of routers that are kept, or repeated; None: neither."""
+@torch.library.custom_op("nanoscale::multiply_router", mutates_args=())
+def multiply_router(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return the products in fp32 or better; its operands stay as they are, which GPUs multiply faster."""
+    if tokens.device.type == "cuda" and tokens.dtype.itemsize == 2:
+        return torch.mm(tokens, weight.T, out_dtype=torch.float32)
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    return tokens.to(dtype) @ weight.to(dtype).T
 
 
-def _choose(choice: Callable[[], Tensor]) -> Tensor:
-    if isinstance(_kept, list):
-        _kept.append(choice())
-        return _kept[-1]
-    return choice() if _kept is None else next(_kept)
+@multiply_router.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=dtype)
 
 
-@contextmanager
-def routing_kept(kept: list[Tensor]) -> Iterator[None]:
-    """Keep the choices of routers in a forward pass, and repeat them in its recomputation, whose scores may
-    differ in their last bits."""
-    global _kept
-    before, _kept = _kept, iter(kept) if is_recomputed() else kept
-    try:
-        yield
-    finally:
-        _kept = before
+class _RouterProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return multiply_router(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, weight = ctx.saved_tensors
+        grad = grad.to(tokens.dtype)
+        return grad @ weight, grad.T @ tokens
+
+
+@torch.library.custom_op("nanoscale::choose_experts", mutates_args={"load"})
+def choose_experts(scores: Tensor, top_k: int, load: Tensor | None) -> Tensor:
+    """Return the experts with the largest scores, int64 `[tokens, top_k]`, and add their counts to `load`.
+
+    One operation, whose result every mode of recomputation keeps: with scores that differ in their last bits, a
+    second choice could be another one, and choices would be counted twice.
+    """
+    chosen = scores.topk(top_k).indices
+    if load is not None:
+        load += count(chosen, len(load))
+    return chosen
+
+
+@choose_experts.register_fake
+def _(scores: Tensor, top_k: int, load: Tensor | None) -> Tensor:
+    return scores.new_empty(len(scores), top_k, dtype=torch.int64)
 
 
 class Experts(nn.Module):
@@ -207,10 +230,28 @@ class Experts(nn.Module):
             self.up_bias = nn.Parameter(torch.empty(experts, ffn))
             self.down_bias = nn.Parameter(torch.empty(experts, hidden))
 
-    def forward(self, tokens: Tensor, load: Tensor) -> Tensor:
-        """Apply the experts to tokens sorted by expert, `[choices, hidden]` to `[choices, hidden]`."""
+    def forward(
+        self, tokens: Tensor, weights: Tensor, chosen: Tensor, number: int | None = None
+    ) -> Tensor:
+        """Return the weighted sums of the outputs of each token's experts, `[tokens, hidden]`.
+
+        A weight scales the input of down in place of its result, which the backward pass then does not need.
+
+        Args:
+            weights: `[tokens, slots]`, as `chosen`.
+            number: see `Pairs.of_choices`.
+        """
         biases = (self.gate_bias, self.up_bias, self.down_bias) if self.has_biases else ()
-        return run_experts(self.activations, tokens, load, self.gate, self.up, self.down, *biases)
+        pairs = Pairs.of_choices(chosen, len(self.gate), number)
+        scales = weights.flatten().gather(0, pairs.slots)
+        outputs = run_experts(
+            self.activations,
+            spread(tokens, pairs),
+            scales,
+            pairs.load,
+            *(self.gate, self.up, self.down, *biases),
+        )
+        return sum_rows(outputs, pairs)
 
 
 def activations(shape: Model) -> Activations:
@@ -239,40 +280,40 @@ def _bounded_up(up: Tensor) -> Tensor:
     return up.clamp(-7.0, 7.0) + 1
 
 
-def run_experts(activations: Activations, tokens: Tensor, load: Tensor, *weights: Tensor) -> Tensor:
-    """Apply the experts, whose weights are gate, up and down, and possibly their biases.
+def run_experts(
+    activations: Activations, rows: Tensor, scales: Tensor, load: Tensor, *weights: Tensor
+) -> Tensor:
+    """Apply the experts to rows sorted by expert, `[rows, hidden]`, and multiply the results with `[rows]`.
 
-    Experts without tokens take part, so that every rank has all gradients.
+    The weights are gate, up and down, and possibly their biases. Experts without rows take part, so that every
+    rank has all gradients.
     """
-    device_type = tokens.device.type
+    device_type = rows.device.type
     if torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
-        tokens, *weights = (x.to(compute_dtype) for x in (tokens, *weights))  # type: ignore[assignment]
-    if device_type == "cuda" and _supports_grouped_mm(tokens, weights[0]):
-        return _run_grouped(activations, tokens, load, *weights)
-    per_expert = zip(tokens.split(load.tolist()), *weights, strict=True)
-    return torch.cat([_feed_forward(activations, F.linear, *expert) for expert in per_expert])
+        rows, *weights = (x.to(compute_dtype) for x in (rows, *weights))  # type: ignore[assignment]
+    scales = scales.to(rows.dtype).unsqueeze(-1)
+    gate, up, down, *biases = weights
+    if _supports_grouped_mm(rows, gate):
+        if _leaves_unused_unwritten(rows.device):
+            gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
+        matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
+    else:
+        matmul = partial(matmul_by_expert, load)
+    activate, lift = activations
+    if not biases:
+        return matmul(activate(matmul(rows, gate)) * lift(matmul(rows, up)) * scales, down)
+    experts = torch.arange(len(load), device=load.device)
+    expert_of_row = experts.repeat_interleave(load, output_size=rows.shape[0])
+    of_gate, of_up, of_down = (_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
+    inner = activate(matmul(rows, gate) + of_gate) * lift(matmul(rows, up) + of_up)
+    return matmul(inner * scales, down) + of_down * scales
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
-    """True if the kernel supports the inputs: bf16, rows of whole 16 bytes, and at least one row."""
+    """True if a GPU's kernel supports the inputs: bf16, and rows of whole 16 bytes."""
     aligned = tokens.shape[1] % 8 == gate.shape[1] % 8 == 0
-    return tokens.dtype == torch.bfloat16 and aligned and len(tokens) > 0
-
-
-def _run_grouped(
-    activations: Activations, tokens: Tensor, load: Tensor, *weights: Tensor
-) -> Tensor:
-    """Run all experts in one kernel, which reads the number of tokens of each expert on the device."""
-    matrices, biases = weights[:3], weights[3:]
-    if _leaves_unused_unwritten(tokens.device):
-        matrices = tuple(_ZeroUnused.apply(matrix, load) for matrix in matrices)
-    if biases:
-        experts = torch.arange(len(load), device=load.device)
-        expert_of_row = experts.repeat_interleave(load, output_size=len(tokens))
-        biases = tuple(_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
-    matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
-    return _feed_forward(activations, matmul, tokens, *matrices, *biases)
+    return tokens.device.type == "cuda" and tokens.dtype == torch.bfloat16 and aligned
 
 
 def _leaves_unused_unwritten(device: torch.device) -> bool:
@@ -324,21 +365,48 @@ def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
     return F.grouped_mm(tokens, weight.mT, offs=ends)
 
 
-def _feed_forward(
-    activations: Activations,
-    matmul: Any,
-    tokens: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    *biases: Tensor,
-) -> Tensor:
-    activate, lift = activations
-    if not biases:
-        return matmul(activate(matmul(tokens, gate)) * lift(matmul(tokens, up)), down)
-    of_gate, of_up, of_down = biases
-    inner = activate(matmul(tokens, gate) + of_gate) * lift(matmul(tokens, up) + of_up)
-    return matmul(inner, down) + of_down
+@torch.library.custom_op("nanoscale::multiply_by_expert", mutates_args=())
+def multiply_by_expert(load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Return the products of each expert's rows with its matrix, `[experts, out, in]`, one by one."""
+    per_expert = zip(rows.split(load.tolist()), weight, strict=True)
+    return torch.cat([F.linear(own, matrix) for own, matrix in per_expert])
+
+
+@multiply_by_expert.register_fake
+def _(load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("nanoscale::gradient_by_expert", mutates_args=())
+def gradient_by_expert(load: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
+    loads = load.tolist()
+    per_expert = zip(grad.split(loads), rows.split(loads), strict=True)
+    return torch.stack([of_expert.mT @ own for of_expert, own in per_expert])
+
+
+@gradient_by_expert.register_fake
+def _(load: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
+    return rows.new_empty(load.shape[0], grad.shape[1], rows.shape[1])
+
+
+class _MatmulByExpert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(load, rows, weight)
+        return multiply_by_expert(load, rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        load, rows, weight = ctx.saved_tensors
+        of_weight = gradient_by_expert(load, rows, grad) if ctx.needs_input_grad[2] else None
+        return None, multiply_by_expert(load, grad, weight.mT), of_weight
+
+
+def matmul_by_expert(load: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Multiply in dtypes and on devices without a kernel for all experts."""
+    product: Tensor = _MatmulByExpert.apply(load, rows, weight)
+    return product
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
@@ -347,35 +415,98 @@ def count(chosen: Tensor, experts: int) -> Tensor:
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
-def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order that sorts `[rows]` keys, and the order that undoes it."""
-    order = keys.argsort(stable=True)
-    rows = torch.arange(len(keys), device=keys.device)
-    return order, torch.empty_like(order).scatter_(0, order, rows)
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a token and one of its experts, sorted by expert, and then by token."""
 
+    load: Tensor
+    """`[experts]`: the number of pairs of each expert."""
+    slots: Tensor
+    """`[pairs]`: the position of each pair in the flat choices `[tokens · slots]`."""
+    tokens: Tensor
+    """`[pairs]`: the token of each pair."""
+    by_token: Tensor
+    """`[pairs]`: the positions of the pairs of the first token, then of the second, and so on."""
+    starts: Tensor
+    """`[tokens + 1]`: where each token begins in `by_token`."""
 
-def gather_rows(x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
-    """Return `x[rows]`, in which every row of `x` occurs equally often.
-
-    `inverse` holds the positions of the first row of x in the result, then of the second row, and so on. With
-    it the gradient is a sum in a fixed order, which PyTorch's own indexing does not guarantee on a GPU.
-    """
-    gathered: Tensor = _GatherRows.apply(x, rows, inverse)
-    return gathered
-
-
-class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.shape = x.shape
-        return x[rows]
+    def of_choices(chosen: Tensor, experts: int, number: int | None = None) -> Pairs:
+        """Sort the choices `[tokens, slots]` of experts.
+
+        Args:
+            number: of choices below `experts`, which are the pairs; None: all.
+        """
+        number = chosen.numel() if number is None else number
+        return Pairs(*sort_choices(chosen, experts, number))
+
+
+# One operation: the compiler need not know of the number that a slice has.
+@torch.library.custom_op("nanoscale::sort_choices", mutates_args=())
+def sort_choices(
+    chosen: Tensor, experts: int, number: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    flat = chosen.flatten()
+    slots = flat.argsort(stable=True)[:number].clone()
+    is_pair = flat < experts
+    before = is_pair.cumsum(0) - 1
+    rows = torch.arange(number, device=chosen.device)
+    return (
+        count(flat, experts + 1)[:experts].clone(),
+        slots,
+        slots // chosen.shape[1],
+        torch.empty_like(slots).scatter_(0, before[slots], rows),
+        F.pad(is_pair.view(chosen.shape).sum(1).cumsum(0), (1, 0)),
+    )
+
+
+@sort_choices.register_fake
+def _(chosen: Tensor, experts: int, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sizes = experts, number, number, number, chosen.shape[0] + 1
+    load, slots, tokens, by_token, starts = (chosen.new_empty(size) for size in sizes)
+    return load, slots, tokens, by_token, starts
+
+
+def spread(x: Tensor, pairs: Pairs) -> Tensor:
+    """Return the rows of the pairs' tokens, `[tokens, width]` to `[pairs, width]`."""
+    rows: Tensor = _Spread.apply(x, pairs.tokens, pairs.by_token, pairs.starts)
+    return rows
+
+
+def sum_rows(rows: Tensor, pairs: Pairs) -> Tensor:
+    """Return the sums over each token's pairs, `[pairs, width]` to `[tokens, width]`."""
+    sums: Tensor = _SumRows.apply(rows, pairs.tokens, pairs.by_token, pairs.starts)
+    return sums
+
+
+# Each is the gradient of the other, and a single operation. The sums have a fixed order, which PyTorch's own
+# gradient of an index does not guarantee on a GPU.
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(*pairs)
+        return x[pairs[0]]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        rows, width = ctx.shape
-        if rows == 0:
-            return grad.new_zeros(ctx.shape), None, None
-        return grad[inverse].view(rows, -1, width).sum(1), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(grad, *ctx.saved_tensors[1:]), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(*pairs)
+        return _sum(rows, *pairs[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad[ctx.saved_tensors[0]], None, None, None
+
+
+def _sum(rows: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:
+    sums, *_ = torch.embedding_bag(rows, by_token, starts, mode=0, include_last_offset=True)
+    return sums

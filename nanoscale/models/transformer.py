@@ -205,14 +205,21 @@ class Block(nn.Module):
         self.mlp_post_norm = make_norm(shape) if after else nn.Identity()
 
     def forward(self, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
+        hidden = self.attend(hidden, rotations, masks)
+        return self.add_feed_forward(hidden, self.mlp(self.mlp_norm(hidden)))
+
+    def attend(self, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:
         rotation = rotations[self.has_window] if self.rotates else None
-        mask, scale = masks[self.has_window], self.residual_scale
         # No names for what is added: they would keep it during the feed-forward block.
-        hidden = hidden + scaled(
-            self.attention_post_norm(self.attention(self.attention_norm(hidden), rotation, mask)),
-            scale,
+        return hidden + scaled(
+            self.attention_post_norm(
+                self.attention(self.attention_norm(hidden), rotation, masks[self.has_window])
+            ),
+            self.residual_scale,
         )
-        return hidden + scaled(self.mlp_post_norm(self.mlp(self.mlp_norm(hidden))), scale)
+
+    def add_feed_forward(self, hidden: Tensor, output: Tensor) -> Tensor:
+        return hidden + scaled(self.mlp_post_norm(output), self.residual_scale)
 
 
 class Attention(nn.Module):

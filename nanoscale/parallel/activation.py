@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,35 +38,36 @@ from torch.utils.checkpoint import (
 )
 
 from nanoscale.config.schema import Parallel
-from nanoscale.models.moe import MixtureOfExperts, routing_kept
+from nanoscale.models.moe import (
+    MixtureOfExperts,
+    choose_experts,
+    multiply_by_expert,
+    multiply_router,
+)
 from nanoscale.models.transformer import Masks, Rotations, RunLayers
+from nanoscale.parallel.expert import exchange_counts
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-def _recompute_as_routed(run: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
-    kept: list[Tensor] = []
-
-    def run_as_routed(*inputs: Any) -> Tensor:
-        with routing_kept(kept):
-            return run(*inputs)
-
-    return _recompute(run_as_routed, *inputs, **options)
 
 
 def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
     """Let the blocks of a model, in place, recompute activations that the mode does not keep."""
     blocks: list[nn.Module] = list(layers.values())
-    routes = any(isinstance(module, MixtureOfExperts) for module in layers.modules())
-    recompute = _recompute_as_routed if routes else _recompute  # the compiler needs the latter
     if parallel.activation_checkpointing == "full":
         for block in blocks[:: parallel.checkpoint_every]:
-            block.forward = partial(recompute, block.forward)
+            block.forward = partial(_recompute_all, [block], block.forward)
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts
         contexts = partial(make_contexts, parallel.selective_keep)
         for block in blocks:
-            block.forward = partial(recompute, block.forward, context_fn=contexts)
+            block.forward = partial(_recompute, block.forward, context_fn=contexts)
+
+
+def _recompute_all(blocks: Sequence[nn.Module], run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Recompute blocks, except the choices of experts."""
+    if any(isinstance(block.mlp, MixtureOfExperts) for block in blocks):
+        return _recompute(run, *inputs, context_fn=partial(device_contexts, "nothing"))
+    return _recompute(run, *inputs)
 
 
 def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:
@@ -111,7 +112,7 @@ def run_in_groups(
     blocks: list[nn.Module] = list(layers.values())
     for group in groups(len(blocks)):
         members = blocks[group.start : group.stop]
-        hidden = _recompute_as_routed(_run_blocks, members, hidden, rotations, masks)
+        hidden = _recompute_all(members, _run_blocks, members, hidden, rotations, masks)
     return hidden
 
 
@@ -128,9 +129,10 @@ def _run_blocks(
 aten = torch.ops.aten
 MATMULS = {
     getattr(aten, name).default
-    for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm")
+    for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm")
     if hasattr(aten, name)
 }
+EXPERT_MATMULS = {aten._grouped_mm.default, multiply_by_expert._opoverload}
 # Reduced results are as small as the residual stream, and recomputing them would communicate again. A gathered
 # sequence is tp times as large as its shards: keeping it would undo sequence parallelism's saving, so it is
 # gathered again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
@@ -138,6 +140,9 @@ COLLECTIVES = {
     getattr(torch.ops._c10d_functional, name).default
     for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 }
+# A near tie between experts could fall otherwise in the recomputation, whose scores differ in their last bits.
+ROUTING = {it._opoverload for it in (multiply_router, choose_experts, exchange_counts)}
+_EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 _SELECTION_NAMES = {
     "attention": "attention",
     "matmuls": "attention and matrix products",
@@ -149,13 +154,26 @@ class SavePolicy:
     """A decision about keeping each operation's result, asked in order during one pass through a block."""
 
     def __init__(self, selection: str) -> None:
-        self.matmul_interval = {"attention": None, "matmuls": 1, "every-2nd-matmul": 2}[selection]
-        self.matmuls = 0
+        self.matmul_interval = {"matmuls": 1, "every-2nd-matmul": 2}.get(selection)
+        self.keeps_nothing = selection == "nothing"
+        self.matmuls = self.expert_matmuls = self.exchanges = 0
+        self.counts_exchanges = False
 
     def __call__(self, operation: Any) -> bool:
+        self.counts_exchanges |= operation is exchange_counts._opoverload
+        if operation in ROUTING or self.keeps_nothing:
+            return operation in ROUTING
+        if operation in EXPERT_MATMULS:
+            self.expert_matmuls += (
+                1  # gate, up, and down, whose result the backward pass does not read
+            )
+            return self.matmul_interval == 1 and self.expert_matmuls < 3
         if operation in MATMULS:
             self.matmuls += 1
             return self.matmul_interval is not None and self.matmuls % self.matmul_interval == 0
+        if operation is _EXCHANGE and self.counts_exchanges:
+            self.exchanges += 1
+            return self.exchanges < 3  # tokens and routing; nothing reads what comes back
         # All of PyTorch's fused kernels have it in their names; the unfused one consists of products.
         return operation in COLLECTIVES or "attention" in operation.name()
 

@@ -3,10 +3,11 @@
 Only a block's `forward` on the instance is replaced, so names stay and FSDP2's hooks stay outside.
 Recomputation is compiled with it, so the compiler sees forward and recomputation together.
 
-Unsupported are: a backward pass in two halves, for inputs and for weights (zero-bubble schedules); activations
-offloaded to the host, since a compiled block keeps its own; and MoE, whose shapes depend on the data.
-`config.rules` refuses all three. Results differ from the eager ones by rounding, since operations are fused:
-rule 1 between layouts applies with compilation in all or in none of them. Every new shape (a shorter batch in
+Unsupported are: a backward pass in two halves, for inputs and for weights (zero-bubble schedules); and
+activations offloaded to the host, since a compiled block keeps its own. `config.rules` refuses both. In an MoE
+block with ep the numbers of rows depend on the data: the compiler traces them as symbols, and compiles once.
+Results differ from the eager ones by rounding, since operations are fused: rule 1 between layouts applies with
+compilation in all or in none of them. Every new shape (a shorter batch in
 an evaluation, a prompt) and the switch between training and evaluation compile again.
 """
 
@@ -23,6 +24,9 @@ def apply(layers: nn.ModuleDict, config: ResolvedConfig) -> None:
     """Compile each block of a model in place, when it first runs. Call it after `activation.apply`."""
     if config.backend.compile != "on":
         return
+    torch._dynamo.config.capture_scalar_outputs = (
+        True  # the numbers of rows of `expert.exchange_counts`
+    )
     blocks: list[nn.Module] = list(layers.values())
     for block in blocks:
         block.forward = torch.compile(block.forward)

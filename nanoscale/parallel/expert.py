@@ -1,28 +1,40 @@
 """MoE over ranks: ep gives each rank some of the experts, tp a part of every expert's width.
 
-With ep, tokens are sent to the ranks of their experts and back, by two all-to-alls with as many rows as the
-routing requires (Lepikhin et al. 2020, arXiv:2006.16668, section 3.3, without its limit on an expert's
-tokens). With tp, every rank routes all tokens in the same way, and the partial results of an expert are summed
-as in a dense block.
+With ep, one copy of a token is sent to each rank that has any of its experts, and comes back as the weighted
+sum of their outputs: two all-to-alls with as many rows as the routing requires (Lepikhin et al. 2020,
+arXiv:2006.16668, section 3.3, without its limit on an expert's tokens; DeepSeek-AI 2024, arXiv:2412.19437,
+section 3.2.2, send one copy to a host). With tp, every rank routes all tokens in the same way, and the partial
+results of an expert are summed as in a dense block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from nanoscale.models.moe import Experts, MixtureOfExperts, gather_rows, sort
-from nanoscale.models.transformer import Transformer
+from nanoscale.models.moe import (
+    Experts,
+    MixtureOfExperts,
+    Pairs,
+    count,
+    spread,
+    sum_rows,
+)
+from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
 from nanoscale.parallel.mesh import ExpertLayout
-from nanoscale.parallel.sequence_parallel import ResidualStream
+from nanoscale.parallel.sequence_parallel import ResidualStream, collective
 
 _WIDTH = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": None}
 """The dimension of an expert's inner width, which tp divides."""
@@ -60,7 +72,7 @@ def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
 
 
 def _divide_experts(
-    experts: Experts, unit: nn.Module, tensor: DeviceMesh | None, layout: ExpertLayout | None
+    experts: Experts, unit: Block, tensor: DeviceMesh | None, layout: ExpertLayout | None
 ) -> None:
     mesh = layout.expert_mesh if layout is not None else tensor
     assert mesh is not None
@@ -74,7 +86,10 @@ def _divide_experts(
     ep = layout.group.size() if layout is not None else 1
     divide(experts, unit, mesh, placements, partial(_own, ep))
     if layout is not None:
-        experts.forward = partial(_exchange, layout.group, experts.forward)  # type: ignore[method-assign]
+        exchange = Exchange(layout.group, len(experts.gate) // ep, experts.forward)
+        experts.forward = exchange  # type: ignore[method-assign]
+        if tensor is None:
+            unit.forward = partial(run_in_halves, unit, exchange)  # type: ignore[method-assign]
 
 
 def _along(dimension: int | None) -> Placement:
@@ -97,22 +112,156 @@ def _own(ep: int, weight: Tensor) -> Tensor:
     return local
 
 
-def _exchange(
-    group: ProcessGroup, run_experts: Callable[..., Tensor], tokens: Tensor, load: Tensor
+class Sent(NamedTuple):
+    """Copies of tokens that are on their way to the ranks of their experts."""
+
+    to_ranks: Pairs
+    """The tokens and the ranks that have any of their experts."""
+    sending: list[int]
+    """The copies for each rank."""
+    receiving: list[int]
+    """The copies from each rank."""
+    pairs: int
+    """The pairs of an arriving copy and an expert of this rank."""
+    tokens: Started
+    """`[copies, hidden]`, not arrived yet."""
+    routing: Started
+    """`[copies, 2 · slots]`: weights, and the experts' numbers on their rank; not arrived yet."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The `forward` of `Experts` with ep: it runs experts on the ranks that have them."""
+
+    group: ProcessGroup
+    local: int
+    """The number of experts of a rank."""
+    run_experts: Callable[..., Tensor]
+
+    def __call__(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        sent = self.send(tokens, weights, chosen)
+        return self.receive(sent, self.compute(sent))
+
+    def send(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Sent:
+        """Start to send one copy of a token to each rank that has any of its experts."""
+        ranks, local = self.group.size(), self.local
+        owners = chosen // local
+        is_sent = owners.new_zeros(owners.shape[0], ranks).scatter_(1, owners, 1)
+        counts = torch.stack((is_sent.sum(0), count(owners, ranks)), 1)
+        sending, receiving, pairs = exchange_counts(counts, self.group.group_name).tolist()
+        numbers = torch.arange(ranks, device=chosen.device)
+        to_ranks = Pairs.of_choices(torch.where(is_sent > 0, numbers, ranks), ranks, sum(sending))
+        owner = numbers.repeat_interleave(to_ranks.load, output_size=sum(sending))
+        on_owner = chosen[to_ranks.tokens] - (owner * local).unsqueeze(1)
+        on_owner = torch.where((on_owner >= 0) & (on_owner < local), on_owner, local)
+        routing = torch.cat((spread(weights, to_ranks), on_owner.to(weights.dtype)), 1)
+        name = self.group.group_name
+        return Sent(
+            to_ranks,
+            sending,
+            receiving,
+            sum(pairs),
+            start(spread(tokens, to_ranks), receiving, sending, name),
+            start(routing, receiving, sending, name),
+        )
+
+    def compute(self, sent: Sent) -> Started:
+        """Run this rank's experts, and start to send the weighted sums of their outputs back."""
+        name = self.group.group_name
+        routing = finish(sent.routing, sent.receiving, sent.sending, name)
+        weights, chosen = routing.chunk(2, dim=1)
+        tokens = finish(sent.tokens, sent.receiving, sent.sending, name)
+        sums = self.run_experts(tokens, weights, chosen.detach().long(), sent.pairs)
+        return start(sums, sent.sending, sent.receiving, name)
+
+    def receive(self, sent: Sent, sums: Started) -> Tensor:
+        """Return the sums over all experts of a token, `[tokens, hidden]`."""
+        results = finish(sums, sent.sending, sent.receiving, self.group.group_name)
+        return sum_rows(results, sent.to_ranks)
+
+
+def run_in_halves(
+    block: Block, exchange: Exchange, hidden: Tensor, rotations: Rotations, masks: Masks
 ) -> Tensor:
-    """Run `Experts` on other ranks: tokens `[choices, hidden]`, sorted by expert, whose loads are
-    `[experts]`."""
-    ranks = group.size()
-    arriving_load = all_to_all_single_autograd(load, None, None, group).view(ranks, -1)
-    sending, receiving = torch.stack((load.view(ranks, -1).sum(1), arriving_load.sum(1))).tolist()
-    arrived = all_to_all_single_autograd(tokens, receiving, sending, group)
-    # They arrive rank by rank, and from each rank expert by expert.
-    local_experts = torch.arange(arriving_load.shape[1], device=load.device)
-    expert_of_row = local_experts.repeat(ranks).repeat_interleave(
-        arriving_load.flatten(), output_size=sum(receiving)
-    )
-    order, inverse = sort(expert_of_row)
-    outputs = gather_rows(
-        run_experts(gather_rows(arrived, order, inverse), arriving_load.sum(0)), inverse, order
-    )
-    return all_to_all_single_autograd(outputs, sending, receiving, group)
+    """Run a block such that one half of the batch is on its way while the other half is computed.
+
+    Tokens of the first half travel during attention of the second, and tokens of the second during the experts
+    of the first, whose results travel during the experts of the second. The backward pass is the mirror image.
+    """
+    if hidden.shape[0] % 2 or masks[block.has_window] is not None:
+        return Block.forward(block, hidden, rotations, masks)
+    moe = block.mlp
+    assert isinstance(moe, MixtureOfExperts)
+    halves, sent = [], []
+    for half in hidden.chunk(2):
+        attended = block.attend(half, rotations, masks)
+        normed = block.mlp_norm(attended)
+        halves.append((attended, normed))
+        sent.append(exchange.send(normed.flatten(0, 1), *moe.router(normed)))
+    sums = [exchange.compute(each) for each in sent]
+    results = []
+    for (attended, normed), each, of_experts in zip(halves, sent, sums, strict=True):
+        combined = exchange.receive(each, of_experts).view(normed.shape)
+        results.append(block.add_feed_forward(attended, moe.add_shared(normed, combined)))
+    return torch.cat(results)
+
+
+Started = tuple[Tensor, Tensor]
+"""The rows that are on their way, and the tensor that was sent, to which the gradient returns."""
+
+
+def start(x: Tensor, receiving: list[int], sending: list[int], group: str) -> Started:
+    """Start an all-to-all of rows. `finish` with the same arguments waits for it.
+
+    In the backward pass, `finish` starts the all-to-all of the gradients, and `start` waits for it.
+    """
+    arriving, sent = _Start.apply(x, receiving, sending, group)
+    return arriving, sent
+
+
+def finish(started: Started, receiving: list[int], sending: list[int], group: str) -> Tensor:
+    arrived: Tensor = _Finish.apply(*started, receiving, sending, group)
+    return arrived
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *exchange: Any) -> Started:
+        arriving = collective.all_to_all_single(x.contiguous(), *exchange)
+        ctx.mark_non_differentiable(arriving)
+        return arriving, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return wait_tensor(grad), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, sent: Tensor, *exchange: Any) -> Tensor:
+        ctx.exchange = exchange
+        return wait_tensor(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        receiving, sending, group = ctx.exchange
+        grad = collective.all_to_all_single(grad.contiguous(), sending, receiving, group)
+        return None, grad, None, None, None
+
+
+@torch.library.custom_op("nanoscale::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group: str) -> Tensor:
+    """Exchange the numbers of copies and of pairs for each rank, `[ranks, 2]`, and copy them to the host.
+
+    Returns `[3, ranks]`: the copies to send, the copies to receive, and the pairs that they stand for. It is
+    the only wait for the device, and one operation, whose result every mode of recomputation keeps.
+    """
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=_resolve_process_group(group))  # type: ignore[arg-type]
+    numbers = torch.cat((counts[:, :1], arriving), 1).T
+    return torch.ops.aten._to_copy(numbers, device=torch.device("cpu"))
+
+
+@exchange_counts.register_fake
+def _(counts: Tensor, group: str) -> Tensor:
+    return counts.new_empty(3, counts.shape[0], device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoscale.models import moe
 from nanoscale.models.initialization import initialize
-from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.moe import MixtureOfExperts, Pairs, spread, sum_rows
+from nanoscale.parallel.activation import device_contexts
 from tests.support.jobs import SHAPE
 
 GROUPED_MM = F.grouped_mm
@@ -36,20 +38,24 @@ def tokens(rows: int = 12) -> Tensor:
 @pytest.mark.parametrize("changes", [{}, {"bias": True, "mlp": "swiglu-clamped"}])
 @pytest.mark.parametrize("load", [[3, 0, 4, 5], [0, 0, 12, 0], [0, 0, 0, 0]])
 def test_the_grouped_kernel_computes_what_the_loop_does(
-    load: list[int], changes: dict[str, Any]
+    load: list[int], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel is a GPU's; PyTorch has a slow one for the CPU."""
     rows, experts = tokens(sum(load))[0], mixture(**changes).experts
     for parameter in experts.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     results = []
-    for run in (moe._run_grouped, moe.run_experts):
+    for grouped in (True, False):
+        monkeypatch.setattr(moe, "_supports_grouped_mm", lambda *_, grouped=grouped: grouped)
         x = rows.clone().requires_grad_()
-        found = run(experts.activations, x, torch.tensor(load), *experts.parameters())
-        gradients = torch.autograd.grad((found**2).sum(), [x, *experts.parameters()])
+        scales = torch.linspace(0.5, 1, sum(load)).requires_grad_()
+        found = moe.run_experts(
+            experts.activations, x, scales, torch.tensor(load), *experts.parameters()
+        )
+        gradients = torch.autograd.grad((found**2).sum(), [x, scales, *experts.parameters()])
         results.append((found, *gradients))
-    for grouped, looped in zip(*results, strict=True):
-        torch.testing.assert_close(grouped, looped)
+    for grouped_result, looped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped_result, looped)
 
 
 class UnwrittenGradients(torch.autograd.Function):
@@ -73,15 +79,15 @@ class UnwrittenGradients(torch.autograd.Function):
 
 def test_a_kernel_that_leaves_gradients_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blackwell and AMD GPUs have such kernels."""
-    load = torch.tensor([3, 0, 4, 5])
-    rows, experts = tokens(12)[0], mixture().experts
-    (experts(rows, load) ** 2).sum().backward()
+    x, experts = tokens(12)[0], mixture().experts
+    choices = torch.tensor([[0], [2], [3]]).repeat(4, 1), torch.ones(12, 1)
+    (experts(x, choices[1], choices[0]) ** 2).sum().backward()
     expected = [parameter.grad for parameter in experts.parameters()]
     experts.zero_grad()
     monkeypatch.setattr(F, "grouped_mm", lambda x, w, offs: UnwrittenGradients.apply(x, w, offs))
     monkeypatch.setattr(moe, "_leaves_unused_unwritten", lambda _: True)
-    found = moe._run_grouped(experts.activations, rows, load, *experts.parameters())
-    (found**2).sum().backward()
+    monkeypatch.setattr(moe, "_supports_grouped_mm", lambda *_: True)
+    (experts(x, choices[1], choices[0]) ** 2).sum().backward()
     for parameter, gradient in zip(experts.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -110,7 +116,8 @@ def test_recomputation_and_evaluation_are_not_counted() -> None:
     with torch.no_grad():
         made(x)
     assert not made.router.load.any()
-    out: Tensor = checkpoint(made, x, use_reentrant=False)  # type: ignore[assignment]
+    contexts = partial(device_contexts, "nothing")
+    out: Tensor = checkpoint(made, x, use_reentrant=False, context_fn=contexts)  # type: ignore[assignment]
     out.sum().backward()
     assert made.router.load.sum() == 12 * 2
 
@@ -123,8 +130,35 @@ def test_the_router_computes_in_fp32_in_a_narrow_model() -> None:
     assert torch.equal(weights, made.router(x)[0])
 
 
-def test_what_is_taken_gives_back_its_gradient() -> None:
+def test_pairs_of_tokens_and_experts() -> None:
+    """Expert 3 is another rank's: two tokens have one pair here, and one has none."""
+    chosen = torch.tensor([[2, 0], [1, 3], [3, 3], [0, 3]])
+    pairs = Pairs.of_choices(chosen, 3, 4)
+    assert pairs.load.tolist() == [2, 1, 1]
+    assert pairs.tokens.tolist() == [0, 3, 1, 0]
+    assert pairs.slots.tolist() == [1, 6, 2, 0]
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    order, back = moe.sort(torch.tensor([2, 0, 1, 1, 0, 2, 2, 0]))
-    assert order.tolist() == [1, 4, 7, 2, 3, 0, 5, 6]
-    assert torch.autograd.gradcheck(lambda x: moe.gather_rows(x, order // 2, back), x)
+    rows = spread(x, pairs)
+    assert torch.equal(rows, x[[0, 3, 1, 0]])
+    assert torch.equal(sum_rows(rows, pairs), x * torch.tensor([2, 1, 0, 1]).double().unsqueeze(1))
+    assert torch.autograd.gradcheck(lambda x: spread(x, pairs), x)
+    assert torch.autograd.gradcheck(lambda x: sum_rows(x, pairs), x)
+
+
+def test_a_compiled_block_with_experts_compiles_once() -> None:
+    """Other loads are no other code; compiled, recomputed and eager blocks compute the same."""
+    made = mixture().double()
+    run = partial(
+        checkpoint, made, use_reentrant=False, context_fn=partial(device_contexts, "matmuls")
+    )
+    compiled = torch.compile(run, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True, capture_scalar_outputs=True):
+        for scale in (1.0, -3.0):
+            x = (scale * tokens()).double().requires_grad_()
+            results = []
+            for forward in (made, compiled):
+                out = forward(x)
+                results.append((out, *torch.autograd.grad((out**2).sum(), [x, *made.parameters()])))
+            for eager, other in zip(*results, strict=True):
+                torch.testing.assert_close(other, eager, rtol=1e-12, atol=1e-15)
+    assert made.router.load.sum() == 4 * 12 * 2

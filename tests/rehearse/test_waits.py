@@ -37,11 +37,11 @@ ROWS = {
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
     "experts, ep 2": (
         Row("", DEGREES | {"ep": 2}, 2, precision="bf16", shape=EXPERTS),
-        {"tolist": LAYERS * MICRO_BATCHES},
+        {"copy to the host": LAYERS * MICRO_BATCHES},
     ),
     "experts, ep 2, recomputed": (
         Row("", DEGREES | {"ep": 2} | recomputed("full"), 2, precision="bf16", shape=EXPERTS),
-        {"tolist": 2 * LAYERS * MICRO_BATCHES},
+        {"copy to the host": LAYERS * MICRO_BATCHES},
     ),
     "experts, fp32": (
         Row("", DEGREES, 2, shape=EXPERTS),
@@ -57,7 +57,7 @@ USUAL = (
     "longrope",
     "statistics",
     "experts",
-    "experts, ep 2",
+    "experts, ep 2, recomputed",
 )
 
 

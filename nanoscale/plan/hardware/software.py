@@ -32,12 +32,12 @@ class Software:
     cast_bytes: float = 6
     """Bytes moved for each number that is cast to 8 bits: read for the maximum, read again, written row-major
     and column-major. Transformer Engine takes the maximum from earlier steps and fuses half of its casts."""
-    one_copy: bool = False
-    """True if a token is sent once to each host that has one of its experts, and within the host once to each
-    such rank (DeepEP, arXiv:2412.19437, section 3.2.2)."""
+    copies: Literal["expert", "rank", "host"] = "expert"
+    """How often a token is sent to its experts: once for each of them, once to each rank that has any of them,
+    or once to each such host and from there to its ranks (DeepEP, arXiv:2412.19437, section 3.2.2)."""
     distributed_optimizer: bool = False
     """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
     unsharded, master weights and moments are sharded."""
 
 
-NANOSCALE = Software("nanoscale")
+NANOSCALE = Software("nanoscale", copies="rank")

@@ -15,7 +15,7 @@ from math import ceil, isqrt
 from nanoscale.common.units import byte_size
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.plan.memory.block_shape import Execution, Shape, Sizes
-from nanoscale.plan.memory.moe import moe_working_memory, saved_by_moe
+from nanoscale.plan.memory.moe import copies, moe_working_memory, routing, saved_by_moe
 
 STATISTIC = 4
 """Bytes of a norm's mean or root mean square, and of attention's log-sum of a query: always fp32."""
@@ -242,13 +242,14 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     rows = shape.tokens * shape.experts_per_token
     sizes_of["gate"] = sizes_of["up"] = rows * shape.ffn * run.compute
     if shape.experts:
-        sizes_of |= {"router": sizes["router scores"], "down": sizes["expert outputs"]}
         shared = shape.tokens * shape.shared * run.compute
         sizes_of |= {"shared gate": shared, "shared up": shared, "shared down": hidden}
         sizes_of["shared gating"] = shape.tokens * run.compute
-        kept["chosen"] = sizes["chosen"]
-        if shape.local_experts < shape.experts:  # the two all-to-alls
-            kept["exchanged"] = 2 * sizes["expert outputs"]
+        names = names - {"down"} if keep == "matmuls" else names - {"gate", "up", "down"}
+        kept |= routing(sizes)
+        if shape.local_experts < shape.experts:  # tokens, and the routing that is sent with them
+            row = hidden // shape.tokens + 2 * shape.experts_per_token * max(4, run.compute)
+            kept["exchanged"] = copies(shape) * row
     if run.tensor_parallel:
         kept["reduced"] = 2 * hidden // shape.shares
     if run.exchanged:
@@ -291,10 +292,9 @@ def products(model: Model) -> tuple[str, ...]:
     attention: tuple[str, ...] = ("wq", "wk", "v", "wo")
     if model.kv_rank:
         attention = (*(("wq_a",) if model.q_rank else ()), "wq", "wkv_a", "wkv_b", "wo")
-    router = ("router",) if model.experts else ()
     gate = ("shared gating",) if model.shared_gate else ()
     shared = tuple(f"shared {kind}" for kind in kinds) if model.shared_ffn else ()
-    return (*attention, *router, *kinds, *gate, *shared)
+    return (*attention, *kinds, *gate, *shared)
 
 
 def entry(shape: Shape, run: Execution) -> int:
@@ -315,8 +315,8 @@ def block_memory(
         kept = sum(sizes.values())
         return BlockMemory(kept, kept, working)
     if mode == "full":
-        inputs = {name: sizes.get(name, 0) for name in ("rotation", "chosen")}
-        inputs["input"] = entry(shape, run)
+        inputs = {"rotation": sizes.get("rotation", 0), "input": entry(shape, run)}
+        inputs |= routing(sizes) if shape.experts else {}
         return BlockMemory(sum(inputs.values()), sum((sizes | inputs).values()), working)
     policy = kept_by_selective(shape, run, keep)
     # Recomputation reads kept tensors and frees tensors that autograd does not save. The last product is not
@@ -327,7 +327,7 @@ def block_memory(
     freed += policy.get("reduced", 0) // 2
     freed += sum(size for name, size in policy.items() if name[1:] in _ADAPTED)
     if shape.experts:  # recomputation stops after the last product
-        freed += sum(policy.get(name, 0) for name in ("router", "down", "exchanged"))
+        freed += policy["router"] + policy.get("exchanged", 0)
     return BlockMemory(sum(policy.values()), sum((sizes | policy).values()) - freed, working)
 
 
@@ -437,7 +437,8 @@ def _stage_activations(
 ) -> StageActivations:
     if not layers:
         return StageActivations(0, 0, 0, 0, 0, 0, 0)
-    plain, chosen = block_memory(shape, run), saved(shape, run).get("chosen", 0)
+    plain = block_memory(shape, run)
+    chosen = sum(routing(saved(shape, run)).values()) if shape.experts else 0
     recomputed = 0
     if mode == "none":
         kept, extra, last = layers * plain.kept, plain.working, plain.kept
@@ -472,9 +473,9 @@ def _stage_activations(
     if run.offloaded:
         for_weights = recomputed + last
         # What autograd saves moves to the host; the experts that recomputation repeats do not.
-        routing = 0 if mode == "none" else ceil((layers - dense) / every) * chosen
+        choices = 0 if mode == "none" else ceil((layers - dense) / every) * chosen
         return StageActivations(
-            routing, extra + last, 0, kept - routing, waiting, for_inputs + last, for_weights
+            choices, extra + last, 0, kept - choices, waiting, for_inputs + last, for_weights
         )
     return StageActivations(kept, extra, last, 0, waiting, for_inputs, recomputed)
 

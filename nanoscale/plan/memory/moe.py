@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanoscale.config.model_math import routed_share
+
 if TYPE_CHECKING:
     from nanoscale.plan.memory.block_shape import Execution, Shape, Sizes
 
@@ -22,21 +24,35 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     rows, number = shape.tokens * shape.experts_per_token, run.compute
     router, model = max(4, number), shape.model
     inner = rows * shape.ffn * number
-    return {
-        "normed middle": shape.tokens * shape.hidden * router,
+    sizes = {
+        "normed middle": shape.tokens * shape.hidden * number,
         "router scores": shape.tokens * shape.experts * router,
         "router weights": rows * (router + number) + shape.tokens * router,
         "chosen": INDEX * rows,
-        "order of rows": INDEX * rows * (4 if shape.local_experts < shape.experts else 2),
+        "order of rows": INDEX * (3 * rows + shape.tokens),
         "dispatched": rows * shape.hidden * number,
         "up": inner,
         "gate": inner,
-        "product": inner,
-        "activated": inner * (4 if shape.model.mlp == "swiglu-clamped" else 1),
         "rows of biases": rows * shape.local_experts * number if model.bias and run.grouped else 0,
-        "expert outputs": rows * shape.hidden * number,
         **_saved_by_shared(shape, run),
     }
+    if shape.local_experts < shape.experts:
+        sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.tokens)
+    if not run.fused:
+        sizes |= {"product": inner, "unweighted": inner}
+        sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
+    return sizes
+
+
+def routing(sizes: Sizes) -> Sizes:
+    """Return the tensors that every mode of recomputation keeps: the router's products and the choices."""
+    return {"router": sizes["router scores"], "chosen": sizes["chosen"]}
+
+
+def copies(shape: Shape) -> int:
+    """Return the number of copies of a micro batch's tokens that a rank of ep sends, and receives."""
+    ranks = shape.experts // shape.local_experts
+    return round(shape.tokens * routed_share(shape.experts, shape.experts_per_token, ranks)) * ranks
 
 
 def _saved_by_shared(shape: Shape, run: Execution) -> Sizes:

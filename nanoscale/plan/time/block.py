@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -138,7 +139,7 @@ class _Linear:
     """The number of experts on this rank; 1 for a layer outside of experts."""
     experts_per_token: int = 1
     router: bool = False
-    """True for the router, which computes in fp32 or better."""
+    """True for the router, whose operands are never narrower than 16 bits."""
 
     @property
     def parameters(self) -> int:
@@ -190,7 +191,7 @@ def product(
         m, n, k = n, k, m
     kind = shape.kind
     if linear.router:
-        kind = shape.dtype if shape.dtype in ("fp64", "tf32") else "fp32"
+        kind = shape.dtype
     if kind not in hardware.peaks:  # a user's own description of a device names few peaks
         kind = shape.dtype
     factor = 1.0
@@ -242,17 +243,19 @@ def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     )
     forward = _with_launches(hardware, shape, 0, forward)
     backward = _with_launches(hardware, shape, 1, backward)
-    recomputed_products = _recomputed_products(shape, len(products))
+    recomputed_products = _recomputed_products(shape, products)
     recomputed, flops = NOTHING, 0.0
     full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
         recomputed = Work(
             matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
             attention=attention if full else 0.0,
-            elementwise=forward.elementwise,
+            elementwise=forward.elementwise - moe.not_recomputed(hardware, shape),
             tp=2 * tp_gather + (tp_scatter if full else 0.0),
             cp=cp_forward if full else 0.0,
-            ep=ep_forward if full else 0.0,
+            ep=ep_backward / 2
+            if full
+            else 0.0,  # tokens are sent again, and results are not needed
         )
         recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
@@ -266,14 +269,18 @@ def attention_flops(shape: MicroBatchShape) -> float:
     return 4.0 * shape.tokens * shape.seq * shape.model.heads * width / shape.tp
 
 
-def _recomputed_products(shape: MicroBatchShape, count: int) -> range:
-    """Return the indices of the recomputed products of a block that has `count` products.
+def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) -> list[int]:
+    """Return the indices of the recomputed products of a block.
 
-    The last product is never recomputed: no backward pass needs its result.
+    The last product is never recomputed: no backward pass needs its result. The router's product is kept.
     """
     if shape.recompute in ("none", "matmuls"):
-        return range(0)
-    return range(0, count - 1, 2 if shape.recompute == "every-2nd-matmul" else 1)
+        return []
+    every = 2 if shape.recompute == "every-2nd-matmul" else 1
+    dense = [i for i, it in enumerate(products) if not it.router and it.experts == 1]
+    experts = [i for i, it in enumerate(products) if it.experts > 1]
+    # `selective` keeps all products of experts or none.
+    return (dense[::every] + experts[:-1]) if experts else dense[:-1:every]
 
 
 def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:

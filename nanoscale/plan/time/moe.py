@@ -8,26 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nanoscale.config.model_math import routed_share
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.time import collectives, operations
 
 if TYPE_CHECKING:
     from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
-_ROUTED = {False: (7, 14), True: (11, 22)}
-"""True with ep → numbers read and written for each element of the routed rows, forward and backward.
-
-A row is one token for one of its experts. Forward: the permutation and its inverse (2 each), the product with
-the router's weights (2), the sum over experts (1). Backward: the gradients of the router's weights (4), the two
-permutations (4 and 3), the sum of the gradients of gate and up (3). With ep, each rank also permutes the rows
-that it receives."""
 _FUSED = {False: (4, 6), True: (6, 10)}
-"""The same numbers with one kernel for each permutation, which also weights and sums the rows (Megatron-Core's
-moe_permute_fusion)."""
+"""True with ep → numbers read and written for each element of the routed rows, forward and backward, by other
+software with fused kernels (Megatron-Core's moe_permute_fusion). A row is one token for one of its experts."""
 _SCORES = (14, 8)
 """fp32 numbers read and written for each of the router's scores: softmax, bias and top-k; and their
 gradient."""
-KERNELS = {False: (27, 17), True: (41, 29)}
+_WEIGHTED = {False: (3, 6), True: (0, 0)}
+"""Compiled → for each element of the hidden layer of the experts: the product with the router's weight. A
+compiler fuses it with the activation."""
+KERNELS = {False: (36, 20), True: (68, 34)}
 """True with ep → kernels of a forward and of a backward pass in addition to a dense block's kernels."""
 _HOST = 20e-6
 """Seconds, assumed: the host reads the number of received tokens and starts the next kernels while the device
@@ -38,13 +35,39 @@ def traffic(shape: MicroBatchShape) -> tuple[float, float]:
     """Return the bytes of the element-wise operations, forward and backward."""
     model, wide = shape.model, operations.WIDTH[shape.dtype]
     rows = shape.tokens * model.experts_per_token * model.hidden * wide
-    router = shape.tokens * model.hidden * (wide + 4.0)
     scores = 4.0 * shape.tokens * model.experts
-    forward, backward = (_FUSED if shape.software.fused else _ROUTED)[shape.ep > 1]
+    forward, backward = _FUSED[shape.ep > 1] if shape.software.fused else _permutations(shape)
+    weighted = _WEIGHTED[shape.compiled or shape.software.fused]
+    inner = shape.tokens * model.experts_per_token * model.ffn / shape.tp * wide
     return (
-        forward * rows + router + _SCORES[0] * scores,
-        backward * rows + router + _SCORES[1] * scores,
+        forward * rows + weighted[0] * inner + _SCORES[0] * scores,
+        backward * rows + weighted[1] * inner + _SCORES[1] * scores,
     )
+
+
+def _permutations(shape: MicroBatchShape) -> tuple[float, float]:
+    """Return the numbers read and written for each element of the routed rows, forward and backward.
+
+    Forward, `models.moe`: rows are gathered (2), and the experts' results read and summed (1 and a row of each
+    token). With ep, the same happens between tokens and their copies for each rank. The backward pass has the
+    same operations, and the sum of the gradients of gate and up (3).
+    """
+    experts = shape.model.experts_per_token
+    if shape.ep == 1:
+        forward = 3 + 1 / experts
+    else:
+        copies = shape.ep * routed_share(shape.model.experts, experts, shape.ep) / experts
+        forward = 3 + 4 * copies + 1 / experts
+    return forward, forward + 3
+
+
+def not_recomputed(hardware: Hardware, shape: MicroBatchShape) -> float:
+    """Return the seconds of the forward pass's sums over experts, whose results no backward pass needs."""
+    model = shape.model
+    if not model.experts or shape.software.fused:
+        return 0.0
+    rows = shape.tokens * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
+    return operations.elementwise(hardware, (_permutations(shape)[0] - 2) / 2 * rows)
 
 
 def exchange(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
@@ -54,20 +77,23 @@ def exchange(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
     """
     if shape.ep == 1:
         return 0.0, 0.0
-    model = shape.model
-    rows = shape.tokens * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
+    model, copies = shape.model, shape.software.copies
+    token = shape.tokens * model.hidden * operations.WIDTH[shape.dtype]
     ranks = collectives.group(hardware, shape.ep, shape.tp)
-    one_way = collectives.all_to_all(hardware, ranks, rows)
-    if shape.software.one_copy:
-        experts, islands = model.experts_per_token, max(1.0, ranks.islands)
-        token = rows / experts
-        near = token * _destinations(ranks.size, experts) * (ranks.inside - 1) / ranks.size
-        across = token * _destinations(islands, experts) * (islands - 1) / islands
-        one_way = collectives.exchange(hardware, ranks, near, across)
-    counts = collectives.all_to_all(hardware, ranks, 8.0 * model.experts) + _HOST
+
+    def share(destinations: float) -> float:
+        return routed_share(model.experts, model.experts_per_token, destinations)
+
+    near = across = 1.0 * model.experts_per_token / ranks.size
+    if copies != "expert":
+        near = across = share(ranks.size)
+    if copies == "host":
+        across = share(max(1.0, ranks.islands)) / max(1.0, ranks.inside)
+    one_way = collectives.exchange(
+        hardware,
+        ranks,
+        token * near * (ranks.inside - 1),
+        token * across * (ranks.size - ranks.inside),
+    )
+    counts = collectives.all_to_all(hardware, ranks, 16.0 * ranks.size) + _HOST
     return 2 * one_way + counts, 2 * one_way
-
-
-def _destinations(count: float, experts: int) -> float:
-    """Return the expected number of ranks or islands, out of `count`, that have one of a token's experts."""
-    return count * (1 - (1 - 1 / count) ** experts)

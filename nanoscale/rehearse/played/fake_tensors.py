@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._device import _device_constructors
 
+from nanoscale.config.model_math import routed_share
 from nanoscale.models import moe
 from nanoscale.rehearse.played.patches import Patches
 
@@ -169,7 +170,8 @@ def read_on_host(
 def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str], None]) -> None:
     """Assume that every expert gets equally many tokens, since fake tensors cannot be routed.
 
-    The host reads the loads of the last routing with `tolist`: the rows to send, to receive and to compute.
+    The host reads the numbers of the last routing with `tolist`: the copies of tokens to send and to receive,
+    and the rows of each expert.
 
     Args:
         rank: this rank's number in the expert-parallel group.
@@ -178,28 +180,34 @@ def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str
     """
     loads: list[int] = []
     """The tokens of one rank that choose each expert."""
+    copies: list[int] = []
+    """The tokens of one rank that choose any expert of a rank."""
 
-    def counting(count: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(chosen: Any, experts: int) -> Any:
-            least, remainder = divmod(chosen.numel(), experts)
+    def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(scores: Any, top_k: int, load: Any) -> Any:
+            tokens, experts = scores.shape
+            least, remainder = divmod(tokens * top_k, experts)
             loads[:] = [least + (expert < remainder) for expert in range(experts)]
-            return count(chosen, experts)
+            copies[:] = [round(tokens * routed_share(experts, top_k, ranks))] * ranks
+            return choose(scores, top_k, load)
 
-        return counted
+        return chosen
 
     def answering(plain: Callable[..., Any]) -> Callable[..., Any]:
         def tolist(tensor: Any) -> Any:
             share = len(loads) // ranks
-            shares = [loads[at * share : (at + 1) * share] for at in range(ranks)]
-            if tuple(tensor.shape) == (2, ranks):
-                wait("tolist")
-                return [[sum(each) for each in shares], [sum(shares[rank])] * ranks]
+            of_this_rank = loads[rank * share : (rank + 1) * share]
+            if tuple(tensor.shape) == (
+                3,
+                ranks,
+            ):  # of `expert.exchange_counts`, on the host already
+                return [copies, copies, [sum(of_this_rank)] * ranks]
             if tensor.ndim == 1 and len(tensor) == share:
                 wait("tolist")
-                return [load * ranks for load in shares[rank]]
+                return [load * ranks for load in of_this_rank]
             return plain(tensor)
 
         return tolist
 
-    patches.wrap(moe, "count", counting)
+    patches.wrap(moe, "choose_experts", choosing)
     patches.wrap(FakeTensor, "tolist", answering)

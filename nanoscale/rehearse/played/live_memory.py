@@ -14,15 +14,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from nanoscale.parallel import ring
+from nanoscale.models import moe
+from nanoscale.parallel import expert, ring
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 """Types of tensors on which operations run directly. Other types call operations on tensors of these types."""
 _resize = torch.UntypedStorage.resize_
 OPENED: dict[Any, Any] = {
-    operation._opoverload: operation._init_fn for operation in (ring._forward, ring._backward)
+    operation._opoverload: operation._init_fn
+    for operation in (
+        ring._forward,
+        ring._backward,
+        expert.exchange_counts,
+        moe.multiply_router,
+        moe.choose_experts,
+        moe.sort_choices,
+        moe.multiply_by_expert,
+        moe.gradient_by_expert,
+    )
 }
-"""The Python code of the operations that communicate, by operation.
+"""The Python code of nanoscale's own operations, by operation.
 
 The operations that this code calls are counted too. Activation checkpointing still sees a single operation.
 """
