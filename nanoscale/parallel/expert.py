@@ -60,6 +60,7 @@ def apply(
                 whole = {"weight": Replicate(), "bias": Replicate()}
                 divide(module, layer, tensor, whole, partial_grad)
             ResidualStream.on_mesh(tensor, sequence_parallel).wrap(moe)
+        assert isinstance(layer, Block)
         _divide_experts(moe.experts, layer, tensor, experts)
 
 
@@ -87,7 +88,7 @@ def _divide_experts(
     divide(experts, unit, mesh, placements, partial(_own, ep))
     if layout is not None:
         exchange = Exchange(layout.group, len(experts.gate) // ep, experts.forward)
-        experts.forward = exchange  # type: ignore[method-assign]
+        experts.forward = exchange  # type: ignore[method-assign, assignment]
         if tensor is None:
             unit.forward = partial(run_in_halves, unit, exchange)  # type: ignore[method-assign]
 

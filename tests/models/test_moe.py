@@ -146,7 +146,7 @@ def test_pairs_of_tokens_and_experts() -> None:
 
 
 def test_a_compiled_block_with_experts_compiles_once() -> None:
-    """Other loads are no other code; compiled, recomputed and eager blocks compute the same."""
+    """Other loads need no other code. Compiled, recomputed and eager blocks compute the same."""
     made = mixture().double()
     run = partial(
         checkpoint, made, use_reentrant=False, context_fn=partial(device_contexts, "matmuls")

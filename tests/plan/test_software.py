@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import comb
 
 import pytest
 
@@ -145,23 +146,19 @@ def test_a_norm_of_single_operations_keeps_its_steps_in_fp32_until_it_is_compile
 
 
 def test_a_token_travels_once_to_each_host_and_rank_of_its_experts():
-    """Eight choices of 128 experts on 64 ranks of 8 hosts reach 5.25 hosts, and 7.56 ranks."""
+    """Eight of 128 experts on 64 ranks of 8 hosts are on 5.34 hosts, and on 7.78 ranks."""
     layout = {"dp": 64, "ep": 64, "global_batch": 64, "seq_len": 4096}
     part = block.micro_batch_shape(job("qwen3-30b-a3b", **layout), MEGATRON)
     hardware = machine()
-    once, _ = moe.exchange(hardware, part)
-    copies, _ = moe.exchange(hardware, replace(part, software=NANOSCALE))
-    hosts = 8 * (1 - (7 / 8) ** 8)
-    assert hosts == pytest.approx(5.25, abs=0.01)
-    assert once / copies == pytest.approx(hosts / 8, rel=0.02)
-
-
-def test_permutations_of_one_kernel_move_less():
-    part = block.micro_batch_shape(job("qwen3-30b-a3b", dp=8, ep=8), MEGATRON)
-    fused, single = (
-        moe.traffic(replace(part, software=software)) for software in (MEGATRON, NANOSCALE)
+    by_host, by_rank, by_expert = (
+        moe.one_way(hardware, replace(part, software=replace(MEGATRON, copies=copies)))
+        for copies in ("host", "rank", "expert")
     )
-    assert fused[0] < single[0] and fused[1] < 0.6 * single[1]
+    hosts = 8 * (1 - comb(112, 8) / comb(128, 8))
+    ranks = 64 * (1 - comb(126, 8) / comb(128, 8))
+    assert (hosts, ranks) == pytest.approx((5.34, 7.78), abs=0.01)
+    assert by_host / by_expert == pytest.approx(hosts / 8, rel=0.02)
+    assert by_rank / by_expert == pytest.approx(ranks / 8, rel=0.02)
 
 
 def test_megatron_s_master_weights_of_experts_are_divided_by_the_ranks_that_have_them():

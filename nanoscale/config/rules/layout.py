@@ -166,7 +166,8 @@ EXECUTION = (
         _OFF, "parallel.offload_activations=false"),
     refused("backend.compile", {**_COMPILED, "model.experts": bool, _MODE: "sqrt"},
         "cannot hold with model.experts={c.model.experts} and parallel.activation_checkpointing=sqrt: "
-        "compiled blocks keep the choices of experts themselves, and sqrt recomputes groups of blocks", _OFF, f"{_MODE}=full"),
+        "compiled blocks keep the choices of experts themselves, and sqrt recomputes groups of blocks",
+        _OFF, f"{_MODE}=full"),
     refused("backend.attention", {"backend.attention": other_than("auto"), **_RING},
         "would be ignored by parallel.cp_method=ring, which has kernels of its own",
         "backend.attention=auto", "parallel.cp_method=ulysses"),

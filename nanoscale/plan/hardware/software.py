@@ -33,8 +33,8 @@ class Software:
     """Bytes moved for each number that is cast to 8 bits: read for the maximum, read again, written row-major
     and column-major. Transformer Engine takes the maximum from earlier steps and fuses half of its casts."""
     copies: Literal["expert", "rank", "host"] = "expert"
-    """How often a token is sent to its experts: once for each of them, once to each rank that has any of them,
-    or once to each such host and from there to its ranks (DeepEP, arXiv:2412.19437, section 3.2.2)."""
+    """The copies of a token that are sent: one for each of its experts, one for each rank that has any of them,
+    or one for each such host and from there to its ranks (DeepEP, arXiv:2412.19437, section 3.2.2)."""
     distributed_optimizer: bool = False
     """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
     unsharded, master weights and moments are sharded."""

@@ -15,7 +15,14 @@ from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
-from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Passes, Work, passes
+from nanoscale.plan.time.micro_batch_shape import (
+    NOTHING,
+    WORK,
+    MicroBatchShape,
+    Passes,
+    Work,
+    passes,
+)
 
 # Kernels of a block, counted in the model's code. The CPU takes some microseconds to start each kernel.
 _KERNELS = {False: (32, 58), True: (14, 24)}
@@ -138,6 +145,7 @@ class _Linear:
     experts: int = 1
     """The number of experts on this rank; 1 for a layer outside of experts."""
     experts_per_token: int = 1
+    of_experts: bool = False
     router: bool = False
     """True for the router, whose operands are never narrower than 16 bits."""
 
@@ -158,7 +166,7 @@ def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
         if parameter.is_vector:
             continue
         *experts, outputs, inputs = parameter.local(tp, ep)
-        counts = (experts[0], model.experts_per_token) if experts else (1, 1)
+        counts = (experts[0], model.experts_per_token, True) if experts else (1, 1, False)
         products.append(_Linear(inputs, outputs, *counts, router=name == "mlp.router.weight"))
     return tuple(products)
 
@@ -208,6 +216,53 @@ def product(
 @lru_cache(maxsize=16384)
 def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
+    in_halves = (
+        shape.ep > 1 and shape.tp == 1 and shape.batch % 2 == 0 and shape.document is None
+        and not shape.windowed and not shape.software.fused
+    )  # fmt: skip
+    return _in_halves(hardware, shape) if in_halves else _block(hardware, shape)
+
+
+def _in_halves(hardware: Hardware, shape: MicroBatchShape) -> Passes:
+    """Return the passes of a block that computes one half of the batch while tokens of the other half travel
+    (`parallel.expert.run_in_halves`)."""
+    part = replace(shape, batch=shape.batch // 2)
+    half = _block(hardware, part)
+    one_way, counts = moe.one_way(hardware, part), moe.counts(hardware, part)
+    products = linears(shape.model, shape.tp, shape.ep)
+    experts = sum(product(hardware, part, p) for p in products if p.of_experts)
+    # The gradients of weights are summed over the halves.
+    sums = operations.elementwise(
+        hardware, 3 * operations.WIDTH[shape.dtype] * sum(p.parameters for p in products)
+    )
+
+    def doubled(work: Work, during: Sequence[float], exposed: float, added: float = 0.0) -> Work:
+        """Return two halves, with exchanges during these seconds of other work and others by themselves."""
+        for seconds in during:
+            hidden = min(one_way, seconds)
+            exposed += one_way - hidden + hardware.efficiency.overlap * hidden
+        both = {name: 2 * getattr(work, name) for name in WORK}
+        both |= {"ep": exposed, "elementwise": both["elementwise"] + added}
+        return Work(**both)
+
+    attention = half.seconds[0] - half.forward.ep - experts
+    forward = doubled(half.forward, (attention, experts, experts), one_way + 2 * counts)
+    attention = half.seconds[1] - half.backward.ep - 2 * experts
+    backward = doubled(
+        half.backward,
+        (attention, 2 * experts, 2 * experts),
+        one_way,
+        0.0 if shape.adapter_rank else sums,
+    )
+    recomputed = half.recomputed
+    if recomputed.ep:
+        recomputed = doubled(recomputed, (recomputed.total - recomputed.ep - experts, experts), 0.0)
+    elif recomputed.total:
+        recomputed = doubled(recomputed, (), 0.0)
+    return passes(forward, backward, recomputed, 2 * half.recomputed_flops)
+
+
+def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     products = linears(shape.model, shape.tp, shape.ep)
     forward_products = [product(hardware, shape, p) for p in products]
     lora = adapters(shape)
@@ -224,14 +279,14 @@ def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     casts_forward, casts_backward = _casts(shape, products)
     tp_gather, tp_scatter = _tp_pair(hardware, shape)
     cp_forward, cp_backward = _cp(hardware, shape, attention)
-    ep_forward, ep_backward = moe.exchange(hardware, shape)
+    one_way = moe.one_way(hardware, shape)
     forward = Work(
         matmul=sum(forward_products) + lora_forward,
         attention=attention,
         elementwise=operations.elementwise(hardware, bytes_forward + casts_forward),
         tp=_tp_forward(hardware, shape, sum(forward_products)),
         cp=cp_forward,
-        ep=ep_forward,
+        ep=2 * one_way + moe.counts(hardware, shape),
     )
     backward = Work(
         matmul=backward_products,
@@ -239,7 +294,7 @@ def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
         elementwise=operations.elementwise(hardware, bytes_backward + casts_backward),
         tp=_tp_backward(hardware, shape, backward_products),
         cp=cp_backward,
-        ep=ep_backward,
+        ep=2 * one_way,
     )
     forward = _with_launches(hardware, shape, 0, forward)
     backward = _with_launches(hardware, shape, 1, backward)
@@ -253,9 +308,8 @@ def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
             elementwise=forward.elementwise - moe.not_recomputed(hardware, shape),
             tp=2 * tp_gather + (tp_scatter if full else 0.0),
             cp=cp_forward if full else 0.0,
-            ep=ep_backward / 2
-            if full
-            else 0.0,  # tokens are sent again, and results are not needed
+            # Tokens are sent again, and results are not needed.
+            ep=one_way if full else 0.0,
         )
         recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
@@ -277,8 +331,8 @@ def _recomputed_products(shape: MicroBatchShape, products: Sequence[_Linear]) ->
     if shape.recompute in ("none", "matmuls"):
         return []
     every = 2 if shape.recompute == "every-2nd-matmul" else 1
-    dense = [i for i, it in enumerate(products) if not it.router and it.experts == 1]
-    experts = [i for i, it in enumerate(products) if it.experts > 1]
+    dense = [i for i, it in enumerate(products) if not (it.router or it.of_experts)]
+    experts = [i for i, it in enumerate(products) if it.of_experts]
     # `selective` keeps all products of experts or none.
     return (dense[::every] + experts[:-1]) if experts else dense[:-1:every]
 

@@ -78,7 +78,7 @@ class Work:
 
 
 NOTHING = Work()
-_WORK = tuple(field.name for field in fields(Work))
+WORK = tuple(field.name for field in fields(Work))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +98,5 @@ class Passes:
 
 def passes(forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0) -> Passes:
     seconds = forward.total, backward.total, recomputed.total
-    both = Work(*(getattr(forward, name) + getattr(backward, name) for name in _WORK))
+    both = Work(*(getattr(forward, name) + getattr(backward, name) for name in WORK))
     return Passes(forward, backward, recomputed, flops, both, seconds)

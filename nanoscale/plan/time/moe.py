@@ -15,9 +15,6 @@ from nanoscale.plan.time import collectives, operations
 if TYPE_CHECKING:
     from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
-_FUSED = {False: (4, 6), True: (6, 10)}
-"""True with ep → numbers read and written for each element of the routed rows, forward and backward, by other
-software with fused kernels (Megatron-Core's moe_permute_fusion). A row is one token for one of its experts."""
 _SCORES = (14, 8)
 """fp32 numbers read and written for each of the router's scores: softmax, bias and top-k; and their
 gradient."""
@@ -36,7 +33,7 @@ def traffic(shape: MicroBatchShape) -> tuple[float, float]:
     model, wide = shape.model, operations.WIDTH[shape.dtype]
     rows = shape.tokens * model.experts_per_token * model.hidden * wide
     scores = 4.0 * shape.tokens * model.experts
-    forward, backward = _FUSED[shape.ep > 1] if shape.software.fused else _permutations(shape)
+    forward, backward = _permutations(shape)
     weighted = _WEIGHTED[shape.compiled or shape.software.fused]
     inner = shape.tokens * model.experts_per_token * model.ffn / shape.tp * wide
     return (
@@ -64,19 +61,16 @@ def _permutations(shape: MicroBatchShape) -> tuple[float, float]:
 def not_recomputed(hardware: Hardware, shape: MicroBatchShape) -> float:
     """Return the seconds of the forward pass's sums over experts, whose results no backward pass needs."""
     model = shape.model
-    if not model.experts or shape.software.fused:
+    if not model.experts:
         return 0.0
     rows = shape.tokens * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
     return operations.elementwise(hardware, (_permutations(shape)[0] - 2) / 2 * rows)
 
 
-def exchange(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
-    """Return the seconds of the all-to-alls that send tokens to their experts and back, forward and backward.
-
-    In the forward pass, ranks first exchange the numbers of tokens, and the host waits for these numbers.
-    """
+def one_way(hardware: Hardware, shape: MicroBatchShape) -> float:
+    """Return the seconds of an all-to-all that sends tokens to their experts, or back."""
     if shape.ep == 1:
-        return 0.0, 0.0
+        return 0.0
     model, copies = shape.model, shape.software.copies
     token = shape.tokens * model.hidden * operations.WIDTH[shape.dtype]
     ranks = collectives.group(hardware, shape.ep, shape.tp)
@@ -89,11 +83,13 @@ def exchange(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
         near = across = share(ranks.size)
     if copies == "host":
         across = share(max(1.0, ranks.islands)) / max(1.0, ranks.inside)
-    one_way = collectives.exchange(
-        hardware,
-        ranks,
-        token * near * (ranks.inside - 1),
-        token * across * (ranks.size - ranks.inside),
-    )
-    counts = collectives.all_to_all(hardware, ranks, 16.0 * ranks.size) + _HOST
-    return 2 * one_way + counts, 2 * one_way
+    within, beyond = ranks.inside - 1, ranks.size - ranks.inside
+    return collectives.exchange(hardware, ranks, token * near * within, token * across * beyond)
+
+
+def counts(hardware: Hardware, shape: MicroBatchShape) -> float:
+    """Return the seconds in which ranks exchange the numbers of tokens, for which the host waits."""
+    if shape.ep == 1:
+        return 0.0
+    ranks = collectives.group(hardware, shape.ep, shape.tp)
+    return collectives.all_to_all(hardware, ranks, 16.0 * ranks.size) + _HOST

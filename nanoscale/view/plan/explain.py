@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.common.units import duration
+from nanoscale.config.model_math import routed_share
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.memory.activations import products
@@ -108,12 +109,14 @@ def _cp(shape: MicroBatchShape) -> str:
 
 
 def _ep(hardware: Hardware, shape: MicroBatchShape) -> str:
-    rows = shape.tokens * shape.model.experts_per_token
-    once, _ = moe.exchange(hardware, shape)
+    model = shape.model
+    copies = shape.ep * routed_share(model.experts, model.experts_per_token, shape.ep)
     return (
         f"two all-to-alls forward and two backward among {shape.ep} ranks (arXiv:2006.16668, section 3.3) of "
-        f"{rows:,} rows of {shape.model.hidden}, with equally loaded experts; forward the host first reads the "
-        f"number of received rows, {duration(once)} in total"
+        f"{shape.tokens * copies:,.0f} rows of {model.hidden}, one for each rank that has any of a token's "
+        f"experts, with equally loaded experts, {duration(moe.one_way(hardware, shape))} each; forward the "
+        f"host first reads the numbers of rows, {duration(moe.counts(hardware, shape))}. In a micro batch of "
+        "two samples or more, tokens of one half travel during work on the other half; the exposed time counts"
     )
 
 
