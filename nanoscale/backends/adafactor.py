@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nanoscale.backends import one_pass
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.backends.muon import group_of, ranks_of
 from nanoscale.models.initialization import local_region
@@ -53,7 +54,8 @@ class Adafactor(Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(self.initial_state(parameter))
-            self.state[parameter]["step"] += 1
+            step = self.state[parameter]["step"]
+            one_pass.keep(step, step + 1, one_pass.flag(self))
         for parameter, sums in zip(parameters, self._summed(parameters, _sums), strict=True):
             self._forget(parameter, sums)
         squares = self._summed(
@@ -62,8 +64,10 @@ class Adafactor(Optimizer):
         for parameter, (square,) in zip(parameters, squares, strict=True):
             group = group_of_parameter[parameter]
             too_large = (square / parameter.numel()).sqrt().clamp(min=1)
-            weights = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-            weights.sub_(self._update(parameter).mul_(group["lr"] / too_large))
+            weights = local_tensor(parameter)
+            update = self._update(parameter).mul_(group["lr"] / too_large)
+            kept = weights * (1 - group["lr"] * group["weight_decay"])
+            one_pass.keep(weights, kept.sub_(update), one_pass.flag(self))
 
     def _forget(self, parameter: Tensor, sums: list[Tensor]) -> None:
         """Update the moments with the sums of squares over rows and over columns."""
@@ -71,12 +75,15 @@ class Adafactor(Optimizer):
         share = state["step"].double() ** _DECAY
         if parameter.ndim < 2:
             square = _gradient(parameter).square().add_(_SMALLEST_SQUARE)
-            local_tensor(state["exp_avg_sq"]).lerp_(square, share.to(square.dtype))
+            moment = local_tensor(state["exp_avg_sq"])
+            value = moment.lerp(square, share.to(square.dtype))
+            one_pass.keep(moment, value, one_pass.flag(self))
             return
         for name, total, count in zip(
             ("exp_avg_sq_row", "exp_avg_sq_col"), sums, parameter.shape[:-3:-1], strict=True
         ):
-            state[name].lerp_(total / count + _SMALLEST_SQUARE, share.to(total.dtype))
+            value = state[name].lerp(total / count + _SMALLEST_SQUARE, share.to(total.dtype))
+            one_pass.keep(state[name], value, one_pass.flag(self))
 
     def _update(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of the update before it is limited."""

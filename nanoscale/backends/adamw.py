@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.optim.adamw import adamw
 
+from nanoscale.backends import one_pass
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.config.optimizers import ROUNDED_AT_ONCE
 from nanoscale.models.initialization import local_region, parameter_seed
@@ -38,8 +37,8 @@ class RoundedAdamW(Optimizer):
     Rounded to the nearest number, a weight whose updates are below 1/512 of it would never change, and a
     second moment with `beta2` above 0.998 neither. At random, a number becomes one of its two neighbors, with
     its own value as the mean (Gupta et al. 2015, arXiv:1502.02551). The random numbers depend on the name of
-    the parameter, the shard's position and the step alone: replicas stay equal, and a resume continues bit for
-    bit.
+    the parameter, the shard's position, the element and the step alone: replicas stay equal, and a resume
+    continues bit for bit.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RoundedAdamW(Optimizer):
             name: torch.zeros_like(parameter, dtype=torch.bfloat16)
             for name in ("exp_avg", "exp_avg_sq")
         }
-        return {"step": torch.tensor(0.0), **moments}
+        return {"step": torch.zeros((), device=parameter.device), **moments}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -67,36 +66,55 @@ class RoundedAdamW(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state.update(self.initial_state(parameter))
-                state["step"] += 1
-                random = torch.Generator(parameter.device)
-                random.manual_seed(_seed(name, parameter, int(state["step"])))
-                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                size = ROUNDED_AT_ONCE[parameter.device.type]
-                chunks = [local_tensor(it).view(-1).split(size) for it in tensors]
-                for chunk in zip(*chunks, strict=True):
-                    _update(chunk, group, float(state["step"]), random)
+                numbers = group["lr"], group["weight_decay"], group["eps"], *group["betas"]
+                count = state["step"].double() + 1
+                corrections = [(1 - beta**count).float() for beta in group["betas"]]
+                tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
+                local = [local_tensor(tensor).view(-1) for tensor in tensors]
+                # Compiled, an update needs no memory. On CPUs its tensors stay in the cache.
+                size = max(1, len(local[0])) if local[0].is_cuda else ROUNDED_AT_ONCE
+                chunks = zip(*(tensor.split(size) for tensor in local), strict=True)
+                for number, (*targets, gradient) in enumerate(chunks):
+                    seed = _seed(name, parameter, number)
+                    inputs = [gradient, state["step"], *corrections]
+                    one_pass.run(_update, self, targets, inputs, *numbers, seed)
+                one_pass.keep(state["step"], state["step"] + 1, one_pass.flag(self))
 
 
-def _seed(name: str, parameter: Tensor, step: int) -> int:
+def _seed(name: str, parameter: Tensor, chunk: int) -> int:
     start = local_region(parameter)[0] if isinstance(parameter, DTensor) else ()
-    return parameter_seed(step, f"{name}:{start}")
+    return parameter_seed(chunk, f"{name}:{start}") & 0x7FFFFFFF
 
 
 def _update(
-    kept: Sequence[Tensor], group: dict[str, Any], step: float, random: torch.Generator
-) -> None:
-    """Update weights and both moments of a chunk, given weights, gradient and moments, `[elements]` each."""
-    weights, gradient, first, second = (it.float() for it in kept)
-    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    options |= {"fused": True, "amsgrad": False, "maximize": False}
-    options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-    before = torch.full((), step - 1, device=weights.device)  # the update counts it up
-    tensors: Any = ([weights], [gradient], [first], [second], [], [before])
-    adamw(*tensors, **options)
-    noise = torch.empty_like(weights, dtype=torch.int32).random_(0, 1 << 16, generator=random)
-    for target, value in zip((kept[0], *kept[2:]), (weights, first, second), strict=True):
-        if target is not value:
-            target.copy_(round_stochastically(value, noise))
+    weights: Tensor, first: Tensor, second: Tensor, gradient: Tensor, step: Tensor, correction1: Tensor,
+    correction2: Tensor,     lr: Tensor, decay: Tensor, eps: Tensor, beta1: Tensor, beta2: Tensor, seed: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Return weights and both moments of a chunk after an update, each rounded to the dtype that it has."""
+    w, m, v, g = (it.float() for it in (weights, first, second, gradient))
+    m, v = m + (g - m) * (1 - beta1), v * beta2 + (1 - beta2) * g * g
+    root = v.sqrt() / correction2.sqrt() + eps
+    w = w * (1 - lr * decay) - lr / correction1 * m / root
+    noise = _noise(len(w), step, seed)
+    return [
+        round_stochastically(value, noise) if kept.dtype == torch.bfloat16 else value
+        for kept, value in ((weights, w), (first, m), (second, v))
+    ]
+
+
+def _noise(size: int, step: Tensor, seed: Tensor) -> Tensor:
+    """Return whole numbers from 0 to 2¹⁶ − 1, `[size]`: a hash of the position, the step and the seed.
+
+    Each of two rounds is the finalizer of MurmurHash3 (Appleby 2011, public domain) in int32. The hash needs no
+    state, so the count of steps may stay on the device.
+    """
+    x = torch.arange(size, dtype=torch.int32, device=step.device)
+    for salt in (seed, step * 40503):
+        x = x + salt.to(torch.int32)
+        x = (x ^ (x >> 16 & 0xFFFF)) * -2048144789
+        x = (x ^ (x >> 13 & 0x7FFFF)) * -1028477387
+        x = x ^ (x >> 16 & 0xFFFF)
+    return x & 0xFFFF
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:

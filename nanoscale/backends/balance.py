@@ -38,12 +38,12 @@ class Balance:
             router.penalty = sequence_weight * self.loss_rate
 
     @torch.no_grad()
-    def end_step(self, counts_tokens: bool, skipped: bool) -> None:
+    def end_step(self, counts_tokens: bool, taken: Tensor | bool) -> None:
         """End a step.
 
         Args:
             counts_tokens: no other rank counts the same tokens.
-            skipped: the step was skipped, so the bias stays.
+            taken: True or 1 unless the step was skipped, in which the bias stays.
         """
         self._loads.zero_()
         for number, router in self.routers.items():
@@ -52,10 +52,11 @@ class Balance:
             router.load.zero_()
         if dist.is_initialized():
             dist.all_reduce(self._loads)
-        if self.bias_rate and not skipped:
+        if self.bias_rate:
             for number, router in self.routers.items():
                 load = self._loads[number]
-                router.choice_bias += self.bias_rate * (load.sum() - load * len(load)).sign()
+                change = self.bias_rate * (load.sum() - load * len(load)).sign()
+                router.choice_bias += change * taken
 
     def figures(self) -> dict[str, float]:
         """Return the logged metric: the largest load over the mean load, in the layer with the largest

@@ -41,7 +41,7 @@ class StepResult:
     grad_norm: Tensor
     """The gradient norm of the whole model before clipping; the same on every rank, scalar."""
     skipped: bool = False
-    """True if the step was skipped because of an fp16 overflow."""
+    """True if the host knows that the step was skipped: with fp16, and where the optimizer cannot skip."""
 
 
 class Engine(ABC):

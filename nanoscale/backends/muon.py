@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from nanoscale.backends import one_pass
 from nanoscale.backends.adamw import LocalAdamW
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.config.optimizers import MUON_ITERATIONS
@@ -59,8 +60,10 @@ class Muon(LocalAdamW):
             for parameter, update in zip(exchange.parameters, updates, strict=True):
                 group = groups[id(parameter)]
                 scale = _SCALE * math.sqrt(max(parameter.shape[-2:]))
-                weights = local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                weights.add_(update, alpha=-group["lr"] * scale)
+                weights = local_tensor(parameter)
+                value = weights * (1 - group["lr"] * group["weight_decay"])
+                value.add_(update, alpha=-group["lr"] * scale)
+                one_pass.keep(weights, value, one_pass.flag(self))
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """Update the momentum of a parameter; return this rank's shard of Nesterov's direction."""
@@ -69,10 +72,11 @@ class Muon(LocalAdamW):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         gradient, momentum = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
-        momentum.lerp_(gradient, 1 - self._momentum)
+        moved = momentum.lerp(gradient, 1 - self._momentum)
+        one_pass.keep(momentum, moved, one_pass.flag(self))
         # Products are exact enough in bf16, by Jordan et al.
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.bfloat16
-        return gradient.lerp(momentum, self._momentum).to(dtype)
+        return gradient.lerp(moved, self._momentum).to(dtype)
 
 
 Size = tuple[int, int, int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,13 @@ from nanoscale.backends import gradients
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.construction import build_stages, make_masters, make_pipeline, make_reducer
 from nanoscale.backends.native_state import NativeState
-from nanoscale.backends.optimizer import clip_in_update, make_optimizer, own_optimizer, set_lr
+from nanoscale.backends.optimizer import (
+    clip_in_update,
+    make_optimizer,
+    own_optimizer,
+    set_lr,
+    skips_on_device,
+)
 from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.schedule_free import ScheduleFreeAdamW, update_averages
 from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
@@ -50,6 +57,7 @@ class NativeEngine(Engine):
         )
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.filled: list[nn.Parameter] = []  # had no gradient in the last step, and got zeros
+        self.skipped_steps = torch.zeros((), device=device)
         self._hooks: list[Callable[[], None]] = []
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -68,8 +76,21 @@ class NativeEngine(Engine):
         else:
             self._accumulate(micro_batches)
         grad_norm = self._finish_gradients()
-        # Decided by the norm of the whole model, so that all ranks skip the same steps.
-        skipped = self.scaling is not None and not self.scaling.update(bool(grad_norm.isfinite()))
+        # Decided by the norm of the whole model, so that all ranks skip the same steps: on the device, or on
+        # the host where the loss scale or the update needs it.
+        skipped, found_inf = False, None
+        if self.scaling is not None:
+            skipped = not self.scaling.update(bool(grad_norm.isfinite()))
+        elif not skips_on_device(self.optimizer):
+            skipped = not bool(grad_norm.isfinite())
+            self.skipped_steps += skipped
+        else:
+            found_inf = (~grad_norm.isfinite()).float()
+            self.skipped_steps += found_inf
+            on_optimizer: Any = self.optimizer
+            on_optimizer.found_inf = found_inf.to(
+                self.optimizer.param_groups[0]["params"][0].device
+            )
         if not skipped:
             set_lr(self.optimizer, lr)
             for hook in self._hooks:
@@ -77,7 +98,7 @@ class NativeEngine(Engine):
             self.optimizer.step()
             # Clipped before the average is taken and the copy is made: both hold the clipped weights.
             if self.qk_clip is not None:
-                self.qk_clip.end_step(self._copies())
+                self.qk_clip.end_step(self._copies(), found_inf)
             if self.config.optimizer.ema_decay is not None:
                 update_averages(self.optimizer, self.config.optimizer.ema_decay)
             if self.masters is not None:
@@ -87,8 +108,13 @@ class NativeEngine(Engine):
         self.tensors.fill()  # of a skipped step
         self.optimizer.zero_grad()
         if self.balance is not None:
-            self.balance.end_step(self._counts_losses, skipped)
+            taken = not skipped if found_inf is None else (1 - found_inf).to(torch.int64)
+            self.balance.end_step(self._counts_losses, taken)
         return StepResult(self._loss_sum * self._counts_losses, self._tokens, grad_norm, skipped)
+
+    def figures(self) -> dict[str, float]:
+        skipped = self.skipped_steps.item()
+        return super().figures() | ({"skipped_steps": skipped} if skipped else {})
 
     def _copies(self) -> list[tuple[str, Tensor]]:
         """List the weights, and the averages that the next update computes new weights from, by name."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
+from nanoscale.backends import one_pass
 from nanoscale.backends.adafactor import Adafactor
 from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW
 from nanoscale.backends.gradients import excess, local_tensor
@@ -180,12 +181,47 @@ class Lion(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state.update(initial_state(self, parameter))
-                weights, gradient, average = map(
-                    local_tensor, (parameter, parameter.grad, state["exp_avg"])
-                )
-                weights.mul_(1 - group["lr"] * group["weight_decay"])
-                weights.add_(average.lerp(gradient, 1 - beta1).sign_(), alpha=-group["lr"])
-                average.lerp_(gradient, 1 - beta2)
+                targets = parameter, state["exp_avg"]
+                numbers = group["lr"], group["weight_decay"], beta1, beta2
+                one_pass.run(_lion, self, targets, [parameter.grad], *numbers)
+
+
+def _lion(
+    weights: Tensor,
+    average: Tensor,
+    gradient: Tensor,
+    lr: Tensor,
+    decay: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+) -> tuple[Tensor, ...]:
+    sign = (average + (gradient - average) * (1 - beta1)).sign()
+    return weights * (1 - lr * decay) - lr * sign, average + (gradient - average) * (1 - beta2)
+
+
+class SGD(Optimizer):
+    """Gradient descent, with heavy-ball momentum unless it is 0; decay is a part of the gradient."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(initial_state(self, parameter))
+                targets = parameter, *state.values()
+                numbers = group["lr"], group["weight_decay"], group["momentum"]
+                one_pass.run(_sgd, self, targets, [parameter.grad], *numbers)
+
+
+def _sgd(weights: Tensor, *others: Tensor) -> list[Tensor]:
+    *buffers, gradient, lr, decay, momentum = others
+    gradient = gradient + decay * weights
+    moved = [momentum * buffer + gradient for buffer in buffers]
+    return [weights - lr * (moved[0] if moved else gradient), *moved]
 
 
 def _dimensions(name: str, parameter: nn.Parameter) -> int:
@@ -234,6 +270,12 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(own)
         else:
             group["lr"] = own
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """True if the update reads `found_inf`; torchao's and the user's do not."""
+    own = (AdamW, SGD, Lion, Adafactor, RoundedAdamW, ScheduleFreeAdamW)
+    return isinstance(optimizer, own)
 
 
 def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:

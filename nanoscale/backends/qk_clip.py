@@ -49,12 +49,14 @@ class QKClip:
                 core.register_forward_pre_hook(partial(self._read, int(number)))
 
     @torch.no_grad()
-    def end_step(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Scale the weights after an update. Every rank calls it."""
+    def end_step(self, weights: list[tuple[str, Tensor]], found_inf: Tensor | None = None) -> None:
+        """Scale the weights after an update, unless it was skipped by `found_inf`. Every rank calls it."""
         if dist.is_initialized():
             dist.all_reduce(self._largest, dist.ReduceOp.MAX)
         self._last = self._largest.max()
         factors = torch.where(self._largest > self._limit, self._limit / self._largest, 1.0)
+        if found_inf is not None:  # a skipped step has scores that are not finite
+            factors = torch.where(found_inf > 0, 1.0, factors)
         self._largest.zero_()
         for name, parameter in weights:
             *_, layer, block, module, _kind = ("", "", "", *name.split("."))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanoscale.backends.gradients import local_tensor
+from nanoscale.backends import one_pass
 from nanoscale.config.optimizers import AVERAGE
 
 
@@ -28,33 +28,39 @@ class ScheduleFreeAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            lr = float(group["lr"])
+            (beta1, beta2), lr = group["betas"], float(group["lr"])
+            numbers = lr, group["weight_decay"], group["eps"], beta1, beta2
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
                     state.update(self.initial_state(parameter))
-                state["step"] += 1
-                state["weight"] += lr**2
-                share = lr**2 / max(float(state["weight"]), 1e-300)
-                y, gradient, x, square = map(
-                    local_tensor, (parameter, parameter.grad, state[AVERAGE], state["exp_avg_sq"])
-                )
-                square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                root = (square / (1 - beta2 ** float(state["step"]))).sqrt_().add_(group["eps"])
-                update = gradient / root + group["weight_decay"] * y
-                z = x.lerp(y, 1 / (1 - beta1)).sub_(update, alpha=lr)
-                x.lerp_(z, share)
-                y.copy_(z.lerp_(x, beta1))
+                step, weight = state["step"] + 1, state["weight"] + lr**2
+                share = lr**2 / weight.clamp(min=1e-300)
+                inputs = parameter.grad, 1 - beta2 ** step.double(), share
+                targets = parameter, state[AVERAGE], state["exp_avg_sq"]
+                one_pass.run(_update, self, targets, inputs, *numbers)
+                one_pass.keep(state["step"], step, one_pass.flag(self))
+                one_pass.keep(state["weight"], weight, one_pass.flag(self))
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first update."""
         return {
-            "step": torch.tensor(0.0),
-            "weight": torch.tensor(0.0, dtype=torch.float64),
+            "step": torch.zeros((), device=parameter.device),
+            "weight": torch.zeros((), dtype=torch.float64, device=parameter.device),
             "exp_avg_sq": torch.zeros_like(parameter),
             AVERAGE: initial_average(parameter),
         }
+
+
+def _update(
+    y: Tensor, x: Tensor, square: Tensor, gradient: Tensor, correction: Tensor, share: Tensor,
+    lr: Tensor, decay: Tensor, eps: Tensor, beta1: Tensor, beta2: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    square = square * beta2 + (1 - beta2) * gradient * gradient
+    root = (square / correction.to(square)).sqrt() + eps
+    z = x + (y - x) / (1 - beta1) - lr * (gradient / root + decay * y)
+    x = x + (z - x) * share.to(x)
+    return z + (x - z) * beta1, x, square
 
 
 @torch.no_grad()
@@ -63,8 +69,11 @@ def update_averages(optimizer: Optimizer, decay: float) -> None:
     for parameter, state in optimizer.state.items():
         if AVERAGE not in state:
             state[AVERAGE] = initial_average(parameter)
-        average = local_tensor(state[AVERAGE])
-        average.lerp_(local_tensor(parameter).to(average.dtype), 1 - decay)
+        one_pass.run(_towards, optimizer, [state[AVERAGE]], [parameter], 1 - decay)
+
+
+def _towards(average: Tensor, weights: Tensor, share: Tensor) -> tuple[Tensor]:
+    return (average + (weights.to(average) - average) * share,)
 
 
 def initial_average(parameter: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ MUON_ITERATIONS = 5
 """Newton and Schulz's iterations of an update of Muon (Jordan et al. 2024)."""
 AVERAGE = "average"
 """The name of an average of weights in the state of its parameter, and in checkpoints."""
-ROUNDED_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements that an update with stochastic rounding has in fp32 at a time: on CPUs they stay in the cache."""
+ROUNDED_AT_ONCE = 1 << 18
+"""Elements that a stochastically rounded update has in fp32 at a time on CPUs: they stay in the cache."""
 KEYS = ("beta1", "beta2", "eps", "momentum")
 """The keys of `optimizer` that not every update reads."""
 
@@ -42,9 +42,7 @@ class UpdateRule:
     compiled: bool = False
     """True if its update is compiled on GPUs."""
     copies: float = 0.0
-    """The tensors that the update of a parameter allocates, relative to the parameter."""
-    decay_copies_gradients: bool = False
-    """True if weight decay on GPUs copies all gradients at once."""
+    """The tensors that an update that is not compiled allocates, relative to the parameter."""
     rounded: bool = False
     """True if its moments and weights may be kept in bf16, rounded stochastically."""
     package: str | None = None
@@ -79,8 +77,9 @@ OPTIMIZERS = {
     "lion": UpdateRule(
         keys=("beta1", "beta2"),
         moments=("exp_avg",),
-        passes=13.0,  # decay 2, direction 5, update 3, moment 3
-        copies=1.0,
+        passes=5.0,
+        copies=4.0,
+        compiled=True,
         other_names=("fusedlion", "lion_32bit"),
     ),
     "muon": UpdateRule(
@@ -104,8 +103,9 @@ OPTIMIZERS = {
         keys=("beta1", "beta2", "eps"),
         moments=("exp_avg_sq",),
         averages=True,
-        passes=30.0,  # moment 5, root 6, update 5, decay 3, z 6, averages 5
-        copies=3.0,
+        passes=7.0,  # reads four tensors, and writes all but the gradient
+        copies=6.0,
+        compiled=True,
         deepspeed=False,
         other_names=("schedule_free_adamw", "adamwschedulefree"),
     ),
@@ -120,7 +120,8 @@ OPTIMIZERS = {
         moments=("momentum_buffer",),
         passes=5.0,
         momentum_key="momentum",
-        decay_copies_gradients=True,
+        copies=3.0,
+        compiled=True,
     ),
 }
 """The rows by the value of `optimizer.name`."""

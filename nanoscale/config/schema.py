@@ -1223,7 +1223,7 @@ class Train:
         None, "documents of each task per evaluation; null: all", at_least=1
     )
     gc_every: int = key(
-        0,
+        50,
         "steps between collections of Python's garbage, in which all ranks pause at once; 0: Python decides "
         "on each rank alone",
         unit="steps",

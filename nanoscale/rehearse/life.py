@@ -95,7 +95,7 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
         played(device, gpu, experts, record) as world,
     ):
         set_kernels(config)
-        if rule_of(config.optimizer).compiled and gpu is not None:
+        if rule_of(config.optimizer).quantized and gpu is not None:
             kernels.update_in_place(world.patches)
         yield world
 

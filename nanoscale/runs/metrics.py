@@ -65,7 +65,7 @@ METRICS = {
     "gpus_slowed": Metric("GPUs whose clock is lowered by heat, the hardware or the power supply", "GPU",
         "{:.0f} slowed down"),
     "loss_scale": Metric("factor of the loss, with fp16", "loss scale", "{:g}"),
-    "skipped_steps": Metric("with fp16: skipped steps so far", "skipped", "steps"),
+    "skipped_steps": Metric("skipped steps so far: their gradients were not finite", "skipped", "steps"),
     "moe_imbalance": Metric("with experts: the largest load of an expert over the mean load, in the layer "
         "where this is largest", "expert imbalance", "{:.2f}"),
     "attention_score": Metric("with `optimizer.qk_clip`: the largest score of attention in the last step"),

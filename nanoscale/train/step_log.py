@@ -33,6 +33,7 @@ class StepLog:
         stages = [range(first, first + peers) for first in range(0, len(self.hosts), max(1, peers))]
         self.stragglers = Stragglers(stages, self.hosts)
         self._logged_samples = self.progress.consumed_samples
+        self._skipped = 0.0
 
     def gather(self, result: StepResult, lr: float) -> dict[str, Any]:
         """Return the record of a step, from the figures of all ranks since the last. Every rank calls it."""
@@ -60,5 +61,12 @@ class StepLog:
         late = self.stragglers.add(record["step"], self._own_times)
         if late is not None:
             self.note("straggler", late)
+        skipped = record.get("skipped_steps", 0.0)
+        if skipped > self._skipped and "loss_scale" not in record:
+            count = f"{skipped - self._skipped:.0f} of the steps up to {record['step']}"
+            self.note(
+                "skipped", f"{count} had gradients that are not finite, and changed no weights"
+            )
+            self._skipped = skipped
         for fault in self.health.warnings(self._healths, self.hosts):
             self.note("health", fault)

@@ -8,9 +8,13 @@ from threading import Timer
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
+from nanoscale.backends import gradients
+from nanoscale.backends.gradients import fill
 from nanoscale.backends.native import NativeEngine
+from nanoscale.backends.optimizer import BUILDERS
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.config.optimizers import AVERAGE
 from nanoscale.config.schema import Optimizer
@@ -64,3 +68,33 @@ def test_a_state_of_none_is_no_tensor_of_replicas(tmp_path: Path) -> None:
     for _, parameter in engine.parameters():
         engine.optimizer.state[parameter]["momentum_buffer"] = None
     assert all(len(tensors) == 1 for _, _, tensors in engine.replicated())
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    """Weights, moments, averages, counters and biases of experts; the next step is the one without it."""
+    average = 0.9 if name in ("adamw", "lion") else None
+    optimizer = Optimizer(name, lr=1e-2, momentum=0.9, ema_decay=average, qk_clip=0.01)  # type: ignore[arg-type]
+    config = make_config(tmp_path, optimizer=optimizer, model=replace(SHAPE, experts=4))
+    spoiled, plain = NativeEngine(config, CPU), NativeEngine(config, CPU)
+
+    def spoil(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        grads = fill(parameters)
+        grads[1].view(-1)[0] = float("inf")
+        return grads
+
+    for step in range(3):
+        with patch.object(gradients, "fill", spoil):
+            before = {key: copied(value) for key, value in spoiled.state().items()}
+            assert not spoiled.train_step(micro_batches(), 1e-2).grad_norm.isfinite()
+            for key, value in spoiled.state().items() if step else ():
+                assert torch.equal(copied(value), before[key]), key
+        results = [engine.train_step(micro_batches(), 1e-2) for engine in (spoiled, plain)]
+        assert torch.equal(results[0].loss_sum, results[1].loss_sum)
+    assert spoiled.figures()["skipped_steps"] == 3 and "skipped_steps" not in plain.figures()
+
+
+def copied(value: torch.Tensor) -> torch.Tensor:
+    return value.local.clone() if hasattr(value, "local") else value.detach().clone()

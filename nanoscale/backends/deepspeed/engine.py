@@ -93,7 +93,7 @@ class DeepSpeedEngine(Engine):
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
         self._fill_state()  # of a skipped step, and of parameters without a gradient
         if self.balance is not None:
-            self.balance.end_step(self._counts_losses, skipped)
+            self.balance.end_step(self._counts_losses, not skipped)
         return StepResult(self._loss_sum * self._counts_losses, self._tokens, norm, skipped)
 
     def state(self) -> dict[str, Tensor]:

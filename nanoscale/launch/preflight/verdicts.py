@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanoscale.config.optimizers import rule_of
+from nanoscale.config.optimizers import rounds, rule_of
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.processes.messages import Message
@@ -209,6 +209,10 @@ def _compiler(config: Config, facts: Message) -> Iterator[CheckRow]:
     if compiles_update:
         settings.append(f"optimizer.name={config.optimizer.name}")
         alternatives.append("optimizer=adamw")
+    if rounds(config.optimizer, config.precision):
+        compiles_update = True
+        settings.append("an update with stochastic rounding")
+        alternatives.append("precision=bf16 optimizer.moments_dtype=params")
     if not settings:
         return
     problem, remedy = compile_problem(facts)

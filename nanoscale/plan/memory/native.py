@@ -403,17 +403,15 @@ def _update(setting: MemorySetting, params: RankParameters) -> MemoryEvent:
     The update of 8-bit AdamW is compiled on GPUs and consists of single operations on CPUs.
     """
     rule = rule_of(setting.config.optimizer)
-    allocated = rule.copies * setting.states.weights
+    compiled = rule.compiled and setting.gpu
+    allocated = 0.0 if compiled else rule.copies * setting.states.weights
     if rule.quantized and not setting.gpu:
         allocated = _QUANTIZING
     gradients = int(setting.states.gradients * params.trained.shard)
-    if setting.gpu and rule.decay_copies_gradients and setting.config.optimizer.weight_decay:
-        gradients *= 2
     temporary = int(allocated * _largest_shard(setting, params)) if allocated else 0
     if rounds(setting.config.optimizer, setting.config.precision):
-        computed = _ROUNDED[setting.config.precision.params]
-        at_once = ROUNDED_AT_ONCE["cuda" if setting.gpu else "cpu"]
-        temporary = computed * min(_largest_shard(setting, params), at_once)
+        computed = 0 if setting.gpu else _ROUNDED[setting.config.precision.params]
+        temporary = computed * min(_largest_shard(setting, params), ROUNDED_AT_ONCE)
     if rule.moments_in_blocks is not None:
         alone = setting.config.world_size == setting.pp
         held = setting.states.weights / 2 * (_ALONE if alone else _EXCHANGED)

@@ -26,9 +26,9 @@ from nanoscale.plan.time import collectives, operations
 from nanoscale.plan.time.block import adapters, linears, micro_batch_shape
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
-_ROUNDED = {"fp32": 26.0, "bf16": 73.0}
-"""Reads and writes of a stochastically rounded update, in tensors of the parameter's size: its operations are
-separate kernels, and work on fp32."""
+_ROUNDED = {"fp32": 5.0, "bf16": 7.0}
+"""Reads and writes of a stochastically rounded update, in tensors of the parameter's size: weights, both bf16
+moments and the gradient, by one compiled kernel."""
 _PER_TENSOR = 3
 """Operations of the update for each tensor: norm, clipping, optimizer."""
 

@@ -35,6 +35,7 @@ _ELEMENTWISE = {
     "zeros_like",
     "full",
     "where",
+    "arange",
 }
 _REDUCTIONS = {
     "sum",
@@ -68,13 +69,17 @@ class Fusion:
         """The storages that regions made, by their addresses."""
         self._ghosts: dict[int, weakref.ref[Any]] = {}
         """Storages that take no memory, by their addresses."""
-        self._read: set[int] = set()
-        """The storages that the present kernel has read."""
+        self._counted: set[tuple[int, bool]] = set()
+        """The storages that the present kernel has read (False) or written (True)."""
 
-    def compile(self, function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-        """Take the place of torch.compile for the forward pass of a block."""
+    def compile(
+        self, function: Callable[..., Any] | None = None, *, dynamic: bool = False, **_: Any
+    ) -> Callable[..., Any]:
+        """Take the place of torch.compile for a block's forward pass, or with `dynamic` for an update."""
         if function is None:
             return lambda function: function
+        if dynamic:
+            return partial(self._update, function)
         forward, backward = (id(function), "forward"), (id(function), "backward")
 
         def run(hidden: Any, *args: Any, **options: Any) -> Any:
@@ -87,6 +92,12 @@ class Fusion:
 
         return run
 
+    def _update(self, function: Callable[..., Any], *args: Any) -> None:
+        """Play an update as one kernel, all new tensors of which are fused away."""
+        self.begin((id(function), "update"))
+        function(*args)
+        self.begin(None)
+
     def begin(self, region: Region | None) -> None:
         """End the present region, and begin another."""
         self.end_segment()
@@ -96,7 +107,7 @@ class Fusion:
         """End the present kernel: another operation, or an event, follows."""
         if self._bytes:
             self._end_kernel(("bytes", "fused", self._bytes))
-        self._bytes, self._read = 0, set()
+        self._bytes, self._counted = 0, set()
         self._segment += 1
 
     def is_ghost(self, storage: torch.UntypedStorage) -> bool:
@@ -140,7 +151,7 @@ class Fusion:
         assert self.region is not None
         self._number += 1
         fate = self._fates.get((self.region, self._number))
-        if self.learned and fate == "fused":
+        if (self.learned and fate == "fused") or self.region[1] == "update":
             self._ghosts[storage._cdata] = weakref.ref(storage)
             return
         reference = weakref.ref(storage, partial(self._died, storage._cdata) if fuses else None)
@@ -177,9 +188,10 @@ class Fusion:
         storage = tensor.untyped_storage()
         born = self._born.get(storage._cdata)
         is_local = born is not None and born.segment == self._segment
-        if self.is_ghost(storage) or (is_local and not written) or storage._cdata in self._read:
+        key = storage._cdata, written
+        if self.is_ghost(storage) or (is_local and not written) or key in self._counted:
             return
-        self._read.add(storage._cdata)
+        self._counted.add(key)
         self._bytes += bytes_of(tensor)
 
 

@@ -1,0 +1,69 @@
+"""Element-wise updates of optimizers in one pass over memory, without effect in a step that is skipped.
+
+On GPUs torch.compile makes one kernel of an update, for parameters of all sizes. On CPUs it runs operation by
+operation. A step is skipped on the device: the host does not know it, and does not wait. `found_inf` is the
+name of the flag in PyTorch's fused optimizers: 1.0 if the step's gradients are not finite, otherwise 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nanoscale.backends.gradients import local_tensor
+
+Update = Callable[..., Sequence[Tensor]]
+"""A function from tensors `[elements]`, and then numbers, to new values of the first tensors."""
+
+
+def flag(optimizer: Optimizer) -> Tensor | None:
+    """Return the flag of the present step; None if no step is skipped on the device."""
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found_inf
+
+
+def run(
+    update: Update,
+    optimizer: Optimizer,
+    targets: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *numbers: float,
+) -> None:
+    """Write what an update returns to its targets; a scalar target is of one element."""
+    # As constants of the compiled code, numbers would cause a compilation in each step.
+    scalars = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+    # PyTorch would compile a view again for each shape of its base; `data` has none.
+    local = [local_tensor(target).view(-1).data for target in targets]
+    others = [local_tensor(tensor).reshape(-1).data for tensor in inputs]
+    write = _compiled(update, optimizer) if local[0].is_cuda else _write
+    write(update, local, others, scalars, flag(optimizer))
+
+
+def _compiled(update: Update, optimizer: Optimizer) -> Callable[..., None]:
+    compiled: dict[Update, Callable[..., None]] = vars(optimizer).setdefault("compiled", {})
+    if update not in compiled:
+        # A copy of the code for each update, since PyTorch counts compilations by code and stops at 8.
+        code = _write.__code__.replace(co_name=f"write{update.__name__}")
+        compiled[update] = torch.compile(FunctionType(code, globals()), dynamic=True)
+    return compiled[update]
+
+
+def _write(
+    update: Update,
+    targets: list[Tensor],
+    inputs: list[Tensor],
+    numbers: list[Tensor],
+    found_inf: Tensor | None,
+) -> None:
+    values = update(*targets, *inputs, *numbers)
+    for target, value in zip(targets, values, strict=True):
+        keep(target, value, found_inf)
+
+
+def keep(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
+    """Write a value to its target, unless the step is skipped."""
+    target.copy_(value if found_inf is None else torch.where(found_inf > 0, target, value))
