@@ -57,10 +57,13 @@ class Kernel:
     head_dim_multiple: int = 1
 
 
-_FLASH_TYPES = (torch.float16, torch.bfloat16)
+_FUSED_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
 """The largest that FlashAttention-2 supports (PyTorch's sdp_utils.cpp, `check_head_dim_size_flash`)."""
 _FLASH_CAPABILITY = (8, 0)
+_CUDNN_HEAD_DIM = 128
+"""The largest for which PyTorch uses cuDNN, forward and backward."""
+_CUDNN_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_cuda_flash() -> bool:
@@ -77,14 +80,31 @@ def has_cuda_flash() -> bool:
     )
 
 
+def has_cudnn() -> bool:
+    """True if cuDNN's attention is the fastest of this rank's GPU, as on Hopper and Blackwell. Call it when a
+    model is built."""
+    return (
+        torch.cuda.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability() in _CUDNN_CAPABILITIES
+    )
+
+
 def choose_kernel(
-    q: Tensor, cuda_flash: bool, *, limited: bool = False, capped: bool = False
+    q: Tensor,
+    cuda_flash: bool,
+    *,
+    limited: bool = False,
+    capped: bool = False,
+    cudnn: bool = False,
 ) -> str:
-    """Return the name of the kernel that takes queries like `q`, and `Limits`, with the least memory."""
+    """Return the name of the fastest kernel that takes queries like `q`, and `Limits`, and returns the lse."""
     if q.device.type == "cpu":
         return "portable" if limited or capped else "flash-cpu"
-    fits = q.dtype in _FLASH_TYPES and q.shape[-1] <= _FLASH_HEAD_DIM and not capped
-    return "flash-cuda" if q.is_cuda and cuda_flash and fits else "portable"
+    fused = q.is_cuda and q.dtype in _FUSED_TYPES and not capped
+    if fused and cudnn and not limited and q.shape[-1] <= _CUDNN_HEAD_DIM:
+        return "cudnn"
+    return "flash-cuda" if fused and cuda_flash and q.shape[-1] <= _FLASH_HEAD_DIM else "portable"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -311,6 +331,33 @@ def _unpack(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, limits: None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, scale=scale
+    )
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    limits: None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    unread = torch.empty((), dtype=torch.int64, device=q.device)  # random states, without dropout
+    tensors = (grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unread, unread)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        *tensors, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+    )
+
+
 def _flash_cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, limits: None = None
 ) -> tuple[Tensor, Tensor]:
@@ -337,4 +384,5 @@ KERNELS = {
     "portable": Kernel(_portable_forward, _portable_backward),
     "flash-cpu": Kernel(_flash_cpu_forward, _flash_cpu_backward),
     "flash-cuda": Kernel(_flash_cuda_forward, _flash_cuda_backward, head_dim_multiple=8),
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, head_dim_multiple=8),
 }

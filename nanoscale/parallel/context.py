@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.models.attention import CausalAttention, Mask, Span, pad_heads
-from nanoscale.models.attention_kernels import choose_kernel
+from nanoscale.models.attention_kernels import choose_kernel, has_cudnn
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, LatentAttention, Transformer
 from nanoscale.parallel.ring import ring_attention
@@ -63,7 +63,7 @@ class RingAttention(CausalAttention):
 
     def __init__(self, group: dist.ProcessGroup, shape: Model) -> None:
         super().__init__(shape)
-        self.group = group
+        self.group, self.cudnn = group, has_cudnn()
 
     def forward(
         self,
@@ -83,7 +83,8 @@ class RingAttention(CausalAttention):
             span = mask if isinstance(mask, Span) else Span.whole(len(q), length, q.device)
             assert span.window is None, "the rules refuse windows in a ring"
             ends = span.ends(len(q), length)
-        kernel = choose_kernel(q, self.cuda_flash, limited=ends is not None, capped=capped)
+        limited = ends is not None
+        kernel = choose_kernel(q, self.cuda_flash, limited=limited, capped=capped, cudnn=self.cudnn)
         q, k, v = pad_heads(kernel, q, k, v)
         scale = head_dim**-0.5
         out = ring_attention(q, k, v, self.group, kernel, scale, self.softcap, ends, sinks)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.models.attention_kernels import choose_kernel, has_cuda_flash
+from nanoscale.models.attention_kernels import choose_kernel, has_cuda_flash, has_cudnn
 from nanoscale.parallel.fsdp import TORCH_DTYPES
 
 _SWITCHES = {
@@ -53,7 +53,8 @@ def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | Non
     limited = data.document_mask or model.attention_sinks or capped
     if ring or limited:
         one = torch.empty(0, head_dim, dtype=dtype, device=device)
-        return choose_kernel(one, has_cuda_flash(), limited=limited, capped=capped)
+        cudnn = ring and has_cudnn()
+        return choose_kernel(one, has_cuda_flash(), limited=limited, capped=capped, cudnn=cudnn)
     seq, head_shards = config.train.seq_len, layout.tp * layout.cp
 
     def sample(heads: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from nanoscale.config.schema import Model
 from nanoscale.models import attention, attention_kernels
 from nanoscale.models.attention import Span, dense_attention
-from nanoscale.models.attention_kernels import KERNELS
+from nanoscale.models.attention_kernels import KERNELS, Limits, has_cudnn
 from nanoscale.parallel import context, ring
 from tests.support.ranks import run_ranks
 
@@ -338,24 +338,32 @@ def test_operations_say_what_they_return() -> None:
     run_ranks(operation_rank, 2)
 
 
-def test_cuda_kernel_calls_what_pytorch_declares() -> None:
+@pytest.mark.parametrize("name", ["flash-cuda", "cudnn", "documents", "window"])
+def test_cuda_kernel_calls_what_pytorch_declares(name: str) -> None:
     """Without a GPU: names, arguments and shapes only."""
     q, k, v, grad_out = (
         torch.empty(2, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 4, 4, 8)
     )
-    kernel = KERNELS["flash-cuda"]
-    out, lse = kernel.forward(q, k, v, True, 0.125)
+    starts = torch.empty(6, dtype=torch.int32, device="meta")
+    window = 3 if name == "window" else None
+    limits = None if name in KERNELS else Limits(starts, starts, window)
+    kernel = KERNELS[name if limits is None else "flash-cuda"]
+    out, lse = kernel.forward(q, k, v, True, 0.125, limits)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
     halves = (x[:, :, 8:] for x in (grad_out, q))
-    grads = kernel.backward(*halves, k, v, out[:, :, 8:], lse[:, :, 8:], False, 0.125)
+    rest = (out[:, :, 8:], lse[:, :, 8:], window is not None, 0.125, limits)
+    grads = kernel.backward(*halves, k, v, *rest)
     assert [grad.shape for grad in grads] == [q[:, :, 8:].shape, k.shape, v.shape]
 
 
 FUSED = [
     "flash-cpu",
-    pytest.param(
-        "flash-cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA"),
+    *(
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(not is_there(), reason=f"needs a GPU of NVIDIA with {name}"),
+        )
+        for name, is_there in (("flash-cuda", torch.cuda.is_available), ("cudnn", has_cudnn))
     ),
 ]
 
@@ -364,7 +372,7 @@ FUSED = [
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_kernel_equals_the_portable(name: str, causal: bool) -> None:
     """On one block of half the queries, with an out and lse of more keys, as in the middle of the ring."""
-    device = torch.device(name.removeprefix("flash-"))
+    device = torch.device("cpu" if name == "flash-cpu" else "cuda")
     torch.manual_seed(0)
     q, k, v, grad_out = (
         torch.randn(2, heads, 64, 64, device=device).bfloat16() for heads in (8, 4, 4, 8)

@@ -53,8 +53,11 @@ def llama_405b(cp: int, seq: int, dp: int, batch: int) -> ResolvedConfig:
     [(1, 8192, 128, 2048, 0.41), (16, 131072, 8, 128, 0.38)],
 )
 def test_llama_3_405b_on_16384_h100(cp, seq, dp, batch, published):
-    """MFU within 4 points of the Llama 3 paper's table 4."""
+    """MFU within 4 points of the Llama 3 paper's table 4. With cp the kernel is FlashAttention, as of that time
+    only it was in rings."""
     config = llama_405b(cp, seq, dp, batch)
+    if cp > 1:
+        config = replace(config, backend=replace(config.backend, attention="flash"))
     assert config.world_size == 16384
     assert step_time(config, hardware_of(config)).mfu == pytest.approx(published, abs=0.04)
 
@@ -430,7 +433,7 @@ def test_what_the_laws_let_through_is_predicted(words, monkeypatch):
         ("cudnn", {}, "cudnn"),
         ("flash", {}, "flash"),
         ("math", {}, "flash"),
-        ("auto", {"cp": 2}, "flash"),
+        ("auto", {"cp": 2}, "cudnn"),
         ("auto", {"cp": 2, "cp_method": "ulysses"}, "cudnn"),
         ("auto", {"precision": Precision(compute="fp32")}, "flash"),
     ],

@@ -47,13 +47,13 @@ class PlayedCosts:
         return self._computed(work) + (self.hardware.efficiency.eager_s if self.on_cpu else 0.0)
 
     def _computed(self, work: Sequence[Any]) -> float:
-        what, _name, *numbers = work
+        what, name, *numbers = work
         if what == "product":
             kind, *sizes, aligned = numbers
             return operations.product(self.hardware, self._kind(kind), *sizes, aligned)
         if what == "attention":
             kind, *shape, causal, backward = numbers
-            limited = not _name.startswith("_scaled_dot_product")
+            limited = name.startswith(("attention", "_flash_attention"))
             kernel = "flash" if limited else attention_kernel(self.config)
             seconds = operations.attention(self.hardware, self._kind(kind), *shape, causal, kernel)
             return seconds * (operations.BACKWARD_ATTENTION if backward else 1.0)

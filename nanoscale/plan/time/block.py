@@ -99,7 +99,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         or (config.backend.compile != "off" and not (software.dtensor and layout.tp > 1)),
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
-        attention=attention_kernel(config, software),
+        attention=attention_kernel(config),
         document=min(config.data.document_length or train.seq_len, train.seq_len)
         if config.data.document_mask
         else None,
@@ -122,15 +122,14 @@ def _windowed_share(config: ResolvedConfig) -> float:
     return sum(map(model.has_window, range(model.layers))) / model.layers
 
 
-def attention_kernel(config: ResolvedConfig, software: Software = NANOSCALE) -> str:
+def attention_kernel(config: ResolvedConfig) -> str:
     """Return the attention kernel of rows without limits: the configured one, or the one that PyTorch chooses.
 
     On devices for which PyTorch never chooses cuDNN, flash and cudnn have the same rate. Attention by single
     operations (math) is planned at the rate of flash.
     """
-    kernel, layout, model = config.backend.attention, config.parallel, config.model
-    ring = layout.cp > 1 and layout.cp_method == "ring" and not software.fused
-    if ring or kernel in ("flash", "math"):
+    kernel, model = config.backend.attention, config.model
+    if kernel in ("flash", "math"):
         return "flash"
     chosen = config.precision.compute in ("bf16", "fp16") and model.head_width <= CUDNN_HEAD_DIM
     return "cudnn" if kernel == "cudnn" or chosen else "flash"
