@@ -187,6 +187,22 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
     return predict(narrow).time.tokens_per_s_per_gpu
 
 
+_FEW_RANKS = 128
+"""Ranks of data parallelism below which Megatron-Bridge reduces gradients in bf16 too."""
+
+
+def gain_of_bf16_reductions(plan: Prediction) -> float:
+    """Return the share of a step that reducing gradients in bf16 saves; 0 if they cannot be."""
+    config, precision = plan.config, plan.config.precision
+    ranks = config.parallel.dp * config.parallel.cp
+    narrow = replace(config, precision=replace(precision, reduce="bf16"))
+    is_wide = (precision.compute, precision.reduce) == ("bf16", "fp32")
+    on_gpus = config.backend.name == "native" and config.launcher.device == "cuda"
+    if not (is_wide and on_gpus and 1 < ranks < _FEW_RANKS and honored(narrow)):
+        return 0.0
+    return 1 - predicted_step(narrow, plan.hardware) / plan.time.seconds
+
+
 def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     """Return the seconds of a step in `predict`, without the rest of the prediction."""
     makespan = None
