@@ -110,6 +110,8 @@ def _cp(shape: MicroBatchShape) -> str:
 
 def _ep(hardware: Hardware, shape: MicroBatchShape) -> str:
     model = shape.model
+    if not model.experts:
+        return ""
     copies = shape.ep * routed_share(model.experts, model.experts_per_token, shape.ep)
     return (
         f"two all-to-alls forward and two backward among {shape.ep} ranks (arXiv:2006.16668, section 3.3) of "
