@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import RopeScaling
-from nanoscale.rehearse.life import play
+from nanoscale.rehearse.life import play, world_of
 from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.record import HOST, RankRecord, StreamEvent
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive
@@ -78,3 +80,25 @@ def test_waits_of_a_step(name: str) -> None:
         train=replace(config.train, statistics_every=2 if name == "statistics" else 0),
     )
     assert run_ranks(waits, 1, config) == [("", expected)]
+
+
+def events_after_an_operation(_: int) -> list[StreamEvent]:
+    record = RankRecord(0)
+    gpu = Gpu("NVIDIA H200", 140 << 30, 8)
+    with world_of(config_of(ROWS["fp32"][0]), record, gpu) as world, world.timed():
+        x = torch.zeros(4, device=world.device)
+        torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
+        x.mul_(2)
+        torch.cuda.synchronize()
+    return record.events
+
+
+def test_streams_and_the_host_wait_for_the_last_operation() -> None:
+    (events,) = run_ranks(events_after_an_operation, 1)
+    assert [tuple(event[:2]) for event in events] == [
+        (0, "work"),
+        (1, "after"),
+        (0, "work"),
+        (HOST, "after"),
+    ]
+    assert (events[1].of, events[3].of) == (0, 2)

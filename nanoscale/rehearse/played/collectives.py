@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_iter
 
 from nanoscale.config.resolved import ResolvedConfig
@@ -158,10 +159,11 @@ def answer(func: Any, args: Any, work: Any) -> Any:
     if func.namespace == "_c10d_functional":
         return _functional_answer(kind, args)
     if kind == "allgather_":  # the callers read real tensors in host memory
-        for outputs, source in zip(args[0], args[1], strict=False):
-            for output in outputs:
-                if type(source) is Tensor and type(output) is Tensor:
-                    output.copy_(source)
+        with no_dispatch():  # a group may have a thousand members
+            for outputs, source in zip(args[0], args[1], strict=False):
+                for output in outputs:
+                    if type(source) is Tensor and type(output) is Tensor:
+                        output.copy_(source)
     first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
     results: list[Any] = []
     for returned in func._schema.returns:

@@ -93,6 +93,7 @@ def _replace_streams(patches: Patches, world: Any) -> None:
             self.at = -1
 
         def record(self, stream: Any = None) -> Event:
+            world.end_segment()
             self.at = world.last.get(number_of(stream), -1)
             return self
 
@@ -125,7 +126,7 @@ def _replace_streams(patches: Patches, world: Any) -> None:
             return (event or Event()).record(self)
 
         def synchronize(self) -> None:
-            world.wait("Stream.synchronize", world.last.get(self.number, -1))
+            world.wait("Stream.synchronize", Event().record(self).at)
 
         def query(self) -> bool:
             return True

@@ -256,6 +256,11 @@ class World(DeviceMemory):
             self.record.works.append(work)
         self._segment.append(self._works[work])
 
+    def end_segment(self) -> None:
+        """End the operations before an event."""
+        self.fusion.end_segment()
+        self._end_segment()
+
     def _end_segment(self) -> None:
         segment, self._segment = tuple(self._segment), []
         if segment and segment not in self._segments:
@@ -273,7 +278,7 @@ class World(DeviceMemory):
         try:
             yield
         finally:
-            self._end_segment()
+            self.end_segment()
             self.keeps_timeline = False
             self.record.step_events = first, len(self.record.events)
 
@@ -285,8 +290,7 @@ class World(DeviceMemory):
 
     def add_event(self, what: str, of: int, stream: int | None = None) -> None:
         """Record an event of a stream, by default the present one; nothing if it refers to no event."""
-        self.fusion.end_segment()
-        self._end_segment()
+        self.end_segment()
         if of >= 0:
             stream = self.stream if stream is None else stream
             self.last[stream] = len(self.record.events)
@@ -320,6 +324,7 @@ class World(DeviceMemory):
     def wait(self, operation: str, event: int | None = None) -> None:
         """Record that the host waits for the device: for an event, or else for the present stream."""
         self.waits[self.section, operation, calling_line()] += self.repeat
+        self.end_segment()
         at = self.last.get(self.stream, -1) if event is None else event
         self.add_event("after", at, HOST)
 
