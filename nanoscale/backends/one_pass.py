@@ -39,8 +39,12 @@ def run(
     # PyTorch would compile a view again for each shape of its base; `data` has none.
     local = [local_tensor(target).view(-1).data for target in targets]
     others = [local_tensor(tensor).reshape(-1).data for tensor in inputs]
-    write = _compiled(update, optimizer) if local[0].is_cuda else _write
+    write = _compiled(update, optimizer) if _is_compiled(local[0]) else _write
     write(update, local, others, scalars, flag(optimizer))
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _compiled(update: Update, optimizer: Optimizer) -> Callable[..., None]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import get_args, get_type_hints
+from functools import partial
+from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
+from nanoscale.backends import one_pass
 from nanoscale.backends.optimizer import BUILDERS, fill_state, is_quantized, make_optimizer, set_lr
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
@@ -101,3 +105,31 @@ def test_a_wrong_group_is_refused(words: str, text: str, advice: str) -> None:
 def test_names_of_other_software() -> None:
     assert by_other_name("FusedAdam") == "adamw" and by_other_name("Lion") == "lion"
     assert by_other_name("lamb") is None
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd", "schedule-free", "adamw"])
+def test_a_compiled_update_is_one_graph_for_all_shapes(name: str) -> None:
+    """It equals the eager one, also in a step that is skipped; adamw with bf16 weights."""
+    rounded, shapes = name == "adamw", ((64, 64), (128, 32), (7,), (2, 8, 4))
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if rounded else torch.float64
+        parameters = [(f"p{s}", nn.Parameter(torch.randn(s).to(dtype))) for s in shapes]
+        config = Optimizer(name, lr=1e-2, momentum=0.9)  # type: ignore[arg-type]
+        optimizer: Any = make_optimizer(parameters, config, rounded=rounded)
+        compiler = partial(torch.compile, backend="aot_eager", fullgraph=True)
+        before = counters["stats"]["unique_graphs"]
+        for step in range(3):
+            optimizer.found_inf = torch.tensor(float(step == 1))
+            for _, parameter in parameters:
+                parameter.grad = parameter.detach().sin()
+            with (
+                patch.object(one_pass, "_is_compiled", return_value=compiled),
+                patch.object(torch, "compile", compiler),
+            ):
+                optimizer.step()
+        assert counters["stats"]["unique_graphs"] - before == compiled
+        weights.append([parameter.detach() for _, parameter in parameters])
+    for eager, of_graph in zip(*weights, strict=True):
+        torch.testing.assert_close(of_graph, eager, rtol=1e-12, atol=1e-15)
