@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanoscale.backends.gradients import local_tensor
+from nanoscale.config.optimizers import ROUNDED_AT_ONCE
 
 Update = Callable[..., Sequence[Tensor]]
 """A function from tensors `[elements]`, and then numbers, to new values of the first tensors."""
@@ -40,7 +41,16 @@ def run(
     local = [local_tensor(target).view(-1).data for target in targets]
     others = [local_tensor(tensor).reshape(-1).data for tensor in inputs]
     write = _compiled(update, optimizer) if _is_compiled(local[0]) else _write
-    write(update, local, others, scalars, flag(optimizer))
+    size = (
+        len(local[0]) if write is not _write else ROUNDED_AT_ONCE
+    )  # chunks that stay in a CPU's cache
+    for start in range(0, len(local[0]), max(1, size)):
+        cut = slice(start, start + size)
+        chunks = [
+            [tensor if len(tensor) == 1 else tensor[cut].data for tensor in tensors]
+            for tensors in (local, others)
+        ]
+        write(update, *chunks, scalars, flag(optimizer))
 
 
 def _is_compiled(tensor: Tensor) -> bool:
