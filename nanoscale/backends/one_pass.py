@@ -41,16 +41,15 @@ def run(
     local = [local_tensor(target).view(-1).data for target in targets]
     others = [local_tensor(tensor).reshape(-1).data for tensor in inputs]
     write = _compiled(update, optimizer) if _is_compiled(local[0]) else _write
-    size = (
-        len(local[0]) if write is not _write else ROUNDED_AT_ONCE
-    )  # chunks that stay in a CPU's cache
+    # Chunks stay in the cache of a CPU.
+    size = ROUNDED_AT_ONCE if write is _write else len(local[0])
     for start in range(0, len(local[0]), max(1, size)):
         cut = slice(start, start + size)
-        chunks = [
+        values, read = (
             [tensor if len(tensor) == 1 else tensor[cut].data for tensor in tensors]
             for tensors in (local, others)
-        ]
-        write(update, *chunks, scalars, flag(optimizer))
+        )
+        write(update, values, read, scalars, flag(optimizer))
 
 
 def _is_compiled(tensor: Tensor) -> bool:
