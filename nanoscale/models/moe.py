@@ -246,7 +246,7 @@ class Experts(nn.Module):
         scales = weights.flatten().gather(0, pairs.slots)
         outputs = run_experts(
             self.activations,
-            spread(tokens, pairs),
+            spread_twice(tokens, pairs),
             scales,
             pairs.load,
             *(self.gate, self.up, self.down, *biases),
@@ -281,33 +281,39 @@ def _bounded_up(up: Tensor) -> Tensor:
 
 
 def run_experts(
-    activations: Activations, rows: Tensor, scales: Tensor, load: Tensor, *weights: Tensor
+    activations: Activations,
+    rows: tuple[Tensor, Tensor],
+    scales: Tensor,
+    load: Tensor,
+    *weights: Tensor,
 ) -> Tensor:
-    """Apply the experts to rows sorted by expert, `[rows, hidden]`, and multiply the results with `[rows]`.
+    """Apply the experts to rows sorted by expert, `[rows, hidden]` once for gate and once for up, and multiply
+    the results with `[rows]`.
 
     The weights are gate, up and down, and possibly their biases. Experts without rows take part, so that every
     rank has all gradients.
     """
-    device_type = rows.device.type
+    of_gate, of_up = rows
+    device_type = of_gate.device.type
     if torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
-        rows, *weights = (x.to(compute_dtype) for x in (rows, *weights))  # type: ignore[assignment]
-    scales = scales.to(rows.dtype).unsqueeze(-1)
+        of_gate, of_up, *weights = (x.to(compute_dtype) for x in (*rows, *weights))  # type: ignore[assignment]
+    scales = scales.to(of_gate.dtype).unsqueeze(-1)
     gate, up, down, *biases = weights
-    if _supports_grouped_mm(rows, gate):
-        if _leaves_unused_unwritten(rows.device):
+    if _supports_grouped_mm(of_gate, gate):
+        if _leaves_unused_unwritten(of_gate.device):
             gate, up, down = (_ZeroUnused.apply(matrix, load) for matrix in (gate, up, down))
         matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
     else:
         matmul = partial(matmul_by_expert, load)
     activate, lift = activations
     if not biases:
-        return matmul(activate(matmul(rows, gate)) * lift(matmul(rows, up)) * scales, down)
+        return matmul(activate(matmul(of_gate, gate)) * lift(matmul(of_up, up)) * scales, down)
     experts = torch.arange(len(load), device=load.device)
-    expert_of_row = experts.repeat_interleave(load, output_size=rows.shape[0])
-    of_gate, of_up, of_down = (_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
-    inner = activate(matmul(rows, gate) + of_gate) * lift(matmul(rows, up) + of_up)
-    return matmul(inner * scales, down) + of_down * scales
+    expert_of_row = experts.repeat_interleave(load, output_size=of_gate.shape[0])
+    gate_bias, up_bias, down_bias = (_BiasOfRows.apply(bias, expert_of_row) for bias in biases)
+    inner = activate(matmul(of_gate, gate) + gate_bias) * lift(matmul(of_up, up) + up_bias)
+    return matmul(inner * scales, down) + down_bias * scales
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
@@ -473,6 +479,12 @@ def spread(x: Tensor, pairs: Pairs) -> Tensor:
     return rows
 
 
+def spread_twice(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return the rows for two readers, whose gradients are not added row by row, but for each token."""
+    rows: tuple[Tensor, Tensor] = _SpreadTwice.apply(x, pairs.tokens, pairs.by_token, pairs.starts)
+    return rows
+
+
 def sum_rows(rows: Tensor, pairs: Pairs) -> Tensor:
     """Return the sums over each token's pairs, `[pairs, width]` to `[tokens, width]`."""
     sums: Tensor = _SumRows.apply(rows, pairs.tokens, pairs.by_token, pairs.starts)
@@ -493,6 +505,21 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _sum(grad, *ctx.saved_tensors[1:]), None, None, None
+
+
+class _SpreadTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *pairs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*pairs)
+        rows = x[pairs[0]]
+        return rows, rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _, *order = ctx.saved_tensors
+        first, second = (_sum(grad, *order) for grad in grads)
+        return first + second, None, None, None
 
 
 class _SumRows(torch.autograd.Function):

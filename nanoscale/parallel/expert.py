@@ -259,7 +259,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:
     """
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=_resolve_process_group(group))  # type: ignore[arg-type]
-    numbers = torch.cat((counts[:, :1], arriving), 1).T
+    numbers = torch.cat((counts[:, :1], arriving), 1).T.contiguous()
     return torch.ops.aten._to_copy(numbers, device=torch.device("cpu"))
 
 

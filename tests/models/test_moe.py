@@ -50,7 +50,7 @@ def test_the_grouped_kernel_computes_what_the_loop_does(
         x = rows.clone().requires_grad_()
         scales = torch.linspace(0.5, 1, sum(load)).requires_grad_()
         found = moe.run_experts(
-            experts.activations, x, scales, torch.tensor(load), *experts.parameters()
+            experts.activations, (x, x), scales, torch.tensor(load), *experts.parameters()
         )
         gradients = torch.autograd.grad((found**2).sum(), [x, scales, *experts.parameters()])
         results.append((found, *gradients))
@@ -143,6 +143,21 @@ def test_pairs_of_tokens_and_experts() -> None:
     assert torch.equal(sum_rows(rows, pairs), x * torch.tensor([2, 1, 0, 1]).double().unsqueeze(1))
     assert torch.autograd.gradcheck(lambda x: spread(x, pairs), x)
     assert torch.autograd.gradcheck(lambda x: sum_rows(x, pairs), x)
+
+
+def test_operations_return_what_the_compiler_expects() -> None:
+    """Shapes and strides."""
+    load, rows = torch.tensor([3, 0, 5]), torch.randn(8, 4)
+    scores, weight = torch.randn(8, 3), torch.randn(3, 6, 4)
+    for operation, arguments in (
+        (moe.multiply_router, (rows, scores[:3, :1].expand(3, 4))),
+        (moe.choose_experts, (scores, 2, load)),
+        (moe.sort_choices, (scores.topk(2).indices, 3, 16)),
+        (moe.multiply_by_expert, (load, rows, weight)),
+        (moe.multiply_by_expert, (load, torch.randn(8, 6), weight.mT)),
+        (moe.gradient_by_expert, (load, rows, torch.randn(8, 6))),
+    ):
+        torch.library.opcheck(operation, arguments, test_utils="test_faketensor")
 
 
 def test_a_compiled_block_with_experts_compiles_once() -> None:

@@ -17,11 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nanoscale.config.schema import Backend, Config, Model, Parallel
+from nanoscale.data.batch import Batch
 from nanoscale.models.rope import rope_rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, RunLayers, run_layers
 from nanoscale.parallel import activation, compile, process_group
+from nanoscale.parallel.expert import exchange_counts
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
+from nanoscale.train.job import make_engine
+from tests.support.measured_memory import MIXTURE, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive
 
@@ -131,6 +135,42 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
         found[axis] = largest_difference(whole, expected), graphs
     process_group.leave()
     return found
+
+
+def compile_experts(rank: int, mode: str) -> tuple[float, tuple[int, int]]:
+    process_group.join(2, torch.device("cpu"), 120.0)
+    config = config_of(
+        Row("", {"dp": 2, "ep": 2} | recomputed(mode), 3, precision="fp64", shape=MIXTURE)
+    )
+    losses = []
+    for compiled in ("off", "on"):
+        torch._dynamo.reset()
+        counters.clear()
+        with with_backend("aot_eager"):
+            engine = make_engine(
+                replace(config, backend=replace(config.backend, compile=compiled)),
+                torch.device("cpu"),
+            )
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(2):  # loads of the second step are others
+                rows = torch.randint(config.model.vocab, (2, 33), generator=generator)
+                result = engine.train_step([Batch.of_rows(rows.numpy())], 1e-2)
+        losses.append(torch.stack((result.loss_sum, result.grad_norm)))
+    counts = torch.ones(2, 2, dtype=torch.int64)
+    name = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+    torch.library.opcheck(exchange_counts, (counts, name), test_utils="test_faketensor")
+    process_group.leave()
+    stats = counters["stats"]["unique_graphs"], counters["graph_break"].total()
+    return (losses[0] - losses[1]).abs().max().item(), stats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", exhaustive("selective")])
+def test_compiled_experts_of_two_ranks(mode: str) -> None:
+    """Half of the batch is on its way while the other is computed; blocks compile once, the loss once."""
+    for difference, graphs in run_ranks(compile_experts, 2, mode):
+        assert difference < 1e-12
+        assert graphs == (3, 0)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def _permutations(shape: MicroBatchShape) -> tuple[float, float]:
 
     Forward, `models.moe`: rows are gathered (2), and the experts' results read and summed (1 and a row of each
     token). With ep, the same happens between tokens and their copies for each rank. The backward pass has the
-    same operations, and the sum of the gradients of gate and up (3).
+    same operations; the rows of gate and of up are summed by themselves (1).
     """
     experts = shape.model.experts_per_token
     if shape.ep == 1:
@@ -55,7 +55,7 @@ def _permutations(shape: MicroBatchShape) -> tuple[float, float]:
     else:
         copies = shape.ep * routed_share(shape.model.experts, experts, shape.ep) / experts
         forward = 3 + 4 * copies + 1 / experts
-    return forward, forward + 3
+    return forward, forward + 1
 
 
 def not_recomputed(hardware: Hardware, shape: MicroBatchShape) -> float:
