@@ -139,7 +139,9 @@ def _use_threads(config: ResolvedConfig) -> None:
 
 
 def _set_kernels(config: ResolvedConfig) -> None:
-    if config.precision.tf32 is True or config.backend.attention != "auto":
+    precision, backend = config.precision, config.backend
+    default = backend.attention == "auto" and backend.compile == "off"
+    if not default or precision.tf32 is True or precision.deterministic:
         from nanoscale.parallel.kernel_choice import set_kernels
 
         set_kernels(config)

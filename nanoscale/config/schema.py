@@ -489,6 +489,11 @@ class Precision:
         "fp32 on a GPU: round the factors of products to TF32's 10 bits of mantissa, which is several times "
         "faster; auto: where the GPU has it",
     )
+    deterministic: bool = key(
+        False,
+        "compute the same bits again in the same layout: only operations that repeat exactly, without cuDNN's "
+        "attention, NVLink SHARP and kernels chosen by timings; slower on GPUs",
+    )
     fp8: bool = key(False, "compute the blocks' linear layers in 8 bits (torchao, H100 or newer)")
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "tensorwise",

@@ -6,6 +6,7 @@ it, and autograd's threads would not see it.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -32,6 +33,26 @@ def set_kernels(config: ResolvedConfig) -> None:
     if config.backend.attention != "auto":
         for name, enable in _SWITCHES.items():
             enable(name == config.backend.attention)
+    if config.precision.deterministic:
+        # cuBLAS and NCCL read these when they start; NVLink's switches add in any order.
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds in any order
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if config.precision.deterministic or _computes_replicas(config):
+        from torch._inductor import config as inductor
+
+        inductor.deterministic = True
+
+
+def _computes_replicas(config: ResolvedConfig) -> bool:
+    """True if compiled code of several ranks computes the same tensors, which must stay equal bit for bit.
+
+    Without sequence parallelism the ranks of a tp group compute the whole residual stream and the gradients of
+    norms. The compiler would choose kernels of reductions by its own timings on each rank.
+    """
+    parallel = config.parallel
+    return config.backend.compile == "on" and parallel.tp > 1 and not parallel.sequence_parallel
 
 
 def kernels_in_use(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:

@@ -344,6 +344,11 @@ _BY_TEXT = (
         "install Python's headers there (python3-dev, or python3-devel), or backend.compile=off",
     ),
     (
+        r"does not have a deterministic implementation",
+        "an operation has no implementation that repeats exactly, as precision.deterministic=true requires",
+        "precision.deterministic=false, or another operation in code of hooks or model=hf",
+    ),
+    (
         r"MemoryError|can't allocate memory|Cannot allocate memory",
         "the host ran out of memory",
         _LESS_HOST_MEMORY,

@@ -91,14 +91,18 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     wanted = Replay(runs[0], 1, 9, None, runs[0].config)
 
     def compare(
-        recorded: dict[int, float], now: dict[int, float], tensors: list[int], layout: list[str]
+        recorded: dict[int, float],
+        now: dict[int, float],
+        tensors: list[int],
+        layout: list[str],
+        repeats: bool = True,
     ) -> list[str]:
         logged(runs[0], recorded)
         logged(runs[1], now)
         rows = [{"name": "model.embed.weight", "relative": 1e-7, "ranks": [0]}]
         found = [{"step": step, "differing": rows} for step in tensors]
         monkeypatch.setattr(replay_text, "_checkpoints", lambda *_: found)
-        tolerance = replay_text.tolerances(layout, False, None)
+        tolerance = replay_text.tolerances(layout, False, None, repeats)
         return replay_text.sentences(
             replay_text.document(wanted, runs[1], tolerance, layout), runs[1]
         )
@@ -133,6 +137,14 @@ def test_rounding_of_another_layout_is_no_difference(compared: Callable[..., lis
     assert said[2].startswith("step 5 is the first that differs")
     assert set(replay_text.tolerances(["parallel.dp"], True, None).values()) == {1e-9}
     assert set(replay_text.tolerances(["parallel.dp"], False, 0.5).values()) == {0.5}
+
+
+def test_kernels_of_a_gpu_need_not_repeat_bits(compared: Callable[..., list[str]]) -> None:
+    steps = dict.fromkeys(range(1, 10), 4.0)
+    said = compared(steps, {**steps, 5: 4.00002}, [], [], repeats=False)
+    assert said[1].startswith("GPUs repeat bits only with precision.deterministic=true; relative")
+    assert said[2].endswith("differs by more than that")
+    assert compared(steps, {**steps, 5: 4.0001}, [], [], repeats=False)[2].startswith("step 5 is")
 
 
 def test_that_nothing_was_logged_is_said_before_the_replay(

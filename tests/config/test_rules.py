@@ -282,6 +282,7 @@ LAWS = [
     (["precision.tf32=true", "precision=fp32"], CPU, "precision.tf32"),
     (["precision.tf32=true"], gpus(1), "precision.tf32"),
     (["precision.tf32=true", "precision=fp64"], gpus(1), "precision.tf32"),
+    (["precision.deterministic=true", "backend.attention=cudnn"], gpus(1), "backend.attention"),
     # of one backend
     (["zero.offload_optimizer=cpu"], CPU, "zero.offload_optimizer"),
     (["zero=stage3", "zero.offload_param=cpu"], CPU, "zero.offload_param"),

@@ -15,7 +15,7 @@ from tests.support.jobs import make_config, make_run
 from tests.support.rows import exhaustive
 
 SAY = """
-import sys, torch
+import os, sys, torch
 from nanoscale.worker import main
 
 def say(_):
@@ -23,6 +23,10 @@ def say(_):
     print(torch.get_float32_matmul_precision())
     fused = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
     print(*fused, cuda.math_sdp_enabled())
+    if torch.are_deterministic_algorithms_enabled():
+        print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_NVLS_ENABLE"])
+    if inductor := sys.modules.get("torch._inductor.config"):
+        print(inductor.deterministic)
     return "completed"
 
 main(sys.argv[1], say)
@@ -68,3 +72,23 @@ def test_a_rank_computes_attention_with_the_kernel_that_is_configured(
 ) -> None:
     config = make_config(tmp_path, backend=Backend(attention=attention))  # type: ignore[arg-type]
     assert said(config) == ["highest", enabled]
+
+
+@pytest.mark.slow
+def test_a_deterministic_rank_uses_only_what_repeats(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    config = replace(config, precision=replace(config.precision, deterministic=True))
+    kernels = "False True True True"
+    assert said(config) == ["highest", kernels, ":4096:8 0", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sequence_parallel", "stable"), [(False, "True"), exhaustive(True, "False")]
+)
+def test_the_compiler_chooses_equal_kernels_on_ranks_that_compute_replicas(
+    tmp_path: Path, sequence_parallel: bool, stable: str
+) -> None:
+    layout = {"tp": 2, "sequence_parallel": sequence_parallel}
+    config = make_config(tmp_path, backend=Backend(compile="on"), parallel=layout)
+    assert said(config) == ["highest", "True True True True", stable]

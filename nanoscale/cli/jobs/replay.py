@@ -27,7 +27,8 @@ def replay(
 
     The replay is a run of its own, on any hosts and in any layout, which begins with the newest checkpoint from
     before the steps. The exit code is 1 if a loss, a gradient norm or a tensor differs from what was recorded.
-    In another layout, 1e-5 of losses and 1e-3 of gradient norms and tensors count as rounding.
+    In another layout, and on GPUs without precision.deterministic, 1e-5 of losses and 1e-3 of gradient norms
+    and tensors count as rounding.
     """
     from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
     from nanoscale.config.composing.compose import Setting
@@ -58,8 +59,10 @@ def replay(
         wanted.link(lock.run)
         outcome = follow(lock, request, 1, fleet, signals, sys.stderr if as_json else sys.stdout)
     layout = changed_layout(wanted, request.config)
-    is_fp64 = {load(wanted.config).precision.compute, request.config.precision.compute} == {"fp64"}
-    about = document(wanted, lock.run, tolerances(layout, is_fp64, tolerance), layout)
+    both = (load(wanted.config), request.config)
+    is_fp64 = all(it.precision.compute == "fp64" for it in both)
+    repeats = all(it.precision.deterministic or it.launcher.device == "cpu" for it in both)
+    about = document(wanted, lock.run, tolerances(layout, is_fp64, tolerance, repeats), layout)
     code = outcome.exit_code or (DONE if about["first_difference"] is None else FAILED)
     if as_json:
         print_json(about | {"exit_code": code})

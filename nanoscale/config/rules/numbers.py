@@ -216,6 +216,9 @@ ATTENTION = of_kind("config",
         "needs a GPU, and launcher.device is cpu", _FREE),
     *_unfused("flash", 256, 1, "heads"),
     *_unfused("cudnn", 128, 8, "multiples of 8"),
+    refused(_KERNEL, {**_CUDNN, "precision.deterministic": True},
+        "cannot hold with precision.deterministic=true: cuDNN's backward pass does not repeat exactly",
+        *_CHOICES),
     *(refused(_KERNEL, {**_CUDNN, **limit},
         f"cannot hold with {word}: cuDNN's kernel takes whole rows", *_CHOICES)
         for word, limit in (

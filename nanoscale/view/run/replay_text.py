@@ -18,16 +18,19 @@ _FIGURES = ("loss", "grad_norm", "eval_loss")
 _TENSORS = "tensors"
 
 
-def tolerances(layout: Collection[str], is_fp64: bool, chosen: float | None) -> dict[str, float]:
+def tolerances(
+    layout: Collection[str], is_fp64: bool, chosen: float | None, repeats: bool = True
+) -> dict[str, float]:
     """Return the relative differences that count as equal, of each figure and of tensors.
 
     Args:
         layout: the keys of the layout that differ from the run's; sums are then rounded in another order.
         is_fp64: True if both compute in fp64.
         chosen: the tolerance of all; None: 0 in the same layout, else what layouts may differ by.
+        repeats: True if the same layout computes the same bits again.
     """
     names = (*_FIGURES, _TENSORS)
-    if chosen is not None or not layout:
+    if chosen is not None or (repeats and not layout):
         return dict.fromkeys(names, chosen or 0.0)
     if is_fp64:
         return dict.fromkeys(names, 1e-9)
@@ -129,13 +132,17 @@ def sentences(about: dict[str, Any], replayed: RunDirectory) -> list[str]:
     origin = f"step-{begin:08d}" if begin else "the initial weights"
     lines = [f"replayed {trained} from {origin}, as {replayed.reference}"]
     more = f" by more than {about['tolerance']:g}" if about["tolerance"] else ""
-    if len({*tolerance.values()}) > 1:
+    cause = "GPUs repeat bits only with precision.deterministic=true"
+    if about["layout"]:
+        cause = f"another layout ({listed(about['layout'])}) rounds sums in another order"
+    is_default = len({*tolerance.values()}) > 1
+    if is_default:
         more = " by more than that"
-    if about["layout"] and about["tolerance"]:
+    if is_default or (about["layout"] and about["tolerance"]):
         lines.append(
-            f"another layout ({listed(about['layout'])}) rounds sums in another order; relative differences up "
-            f"to {tolerance['loss']:g} of losses, {tolerance['grad_norm']:g} of gradient norms and "
-            f"{tolerance[_TENSORS]:g} of tensors count as equal (--tolerance X: another limit for all)"
+            f"{cause}; relative differences up to {tolerance['loss']:g} of losses, {tolerance['grad_norm']:g} "
+            f"of gradient norms and {tolerance[_TENSORS]:g} of tensors count as equal (--tolerance X: another "
+            "limit for all)"
         )
     if not steps:
         lines.append(f"{about['run']} has logged no loss of these steps")
