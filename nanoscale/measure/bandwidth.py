@@ -1,5 +1,5 @@
-"""The speed of the network: all-reduces of all ranks and within each host, and messages between hosts. Before
-that, a test that every host can connect to every other one: otherwise collective operations hang.
+"""The speed of the network: collectives of all ranks, all-reduces within each host, and messages between hosts.
+Before that, a test that every host can connect to every other one: otherwise collective operations hang.
 
 A time is the median of several repetitions after a warm-up, and for an all-reduce the slowest rank's. A
 message's time is the lower quartile: other jobs on two hosts lengthen many of its repetitions and shorten none.
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _GROWTH = 4
 SIZES = tuple((1 << 10) * _GROWTH**step for step in range(9))
 """Bytes of an all-reduce, 1 KiB to 64 MiB."""
+_LARGE = {"cpu": SIZES[-1:], "cuda": (SIZES[-1], 1 << 28, 1 << 30)}
+"""Bytes of the collectives below. NVLink needs more than 64 MiB; ranks on CPUs share their memory."""
+_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+"""The sends of a rank by collective, in units of (n - 1) / n of the data of n ranks."""
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Bytes of a message, enough that its latency is negligible."""
 _PING = 8
@@ -48,7 +52,7 @@ _MEASURED_AGAIN = 8
 _ATTEMPTS = 3
 """The most measurements of a pair that stays slow, after its first."""
 
-_ALL_REDUCE_S, _WITHIN_S, _EXCHANGE_S = 2.0, 0.5, 0.5
+_ALL_REDUCE_S, _LARGE_S, _WITHIN_S, _EXCHANGE_S = 2.0, 0.5, 0.5, 0.5
 _WARM_UP, _LEAST, _MOST = 2, 3, 100
 """Numbers of repetitions."""
 
@@ -74,7 +78,8 @@ def run(context: RankContext) -> str:
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
         ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
         hosts = ranks.gather(context.host)
-        reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
+        reduced = time_collective("all-reduce", device, SIZES, _ALL_REDUCE_S)
+        large = time_large(device, reduced)
         within = measure_within(hosts, device)
         slow = needs_pairs(reduced, within)
         pairs = measure_pairs(hosts, device, reduced[-1]["bytes"]) if slow else []
@@ -89,6 +94,7 @@ def run(context: RankContext) -> str:
                 "ranks": len(hosts),
                 "hosts": list(dict.fromkeys(hosts)),
                 "all_reduce": reduced,
+                "collectives": large,
                 "within_hosts": within,
                 "point_to_point": pairs,
                 "context_gib": beside_torch,
@@ -112,14 +118,14 @@ def transports(log: str) -> list[str]:
     return sorted({re.sub(r"/\d+", "", name) for name in found})
 
 
-def bus_gb_s(size: int, seconds: float, count: int) -> float:
-    """Return the bandwidth that each rank's link must have carried for an all-reduce, GB/s.
+def bus_gb_s(size: int, seconds: float, count: int, passes: int = 2) -> float:
+    """Return the bandwidth that each rank's link must have carried for a collective, GB/s.
 
-    That is size / time · 2(n - 1) / n: with any algorithm, n ranks send and receive at least 2(n - 1) / n
-    times the data. It can be compared with the hardware's own figure, for any count of ranks. The definition
-    is defined in NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
+    That is size / time · passes · (n - 1) / n: with any algorithm, n ranks send and receive at least (n - 1) /
+    n times the data, and twice as much for an all-reduce. It can be compared with the hardware's own figure,
+    for any count of ranks. NVIDIA's nccl-tests define it (doc/PERFORMANCE.md, "busbw").
     """
-    return size / seconds * 2 * (count - 1) / count / 1e9
+    return size / seconds * passes * (count - 1) / count / 1e9
 
 
 def ring_rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -148,22 +154,50 @@ def mark_slow(rows: Sequence[Figures], speed: str) -> list[Figures]:
 # --- all together ---------------------------------------------------------------------------------
 
 
-def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[Figures]:
-    """Measure each size in turn, until the time does not suffice."""
+def time_large(device: torch.device, reduced: Sequence[Figures]) -> list[Figures]:
+    """Measure each collective with large sizes, if the time sufficed for all sizes of the all-reduce."""
+    if reduced[-1]["bytes"] < SIZES[-1] or dist.get_world_size() == 1:
+        return []
+    return [
+        {"operation": name, **row}
+        for name in _PASSES
+        for row in time_collective(name, device, _LARGE[device.type], _LARGE_S)
+    ]
+
+
+def time_collective(
+    name: str, device: torch.device, sizes: Sequence[int], limit_s: float
+) -> list[Figures]:
+    """Measure a collective with each size in turn, until the time does not suffice.
+
+    A size counts the larger of a rank's two tensors, before and after the collective.
+    """
     began = time.perf_counter()
     figures: list[Figures] = []
     for size in sizes:
-        reduce = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
+        operation = _collective(name, size, device)
         gathered = ranks.gather_numbers(
-            [*_repeat(reduce, device, limit_s / len(sizes)), time.perf_counter() - began]
+            [*_repeat(operation, device, limit_s / len(sizes)), time.perf_counter() - began]
         )
         *slowest, elapsed = gathered.amax(dim=0).tolist()
         seconds = median(slowest)
-        bus = bus_gb_s(size, seconds, len(gathered))
+        bus = bus_gb_s(size, seconds, len(gathered), _PASSES[name])
         figures.append({"bytes": size, "latency_us": seconds * 1e6, "bus_gb_s": bus})
         if elapsed + (_LEAST + _WARM_UP) * _GROWTH * seconds > 2 * limit_s:
             break
     return figures
+
+
+def _collective(name: str, size: int, device: torch.device) -> Callable[[], object]:
+    if name == "all-reduce":
+        return partial(dist.all_reduce, torch.zeros(size // 4, device=device))
+    shard = torch.zeros(size // 4 // dist.get_world_size(), device=device)
+    whole = torch.zeros(len(shard) * dist.get_world_size(), device=device)
+    if name == "all-gather":
+        return partial(dist.all_gather_into_tensor, whole, shard)
+    if name == "reduce-scatter":
+        return partial(dist.reduce_scatter_tensor, shard, whole)
+    return partial(dist.all_to_all_single, torch.empty_like(whole), whole)
 
 
 def measure_within(hosts: Sequence[str], device: torch.device) -> list[Figures]:

@@ -20,6 +20,7 @@ _FEW_HOSTS = 4
 _FEW_FIGURES = 6
 """Up to this many hosts or pairs are shown with their bandwidth, or the slowest of more."""
 _COLUMNS = {
+    "operation": Column("collective", lambda row: row["operation"], is_text=True),
     "host": Column("host", lambda row: row["host"], is_text=True),
     "ends": Column("between", lambda row: " – ".join(row["ends"]), is_text=True),
     "bytes": Column("size", lambda row: byte_size(row["bytes"])),
@@ -104,6 +105,7 @@ def _print_figures(
     title += f" by {' and '.join(figures['transports'])}" if figures["transports"] else ""
     title += f", without {join_names(without)}" if without else ""
     _print_table(screen, title, figures["all_reduce"])
+    _print_table(screen, "large collectives of all ranks", figures["collectives"])
     for key, title, noun in (
         ("within_hosts", "all-reduce within each host", "hosts"),
         ("point_to_point", "point to point", "pairs"),
@@ -122,7 +124,7 @@ def _print_table(screen: Console, title: str, rows: Sequence[dict[str, Any]]) ->
     shown = rich_table(
         table([it for key, it in _COLUMNS.items() if key in rows[0]], rows), screen.width
     )
-    shown.columns[0].justify = "left" if {"host", "ends"} & rows[0].keys() else "right"
+    shown.columns[0].justify = "left" if {"operation", "host", "ends"} & rows[0].keys() else "right"
     for line, row in zip(shown.rows, rows, strict=True):
         line.style = "red" if row.get("slow") else None
     screen.print(f"\n{title}", style="bold")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -66,6 +67,8 @@ def test_this_machine_is_looked_at_and_measured(tmp_path):
     assert sizes[0] == 1024 and sizes == sorted(sizes)
     for one in measured["all_reduce"]:  # of two ranks, 2(n - 1)/n is one
         assert one["bus_gb_s"] == pytest.approx(one["bytes"] / one["latency_us"] / 1e3)
+    kinds = {one["operation"] for one in measured["collectives"]}
+    assert kinds in ({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}, set())
     assert measured["within_hosts"] == measured["point_to_point"] == []  # there is one host
     assert list(tmp_path.glob("runs*")) == []
 
@@ -238,6 +241,9 @@ def figures(backend, ranks, hosts, within=(), pairs=()):
     return {
         "backend": backend, "transports": ["P2P/CUMEM"] * (backend == "nccl"), "ranks": ranks, "hosts": hosts,
         "all_reduce": [{"bytes": 1 << 26, "latency_us": 1500.0, "bus_gb_s": 87.25}],
+        "collectives": [
+            {"operation": "all-to-all", "bytes": 1 << 30, "latency_us": 2500.0, "bus_gb_s": 429.25}
+        ],
         "within_hosts": within, "point_to_point": pairs,
     }  # fmt: skip
 
@@ -252,6 +258,7 @@ def test_the_slowest_hosts_and_pairs_are_shown_of_many(capsys):
     text = shown(capsys, judged(0), measured)
     assert "all-reduce of 1,024 ranks over nccl by P2P/CUMEM" in text
     assert "64 MiB       1,500                87.2" in text
+    assert re.search(r"all-to-all +1 GiB +2,500 +429\n", text)
     assert "all-reduce within each host, the slowest 6 of 20 hosts" in text
     assert "n005                 405" in text and "406" not in text
     assert "point to point, the slowest 6 of 20 pairs" in text

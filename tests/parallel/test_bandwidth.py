@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from nanoscale.measure import bandwidth
 from nanoscale.measure.bandwidth import (
-    all_reduces,
     bus_gb_s,
     closed_ways,
     mark_slow,
@@ -20,6 +19,8 @@ from nanoscale.measure.bandwidth import (
     measure_within,
     needs_pairs,
     ring_rounds,
+    time_collective,
+    time_large,
     transports,
 )
 from nanoscale.parallel import process_group
@@ -76,19 +77,31 @@ def _measure(rank):
     process_group.join(4, CPU, 120)
     hosts = ["a", "a", "b", "c"]
     # Time enough on a busy machine: the repetitions have a limit of their own.
-    reduced = all_reduces(CPU, (1 << 10, 1 << 16, 1 << 20), 10)
-    return reduced, measure_within(hosts, CPU), measure_pairs(hosts, CPU, 1 << 20)
+    reduced = time_collective("all-reduce", CPU, (1 << 10, 1 << 16, 1 << 20), 10)
+    bandwidth.SIZES, bandwidth._LARGE["cpu"] = (1 << 20,), (1 << 20, 1 << 22)
+    large = time_large(CPU, reduced)
+    bandwidth.SIZES = (1 << 22,)
+    assert time_large(CPU, reduced) == []  # the all-reduce had no time for so much
+    return reduced, large, measure_within(hosts, CPU), measure_pairs(hosts, CPU, 1 << 20)
 
 
 @pytest.mark.slow
 def test_all_ranks_come_to_the_same_times():
     first, *others = run_ranks(_measure, 4)
     assert all(one == first for one in others)
-    reduced, within, pairs = first
+    reduced, large, within, pairs = first
     assert [one["bytes"] for one in reduced] == [1 << 10, 1 << 16, 1 << 20]
     for one in reduced:
         bus = bus_gb_s(one["bytes"], one["latency_us"] / 1e6, 4)
         assert one["latency_us"] > 1 and one["bus_gb_s"] == pytest.approx(bus)
+    assert [(one["operation"], one["bytes"]) for one in large] == [
+        (name, size)
+        for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+        for size in (1 << 20, 1 << 22)
+    ]
+    for one in large:
+        sent = one["bytes"] * (1.5 if one["operation"] == "all-reduce" else 0.75)
+        assert one["bus_gb_s"] == pytest.approx(sent / one["latency_us"] / 1e3)
     ((host, speed),) = [(one["host"], one["bus_gb_s"]) for one in within]
     assert host == "a" and speed > 0.001
     assert {tuple(sorted(pair["ends"])) for pair in pairs} == {("a", "b"), ("a", "c"), ("b", "c")}
@@ -106,7 +119,7 @@ def _run_out_of_time(rank):
 
     dist.all_reduce = all_reduce
     try:
-        return [one["bytes"] for one in all_reduces(CPU, bandwidth.SIZES, 0.2)]
+        return [one["bytes"] for one in time_collective("all-reduce", CPU, bandwidth.SIZES, 0.2)]
     finally:
         dist.all_reduce = slowed
 
