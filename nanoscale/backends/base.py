@@ -23,7 +23,7 @@ from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models import lora
 from nanoscale.models.distillation import Distillation
-from nanoscale.models.hf_model import HFModel
+from nanoscale.models.hf_model import HFModel, LossHead
 from nanoscale.models.own_model import OwnModel
 from nanoscale.models.preferences import Objective
 from nanoscale.models.transformer import Transformer
@@ -393,8 +393,9 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     else:
         hf_model = None
     if hf_model is not None:
-        hf_model.objective, hf_model.token_losses = objective, token_losses
-        hf_model.distillation = distillation
+        owners: list[HFModel | LossHead] = [hf_model, *filter(None, (hf_model.head,))]
+        for it in owners:
+            it.objective, it.token_losses, it.distillation = objective, token_losses, distillation
         return hf_model
     parallel = config.parallel
     stages = parallel.pp * parallel.virtual_stages

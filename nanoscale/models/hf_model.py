@@ -12,6 +12,7 @@ or rounded them.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import tempfile
@@ -28,18 +29,40 @@ from nanoscale.config.objectives import made_for
 from nanoscale.config.schema import Model
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.distillation import Distillation
-from nanoscale.models.head import sum_of_losses
+from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
-from nanoscale.models.transformer import Transformer, whole_sequence
+from nanoscale.models.transformer import Transformer, scaled, whole_sequence
 
 PREFIX = "hf."
 """The prefix of our names of transformers' parameters."""
 _CODE_FOLDER = "HF_MODULES_CACHE"
 
 
+class LossHead(Head):
+    """The head of a model of transformers, which returns the loss of the batch's targets in place of logits.
+
+    The model's own code multiplies what its head returns by `scale`; so does this head with its input.
+    """
+
+    scale: float
+    batch: tuple[Tensor, Tensor | None] | None = None
+    """Targets and references of a micro batch; None: logits are wanted."""
+
+    def forward(self, hidden: Tensor, *_: Any) -> Tensor:
+        if self.batch is None:
+            return F.linear(hidden, self.weight)
+        targets, references = self.batch
+        hidden = scaled(hidden, self.scale)
+        loss = logits_or_loss(hidden, self.weight, targets, self, references=references)
+        return loss / self.scale
+
+
 class HFModel(Transformer):
     """A model of transformers from token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
 
+    head: LossHead | None = None  # type: ignore[assignment]
+    """The head, which computes the loss in chunks; None: the loss needs all logits at once, because the head
+    has a bias, the model's code does more with logits than scale them, or the model is the user's own."""
     distillation: Distillation | None = None
     hits: Tensor | None = None
     """The numbers of rows with labels, and of rows with the right class, since the last reading."""
@@ -63,6 +86,11 @@ class HFModel(Transformer):
         # transformers has registered each of them elsewhere
         object.__setattr__(self, "layers", layers_by_number)
         self._ties = tied_parameters(self.hf)
+        scale = _logit_scale(self.hf)
+        if scale is not None:
+            head = self.hf.get_output_embeddings()
+            head.__class__, head.scale = LossHead, scale
+            object.__setattr__(self, "head", head)
 
     def forward(
         self,
@@ -74,8 +102,10 @@ class HFModel(Transformer):
         assert documents is None, "the rules refuse document masks"
         if targets is not None and made_for(self.shape.hf_config) == "classify":
             return self._class_loss(inputs, targets)
+        if self.head is not None:
+            self.head.batch = None if targets is None else (targets, references)
         logits = self.run_layers(self.layers, inputs, (None, None), (None, None))
-        if targets is None:
+        if targets is None or self.head is not None:
             return logits
         if self.token_losses is not None:
             return sum_of_losses(self.token_losses, logits.flatten(0, 1), targets.flatten())
@@ -172,6 +202,36 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
         )
     model.tie_weights()
     return model
+
+
+class _Outputs(tuple[Tensor]):
+    """The outputs of a model without its head, of which only the last hidden states exist."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+@torch.no_grad()
+def _logit_scale(model: Any) -> float | None:
+    """Return the factor by which a causal model multiplies its head's result, or None if it has no such head.
+
+    The model's own code runs with two numbers in place of its head's result.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    if type(head) is not nn.Linear or head.bias is not None or base is None:
+        return None
+    hidden = torch.empty(1, 1, head.in_features, device="meta")
+    tokens, numbers = hidden.new_zeros(1, 1, dtype=torch.long), torch.tensor([1.0, 1000.0])
+    base.forward = lambda *_, **__: _Outputs((hidden,))
+    head.forward = lambda *_: numbers
+    try:
+        one, thousand = model(input_ids=tokens).logits.tolist()
+    except Exception:  # of any code, which wants more than these tokens
+        return None
+    finally:
+        del base.forward, head.forward
+    return one if one and math.isclose(thousand, 1000 * one, rel_tol=1e-6) else None
 
 
 def read_config(shape: Model) -> Any:

@@ -63,11 +63,13 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
             block.forward = partial(_recompute, block.forward, context_fn=contexts)
 
 
-def _recompute_all(blocks: Sequence[nn.Module], run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def _recompute_all(
+    blocks: Sequence[nn.Module], run: Callable[..., Tensor], *inputs: Any, **options: Any
+) -> Tensor:
     """Recompute blocks, except the choices of experts."""
-    if any(isinstance(block.mlp, MixtureOfExperts) for block in blocks):
-        return _recompute(run, *inputs, context_fn=partial(device_contexts, "nothing"))
-    return _recompute(run, *inputs)
+    if any(isinstance(getattr(block, "mlp", None), MixtureOfExperts) for block in blocks):
+        options["context_fn"] = partial(device_contexts, "nothing")
+    return _recompute(run, *inputs, **options)
 
 
 def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:

@@ -34,5 +34,5 @@ def apply(layers: nn.ModuleDict, config: ResolvedConfig) -> None:
 
 def fuse_loss(model: Transformer, config: ResolvedConfig) -> None:
     """Compile the operations of the loss between its products."""
-    if config.backend.compile == "on" and model.last and config.model.source == "own":
+    if config.backend.compile == "on" and model.last and model.head is not None:
         model.head.fused = True

@@ -105,7 +105,7 @@ def build(config: ResolvedConfig, world: World) -> NativeEngine:
     world.built = False
     engine = NativeEngine(config, world.device)
     for stage in engine.stages.values():
-        if stage.last and config.model.source == "own":
+        if stage.last and stage.head is not None:
             # Played as single operations, the fused loss would hold tensors that its kernel does not have.
             stage.head.fused = False
     world.built, world.section = True, "between steps"

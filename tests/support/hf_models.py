@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": COMMON | {"alibi": False},
     "qwen3": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "gemma2": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "cohere": COMMON | {"num_key_value_heads": 2},
     # a decoder without its encoder: the attention to the encoder is never used
     "bart": COMMON
     | {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},

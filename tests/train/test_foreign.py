@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.schema import Backend, Config, Optimizer
+from nanoscale.data.batch import IGNORED
+from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
+from nanoscale.models.preferences import Objective
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from tests.support import hf_models
@@ -61,6 +65,53 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
     }
     for config, found in zip(configs, curves, strict=True):
         assert_equal_curves(found, expected[config.precision.params], config.precision.params)
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"),
+    [("qwen3", 1), ("cohere", 0.0625), ("gpt2", 1), ("gemma2", None), ("bart", 1)],
+)
+def test_the_loss_in_chunks_is_the_loss_of_all_logits(
+    family: str, scale: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tied or not, scaled or not, for every kind of loss; a softcap keeps all logits."""
+    hf_models.save(family, tmp_path / family)
+    model = HFModel(hf_models.shape_of(tmp_path / family), real=True).double()
+    head = model.head
+    assert (head and head.scale) == scale
+    if head is None:
+        return
+    monkeypatch.setattr("nanoscale.models.head.LOGITS_AT_ONCE", 64 * 7)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    tokens, targets = torch.randint(64, (2, 4, 9))
+    targets[1, 2:] = IGNORED
+    teacher = torch.stack([torch.randn(4, 9, 3).double(), torch.randint(64, (4, 9, 3))], -1)
+    settings: list[tuple[str, Any, Tensor | None]] = [
+        ("objective", None, None),
+        ("objective", Objective("dpo", 0.3), torch.randn(4).double()),
+        ("distillation", Distillation(0.7, 2.0), teacher),
+        ("token_losses", lambda logits, its: logits.square().sum(1) * (its + 1), None),
+    ]
+
+    def loss_and_gradients(chunked: bool, references: Tensor | None) -> list[Tensor]:
+        object.__setattr__(model, "head", head if chunked else None)
+        head.batch = None
+        model.zero_grad()
+        loss = model(
+            tokens, None, targets, None if references is None else references.view(torch.int64)
+        )
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for name, value, references in settings:
+        for owner in (model, head):
+            setattr(owner, name, value)
+        chunked, whole = (loss_and_gradients(each, references) for each in (True, False))
+        torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+        for owner in (model, head):
+            setattr(owner, name, None)
 
 
 @pytest.mark.slow
