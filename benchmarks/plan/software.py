@@ -86,7 +86,7 @@ def _megatron_setting(setting: MemorySetting) -> MemorySetting:
     compute = setting.compute
     return replace(
         setting,
-        run=replace(setting.run, gathered=False, turned=False, fused=False, fused_activation=True),
+        run=replace(setting.run, gathered=False, fused=False, fused_activation=True),
         flat=True,
         single=False,
         states=BytesPerParameter(

@@ -13,8 +13,8 @@ from torch import Tensor
 from nanoscale.config.schema import Model, RopeScaling
 
 Rotation = tuple[Tensor, Tensor] | None
-"""Cosine and sine of every position's angles: `[seq, pairs]`, or `[batch, 1, seq, pairs]` if rows differ; None
-if positions are not rotated."""
+"""Cosine and sine of the angles of positions: `[seq, 1, pairs]`, or `[batch, seq, 1, pairs]` if rows differ;
+None if positions are not rotated."""
 
 
 def rope_rotation(
@@ -33,9 +33,7 @@ def rope_rotation(
     frequencies = ((shape.rope_theta_local if local else None) or shape.rope_theta) ** -exponent
     if scaling is not None:
         frequencies = scale_frequencies(frequencies, scaling, shape.rope_theta, length)
-    angles = positions.to(angle_dtype).unsqueeze(-1) * frequencies
-    if angles.ndim == 3:
-        angles = angles.unsqueeze(1)  # all heads of a row share its angles
+    angles = positions.to(angle_dtype)[..., None, None] * frequencies  # all heads share them
     factor = 1.0
     if scaling is not None and scaling.kind in ("yarn", "longrope"):
         factor = scaling.attention_factor
@@ -100,9 +98,10 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], pairs: str = "halves") -> Tensor:
-    """Rotate `[batch, heads, seq, head_dim]`: pairs of the two halves, as in Hugging Face, or of neighbors.
+    """Rotate `[batch, seq, heads, head_dim]`: pairs of the two halves, as in Hugging Face, or of neighbors.
 
-    Numbers beyond the pairs of `rotation` stay as they are.
+    The result is stored in this order, in which attention then returns its own: no copy for the product after
+    it. Numbers beyond the pairs of `rotation` stay as they are.
     """
     cos, sin = (angles.to(x.dtype) for angles in rotation)
     width = 2 * cos.shape[-1]

@@ -261,9 +261,9 @@ class Attention(nn.Module):
         q, k, v = (x.view(batch, seq, -1, self.head_dim) for x in (q, k, v))
         if self.qk_norm and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
             q, k = (rotate(x, rotation, self.rope_pairs) for x in (q, k))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         further = {} if self.sinks is None else {"sinks": self.sinks}
         out = self.core(scaled(q, self.query_scale), k, v, mask, **further)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
@@ -300,18 +300,19 @@ class LatentAttention(nn.Module):
         q = self.wq(self.q_norm(self.wq_a(hidden)) if hasattr(self, "wq_a") else hidden)
         latent, k_turned = self.wkv_a(hidden).split(self.widths, dim=-1)
         kv = self.wkv_b(self.kv_norm(latent))
-        q = q.view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        kv = kv.view(batch, seq, -1, self.plain_dim + self.v_dim).transpose(1, 2)
+        q = q.view(batch, seq, -1, self.head_dim)
+        kv = kv.view(batch, seq, -1, self.plain_dim + self.v_dim)
         q, q_turned = q.split((self.plain_dim, self.head_dim - self.plain_dim), dim=-1)
         k, v = kv.split((self.plain_dim, self.v_dim), dim=-1)
-        k_turned = k_turned.unsqueeze(1)
+        k_turned = k_turned.unsqueeze(2)
         if rotation is not None:
             q_turned, k_turned = (
                 rotate(x, rotation, self.rope_pairs) for x in (q_turned, k_turned)
             )
         q = torch.cat((q, q_turned), dim=-1)
-        k = torch.cat((k, k_turned.expand(-1, k.shape[1], -1, -1)), dim=-1)
+        k = torch.cat((k, k_turned.expand(-1, -1, k.shape[2], -1)), dim=-1)
         v = F.pad(v, (0, self.head_dim - self.v_dim))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = self.core(scaled(q, self.query_scale), k, v, mask)[..., : self.v_dim]
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 

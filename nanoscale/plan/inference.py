@@ -53,12 +53,15 @@ class InferenceMemory:
     def _block(self) -> int:
         """Count the numbers of a token that a block's forward pass holds at its peak, without the cache.
 
-        These are the stream (embedded, before and after attention, normalized), and queries and keys before and
-        after their rotation, or of each expert the gate's activation, `up` and their product.
+        The peak is in the rotation of queries, in attention, or in the feed-forward: the stream three or four
+        times (embedded, before and after attention, normalized), and queries before, in and after rotation,
+        or queries and attention's result, or of each expert the gate's activation, `up` and their product.
         """
         model = self.model
         inner = model.ffn * (3 if model.is_gated else 2)
         if model.experts:
             inner = model.experts_per_token * max(model.hidden + inner, 3 * model.hidden)
             inner = max(inner, 2 * model.hidden + 3 * model.shared_ffn)
-        return 4 * model.hidden + max(3 * model.q_width + 2 * model.kv_width, inner)
+        rotation = 3 * model.q_width + 2 * model.kv_width - model.hidden
+        attention = 2 * model.q_width + 3 * model.kv_width + model.heads
+        return 4 * model.hidden + model.head_width + max(rotation, attention, inner)

@@ -107,7 +107,6 @@ def test_what_blocks_keep(row: tuple[Model, str, dict[str, Any]]) -> None:
         compute=size,
         stream=size,
         composed_norm=True,
-        turned=shape.position == "rope" and shape.attention_softcap is None,
     )
     plan = stage_activations(
         shape.layers, shape_of(shape, parallel, BATCH, SEQ), execution, parallel

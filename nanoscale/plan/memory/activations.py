@@ -110,7 +110,7 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     local_tokens = tokens // shape.shares
     sizes = _norms(shape, run)
     is_new = shape.norms_before or shape.shares > 1 or run.autocast
-    if is_new and (not run.fused or run.tensor_parallel):
+    if is_new:
         normed = (tokens if run.gathered else local_tokens) * shape.hidden * e
         sizes["normed"] = normed * (3 if run.autocast else 1)
         sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
@@ -125,10 +125,12 @@ def _saved_if_trained(shape: Shape, run: Execution) -> Sizes:
     sizes["up"] = inner
     if shape.gated:
         sizes["gate"] = inner
-    if not run.fused:
-        sizes["product" if shape.gated else "activated"] = inner
-        if shape.gated and not run.fused_activation:
-            sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
+    sizes["product" if shape.gated else "activated"] = inner
+    if run.fp8 and run.fused:  # what a product reads is kept in 8 bits
+        for name in ("normed", "normed middle", "product"):
+            sizes[name] = sizes.get(name, 0) // e
+    if shape.gated and not (run.fused or run.fused_activation):
+        sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
     if run.dropout:
         sizes["masks"] = 2 * local_tokens * shape.hidden
     return sizes
@@ -172,7 +174,7 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
             sizes["dropped scores"] = scores * (e + 1)
         if run.keeps_softmax_input:
             sizes["raw scores"] = scores * e
-    if run.turned or run.exchanged:
+    if run.exchanged:
         sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, with autocast for queries and for keys
         sizes["rotation"] = shape.rotary * run.compute * (2 if run.autocast else 1)

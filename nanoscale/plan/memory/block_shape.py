@@ -80,15 +80,13 @@ class Execution:
     tensor_parallel: bool = False
     gathered: bool = True
     """True if products save their gathered inputs, with sequence parallelism."""
-    turned: bool = False
-    """True if attention's result is copied from a layout with heads before tokens."""
     exchanged: bool = False
     """True for ulysses, whose all-to-all returns a new tensor."""
     composed_norm: bool = False
     """True for RMSNorm without a fused kernel (on CPUs): its operations save tensors in fp32 or better."""
     fused: bool = False
-    """True if pointwise operations between products are fused and recomputed from the products' saved
-    tensors."""
+    """True if pointwise operations between products are fused. What a product reads is saved, and what only
+    pointwise operations read is computed again (the partitioner of AOTAutograd)."""
     fused_activation: bool = False
     """True if the feed-forward's activation and gate are one operation, which saves only its inputs."""
     dropout: bool = False

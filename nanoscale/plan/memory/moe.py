@@ -38,8 +38,9 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     }
     if shape.local_experts < shape.experts:
         sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.tokens)
+    sizes["product"] = inner
     if not run.fused:
-        sizes |= {"product": inner, "unweighted": inner}
+        sizes["unweighted"] = inner
         sizes["activated"] = inner * (4 if shape.model.mlp == "swiglu-clamped" else 1)
     return sizes
 

@@ -64,11 +64,9 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         autocast=autocast,
         attention=_attention(config, compute, gpu),
         tensor_parallel=layout.tp > 1,
-        turned=config.model.position == "rope" and layout.cp == 1 and not _is_limited(config),
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
         composed_norm=not gpu,
-        # The cast to 8 bits needs a maximum, so a compiler saves the cast's input.
-        fused=compiled and not precision.fp8,
+        fused=compiled,
         offloaded=layout.offload_activations and gpu,
         # One kernel computes all experts in bf16 (`models.moe.run_experts`).
         grouped=gpu and precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0,
