@@ -33,7 +33,7 @@ def rope_rotation(
     frequencies = ((shape.rope_theta_local if local else None) or shape.rope_theta) ** -exponent
     if scaling is not None:
         frequencies = scale_frequencies(frequencies, scaling, shape.rope_theta, length)
-    angles = positions.to(angle_dtype)[..., None, None] * frequencies  # all heads share them
+    angles = positions.to(angle_dtype).unsqueeze(-1).unsqueeze(-1) * frequencies  # of all heads
     factor = 1.0
     if scaling is not None and scaling.kind in ("yarn", "longrope"):
         factor = scaling.attention_factor

@@ -80,7 +80,8 @@ def shard(
         # The backward begins with these two: freeing them and gathering them again at once would be wasteful.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
-    if config.zero.prefetch > 1:  # FSDP2 itself gathers one block ahead
+    # FSDP2 gathers one block ahead if the host is ahead; with ep the host waits in every block.
+    if config.zero.prefetch > 1 or experts is not None:
         _prefetch(list(model.layers.values()), config.zero.prefetch)
     if config.parallel.pp == 1 and config.model.source == "own":
         _free_buffers_before_loss(model)

@@ -162,6 +162,7 @@ def test_operations_return_what_the_compiler_expects() -> None:
 
 def test_a_compiled_block_with_experts_compiles_once() -> None:
     """Other loads need no other code. Compiled, recomputed and eager blocks compute the same."""
+    torch._dynamo.reset()
     made = mixture().double()
     run = partial(
         checkpoint, made, use_reentrant=False, context_fn=partial(device_contexts, "matmuls")

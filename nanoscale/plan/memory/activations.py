@@ -350,12 +350,12 @@ def working_memory(shape: Shape, run: Execution) -> int:
     inner = shape.tokens * shape.ffn * run.compute
     hidden = shape.tokens * shape.hidden * run.compute
     first = 2 if shape.gated else 1
-    saved_product = 0 if run.fused else 1
-    saved_activation = saved_product if shape.gated and not run.fused_activation else 0
+    freed = inner // (run.compute if run.fp8 and run.fused else 1)  # the last product's saved input
+    saved_activation = int(shape.gated and not (run.fused or run.fused_activation))
     last_product = inner + (hidden if shape.shares > 1 else 0)
     last_product += _copies(shape.hidden, shape.ffn, shape, run)
-    activation = (first + 1 - saved_product) * inner
-    first_products = first * hidden + (1 - first - saved_product - saved_activation) * inner
+    activation = (first + 1) * inner - freed
+    first_products = first * hidden + (1 - first - saved_activation) * inner - freed
     first_products += _copies(shape.ffn, shape.hidden, shape, run)
     magnitudes = 0
     if shape.dora and "down" in shape.adapted:
