@@ -79,7 +79,9 @@ def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
 def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: int) -> list[str]:
     """Return what ranks do in the job and do not do in the rehearsal."""
     train, checkpoint = config.train, config.checkpoint
-    batches = 0 if config.parallel.pp > 1 else config.accumulation - PLAYED_BATCHES
+    repeated = records[0].repeated
+    batches = repeated if config.parallel.pp > 1 else config.accumulation - PLAYED_BATCHES
+    where = "at its end" if repeated else "in its middle"
     middle = config.world_size - len(records)
     saves = bool(checkpoint.every or checkpoint.every_minutes or checkpoint.at_end)
     names = {
@@ -89,8 +91,7 @@ def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: in
         "the rollback after a jump of the loss": train.on_spike == "rollback",
         "the statistics of layers": train.statistics_every > steps,
         "the phases after the first one": len(train.phases) > 1,
-        f"{batches:,} of {config.accumulation:,} micro batches of a step, in its middle": batches
-        > 0,
+        f"{batches:,} of {config.accumulation:,} micro batches of a step, {where}": batches > 0,
         f"{middle:,} of {config.world_size:,} ranks, which are of played kinds": middle > 0,
     }
     return [name for name, has in names.items() if has]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from nanoscale.config import parameters
 from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.rehearse.played.record import PLAYED_IN_PIPELINES
 
 
 def played_ranks(config: ResolvedConfig) -> dict[int, int]:
@@ -23,6 +24,17 @@ def played_ranks(config: ResolvedConfig) -> dict[int, int]:
             stands_for[firsts[rank]] -= 1
             stands_for[rank] = 1
     return dict(sorted(stands_for.items()))
+
+
+def repeated_batches(config: ResolvedConfig) -> int:
+    """Return the number of micro batches of a step for which a pipeline repeats the record of another.
+
+    None is repeated if the backward pass is split, if the last micro batch goes back first, or with offloading.
+    """
+    parallel, schedules = config.parallel, ("gpipe", "1f1b", "interleaved-1f1b")
+    if parallel.pp == 1 or parallel.schedule not in schedules or parallel.offload_activations:
+        return 0
+    return max(0, config.accumulation - PLAYED_IN_PIPELINES)
 
 
 def _lasts(config: ResolvedConfig) -> Iterator[int]:

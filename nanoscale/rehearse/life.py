@@ -28,12 +28,14 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.samples import Pairs
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
+from nanoscale.rehearse.kinds import repeated_batches
 from nanoscale.rehearse.played import kernels
 from nanoscale.rehearse.played.allocator import MemoryHistory
 from nanoscale.rehearse.played.collectives import identity
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.device_memory import TensorKind
 from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord, Wait, is_own
+from nanoscale.rehearse.played.repeats import Repeats
 from nanoscale.rehearse.played.world import World, played
 from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
@@ -52,13 +54,16 @@ def play(
     """Return the record of one rank of a job, which also holds an error of the code.
 
     Args:
-        snapshot: the file to write with the history of the GPU's memory.
+        snapshot: the file to write with the history of the GPU's memory, for which no pass is repeated.
     """
     record, began = RankRecord(rank), time.process_time()
     try:
         with world_of(config, record, gpu) as world:
             if snapshot is not None:
                 world.history = MemoryHistory(world.allocator)
+            elif repeated := repeated_batches(config):
+                record.repeated = repeated
+                Repeats(world).patch()
             try:
                 _live(config, world, steps)
             finally:
@@ -193,7 +198,7 @@ def _watch_loop(training: Training, samples: EqualSamples, world: World) -> None
 def _played_batches(samples: EqualSamples, world: World, engine: Engine) -> Iterator[None]:
     """Play PLAYED_BATCHES of a step: the first, one that stands for all in the middle, and the last.
 
-    A pipeline stage holds several micro batches at once, so all micro batches of a pipeline are played.
+    A pipeline stage holds several micro batches at once, which `played.repeats` handles.
     """
     batches = samples.batches
     if engine.config.parallel.pp > 1 or len(batches) <= PLAYED_BATCHES:
@@ -240,7 +245,7 @@ def _set_kinds(optimizer: torch.optim.Optimizer, world: World) -> None:
             for tensor, kind in [*kinds, *((state, TensorKind.OPTIMIZER) for state in states)]:
                 if isinstance(tensor, Tensor):
                     for plain in _plain_tensors(tensor):
-                        world.set_kind(plain.untyped_storage(), kind)
+                        world.set_kind(plain.untyped_storage()._cdata, kind)
 
 
 def _plain_tensors(tensor: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from nanoscale.config.hardware.data_sheets import UnknownHardwareError, describe
 from nanoscale.config.reference import flat
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
-from nanoscale.rehearse.kinds import played_ranks
+from nanoscale.rehearse.kinds import played_ranks, repeated_batches
 from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord
 from nanoscale.runs.directory import read_json, write_atomically, write_json
 
@@ -35,6 +35,8 @@ STEPS = 2
 """The steps of a rehearsal: the first one makes the optimizer's states."""
 _BLOCK_S = 0.04
 """Seconds of processor time to play a block's forward and backward pass, measured with Llama 8B and 70B."""
+_REPEATED = 0.03
+"""The time of a repeated pass, as a share of a played one's: 2.5 % was measured (tp 2, full recomputation)."""
 _SHARE = 0.8
 """The share of this machine's free memory that ranks may use."""
 
@@ -145,10 +147,10 @@ def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
 def estimated_seconds(config: ResolvedConfig) -> float:
     """Return the estimated seconds of a rehearsal on this machine, from the ranks that take longest."""
     layout, kinds = config.parallel, len(played_ranks(config))
+    repeated, batches = repeated_batches(config), config.accumulation
     # Without a pipeline, the micro batches in the middle of a step are played once.
-    micro_batches = (
-        config.accumulation if layout.pp > 1 else min(PLAYED_BATCHES, config.accumulation)
-    )
+    played = batches - repeated if layout.pp > 1 else min(PLAYED_BATCHES, batches)
+    micro_batches = played + _REPEATED * repeated
     passes = STEPS * micro_batches * config.model.layers / layout.pp
     return _BLOCK_S * passes * -(-kinds // cores())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import sequence_of
-from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed
+from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed, scheduled
 from tests.support.ranks import run_ranks
 from tests.support.rows import usual_rows
 
@@ -29,11 +30,11 @@ H200 = Gpu("NVIDIA H200", 140 << 30, 8)
 TINY, EXPERTS = replace(SHAPE, layers=2), replace(MIXTURE, layers=2)
 
 
-def play(_: int, config: ResolvedConfig, *given: Any) -> RankRecord:
-    return life.play(config, 0, 2, H200, *given)
+def play(_: int, config: ResolvedConfig, rank: int = 0, *given: Any) -> RankRecord:
+    return life.play(config, rank, 2, H200, *given)
 
 
-def play_all(number: int, config: ResolvedConfig) -> RankRecord:
+def play_all(number: int, config: ResolvedConfig, *given: Any) -> RankRecord:
     """Play every micro batch."""
 
     @contextmanager
@@ -42,7 +43,8 @@ def play_all(number: int, config: ResolvedConfig) -> RankRecord:
 
     with Patches() as patches:
         patches.replace(life, "_played_batches", played_batches)
-        return play(number, config)
+        patches.replace(life, "repeated_batches", lambda _: 0)
+        return play(number, config, *given)
 
 
 def row(degrees: dict[str, Any], stage: int, **changes: Any) -> ResolvedConfig:
@@ -77,6 +79,44 @@ def test_equal_micro_batches_played_once_count_as_all_of_them(config: ResolvedCo
     assert sorted(once.waits) == sorted(every.waits)
     for field in ("reserved", "host_peak", "after", "checkpoint", "findings", "notes"):
         assert getattr(once, field) == getattr(every, field)
+
+
+PIPELINES = {
+    "1f1b, dp 2, stage 3": row(scheduled("1f1b") | {"dp": 2, "virtual_stages": 1}, 3),
+    "gpipe, tp 2, full": row(
+        scheduled("gpipe") | {"tp": 2, "virtual_stages": 1} | recomputed("full"), 0
+    ),
+    "interleaved, experts, ep 2": row(
+        scheduled("interleaved-1f1b") | {"dp": 2, "ep": 2}, 2, shape=replace(MIXTURE, layers=4)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("config", usual_rows(PIPELINES, ("interleaved, experts, ep 2",)))
+def test_repeated_passes_of_a_pipeline_are_as_played_ones(
+    config: ResolvedConfig, compiled: str
+) -> None:
+    config = replace(config, backend=replace(config.backend, compile=compiled))
+    last = config.world_size - 1
+    (repeated,), (every,) = run_ranks(play, 1, config, last), run_ranks(play_all, 1, config, last)
+    assert repeated.error == every.error == "" and (repeated.repeated, every.repeated) == (4, 0)
+    assert works(repeated) == works(every)
+    for field in (
+        *("phases", "reserved", "host_peak", "after", "calls", "groups", "operations", "waits"),
+        *("checkpoint", "findings", "notes"),
+    ):
+        assert getattr(repeated, field) == getattr(every, field)
+    # Compiled experts free memory in an order that differs between two rehearsals of all batches, too.
+    assert compiled == "on" or repeated.timeline == every.timeline
+
+
+def works(record: RankRecord) -> Counter[str]:
+    """Return the works of the last step, and how often each is computed."""
+    events = record.events[slice(*record.step_events)]
+    segments = [record.segments[event.of] for event in events if event.what == "work"]
+    return Counter(str(record.works[each]) for segment in segments for each in segment)
 
 
 @pytest.mark.slow
@@ -126,13 +166,14 @@ def test_what_is_not_played_is_listed_where_the_job_has_it() -> None:
         statistics_every=3, phases={"a": PhaseSettings(until=1), "b": PhaseSettings()},
     )  # fmt: skip
     config = replace(config, train=train, checkpoint=Checkpoint(every_minutes=1.0))
-    assert document(config, [RankRecord(0)], {0: 1}, 2, None, 0)["not_played"] == [
+    assert document(config, [RankRecord(0, repeated=4)], {0: 1}, 2, None, 0)["not_played"] == [
         "the passes of the teacher",
         "evaluation tasks",
         "the writing of checkpoints by torch.distributed.checkpoint",
         "the rollback after a jump of the loss",
         "the statistics of layers",
         "the phases after the first one",
+        "4 of 6 micro batches of a step, at its end",
         "1 of 2 ranks, which are of played kinds",
     ]
 
@@ -180,7 +221,7 @@ def test_a_checkpoint_that_lacks_a_tensor() -> None:
 @pytest.mark.slow
 def test_the_history_of_memory_is_one_that_torch_shows(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.pickle"
-    (record,) = run_ranks(play, 1, row({"dp": 2}, 2), file)
+    (record,) = run_ranks(play, 1, row({"dp": 2}, 2), 0, file)
     assert record.error == ""
     snapshot = pickle.loads(file.read_bytes())
     assert sum(segment["total_size"] for segment in snapshot["segments"]) == record.reserved

@@ -155,7 +155,7 @@ class DeviceMemory(LiveMemory):
         key = storage._cdata
         if key in self._held:
             if self._held[key][1] == 0:  # FSDP2 gathers parameters into the storage
-                self.set_kind(storage, TensorKind.GATHERED_WEIGHTS)
+                self.set_kind(key, TensorKind.GATHERED_WEIGHTS)
             self.see_storage(storage)
 
     # Sizes, kinds and peaks
@@ -199,12 +199,11 @@ class DeviceMemory(LiveMemory):
 
     def set_kind(
         self,
-        storage: torch.UntypedStorage,
+        key: int,
         kind: TensorKind,
         replaces: Collection[TensorKind] = tuple(TensorKind),
     ) -> None:
-        """Set the kind of a storage on the device if its present kind is one of `replaces`."""
-        key = storage._cdata
+        """Set the kind of the storage at an address on the device if its present kind is one of `replaces`."""
         before = self._kinds.get(key)
         if before is not None and before in replaces:
             size = self._held[key][1]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 MESSAGES = ("send", "recv_")
 PLAYED_BATCHES = 3
 """The most micro batches of a step that are played without a pipeline."""
+PLAYED_IN_PIPELINES = 2
+"""The most micro batches of a step that are played in a pipeline whose other passes are repeated."""
 HOST = -1
 """The stream of events for which the host waits, in `StreamEvent.stream`."""
 PACKAGE = str(Path(__file__).parents[2])
@@ -131,6 +133,8 @@ class RankRecord:
     """The range of `events` of the last step."""
     operations: int = 0
     """The number of operations on tensors in the last step, with activation checkpointing."""
+    repeated: int = 0
+    """The number of micro batches of a step whose passes are repeated."""
     host_peak: int = 0
     """Peak bytes of tensors in host memory, for a job on GPUs."""
     after: list[int] = field(default_factory=list)

@@ -111,7 +111,7 @@ class World(DeviceMemory):
             return self.open(func, args)
         if func.namespace in collectives.NAMESPACES:
             return self._communicate(func, args)
-        if self.section.startswith("step"):
+        if self.section.startswith("step") and func.namespace != "profiler":
             self.record.operations += 1
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if self.built and self.on_gpu and kwargs.get("device") == META:
@@ -230,7 +230,7 @@ class World(DeviceMemory):
         elif collective is not None:
             for tensor in collective.tensors:
                 new = TensorKind.COMMUNICATION
-                self.set_kind(tensor.untyped_storage(), new, replaces=_COMMUNICATED)
+                self.set_kind(tensor.untyped_storage()._cdata, new, _COMMUNICATED)
             held = None if isinstance(work, Tensor) else work
             self._pending[_address(work)] = len(self.record.calls), held
             self.add_event("call", len(self.record.calls))
