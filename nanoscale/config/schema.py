@@ -426,6 +426,10 @@ class Parallel:
         True,
         "with tp: also divide the sequence outside the tensor-parallel layers (norms, residual stream)",
     )
+    tp_overlap: bool = key(
+        False,
+        "with tp on GPUs of one host with NVLink: run collectives during products (symmetric memory)",
+    )
     cp_method: Literal["ring", "ulysses"] = key(
         "ring",
         "with cp: ring passes keys and values around; ulysses exchanges heads for the sequence",

@@ -11,6 +11,7 @@ from nanoscale.models.hf_model import HFModel
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation, compile, context, expert, fsdp, tensor
 from nanoscale.parallel.mesh import Layout
+from nanoscale.parallel.sequence_parallel import fuse_with_products
 
 
 def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> None:
@@ -21,6 +22,8 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
         tensor.apply_plan(model, layout.tensor)
     elif layout.tensor is not None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
+    if layout.tensor is not None and parallel.tp_overlap:
+        fuse_with_products(layout.tensor)
     # The step before leaves MoE blocks whole. Their experts are divided over ep and tp at once.
     if config.model.experts:
         expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)

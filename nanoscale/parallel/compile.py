@@ -6,6 +6,7 @@ Recomputation is compiled with it, so the compiler sees forward and recomputatio
 Unsupported are: a backward pass in two halves, for inputs and for weights (zero-bubble schedules); and
 activations offloaded to the host, since a compiled block keeps its own. `config.rules` refuses both. In an MoE
 block with ep the numbers of rows depend on the data: the compiler traces them as symbols, and compiles once.
+With tp, Inductor may fuse collectives with products (`sequence_parallel.fuse_with_products`).
 Results differ from the eager ones by rounding, since operations are fused: rule 1 between layouts applies with
 compilation in all or in none of them. Every new shape (a shorter batch in
 an evaluation, a prompt) and the switch between training and evaluation compile again.

@@ -13,12 +13,18 @@ Sources: the second row is the f and g of Shoeybi et al. 2019, arXiv:1909.08053,
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed._symmetric_memory import (
+    enable_symm_mem_for_group,
+    is_symm_mem_enabled_for_group,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 # As operations that return a new tensor: activation checkpointing can keep their results, and torch.compile
@@ -59,6 +65,17 @@ class ResidualStream:
             return self.reduce(run(self.gather(hidden), *others))
 
         module.forward = forward
+
+
+def fuse_with_products(mesh: DeviceMesh) -> None:
+    """Let compiled blocks on GPUs run a gather or a scatter during the product that reads or computes it.
+
+    Inductor finds them in its graph and calls `torch.ops.symm_mem`. The ranks of `mesh` must have NVLink.
+    """
+    if mesh.device_type == "cuda":
+        torch._inductor.config._micro_pipeline_tp = True
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def mean_over_ranks(stream: ResidualStream, local: Tensor) -> Tensor:
@@ -105,6 +122,8 @@ def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
         return x
     gathered = collective.all_gather_into_tensor(x.contiguous(), ranks, group)
     gathered = functional.wait_tensor(gathered)
+    if _is_fused(group):
+        return torch.cat(gathered.chunk(ranks), x.ndim - 2)
     # Rank by rank, [ranks · …, seq / ranks, hidden]: nothing is copied if there is one sample.
     return gathered.unflatten(0, (ranks, -1)).movedim(0, -3).flatten(-3, -2)
 
@@ -112,5 +131,13 @@ def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
 def _reduce(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
     if not divided:
         return functional.wait_tensor(collective.all_reduce(x.contiguous(), "sum", group))
-    x = x.unflatten(-2, (ranks, -1)).movedim(-3, 0).flatten(0, 1).contiguous()
+    if _is_fused(group):
+        x = torch.cat(x.chunk(ranks, x.ndim - 2))
+    else:
+        x = x.unflatten(-2, (ranks, -1)).movedim(-3, 0).flatten(0, 1).contiguous()
     return functional.wait_tensor(collective.reduce_scatter_tensor(x, "sum", ranks, group))
+
+
+def _is_fused(group: str) -> bool:
+    """True if Inductor fuses collectives with products. It requires chunks along dimension 0, concatenated."""
+    return torch.compiler.is_compiling() and is_symm_mem_enabled_for_group(group)  # type: ignore[arg-type]

@@ -121,6 +121,7 @@ LAWS = [
     (["parallel.tp=2", "model.vocab=257"], CPU, "model.vocab"),
     (["parallel.tp=4", "model.position=learned", "model.max_seq_len=66"], CPU, "model.max_seq_len"),
     (["parallel.sequence_parallel=false"], CPU, "parallel.sequence_parallel"),
+    (["parallel.tp=2", "parallel.tp_overlap=true", "backend.compile=off"], CPU, "parallel.tp_overlap"),
     (["parallel.cp_method=ulysses"], CPU, "parallel.cp_method"),
     (["parallel.cp=2", "train.seq_len=62"], CPU, "train.seq_len"),
     (["parallel.cp=2", "parallel.cp_method=ulysses", "train.seq_len=63"], CPU, "train.seq_len"),

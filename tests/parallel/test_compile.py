@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,9 +58,12 @@ def make(
     return layers, activation.make_run_layers(parallel, run_layers)
 
 
-def gradients(layers: nn.ModuleDict, run: RunLayers) -> list[Tensor]:
-    hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    rotation = rope_rotation(SHAPE, torch.arange(16), torch.float32, 16)
+def gradients(
+    layers: nn.ModuleDict, run: RunLayers, dtype: torch.dtype = torch.float32, shards: int = 1
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 16 // shards, 32, generator=generator, dtype=dtype).requires_grad_()
+    rotation = rope_rotation(SHAPE, torch.arange(16), dtype, 16)
     output = run(layers, hidden, (rotation, rotation), (None, None))
     output.square().mean().backward()
     grads = [hidden.grad, *(p.grad for p in layers.parameters())]
@@ -171,6 +176,38 @@ def test_compiled_experts_of_two_ranks(mode: str) -> None:
     for difference, graphs in run_ranks(compile_experts, 2, mode):
         assert difference < 1e-12
         assert graphs == (3, 0)
+
+
+def fuse_collectives(rank: int, mode: str) -> tuple[float, list[int]]:
+    """Return the difference that fused operations make, and their calls. The CPU computes what defines them."""
+    process_group.join(2, torch.device("cpu"), 120.0)
+    mesh = init_device_mesh("cpu", (2,))
+    divide = partial(divide_block, mesh=mesh, stream=ResidualStream.on_mesh(mesh, True))
+    calls = []
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        calls.append(Mock(wraps=getattr(symmetric, f"_{name}_fallback")))
+        symmetric.lib.impl(name, lambda *args, it=calls[-1], **options: it(*args, **options), "CPU")
+    results = []
+    for compiled in ("off", "on"):
+        with (
+            symmetric._test_mode(),
+            patch.object(torch._inductor.config, "_micro_pipeline_tp", True),
+            patch.object(torch.distributed, "is_nccl_available", lambda: True),
+        ):
+            layers, run = make(mode, compiled, divide)
+            found = gradients(layers.double(), run, torch.float64, shards=2)
+        results.append([getattr(it, "_local_tensor", it) for it in found])
+    process_group.leave()
+    return largest_difference(*results), [it.call_count for it in calls]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "gathers", "scatters"), [("none", 4, 2), ("full", 6, 3)])
+def test_collectives_in_products(mode: str, gathers: int, scatters: int) -> None:
+    """All of a forward pass, and gathers of a backward pass; a second forward pass needs no last scatter."""
+    for difference, calls in run_ranks(fuse_collectives, 2, mode):
+        assert difference < 1e-12
+        assert calls == [gathers * LAYERS, scatters * LAYERS]
 
 
 @pytest.mark.slow

@@ -147,6 +147,7 @@ def _layout(config: ResolvedConfig) -> ResolvedParallel:
         ep=ep,
         virtual_stages=min(2, layout.virtual_stages),
         checkpoint_every=min(2, layout.checkpoint_every),
+        tp_overlap=False,  # the small job is not compiled, and needs no GPUs
     )
 
 

@@ -107,6 +107,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         software=software,
         fp8_recipe=config.precision.fp8_recipe,
         hooks=_DEEPSPEED_HOOKS[config.zero.stage] if config.backend.name == "deepspeed" else 1.0,
+        tp_overlap=layout.tp_overlap,
         adapter_rank=config.lora.rank,
         dora=config.lora.dora,
         paired=is_paired(config.train),
@@ -301,11 +302,12 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     recomputed, flops = NOTHING, 0.0
     full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
+        tp_recomputed = 2 * tp_gather + (tp_scatter if full else 0.0)
         recomputed = Work(
             matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
             attention=attention if full else 0.0,
             elementwise=forward.elementwise - moe.not_recomputed(hardware, shape),
-            tp=2 * tp_gather + (tp_scatter if full else 0.0),
+            tp=tp_recomputed / shape.tp if shape.tp_overlap else tp_recomputed,
             cp=cp_forward if full else 0.0,
             # Tokens are sent again, and results are not needed.
             ep=one_way if full else 0.0,
@@ -460,10 +462,14 @@ def _tp_forward(hardware: Hardware, shape: MicroBatchShape, products: float) -> 
     """
     gather, scatter = _tp_pair(hardware, shape)
     pairs = 2 * (gather + scatter)
-    if shape.software.hidden_tp != "both":
+    if not (shape.software.hidden_tp == "both" or shape.tp_overlap):
         return pairs
-    longer = max(0.0, pairs - products)
-    return longer + (pairs - longer) / shape.tp
+    return _in_chunks(shape, pairs, products)
+
+
+def _in_chunks(shape: MicroBatchShape, collectives: float, products: float) -> float:
+    longer = max(0.0, collectives - products)
+    return longer + (collectives - longer) / shape.tp
 
 
 def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
@@ -471,7 +477,11 @@ def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) ->
 
     With `hidden_tp="backward"`, only the gathers before the row-split products are exposed. Scatters overlap
     with the products for weights, and the second gathers of the inputs overlap with the products for inputs.
+    With `tp_overlap` scatters are exposed: each is of the sum of several products, with which it is not fused.
     """
+    if shape.tp_overlap:
+        gather, scatter = _tp_pair(hardware, shape)
+        return 2 * scatter + _in_chunks(shape, 2 * gather, products)
     if shape.software.hidden_tp != "backward":
         return _tp_forward(hardware, shape, products)
     gather, scatter = _tp_pair(hardware, shape)

@@ -39,6 +39,8 @@ class MicroBatchShape:
     fp8_recipe: str = "tensorwise"
     hooks: float = 1.0
     """The CPU's time for a block with the backend's hooks over its time without them."""
+    tp_overlap: bool = False
+    """True if collectives of tp run during products (`parallel.sequence_parallel.fuse_with_products`)."""
     adapter_rank: int = 0
     """The rank of LoRA's adapters; 0: all weights are trained."""
     paired: bool = False
