@@ -63,7 +63,7 @@ def parse(parts: tuple[str, ...]) -> argparse.Namespace:
     summary, *_, details = gpu.__doc__.split("\n\n")
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=summary, epilog=details)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for the whole call (8)")
+    parser.add_argument("--minutes", type=float, default=14.0, help="for the whole call (14)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds of a training (180)")
     parser.add_argument("--tiny", action="store_true", help="toy models on the CPU: a dry run")
     parser.add_argument("--out", help="folder of the figures")

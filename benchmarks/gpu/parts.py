@@ -7,10 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.gpu.session import Failed, Figures, NotMeasured, Session
+from benchmarks.gpu.base import write_base
+from benchmarks.gpu.items import read_items
+from benchmarks.gpu.session import Failed, Figures, NotMeasured, Session, TooSlow, cause
 
 WARM_UP, TIMED = 2, 4
 """Optimizer steps of a row."""
@@ -54,12 +56,22 @@ _NAMES_ALLOCATOR = re.compile(r"expandable.segment|CUDA driver error", re.IGNORE
 
 @dataclass(frozen=True)
 class Model:
+    """A recipe, and what differs from it.
+
+    Attributes:
+        name: of the rows; None: the recipe's.
+        has_base: True if the model is a folder of weights, all 0, which adapters need.
+    """
+
     recipe: str
     seq: int
     optimizer: str
+    more: tuple[str, ...] = ()
+    name: str | None = None
+    has_base: bool = False
 
     def job(self, precision: str) -> str:
-        return f"{self.recipe} {self.seq // 1024}k {precision}"
+        return f"{self.name or self.recipe} {self.seq // 1024}k {precision}"
 
     def overrides(self, precision: str) -> tuple[str, ...]:
         return (
@@ -67,7 +79,8 @@ class Model:
             f"train.seq_len={self.seq}",
             f"optimizer={self.optimizer}",
             f"precision={precision}",
-            "backend.compile=on",
+            *(() if "backend.compile=off" in self.more else ("backend.compile=on",)),
+            *self.more,
         )
 
 
@@ -75,6 +88,21 @@ SMALL = Model("llama-1b", 8192, "adamw")
 MIDDLE = Model("llama-3b", 8192, "adamw")
 LARGE = Model("llama-8b", 4096, "adamw")
 """Fits 80 GB with weights, gradients and moments in bf16 alone, in which no peer trains it there."""
+LORA = Model("llama-8b", 4096, "adamw", ("lora.rank=16",), "LoRA llama-8b", has_base=True)
+NF4 = replace(
+    LORA, more=("lora.rank=16", "lora.base=nf4", "backend.compile=off"), name="NF4 llama-8b"
+)
+EXPERTS = Model("qwen3-30b-a3b", 4096, "adamw", ("model.layers=12",), "qwen3-30b-a3b of 12 layers")
+OSS = Model(
+    *("qwen3-30b-a3b", 4096, "adamw", ("model=gpt-oss-20b", "model.layers=8")),
+    "gpt-oss-20b of 8 layers",
+)
+PACKED = replace(SMALL, more=("data.document_mask=true",), name="llama-1b packed")
+SAVED = replace(
+    SMALL,
+    more=("checkpoint=periodic", "checkpoint.every=100", "checkpoint.asynchronous=true"),
+    name="llama-1b with checkpoints",
+)
 
 
 @dataclass(frozen=True)
@@ -143,13 +171,33 @@ class Bench:
         print(f"$ {' '.join(command)}\n{text}", flush=True)
         return text.splitlines()
 
+    def several(self, module: str) -> Figures:
+        """Run the measurements of a module, also those after one that ends the process."""
+        rows: dict[str, Figures] = {}
+        device, ended, is_over = "cpu" if self.tiny else "cuda", "", False
+        while not is_over:
+            words = [sys.executable, "-m", f"benchmarks.gpu.{module}", device, str(self.runs)]
+            log, before = "", len(rows)
+            try:
+                output, is_over = self.session.run([*words, *rows]), True
+            except TooSlow as late:
+                output, is_over, ended = late.log, True, f", {late}"
+            except Failed as failed:
+                output, log = failed.log, cause(failed.log)
+            rows |= read_items(output)
+            if log and len(rows) == before:
+                raise NotMeasured(f"failed: {log}", output)
+            for row in rows.values():
+                row.setdefault("verdict", f"WRONG: {log}" if log else "not finished")
+        return {"items": [*rows.values()], "ended": ended}
+
     def device(self) -> Figures:
         """Measure products and copies, which bound any step."""
         return self.peer("device")
 
     def nanoscale(self, model: Model, precision: str, *more: str) -> Figures:
         """Train with nanoscale in the fastest layout that fits."""
-        overrides = (*model.overrides(precision), *more)
+        overrides = (*self.words(model, precision), *more)
         return first_that_fits(
             self.layouts(model, precision), lambda layout: self.bench(*overrides, *layout.overrides)
         )
@@ -168,23 +216,38 @@ class Bench:
     def bench(self, *chosen: str) -> Figures:
         overrides = self.overrides(*chosen)
         counts = (f"--warmup={WARM_UP}", f"--steps={TIMED}")
-        return {**self.command("bench", *overrides, *counts), "overrides": overrides}
+        found = self.command("bench", *overrides, *counts)
+        stall = (found.get("checkpoint") or {}).get("stall_s")
+        return {**found, "stall_s": stall, "overrides": overrides}
 
     def layouts(self, model: Model, precision: str) -> list[Layout]:
-        key = (model.recipe, precision)
+        key = (model.job(precision), precision)
         if key not in self.searched:
             batch = ("train.global_batch=24", "cluster.hosts=1", "cluster.devices_per_host=1")
-            overrides = self.overrides(*model.overrides(precision), *batch)
+            overrides = self.overrides(*self.words(model, precision), *batch)
             found = self.command("plan", "--search", *overrides)["layouts"]
             sure = [it for it in found if it["fits_probability"] > SURE]
             logits = 64 * 512 if self.tiny else model.seq * VOCABULARIES[0]
             self.searched[key] = [Layout.read(it, logits) for it in sure]
         return self.searched[key]
 
+    def words(self, model: Model, precision: str) -> tuple[str, ...]:
+        """Return the overrides of a model, whose base is written if it has one."""
+        words = model.overrides(precision)
+        if not model.has_base:
+            return words
+        base = self.runs / "base"
+        if not base.exists():
+            write_base(base, f"recipe={model.recipe}", "data=stdlib", *(TINY if self.tiny else ()))
+        return (*words, f"model.init_from={base}")
+
     def overrides(self, *chosen: str) -> tuple[str, ...]:
         vocabulary = VOCABULARIES["recipe=gpt2" in chosen[0]]
         folders = (f"data.path={self.runs}/tokens-{vocabulary}", f"run.root={self.runs}")
-        return (*SAME, *chosen, *folders, *(TINY if self.tiny else ()))
+        toy: tuple[str, ...] = TINY if self.tiny else ()
+        if any(it.startswith("model.init_from=") for it in chosen):
+            toy = tuple(it for it in toy if not it.startswith("model."))
+        return (*SAME, *chosen, *folders, *toy)
 
     def command(self, *words: str) -> Figures:
         text = self.session.run([sys.executable, "-m", "nanoscale", *words, "--json"])
@@ -238,9 +301,19 @@ class Measurement:
     limit_s: float | None = None
 
 
+FP8 = "precision.fp8=true"
+
+
 def ours(model: Model, precision: str, needed_s: float, *more: str) -> Measurement:
-    name = " ".join([f"nanoscale {model.job(precision)}", *(it.partition("=")[2] for it in more)])
+    words = ("fp8" if it == FP8 else it.partition("=")[2] for it in more)
+    name = " ".join([f"nanoscale {model.job(precision)}", *words])
     return Measurement(name, lambda bench: bench.nanoscale(model, precision, *more), needed_s)
+
+
+def warm(model: Model, precision: str, needed_s: float) -> Measurement:
+    """Return a row for a second training with the compiled kernels of the one before."""
+    again = ours(model, precision, needed_s)
+    return replace(again, what=f"{again.what}, warm")
 
 
 def peer(kind: str, model: Model, precision: str, needed_s: float) -> Measurement:
@@ -283,8 +356,14 @@ def cell(model: str, batch: int, seq: int, mode: str, precision: str, *more: str
 
 MACHINE = Measurement("machine", Bench.machine, 0, limit_s=120)
 PARTS: dict[str, tuple[Measurement, ...]] = {
+    "correct": (Measurement("correct", lambda bench: bench.several("correct"), 60, limit_s=90),),
+    "8b": (ours(LARGE, "bf16-pure", 80), ours(LARGE, "bf16-pure", 80, FP8)),
+    "kernels": (Measurement("kernels", lambda bench: bench.several("kernels"), 30, limit_s=75),),
+    "experts": (ours(EXPERTS, "bf16-pure", 80), ours(OSS, "bf16-pure", 80)),
+    "lora": (ours(LORA, "bf16", 60), ours(NF4, "bf16", 60)),
+    "packed": (ours(PACKED, "bf16", 50),),
+    "stalls": (ours(SAVED, "bf16", 50), warm(SAVED, "bf16", 40)),
     "device": (Measurement("device", Bench.device, 10, limit_s=120),),
-    "8b": (ours(LARGE, "bf16-pure", 90),),
     "fp8": (ours(MIDDLE, "fp8", 80),),
     "3b": (ours(MIDDLE, "bf16", 70), peer("loop", MIDDLE, "bf16", 60)),
     "1b": (ours(SMALL, "bf16", 60), peer("loop", SMALL, "bf16", 50)),

@@ -88,9 +88,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 def write_tokens(folder: Path, documents: int, most: int) -> None:
     """Write random tokens of each vocabulary, or of the `most` tokens that a toy model knows."""
     for vocabulary in VOCABULARIES:
-        size = (documents, 1 << 12)
+        size = (4 * documents, 1 << 10)
         tokens = np.random.default_rng(0).integers(min(vocabulary, most), size=size)
-        prefix, lengths = folder / f"tokens-{vocabulary}", np.full(documents, 1 << 12, dtype="<i4")
+        prefix, lengths = (
+            folder / f"tokens-{vocabulary}",
+            np.full(4 * documents, 1 << 10, dtype="<i4"),
+        )
         bin_path(prefix).write_bytes(tokens.astype("<i4").tobytes())
         idx_path(prefix).write_bytes(b"".join(index_parts(np.dtype("<i4"), lengths)))
 
@@ -284,7 +287,7 @@ def rates(device: torch.device, size: int = 8192) -> dict[str, float]:
 
 def seconds_of(act: Callable[[], Any], device: torch.device, times: int = 20) -> float:
     """Return the mean time of an operation on the device, seconds."""
-    for _ in range(5):
+    for _ in range(min(5, times)):
         act()
     wait_for(device)
     began = time.perf_counter()

@@ -14,6 +14,8 @@ _COLUMNS = {
     "step_time_s": "{:.3f} s a step",
     "mfu": "{:.1%} MFU",
     "memory_gib": "{:.1f} GiB",
+    "first_step_s": "{:.1f} s the first step",
+    "stall_s": "{:.3f} s a checkpoint stalls",
 }
 
 
@@ -35,12 +37,21 @@ def lines_of(row: dict[str, Any]) -> Iterator[str]:
     if "why" in row:
         yield f"{row['what']:40}{row['why']}"
         return
+    if items := row.get("items"):
+        wrong = sum(str(it["verdict"]).startswith("WRONG") for it in items)
+        yield f"{row['what']:40}{len(items)} measured, {wrong} WRONG{row.get('ended', '')}"
+        for it in items:
+            numbers = [
+                f"{it[name]:.1e}" for name in ("error", "bound") if isinstance(it.get(name), float)
+            ]
+            yield f"    {it['item']:44}{' of '.join(numbers):22}{it['verdict']}"
+        return
     cells = [_cell(row, name, form) for name, form in _COLUMNS.items() if row.get(name)]
     cells = cells or [
         f"{name} {value:,.4g}" for name, value in row.items() if isinstance(value, float)
     ]
     cells += [f"micro batch {micro}" for micro in _values(row, "train.micro_batch")]
-    yield f"{row['what']:40}{'  '.join(cells)}"
+    yield f"{row['what']:40} {'  '.join(cells)}"
     if parts := row.get("parts"):
         shares = {name: parts[f"{name}_s"] / parts["step_s"] for name in PARTS}
         named = [f"{name} {share:.1%}" for name, share in shares.items() if share > 0]

@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import wheels
+from benchmarks.gpu import correct, kernels, wheels
+from benchmarks.gpu.items import read_items, run_items
 from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
 from benchmarks.gpu.peers import trained, write_tokens
-from benchmarks.gpu.session import Failed
+from benchmarks.gpu.session import Failed, TooSlow
+from nanoscale.backends import nf4
 from nanoscale.config.composing.compose import compose
+from nanoscale.models import moe
 
 ROOT = Path(__file__).parents[2]
 OUT_OF_MEMORY = "error: rank 0 on node1 failed: the GPU ran out of memory\n  remedy: …\n"
@@ -203,6 +206,85 @@ def test_a_dry_run_writes_the_machine_and_its_figures(tmp_path: Path) -> None:
     assert file.with_suffix(".txt").exists()
 
 
+CPU = torch.device("cpu")
+QUICK = [
+    "router product",
+    "experts",
+    "experts with biases",
+    "portable documents",
+    "attention sinks",
+]
+QUICK += [
+    "portable keys of another rank",
+    "staging beside a step",
+    "clip in the update",
+    "update lion",
+]
+QUICK += ["routed again with full", "update in bf16", "nf4", "fused loss"]
+
+
+def test_checks_of_the_gpus_code_hold_on_a_cpu() -> None:
+    checks = correct.checks(CPU)
+    for name in QUICK:
+        act, bound = checks[name]
+        assert correct.judge(act, bound, CPU)["verdict"] == "ok", name
+
+
+def test_a_wrong_operation_is_found_and_the_next_check_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums = moe.sum_rows
+    wrong = {torch.bfloat16: 1.1}  # the expected result is in fp64
+    monkeypatch.setattr(
+        moe, "sum_rows", lambda rows, pairs: wrong.get(rows.dtype, 1) * sums(rows, pairs)
+    )
+    monkeypatch.setattr(nf4, "to_nf4", None)
+    acts = {name: correct.checks(CPU)[name] for name in ("experts", "nf4", "router product")}
+    run_items({it: lambda it=it: correct.judge(*acts[it], CPU) for it in acts}, [])
+    rows = read_items(capsys.readouterr().out)
+    assert [row["verdict"][:10] for row in rows.values()] == ["WRONG", "WRONG: Typ", "ok"]
+
+
+def test_every_kernel_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "TIMES", 1)
+    timed = kernels.kernels(CPU)
+    run_items(timed, ["update adamw8bit"], "failed")
+    rows = read_items(capsys.readouterr().out)
+    assert len(rows) == len(timed) - 1
+    assert all(re.match(r"[\d,.]+ (TFLOP/s|ms)|sort", row["verdict"]) for row in rows.values())
+
+
+class Dying:
+    """A session whose first process ends in the second item, and whose second is cut off in the fourth."""
+
+    started = 0
+
+    def run(self, command: list[str]) -> str:
+        self.started += 1
+        rows = [{"item": it, "verdict": "ok"} for it in "abc" if it not in command] + [
+            {"item": "d"}
+        ]
+        if self.started == 1:
+            assert command[3:] == ["cuda", "runs"] and len(rows) == 4
+            rows = [rows[0], {"item": "b"}]
+        lines = "\n".join(map(json.dumps, rows))
+        raise (
+            Failed(f"{lines}\nsegmentation fault")
+            if self.started == 1
+            else TooSlow("cut off", lines)
+        )
+
+
+def test_items_after_one_that_ends_the_process_are_measured() -> None:
+    bench = Bench(Dying(), Path("runs"), tiny=False)  # type: ignore[arg-type]
+    found = bench.several("correct")
+    verdicts = {it["item"]: it["verdict"] for it in found["items"]}
+    assert verdicts == {"a": "ok", "b": "WRONG: segmentation fault", "c": "ok", "d": "not finished"}
+    assert found["ended"] == ", cut off"
+
+
 class Composing(Bench):
     """A benchmark that composes the configuration of each command in place of running it."""
 
@@ -214,6 +296,9 @@ class Composing(Bench):
 
     def peer(self, kind: str, *overrides: str) -> dict[str, Any]:
         compose(overrides)
+        return {}
+
+    def several(self, module: str) -> dict[str, Any]:
         return {}
 
 
