@@ -257,7 +257,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:
     Returns `[3, ranks]`: the copies to send, the copies to receive, and the pairs that they stand for. It is
     the only wait for the device, and one operation, whose result every mode of recomputation keeps.
     """
-    arriving = torch.empty_like(counts)
+    arriving = torch.zeros_like(counts)  # of a group without other ranks: nothing arrives
     dist.all_to_all_single(arriving, counts, group=_resolve_process_group(group))  # type: ignore[arg-type]
     numbers = torch.cat((counts[:, :1], arriving), 1).T.contiguous()
     return torch.ops.aten._to_copy(numbers, device=torch.device("cpu"))

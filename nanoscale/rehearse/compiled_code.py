@@ -38,7 +38,7 @@ def compiler_findings(config: ResolvedConfig) -> list[str]:
     except UserError as error:
         return [f"whether the compiler can trace the blocks was not tried: {error}"]
     small = replace(small, backend=replace(small.backend, compile="on"))
-    traced = partial(torch.compile, backend="eager", fullgraph=True)
+    traced = partial(torch.compile, backend="aot_eager", fullgraph=True)
     with Patches() as patches, identity(0, small, small.world_size):
         patches.replace(torch, "compile", traced)
         patches.replace(torch._dynamo.config, "error_on_recompile", False)
