@@ -34,6 +34,8 @@ def build_stages(
         stage.to(compute_dtype if config.lora.rank else TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:
             float8.apply(stage, config.precision.fp8_recipe)
+        if config.lora.base == "nf4":
+            nf4.prepare(stage)
         parallelize(stage, config, layout)
         if config.lora.base == "nf4":
             nf4.quantize(stage, compute_dtype, device)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from nanoscale.backends.nf4 import to_nf4
+from nanoscale.backends import nf4
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.adapters import require_base
@@ -21,6 +22,7 @@ from nanoscale.checkpoint.hf.export import export
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Lora
+from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory
 from tests.checkpoint.test_export import from_pretrained, quiet
 from tests.support.hf_families import logits, save
@@ -28,6 +30,7 @@ from tests.support.jobs import (
     PRECISIONS,
     SAMPLES,
     SEQ_LEN,
+    SHAPE,
     StopBefore,
     curve,
     make_config,
@@ -76,6 +79,29 @@ def newest(run: RunDirectory) -> store.StoredCheckpoint:
     return store.list_checkpoints(run.checkpoints)[-1]
 
 
+def test_blocks_in_4_bits_are_one_graph() -> None:
+    """Two blocks compile once, and compute with the weights that torchao reads from the same codes."""
+    pytest.importorskip("torchao")
+    with torch.device("meta"):
+        model = Transformer(SHAPE).double()
+    nf4.prepare(model)
+    nf4.quantize(model, torch.float64, torch.device("cpu"))
+    model.materialize(torch.device("cpu"))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.copy_(0.2 * torch.randn(parameter.shape, dtype=torch.float64))
+    tokens = torch.randint(SHAPE.vocab, (2, 8))
+    expected = model(tokens)
+    layer: Any = model.layers["0"].mlp.down
+    weight = nf4.dequantize(*(*layer.parts, layer.in_features))
+    assert torch.equal(weight, layer.weight.get_original_weight())
+    counters.clear()
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.slow
 def test_a_base_in_4_bits(tmp_path: Path) -> None:
     """The losses of a base whose weights were quantized beforehand, and the same after a resume."""
@@ -87,7 +113,7 @@ def test_a_base_in_4_bits(tmp_path: Path) -> None:
     rounded_weights = load_file(file)
     for name, weight in rounded_weights.items():
         if name.endswith("proj.weight"):
-            quantized: Any = to_nf4(weight)
+            quantized: Any = nf4.to_nf4(weight)
             rounded_weights[name] = quantized.get_original_weight()
     save_file(rounded_weights, file, {"format": "pt"})
     plain = config_for(tmp_path, tmp_path / "rounded")
@@ -98,6 +124,9 @@ def test_a_base_in_4_bits(tmp_path: Path) -> None:
     train(rounded, plain)
     losses, expected = ([record["loss"] for record in curve(it)] for it in (whole, rounded))
     assert losses == pytest.approx(expected, rel=1e-6) and losses[-1] < losses[0] - 0.01
+    compiled = replace(config, backend=replace(config.backend, compile="on"))
+    train(fused := make_run(compiled, "d"), compiled)
+    assert [record["loss"] for record in curve(fused)] == pytest.approx(expected, rel=1e-6)
     train(run, config, StopBefore(STOP))
     train(run, config)
     (station,) = resumed_at(run)

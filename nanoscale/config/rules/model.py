@@ -220,8 +220,7 @@ ADAPTERS = of_kind("config",
     *(refused("lora.base", {**_ADAPTED, "lora.base": "nf4", key: value},
         f"keeps whole matrices in 4 bits, which {key} does not support", "lora.base=whole")
         for key, value in (
-            ("parallel.tp", several), ("backend.compile", "on"), ("lora.dora", True),
-            ("model.experts", bool))),
+            ("parallel.tp", several), ("lora.dora", True), ("model.experts", bool))),
     Rule("lora.base",
         ("lora.base", "lora.rank", *(f"model.{name}" for name in ("hidden", "ffn", "heads", "head_dim"))),
         lambda config: config.lora.base == "whole" or not any(
