@@ -34,7 +34,7 @@ from nanoscale.config.rules import check as resolve
 from nanoscale.config.schema import Optimizer
 from nanoscale.data.batch import Batch
 from nanoscale.models import initialization, moe
-from nanoscale.models.attention import CausalAttention, Span, merge_sinks, pad_heads
+from nanoscale.models.attention import AttentionSpan, CausalAttention, merge_sinks, pad_heads
 from nanoscale.models.attention_kernels import KERNELS, Limits, has_cuda_flash, has_cudnn
 from nanoscale.models.head import linear_cross_entropy
 from nanoscale.parallel import process_group
@@ -182,7 +182,7 @@ def experts(device: torch.device, biases: bool = False, others: bool = False) ->
 
     def act(tokens: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
         number = int((chosen < 8).sum())
-        pairs = moe.Pairs.of_choices(chosen.to(tokens.device), 8, number)
+        pairs = moe.ExpertPairs.of_choices(chosen.to(tokens.device), 8, number)
         scales = weights.flatten().gather(0, pairs.slots)
         rows = moe.spread_twice(tokens, pairs)
         return moe.sum_rows(moe.run_experts(functions, rows, scales, pairs.load, *matrices), pairs)
@@ -207,7 +207,7 @@ def attention(head: int, device: torch.device, limit: str = "") -> float:
     def act(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         span = None
         if limit in ("documents", "window"):
-            span = Span.of(torch.tensor(documents).int().to(q.device), 300)
+            span = AttentionSpan.of(torch.tensor(documents).int().to(q.device), 300)
             span = span._replace(window=50 if limit == "window" else None)
         out = module(q, k, v, span, sinks=sink if limit == "sinks" else None)
         return out + 0 * sink.sum()

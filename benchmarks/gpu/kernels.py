@@ -23,7 +23,7 @@ from benchmarks.gpu.peers import seconds_of
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.schema import Optimizer
 from nanoscale.models import moe
-from nanoscale.models.attention import CausalAttention, Span
+from nanoscale.models.attention import AttentionSpan, CausalAttention
 
 Figures = dict[str, Any]
 SEQ, HEADS, TOKENS = 8192, 32, 16384
@@ -100,7 +100,7 @@ def attention(
             return timed(act, [q, k, v], flops, 2.5)
     layer = CausalAttention(SimpleNamespace(attention_softcap=None))  # type: ignore[arg-type]
     ends = torch.arange(near if documents else seq, seq + 1, near, device=device).int()
-    span = Span.of(ends.unsqueeze(0), seq)._replace(window=near if window else None)
+    span = AttentionSpan.of(ends.unsqueeze(0), seq)._replace(window=near if window else None)
     return timed(partial(layer, q, k, v, span), [q, k, v], flops, 2.5)
 
 
@@ -116,10 +116,10 @@ def permutations(device: torch.device, tokens: int, width: int) -> Figures:
     """Measure sorting, spreading and summing the rows of 8 of 128 experts, read and written once each."""
     x = tensor(device, tokens, width).detach()
     chosen = torch.rand(tokens, 128, device=device).topk(8).indices
-    pairs = moe.Pairs.of_choices(chosen, 128)
+    pairs = moe.ExpertPairs.of_choices(chosen, 128)
     rows = moe.spread(x, pairs)
     acts = {
-        "sort": lambda: moe.Pairs.of_choices(chosen, 128),
+        "sort": lambda: moe.ExpertPairs.of_choices(chosen, 128),
         "spread": lambda: moe.spread(x, pairs),
         "sum": lambda: moe.sum_rows(rows, pairs),
     }

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.gradients import local_tensor
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.models.attention import Mask, Span
+from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.initialization import local_region
 from nanoscale.models.moe import is_recomputed
 from nanoscale.models.transformer import Transformer
@@ -83,7 +83,7 @@ class QKClip:
 def largest_scores(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     """Return the largest score of attention's queries with keys that they see, fp64 `[kv_heads]`."""
     grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, heads / kv_heads, seq, head_dim]
-    lowest = mask.first_seen(len(q), q.shape[2]) if isinstance(mask, Span) else None
+    lowest = mask.first_seen(len(q), q.shape[2]) if isinstance(mask, AttentionSpan) else None
     largest = q.new_full((k.shape[1],), -math.inf, dtype=torch.float64)
     for first in range(0, q.shape[2], _QUERIES):
         scores = grouped[..., first : first + _QUERIES, :] @ k.unsqueeze(2).mT

@@ -23,7 +23,7 @@ from nanoscale.models.attention_kernels import (
 )
 
 
-class Span(NamedTuple):
+class AttentionSpan(NamedTuple):
     """The documents of whole sequences, and a window."""
 
     starts: Tensor
@@ -33,13 +33,13 @@ class Span(NamedTuple):
     """The last tokens up to each token that it sees; None: all."""
 
     @classmethod
-    def of(cls, ends: Tensor, length: int) -> Span:
+    def of(cls, ends: Tensor, length: int) -> AttentionSpan:
         """Return the documents that end at these positions of rows of this length, `[rows, documents]`."""
         rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * length
         return cls(F.pad((ends + rows.unsqueeze(1)).flatten(), (1, 0)))
 
     @classmethod
-    def whole(cls, rows: int, length: int, device: torch.device) -> Span:
+    def whole(cls, rows: int, length: int, device: torch.device) -> AttentionSpan:
         """Return rows of one document."""
         return cls(torch.arange(rows + 1, dtype=torch.int32, device=device) * length)
 
@@ -56,9 +56,9 @@ class Span(NamedTuple):
         return self.limits().seen(rows, length, length, causal=True)[0].clamp(min=0)
 
 
-Mask = Tensor | Span | None
-"""The tokens that each token sees: bool `[batch, 1, queries, keys]` of a KV cache, or a `Span` of whole
-sequences. None: all earlier ones."""
+Mask = Tensor | AttentionSpan | None
+"""The tokens that each token sees: bool `[batch, 1, queries, keys]` of a KV cache, or the span
+of whole sequences. None: all earlier ones."""
 
 
 class CausalAttention(nn.Module):
@@ -84,7 +84,7 @@ class CausalAttention(nn.Module):
         arXiv:2508.10925, section 2.2; Xiao et al. 2023, arXiv:2309.17453).
         """
         plain = self.softcap is None and sinks is None
-        if plain and not isinstance(mask, Span):
+        if plain and not isinstance(mask, AttentionSpan):
             return F.scaled_dot_product_attention(
                 q,
                 k,
@@ -94,9 +94,9 @@ class CausalAttention(nn.Module):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         if isinstance(mask, Tensor) or sees_all:
-            assert not isinstance(mask, Span), "a cache has masks of its own"
+            assert not isinstance(mask, AttentionSpan), "a cache has masks of its own"
             return dense_attention(q, k, v, mask, self.softcap, sinks)
-        span = mask if mask is not None else Span.whole(len(q), q.shape[2], q.device)
+        span = mask if mask is not None else AttentionSpan.whole(len(q), q.shape[2], q.device)
         kernel = choose_kernel(q, self.cuda_flash, limited=True, capped=self.softcap is not None)
         return limited_attention(q, k, v, span, sinks, kernel, self.softcap)
 
@@ -105,7 +105,7 @@ def limited_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    span: Span,
+    span: AttentionSpan,
     sinks: Tensor | None,
     kernel: str,
     softcap: float | None = None,

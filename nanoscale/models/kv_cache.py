@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoscale.config.schema import Model
-from nanoscale.models.attention import CausalAttention, Mask, Span
+from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask
 from nanoscale.models.transformer import (
     Attention,
     Block,
@@ -113,7 +113,7 @@ class Cache:
         keys, window = torch.arange(self.longest + new), self._model.shape.sliding_window
         mask: Mask = None
         if not self.longest:  # nothing is seen so far
-            rows = Span.whole(len(self.lengths), new, device)
+            rows = AttentionSpan.whole(len(self.lengths), new, device)
             limited = window is not None and new > window
             self.masks = (None, rows._replace(window=window) if limited else None)
             return

@@ -239,10 +239,10 @@ class Experts(nn.Module):
 
         Args:
             weights: `[tokens, slots]`, as `chosen`.
-            number: see `Pairs.of_choices`.
+            number: see `ExpertPairs.of_choices`.
         """
         biases = (self.gate_bias, self.up_bias, self.down_bias) if self.has_biases else ()
-        pairs = Pairs.of_choices(chosen, len(self.gate), number)
+        pairs = ExpertPairs.of_choices(chosen, len(self.gate), number)
         scales = weights.flatten().gather(0, pairs.slots)
         outputs = run_experts(
             self.activations,
@@ -422,7 +422,7 @@ def count(chosen: Tensor, experts: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ExpertPairs:
     """Pairs of a token and one of its experts, sorted by expert, and then by token."""
 
     load: Tensor
@@ -437,14 +437,14 @@ class Pairs:
     """`[tokens + 1]`: where each token begins in `by_token`."""
 
     @staticmethod
-    def of_choices(chosen: Tensor, experts: int, number: int | None = None) -> Pairs:
+    def of_choices(chosen: Tensor, experts: int, number: int | None = None) -> ExpertPairs:
         """Sort the choices `[tokens, slots]` of experts.
 
         Args:
             number: of choices below `experts`, which are the pairs; None: all.
         """
         number = chosen.numel() if number is None else number
-        return Pairs(*sort_choices(chosen, experts, number))
+        return ExpertPairs(*sort_choices(chosen, experts, number))
 
 
 # One operation: the compiler need not know of the number that a slice has.
@@ -473,19 +473,19 @@ def _(chosen: Tensor, experts: int, number: int) -> tuple[Tensor, Tensor, Tensor
     return load, slots, tokens, by_token, starts
 
 
-def spread(x: Tensor, pairs: Pairs) -> Tensor:
+def spread(x: Tensor, pairs: ExpertPairs) -> Tensor:
     """Return the rows of the pairs' tokens, `[tokens, width]` to `[pairs, width]`."""
     rows: Tensor = _Spread.apply(x, pairs.tokens, pairs.by_token, pairs.starts)
     return rows
 
 
-def spread_twice(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def spread_twice(x: Tensor, pairs: ExpertPairs) -> tuple[Tensor, Tensor]:
     """Return the rows for two readers, whose gradients are not added row by row, but for each token."""
     rows: tuple[Tensor, Tensor] = _SpreadTwice.apply(x, pairs.tokens, pairs.by_token, pairs.starts)
     return rows
 
 
-def sum_rows(rows: Tensor, pairs: Pairs) -> Tensor:
+def sum_rows(rows: Tensor, pairs: ExpertPairs) -> Tensor:
     """Return the sums over each token's pairs, `[pairs, width]` to `[tokens, width]`."""
     sums: Tensor = _SumRows.apply(rows, pairs.tokens, pairs.by_token, pairs.starts)
     return sums
@@ -525,13 +525,19 @@ class _SpreadTwice(torch.autograd.Function):
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(*pairs)
+        # A recomputation ends with the last saved tensor: it should not compute the rows for the sake of their
+        # order. The compiler knows without this what it need not compute.
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(pairs[0])
+        else:
+            ctx.tokens = pairs[0]
         return _sum(rows, *pairs[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad[ctx.saved_tensors[0]], None, None, None
+        (tokens,) = ctx.saved_tensors if torch.compiler.is_compiling() else (ctx.tokens,)
+        return grad[tokens], None, None, None
 
 
 def _sum(rows: Tensor, by_token: Tensor, starts: Tensor) -> Tensor:

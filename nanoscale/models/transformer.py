@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
-from nanoscale.models.attention import CausalAttention, Mask, Span
+from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask
 from nanoscale.models.head import Head, TiedHead, TokenLosses
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts, activations
@@ -142,11 +142,11 @@ class Transformer(nn.Module):
 
     def make_masks(self, inputs: Tensor, length: int, documents: Tensor | None) -> Masks:
         """Return the masks of whole sequences of this length with these ends of documents."""
-        span = None if documents is None else Span.of(documents, length)
+        span = None if documents is None else AttentionSpan.of(documents, length)
         window = self.shape.sliding_window
         if window is None or window >= length:
             return span, span
-        every = Span.whole(len(inputs), length, inputs.device) if span is None else span
+        every = AttentionSpan.whole(len(inputs), length, inputs.device) if span is None else span
         return span, every._replace(window=window)
 
     def _apply_head(
@@ -178,7 +178,7 @@ def whole_sequence(seq: int, device: torch.device) -> Tensor:
 
 def positions_in_documents(span: Mask, rows: int, length: int) -> Tensor:
     """Return the position of each token within its document: `[rows, length]`."""
-    assert isinstance(span, Span)
+    assert isinstance(span, AttentionSpan)
     return torch.arange(length, device=span.starts.device) - span.first_seen(rows, length)
 
 

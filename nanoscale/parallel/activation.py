@@ -158,24 +158,27 @@ class SavePolicy:
     def __init__(self, selection: str) -> None:
         self.matmul_interval = {"matmuls": 1, "every-2nd-matmul": 2}.get(selection)
         self.keeps_nothing = selection == "nothing"
-        self.matmuls = self.expert_matmuls = self.exchanges = 0
-        self.counts_exchanges = False
+        self.matmuls = self.expert_matmuls = self.arriving = 0
+        self.routed = False
 
     def __call__(self, operation: Any) -> bool:
-        self.counts_exchanges |= operation is exchange_counts._opoverload
+        if operation is exchange_counts._opoverload:
+            self.routed, self.arriving = True, self.arriving + 2
         if operation in ROUTING or self.keeps_nothing:
             return operation in ROUTING
         if operation in EXPERT_MATMULS:
             self.expert_matmuls += (
                 1  # gate, up, and down, whose result the backward pass does not read
             )
-            return self.matmul_interval == 1 and self.expert_matmuls < 3
+            return self.matmul_interval == 1 and self.expert_matmuls % 3 > 0
         if operation in MATMULS:
             self.matmuls += 1
             return self.matmul_interval is not None and self.matmuls % self.matmul_interval == 0
-        if operation is _EXCHANGE and self.counts_exchanges:
-            self.exchanges += 1
-            return self.exchanges < 3  # tokens and routing; nothing reads what comes back
+        if (
+            operation is _EXCHANGE and self.routed
+        ):  # tokens and routing; nothing reads what comes back
+            self.arriving -= 1
+            return self.arriving >= 0
         # All of PyTorch's fused kernels have it in their names; the unfused one consists of products.
         return operation in COLLECTIVES or "attention" in operation.name()
 

@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
-from nanoscale.models.attention import CausalAttention, Mask, Span, pad_heads
+from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask, pad_heads
 from nanoscale.models.attention_kernels import choose_kernel, has_cudnn
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, LatentAttention, Transformer
@@ -78,9 +78,13 @@ class RingAttention(CausalAttention):
         assert not sees_all, "a KV cache has whole sequences"
         head_dim, capped = q.shape[-1], self.softcap is not None
         ends = None
-        if isinstance(mask, Span) or capped:
+        if isinstance(mask, AttentionSpan) or capped:
             length = q.shape[2] * dist.get_world_size(self.group)
-            span = mask if isinstance(mask, Span) else Span.whole(len(q), length, q.device)
+            span = (
+                mask
+                if isinstance(mask, AttentionSpan)
+                else AttentionSpan.whole(len(q), length, q.device)
+            )
             assert span.window is None, "the rules refuse windows in a ring"
             ends = span.ends(len(q), length)
         limited = ends is not None

@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nanoscale.models.moe import (
+    ExpertPairs,
     Experts,
     MixtureOfExperts,
-    Pairs,
     count,
     spread,
     sum_rows,
@@ -116,7 +116,7 @@ def _own(ep: int, weight: Tensor) -> Tensor:
 class Sent(NamedTuple):
     """Copies of tokens that are on their way to the ranks of their experts."""
 
-    to_ranks: Pairs
+    to_ranks: ExpertPairs
     """The tokens and the ranks that have any of their experts."""
     sending: list[int]
     """The copies for each rank."""
@@ -151,7 +151,9 @@ class Exchange:
         counts = torch.stack((is_sent.sum(0), count(owners, ranks)), 1)
         sending, receiving, pairs = exchange_counts(counts, self.group.group_name).tolist()
         numbers = torch.arange(ranks, device=chosen.device)
-        to_ranks = Pairs.of_choices(torch.where(is_sent > 0, numbers, ranks), ranks, sum(sending))
+        to_ranks = ExpertPairs.of_choices(
+            torch.where(is_sent > 0, numbers, ranks), ranks, sum(sending)
+        )
         owner = numbers.repeat_interleave(to_ranks.load, output_size=sum(sending))
         on_owner = chosen[to_ranks.tokens] - (owner * local).unsqueeze(1)
         on_owner = torch.where((on_owner >= 0) & (on_owner < local), on_owner, local)
@@ -230,10 +232,11 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *exchange: Any) -> Started:
         arriving = collective.all_to_all_single(x.contiguous(), *exchange)
         ctx.mark_non_differentiable(arriving)
+        ctx.set_materialize_grads(False)  # `arriving` would get zeros
         return arriving, x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
         return wait_tensor(grad), None, None, None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.data.batch import Batch
-from nanoscale.models.attention import Span, _forward, dense_attention, limited_attention
+from nanoscale.models.attention import AttentionSpan, _forward, dense_attention, limited_attention
 from nanoscale.models.attention_kernels import KERNELS, Limits
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation
@@ -51,7 +51,7 @@ def test_it_equals_attention_with_a_dense_mask(
     index = torch.arange(SEQ)
     mask = (numbers[:, :, None] == numbers[:, None]) & (index <= index[:, None])
     mask &= index > index[:, None] - (window or SEQ)
-    span = Span.of(ends_of(numbers.numpy()), SEQ)._replace(window=window)
+    span = AttentionSpan.of(ends_of(numbers.numpy()), SEQ)._replace(window=window)
     ours = limited_attention(q, k, v, span, sinks, "portable", softcap)
     dense = dense_attention(q, k, v, mask[:, None], softcap, sinks)
     grad = torch.randn_like(dense)
@@ -63,7 +63,7 @@ def test_it_equals_attention_with_a_dense_mask(
 
 def test_the_operation_says_what_it_returns() -> None:
     q, k = (torch.randn(ROWS, heads, SEQ, HEAD_DIM) for heads in (HEADS, KV_HEADS))
-    starts = Span.of(ends_of(DOCUMENTS), SEQ).starts
+    starts = AttentionSpan.of(ends_of(DOCUMENTS), SEQ).starts
     given = (q, k, k, torch.zeros(HEADS), starts, "portable", 1.0, 5, 2.0)
     torch.library.opcheck(_forward, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -117,7 +117,7 @@ def test_flash_attention_equals_the_portable_kernel(causal: bool, window: int | 
         torch.randn(ROWS, heads, SEQ, 64, device="cuda").bfloat16()
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
-    starts = Span.of(ends_of(DOCUMENTS), SEQ).starts.cuda()
+    starts = AttentionSpan.of(ends_of(DOCUMENTS), SEQ).starts.cuda()
     lengths = starts.diff().view(ROWS, -1)  # of keys
     if not causal:  # the first document has none
         lengths[:, 1] += lengths[:, 0]

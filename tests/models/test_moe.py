@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoscale.models import moe
 from nanoscale.models.initialization import initialize
-from nanoscale.models.moe import MixtureOfExperts, Pairs, spread, sum_rows
+from nanoscale.models.moe import ExpertPairs, MixtureOfExperts, spread, sum_rows
 from nanoscale.parallel.activation import device_contexts
 from tests.support.jobs import SHAPE
 
@@ -133,7 +133,7 @@ def test_the_router_computes_in_fp32_in_a_narrow_model() -> None:
 def test_pairs_of_tokens_and_experts() -> None:
     """Expert 3 is another rank's: two tokens have one pair here, and one has none."""
     chosen = torch.tensor([[2, 0], [1, 3], [3, 3], [0, 3]])
-    pairs = Pairs.of_choices(chosen, 3, 4)
+    pairs = ExpertPairs.of_choices(chosen, 3, 4)
     assert pairs.load.tolist() == [2, 1, 1]
     assert pairs.tokens.tolist() == [0, 3, 1, 0]
     assert pairs.slots.tolist() == [1, 6, 2, 0]

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from nanoscale.config.schema import Model
 from nanoscale.models import attention, attention_kernels
-from nanoscale.models.attention import Span, dense_attention
+from nanoscale.models.attention import AttentionSpan, dense_attention
 from nanoscale.models.attention_kernels import KERNELS, Limits, has_cudnn
 from nanoscale.parallel import context, ring
 from tests.support.ranks import run_ranks
@@ -124,7 +124,7 @@ def limited_rank(rank: int, softcap: float | None, has_sinks: bool) -> dict[str,
         core = context.make_core(method, dist.group.WORLD, Model(attention_softcap=softcap))
         local = [x.detach()[:, :, mine].requires_grad_() for x in leaves[:3]]
         local += [x.detach().requires_grad_() for x in leaves[3:]]
-        out = core(*local[:3], Span.of(ENDS, SEQ), sinks=local[3] if has_sinks else None)
+        out = core(*local[:3], AttentionSpan.of(ENDS, SEQ), sinks=local[3] if has_sinks else None)
         found = [out, *torch.autograd.grad(out, local, grad_out[:, :, mine])]
         for shared in found[4:]:
             dist.all_reduce(shared)

@@ -76,7 +76,10 @@ def _product(name: str, tensors: Sequence[Tensor]) -> Work:
     left, right = tensors[1:3] if name in ("addmm", "baddbmm") else tensors[:2]
     groups = left.shape[0] if left.dim() == 3 else right.shape[0] if right.dim() == 3 else 1
     (m, k), n = left.shape[-2:], right.shape[-1]
-    if "grouped" in name and left.dim() == 2:
+    if "grouped" in name and left.dim() == right.dim() == 2:  # the gradients of weights
+        groups = tensors[2].shape[0]
+        k = k // groups
+    elif "grouped" in name and left.dim() == 2:
         m = m // groups
     rows = max(left.stride()[-2:]), max(right.stride()[-2:]), n
     aligned = not any(length * left.element_size() % 16 for length in rows)
