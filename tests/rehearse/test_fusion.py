@@ -27,6 +27,7 @@ MODES = {
     "none": Row("", shape=SMALL),
     "bf16": Row("", precision="bf16", shape=SMALL),
     "full": Row("", recomputed("full"), shape=SMALL),
+    "selective": Row("", recomputed("selective"), shape=SMALL),
 }
 
 
@@ -42,17 +43,19 @@ def kept_really(_rank: int, config: ResolvedConfig) -> int:
     (stage,) = engine.stages.values()
     block = list(stage.layers.values())[-1]
     weights = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
+    inputs: set[int] = set()
     saved: dict[int, tuple[weakref.ref[Any], int]] = {}
     kept: list[int] = []
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
+        if storage._cdata not in weights | inputs:
             saved[storage._cdata] = weakref.ref(storage), storage.nbytes()
         return tensor
 
     def begin(_block: Any, args: Any) -> None:
-        weights.update(it.untyped_storage()._cdata for it in tree_iter(args) if it is not None)
+        inputs.clear()  # a later storage may have the address of a freed one
+        inputs.update(it.untyped_storage()._cdata for it in tree_iter(args) if it is not None)
         saved.clear()
 
     block.register_forward_pre_hook(begin)
@@ -70,14 +73,19 @@ def kept_by_rule(_rank: int, config: ResolvedConfig) -> int:
         life._watch_loop(training, samples, world)
         (stage,) = engine.stages.values()
         block = list(stage.layers.values())[-1]
-        before: list[set[int]] = []
+        before: dict[int, Any] = {}
         kept: list[int] = []
 
         def end(_block: Any, _args: Any, output: Any) -> None:
-            new = {key: size for key, (_, size) in world._held.items() if key not in before[-1]}
-            kept.append(sum(new.values()) - output.untyped_storage().nbytes())
+            held = world._held.items()
+            new = [entry[1] for key, entry in held if before.get(key) is not entry]
+            kept.append(sum(new) - output.untyped_storage().nbytes())
 
-        block.register_forward_pre_hook(lambda *_: before.append({*world._held}))
+        def begin(*_: Any) -> None:
+            before.clear()
+            before.update(world._held)
+
+        block.register_forward_pre_hook(begin)
         block.register_forward_hook(end)
         training.run(Agreement(StopFlag()))
     return kept[-1]
@@ -99,7 +107,6 @@ def test_a_block_keeps_products_norms_and_attention_and_nothing_else() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", map(exhaustive, MODES))
 def test_a_compiled_block_keeps_what_inductor_keeps(mode: str) -> None:
-    """On CPUs the compiler copies the result of attention once more."""
     config = compiled(MODES[mode])
     (real,), (played,) = (run_ranks(each, 1, config) for each in (kept_really, kept_by_rule))
-    assert played == pytest.approx(real, rel=0.08, abs=8192)
+    assert played == pytest.approx(real, rel=0.02, abs=8192)

@@ -232,6 +232,8 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(results[1::2])
     elif keep == "attention":
         names = set()
+    if run.fused and shape.model.norm_position == "before":
+        names -= {"down"}  # the compiler does not keep what the backward pass does not read
     kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
     kept["input"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)

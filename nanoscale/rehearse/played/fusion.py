@@ -5,17 +5,20 @@ operations and reductions live how long. From the second step on,
 - a tensor that is made and freed between two other operations (products, attention, collectives, copies,
   events) is fused away: it takes no memory, and is neither written nor read;
 - a tensor that an element-wise operation makes in the forward pass and no other operation reads in the backward
-  pass is computed again there: it is not kept;
+  pass is computed again there: it is not kept. What it is computed from is kept in its place: the results of
+  products and reductions that the forward pass would free;
+- a result that autograd keeps and that no operation reads in the backward pass is not kept;
 - element-wise operations between two other operations are one kernel, which reads and writes what is left once.
 
 The partitioner of AOTAutograd decides so too: it keeps results of reductions, products and attention, and what
-a product reads in the backward pass (torch/_functorch/partitioners.py).
+a product reads in the backward pass (torch/_functorch/partitioners.py). It keeps only what its backward graph
+reads, even of results that activation checkpointing must save.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +51,8 @@ _REDUCTIONS = {
     "logsumexp",
 }
 Region = tuple[int, str]
+Key = tuple[Region, int]
+"""A tensor: its region, and its number in the region's pass."""
 
 
 class Fusion:
@@ -62,8 +67,20 @@ class Fusion:
         self.region: Region | None = None
         """The block whose pass is played, and which pass; None outside of compiled blocks."""
         self._end_kernel, self._forget = end_kernel, forget
-        self._fates: dict[tuple[Region, int], str] = {}
-        """The fate of each tensor, by its number in its region: `fused`, `dropped` or `kept`."""
+        self._fates: dict[Key, str] = {}
+        """The fate of each tensor: `fused`, `dropped` or `kept`."""
+        self._read: set[Key] = set()
+        """The tensors that a backward pass needs: what only unread results are computed from is not in it."""
+        self._alive: set[Key] = set()
+        """The tensors that live at the end of their forward pass."""
+        self._parents: dict[Key, set[Key]] = {}
+        """For each result of an element-wise operation: what it is computed from."""
+        self._needs: dict[Key, set[Key]] = {}
+        """For each dropped tensor: what is kept in its place."""
+        self._needed: set[Key] = set()
+        """All tensors that are kept in place of others."""
+        self._sources: dict[Key, torch.UntypedStorage] = {}
+        """The needed tensors of the present forward pass."""
         self._number = self._segment = self._bytes = 0
         self._born: dict[int, _Born] = {}
         """The storages that regions made, by their addresses."""
@@ -101,6 +118,7 @@ class Fusion:
     def begin(self, region: Region | None) -> None:
         """End the present region, and begin another."""
         self.end_segment()
+        self._mark_read(it.key for it in [*self._born.values()] if it.key[0] == self.region)
         self.region, self._number = region, 0
 
     def end_segment(self) -> None:
@@ -117,19 +135,14 @@ class Fusion:
     def see(self, func: Any, tensors: Sequence[Tensor], result: Any) -> bool:
         """See an operation of a region; True if it is a part of a kernel of fused operations."""
         name = func.__name__.partition(".")[0]
-        if func.is_view:
+        if func.is_view or name == "_unsafe_view":
             return True
         is_reduction = name in _REDUCTIONS
         is_fused = is_reduction or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags
         inputs = {tensor.untyped_storage() for tensor in tensors}
         if not is_fused and name not in EMPTY:
             self.end_segment()
-            self._keep_for_backward(inputs)
-        known = {storage._cdata for storage in inputs}
-        new = [it.untyped_storage() for it in flat(result) if isinstance(it, Tensor)]
-        for storage in new:
-            if storage._cdata not in known:
-                self._bear(storage, drops=is_fused and not is_reduction, fuses=is_fused)
+        self._see_storages(inputs, result, drops=is_fused and not is_reduction, fuses=is_fused)
         if is_fused:
             for tensor in tensors:
                 self._count(tensor, written=False)
@@ -138,50 +151,107 @@ class Fusion:
                     self._count(tensor, written=True)
         return is_fused or name in EMPTY
 
-    def _keep_for_backward(self, inputs: Iterable[torch.UntypedStorage]) -> None:
-        """Keep what an operation that is not fused reads in a backward pass."""
+    def see_collective(self, tensors: Sequence[Tensor], result: Any) -> None:
+        """See a collective of a region, which ends a kernel."""
+        if self.region is not None:
+            inputs = {tensor.untyped_storage() for tensor in tensors}
+            self._see_storages(inputs, result, drops=False, fuses=False)
+
+    def _see_storages(
+        self, inputs: Collection[torch.UntypedStorage], result: Any, *, drops: bool, fuses: bool
+    ) -> None:
+        """See what an operation reads, and what it makes."""
         assert self.region is not None
-        if self.region[1] == "backward":
-            for storage in inputs:
-                born = self._born.get(storage._cdata)
-                if born is not None and born.reference() is storage:
-                    self._fates[born.region, born.number] = "kept"
+        parents = {born.key for storage in inputs if (born := self._find(storage)) is not None}
+        if self.region[1] == "backward" and not fuses:
+            self._fates |= dict.fromkeys(parents, "kept")
+        known = {storage._cdata for storage in inputs}
+        results = [it.untyped_storage() for it in flat(result) if isinstance(it, Tensor)]
+        for storage in results:
+            if storage._cdata not in known:
+                self._bear(storage, drops=drops, fuses=fuses)
+                if drops and not self.learned:
+                    self._parents[self.region, self._number] = parents
+        if not drops or any(storage._cdata in known for storage in results):
+            self._mark_read(parents)
+
+    def _mark_read(self, keys: Iterable[Key]) -> None:
+        """Note that a backward pass needs tensors, and what it has computed them from."""
+        if self.region is None or self.region[1] != "backward" or self.learned:
+            return
+        for key in keys:
+            if key not in self._read:
+                self._read.add(key)
+                if key[0] == self.region:
+                    self._mark_read(self._parents.get(key, ()))
+
+    def _find(self, storage: torch.UntypedStorage) -> _Born | None:
+        """Return what is known of a storage that a region has made."""
+        born = self._born.get(storage._cdata)
+        return born if born is not None and born.reference() is storage else None
 
     def _bear(self, storage: torch.UntypedStorage, *, drops: bool, fuses: bool) -> None:
         assert self.region is not None
         self._number += 1
-        fate = self._fates.get((self.region, self._number))
-        if (self.learned and fate == "fused") or self.region[1] == "update":
+        key = self.region, self._number
+        if (self.learned and self._fates.get(key) == "fused") or self.region[1] == "update":
             self._ghosts[storage._cdata] = weakref.ref(storage)
             return
-        reference = weakref.ref(storage, partial(self._died, storage._cdata) if fuses else None)
-        born = _Born(reference, self.region, self._number, self._segment, drops)
-        self._born[storage._cdata] = born
+        reference = weakref.ref(storage, partial(self._died, storage._cdata))
+        self._born[storage._cdata] = _Born(reference, key, self._segment, drops, fuses)
+        if key in self._needed:
+            self._sources[key] = storage
 
-    def _died(self, key: int, reference: Any) -> None:
-        born = self._born.get(key)
+    def _died(self, address: int, reference: Any) -> None:
+        born = self._born.get(address)
         if born is None or born.reference is not reference:
             return
-        del self._born[key]
-        if not self.learned:
+        del self._born[address]
+        if self.learned:
+            return
+        if born.key in self._alive and born.key not in self._read:
+            self._fates[born.key] = "dropped"
+        elif born.fuses:
             fate = "fused" if born.segment == self._segment else "kept"
-            self._fates.setdefault((born.region, born.number), fate)
+            self._fates.setdefault(born.key, fate)
 
     def _end_forward(self, region: Region, result: Tensor) -> None:
         """Drop what is computed again in the backward pass: what only fused operations read there."""
         output = result.untyped_storage()
-        for born in list(self._born.values()):
+        for address, born in list(self._born.items()):
             storage = born.reference()
-            if born.region != region or storage is None:
+            if born.key[0] != region or storage is None:
                 continue
-            if not born.drops or storage is output:
-                self._fates[region, born.number] = "kept"
-            elif self.learned and self._fates.get((region, born.number)) == "dropped":
-                self._ghosts[storage._cdata] = weakref.ref(storage)
+            self._alive.add(born.key)
+            if storage is output or not (born.drops or self.learned):
+                self._fates[born.key] = "kept"
+            elif not self.learned:
+                self._fates.setdefault(born.key, "dropped")
+            elif self._fates.get(born.key) == "dropped" and born.key not in self._needed:
+                self._ghosts[address] = weakref.ref(storage)
                 self._forget(storage)
-            else:
-                self._fates.setdefault((region, born.number), "dropped")
+                needs = self._needs.get(born.key, set())
+                sources = [self._sources[key] for key in needs if key in self._sources]
+                self._born[address] = born._replace(sources=sources)
+        self._sources.clear()
         self.begin(None)
+
+    def learn(self) -> None:
+        """End the first step: decide which tensors are kept in place of dropped ones."""
+        self.learned = True
+        for key in self._alive:
+            if self._fates.get(key) == "dropped" and key in self._read:
+                self._needs[key] = set(self._kept_in_place_of(key))
+                self._needed |= self._needs[key]
+
+    def _kept_in_place_of(self, key: Key) -> Iterator[Key]:
+        for parent in self._parents[key]:
+            if parent in self._alive and self._fates.get(parent) == "kept":
+                continue
+            if parent in self._parents:
+                yield from self._kept_in_place_of(parent)
+            else:
+                yield parent
 
     def _count(self, tensor: Tensor, *, written: bool) -> None:
         """Add the bytes that the present kernel reads or writes, once for each storage."""
@@ -199,12 +269,14 @@ class _Born(NamedTuple):
     """A storage that a region has made."""
 
     reference: weakref.ref[Any]
-    region: Region
-    number: int
-    """Its number in the region's pass."""
+    key: Key
     segment: int
     drops: bool
     """True if it can be computed again in the backward pass."""
+    fuses: bool
+    """True if an operation made it that can be fused."""
+    sources: Sequence[torch.UntypedStorage] = ()
+    """The storages that are kept in its place as long as it lives."""
 
 
 class _Mark(torch.autograd.Function):

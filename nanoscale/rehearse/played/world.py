@@ -170,7 +170,7 @@ class World(DeviceMemory):
     def begin_compiled_step(self) -> None:
         """Play the next step as compiled, and forget the memory of the first one, which was not."""
         if not self.fusion.learned:
-            self.fusion.learned = True
+            self.fusion.learn()
             for phase in ("forward", "backward", "update"):
                 self.record.phases.pop(phase, None)
             self.allocator.release_free()
@@ -235,6 +235,7 @@ class World(DeviceMemory):
             self._pending[_address(work)] = len(self.record.calls), held
             self.add_event("call", len(self.record.calls))
             self._record_call(collective)
+            self.fusion.see_collective(collective.tensors, result)
         return result
 
     def wait_for(self, work: Any) -> bool:
