@@ -525,18 +525,13 @@ class _SpreadTwice(torch.autograd.Function):
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *pairs: Tensor) -> Tensor:
-        # A recomputation ends with the last saved tensor: it should not compute the rows for the sake of their
-        # order. The compiler knows without this what it need not compute.
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(pairs[0])
-        else:
-            ctx.tokens = pairs[0]
+        ctx.save_for_backward(pairs[0])
         return _sum(rows, *pairs[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens,) = ctx.saved_tensors if torch.compiler.is_compiling() else (ctx.tokens,)
+        (tokens,) = ctx.saved_tensors
         return grad[tokens], None, None, None
 
 

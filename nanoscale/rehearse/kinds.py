@@ -29,8 +29,11 @@ def played_ranks(config: ResolvedConfig) -> dict[int, int]:
 def repeated_batches(config: ResolvedConfig) -> int:
     """Return the number of micro batches of a step for which a pipeline repeats the record of another.
 
-    None is repeated if the backward pass is split, if the last micro batch goes back first, or with offloading.
+    None is repeated if the backward pass is split, if the last micro batch goes back first, with offloading, or
+    in compiled blocks with experts, whose memory is freed in an order that differs between micro batches.
     """
+    if config.model.experts and config.backend.compile == "on":
+        return 0
     parallel, schedules = config.parallel, ("gpipe", "1f1b", "interleaved-1f1b")
     if parallel.pp == 1 or parallel.schedule not in schedules or parallel.offload_activations:
         return 0

@@ -23,7 +23,8 @@ def _every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_limit_has_such_a_test():
     tested = {(DS in words, key) for words, _, key in LAWS}
     for limit in DEEPSPEED:
-        if limit.key != "precision.params":  # fp64, with which more is wrong: below
+        # With fp64 more is wrong: below. tp_overlap needs compiled blocks, which DeepSpeed has without tp only.
+        if limit.key not in ("precision.params", "parallel.tp_overlap"):
             assert (True, limit.key) in tested, limit.key
 
 

@@ -288,7 +288,6 @@ def test_the_prepared_folder_is_learned_from_by_its_answers_alone(tmp_path, mode
 def test_what_packing_does_not_go_with_is_refused(tmp_path):
     words = ["recipe=debug", "data.packing=whole"]
     for more, key, instead in (
-        (["parallel.cp=2"], "data.packing", "parallel.cp_method=ulysses"),
         (["data.document_mask=false"], "data.document_mask", "data.packing=stream"),
         (["data.loss_on=answers"], "data.loss_on", "data.loss_on=all"),
     ):

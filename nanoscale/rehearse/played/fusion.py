@@ -245,7 +245,7 @@ class Fusion:
                 self._needed |= self._needs[key]
 
     def _kept_in_place_of(self, key: Key) -> Iterator[Key]:
-        for parent in self._parents[key]:
+        for parent in self._parents.get(key, ()):
             if parent in self._alive and self._fates.get(parent) == "kept":
                 continue
             if parent in self._parents:

@@ -261,12 +261,6 @@ def undecided(plan: Prediction) -> str:
     return f"the plan cannot decide whether the job fits ({plan.fits_probability:.0%})"
 
 
-_IDLE_RECOMPUTATION = (
-    "parallel.activation_checkpointing=selective saves no memory in compiled blocks, which recompute all but "
-    "products by themselves: parallel.selective_keep=attention does"
-)
-
-
 _WORTH_A_HINT = 0.01
 _REDUCTIONS = (
     "precision.reduce=bf16 would make a step {:.1%} shorter: it halves what reductions send, and rounds sums "
@@ -287,10 +281,7 @@ def outcome(plan: Prediction) -> list[str]:
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     on_cpu = plan.hardware.device == CPU
     rough = on_cpu and known_speed() is None
-    layout, compiled = plan.config.parallel, plan.config.backend.compile == "on"
-    mode = layout.activation_checkpointing, layout.selective_keep
     reductions = gain_of_bf16_reductions(plan)
-    recomputes_idly = compiled and mode == ("selective", "matmuls")
     usual = None if on_cpu else usual_mfu_text(usual_mfu(plan.config), time.mfu)
     return [
         *(["rough: this CPU's speed is assumed; `nanoscale doctor` measures it"] if rough else []),
@@ -298,7 +289,6 @@ def outcome(plan: Prediction) -> list[str]:
         *([usual] if usual else []),
         *([advice] if advice else []),
         *([_REDUCTIONS.format(reductions)] if reductions > _WORTH_A_HINT else []),
-        *([_IDLE_RECOMPUTATION] if recomputes_idly else []),
         *map(_padding, paddings(plan.config, plan.hardware)),
         *saving_text.saving_lines(_saving(plan)),
     ]
