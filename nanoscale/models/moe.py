@@ -317,9 +317,13 @@ def run_experts(
 
 
 def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
-    """True if a GPU's kernel supports the inputs: bf16, and rows of whole 16 bytes."""
+    """True if a GPU's kernel supports the inputs: bf16, rows of whole 16 bytes, and at least one row.
+
+    A compiled block cannot know the number of rows.
+    """
     aligned = tokens.shape[1] % 8 == gate.shape[1] % 8 == 0
-    return tokens.device.type == "cuda" and tokens.dtype == torch.bfloat16 and aligned
+    fits = tokens.device.type == "cuda" and tokens.dtype == torch.bfloat16 and aligned
+    return fits and (torch.compiler.is_compiling() or len(tokens) > 0)
 
 
 def _leaves_unused_unwritten(device: torch.device) -> bool:

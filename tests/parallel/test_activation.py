@@ -22,10 +22,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.config.schema import Model, Parallel
-from nanoscale.models.moe import is_recomputed
+from nanoscale.models.moe import is_recomputed, multiply_by_expert
 from nanoscale.models.rope import rope_rotation
 from nanoscale.models.transformer import Block, Rotations, RunLayers, run_layers
 from nanoscale.parallel import activation, process_group
+from nanoscale.parallel.expert import exchange_counts
 from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
@@ -380,3 +381,14 @@ def test_describe() -> None:
     assert activation.describe(mode) == (
         "one block in 2 recomputed, saved activations wait in host memory"
     )
+
+
+def test_selective_keeps_the_products_of_experts_in_both_halves_of_a_batch() -> None:
+    """Gate and up of each half, and the rows that arrive; neither down nor what returns to the tokens."""
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    counts, matmul = exchange_counts._opoverload, multiply_by_expert._opoverload
+    send, compute = [counts, exchange, exchange], [matmul, matmul, matmul, exchange]
+    policy = activation.SavePolicy("matmuls")
+    assert [policy(it) for it in send + send] == 6 * [True]
+    assert [policy(it) for it in compute + compute] == 2 * [True, True, False, False]
+    assert activation.SavePolicy("matmuls")(exchange)  # of Ulysses, whose block routes later
