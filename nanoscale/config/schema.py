@@ -458,7 +458,9 @@ class Parallel:
         planned=True,
     )
     checkpoint_every: int = key(
-        1, "activation_checkpointing=full: recompute every k-th block only", at_least=1
+        1,
+        "activation_checkpointing=full or selective: recompute every k-th block only",
+        at_least=1,
     )
     selective_keep: Literal["attention", "matmuls", "every-2nd-matmul"] = key(
         "matmuls",

@@ -4,7 +4,7 @@
 |---|---|---|
 | none | all that autograd saves | nothing |
 | full | the input of each block (or of every k-th, and all of the others) | these blocks |
-| selective | the input of each block and the results of some products | all other operations |
+| selective | as full, and the results of some products | all other operations of these blocks |
 | sqrt | the input of each of ⌈√layers⌉ groups of blocks | every group as one |
 
 Only the `forward` of a block, as an attribute of the instance, or the model's loop over its blocks is
@@ -52,9 +52,9 @@ _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
     """Let the blocks of a model, in place, recompute activations that the mode does not keep."""
-    blocks: list[nn.Module] = list(layers.values())
+    blocks: list[nn.Module] = list(layers.values())[:: parallel.checkpoint_every]
     if parallel.activation_checkpointing == "full":
-        for block in blocks[:: parallel.checkpoint_every]:
+        for block in blocks:
             block.forward = partial(_recompute_all, [block], block.forward)
     if parallel.activation_checkpointing == "selective":
         make_contexts = host_contexts if parallel.offload_activations else device_contexts
@@ -82,10 +82,11 @@ def make_run_layers(parallel: Parallel, run: RunLayers) -> RunLayers:
 def describe(parallel: Parallel) -> str:
     """Describe the mode in one line."""
     every = parallel.checkpoint_every
+    some = "every block" if every == 1 else f"one block in {every}"
     text = {
         "none": "everything kept for the backward pass",
-        "full": "every block recomputed" if every == 1 else f"one block in {every} recomputed",
-        "selective": f"all recomputed except {_SELECTION_NAMES[parallel.selective_keep]}",
+        "full": f"{some} recomputed",
+        "selective": f"{some} recomputed except {_SELECTION_NAMES[parallel.selective_keep]}",
         "sqrt": "blocks recomputed in √layers groups",
     }[parallel.activation_checkpointing]
     return (

@@ -43,10 +43,15 @@ MODES = {
     "full, every 3rd": {"activation_checkpointing": "full", "checkpoint_every": 3},
     "attention": {"activation_checkpointing": "selective", "selective_keep": "attention"},
     "matmuls": {"activation_checkpointing": "selective", "selective_keep": "matmuls"},
+    "matmuls, every 3rd block": {"activation_checkpointing": "selective", "checkpoint_every": 3},
     "every 2nd": {"activation_checkpointing": "selective", "selective_keep": "every-2nd-matmul"},
     "sqrt": {"activation_checkpointing": "sqrt"},
 }
-RECOMPUTED = {"none": 0, "full, every 3rd": 3}  # blocks; the others all of them
+RECOMPUTED = {
+    "none": 0,
+    "full, every 3rd": 3,
+    "matmuls, every 3rd block": 3,
+}  # blocks; the others all of them
 
 
 @dataclass
@@ -181,6 +186,7 @@ def test_operations_computed_again(offload: bool) -> None:
         "full, every 3rd": ((MATMULS_A_BLOCK - 1) * 3, LAYERS + 3),
         "attention": (needed, LAYERS),
         "matmuls": (0, LAYERS),
+        "matmuls, every 3rd block": (0, LAYERS),
         "every 2nd": ((MATMULS_A_BLOCK - 3 - 1) * LAYERS, LAYERS),  # wq wv gate of those needed
         "sqrt": (needed + 7 - 2, 2 * LAYERS),
     }

@@ -17,6 +17,7 @@ from tests.support.measured_memory import (
     GPT2,
     GPT_OSS,
     MIXTURE,
+    SHAPE,
     Row,
     config_of,
     recomputed,
@@ -57,6 +58,18 @@ ROWS = {
     ),
     "LoRA, dp 2, stage 2, bf16": on_gpus(Row("", {"dp": 2}, 2, precision="bf16", lora=ADAPTERS)),
     "LoRA, dp 2, stage 3, bf16": on_gpus(Row("", {"dp": 2}, 3, precision="bf16", lora=ADAPTERS)),
+    **{
+        f"every 2nd of {layers} blocks selective, dp 2, stage 2, bf16": on_gpus(
+            Row(
+                "",
+                {"dp": 2} | recomputed("selective", checkpoint_every=2),
+                2,
+                precision="bf16",
+                shape=replace(SHAPE, layers=layers),
+            )
+        )
+        for layers in (3, 4)
+    },
     "gpt-oss, bf16, selective": on_gpus(
         Row("", recomputed("selective"), 0, 2, precision="bf16", shape=GPT_OSS)
     ),

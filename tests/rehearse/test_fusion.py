@@ -28,6 +28,7 @@ MODES = {
     "bf16": Row("", precision="bf16", shape=SMALL),
     "full": Row("", recomputed("full"), shape=SMALL),
     "selective": Row("", recomputed("selective"), shape=SMALL),
+    "2nd block kept": Row("", recomputed("selective", checkpoint_every=2), shape=SMALL),
 }
 
 

@@ -148,7 +148,7 @@ _COMPILED = {"backend.compile": "on"}
 EXECUTION = (
     Rule("parallel.checkpoint_every", ("parallel.checkpoint_every", _MODE, "model.layers"),
         lambda config: (
-            config.parallel.activation_checkpointing != "full"
+            config.parallel.activation_checkpointing not in ("full", "selective")
             or config.parallel.checkpoint_every <= config.model.layers
         ),
         "is more than model.layers={c.model.layers}: nothing would be recomputed",

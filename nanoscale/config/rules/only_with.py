@@ -23,7 +23,7 @@ OF_LAYOUT = (
     only_with("zero.prefetch", {"zero.stage": 3, "parallel.pp": 1}),
     only_with("parallel.schedule", _STAGED),
     only_with("parallel.layers_per_stage", _STAGED),
-    only_with("parallel.checkpoint_every", {_MODE: "full"}),
+    only_with("parallel.checkpoint_every", {_MODE: ("full", "selective")}),
     only_with("parallel.selective_keep", {_MODE: "selective"}),
     *of_kind("config",
         refused("zero.nvme_path",

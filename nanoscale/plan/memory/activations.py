@@ -462,9 +462,10 @@ def _stage_activations(
         extra = block.working + recomputed
         last = block.kept if checkpointed else plain.kept
     if dense and mode != "sqrt":
-        block = block_memory(shape, run, mode, keep)
-        other = block_memory(_dense(shape, tp), run, mode, keep)
-        kept += dense * (other.kept - block.kept)
+        block, other_shape = block_memory(shape, run, mode, keep), _dense(shape, tp)
+        other, count = block_memory(other_shape, run, mode, keep), ceil(dense / every)
+        whole = block_memory(other_shape, run).kept - plain.kept
+        kept += count * (other.kept - block.kept) + (dense - count) * whole
         if dense == layers:
             extra = other.working + other.recomputed - other.kept
     waiting = between_passes(shape, run)

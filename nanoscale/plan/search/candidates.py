@@ -155,7 +155,7 @@ def _recomputing(
 ) -> ResolvedConfig:
     """Return the configuration with a mode, and with its options reset unless they are kept."""
     layout, plain = config.parallel, Parallel()
-    every = keep_options and mode == "full"
+    every = keep_options and mode in ("full", "selective")
     keep = keep_options and mode == "selective"
     return _laid_out(
         config,

@@ -580,7 +580,7 @@ def head(hardware: Hardware, shape: MicroBatchShape) -> Passes:
 def recomputed_share(config: ResolvedConfig) -> float:
     """Return the share of a stage's blocks that are recomputed."""
     layout = config.parallel
-    if layout.activation_checkpointing == "full":
-        layers = config.model.layers
-        return math.ceil(layers / layout.checkpoint_every) / layers
-    return 0.0 if layout.activation_checkpointing == "none" else 1.0
+    if layout.activation_checkpointing == "none":
+        return 0.0
+    layers = max(1, config.model.layers // (layout.pp * layout.virtual_stages))
+    return math.ceil(layers / layout.checkpoint_every) / layers
