@@ -129,6 +129,8 @@ class RunLock:
         self._folder = self._handle = -1
         self._last_beat = 0.0
         self._lost = False
+        self.heard: float | None = None
+        """The last heartbeat of a previous holder that died, UNIX seconds; None: it released the run."""
         self._was_in_place = False
         """False also until a folder in preparation has been moved to its final path."""
         self._closing = threading.Event()
@@ -211,6 +213,7 @@ class RunLock:
                 return False
             raise
         self._handle = handle
+        self.heard = None if token.is_free else token.changed / 1e9
         record = json.dumps({"token": self._name, **asdict(Owner.me())}).encode()
         os.pwrite(handle, record, 0)
         os.ftruncate(handle, len(record))
@@ -281,6 +284,18 @@ def owner(run: RunDirectory) -> Owner | None:
         return None
     finally:
         os.close(folder)
+
+
+def last_beat(run: RunDirectory) -> float | None:
+    """Return the time of the last heartbeat, UNIX seconds; None if the run was released or cannot be read."""
+    with suppress(OSError, UserError):
+        folder = _open_folder(run.path)
+        try:
+            token = _read_token(folder)
+        finally:
+            os.close(folder)
+        return None if token.is_free else token.changed / 1e9
+    return None
 
 
 def refuse_if_held(run: RunDirectory) -> None:

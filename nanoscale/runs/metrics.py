@@ -56,6 +56,9 @@ METRICS = {
     "step_time_s": Metric("time of a step", "step time", "s"),
     "data_wait": Metric("share of the time in which the training waited for texts that are prepared beside it",
         "waits for data", "{:.0%}"),
+    "eval_time_s": Metric("on steps with an evaluation: seconds that it took"),
+    "goodput": Metric("share of the run's time, from its first attempt's beginning, in which steps of its "
+        "history were trained: see [run-directory.md](run-directory.md#goodput)", rises=True),
     "gpu_utilization": Metric("where NVML answers: percent of time, the mean over the ranks' GPUs", "GPU",
         "{:.0f}%"),
     "gpu_power_w": Metric("the mean power of the ranks' GPUs", "GPU", "{:,.0f} W"),

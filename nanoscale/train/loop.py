@@ -23,6 +23,7 @@ from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.runs.events import Note
+from nanoscale.runs.goodput import Tally
 from nanoscale.runs.position import NOW
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import Callbacks
@@ -55,6 +56,7 @@ class Training:
     hosts: Sequence[str] = ()
     """The host of each rank; empty: late ranks are not looked for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    tally: Tally | None = None
 
     def __post_init__(self) -> None:
         config, engine, progress, train = self.config, self.engine, self.progress, self.data.train
@@ -214,7 +216,11 @@ class Training:
         # The time and memory of the steps are read before the evaluation, which needs its own.
         record = self.step_log.gather(result, self.learning_rate(self.progress.step))
         if evaluates:
+            start = time.monotonic()
             record |= self.evaluator.evaluate()
+            record["eval_time_s"] = time.monotonic() - start
+        if self.tally is not None:
+            record["goodput"] = self.tally.add(record)
         self.logged = record
         # Written before it is judged: the metrics of a run that diverged end with the step that did.
         for sink in self.sinks:

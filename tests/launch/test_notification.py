@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.runs import events
+from nanoscale.runs import events, status
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.goodput import goodput
 from tests.support.rows import exhaustive
 
 JOB = ("train", "recipe=debug", "train.steps=2", "parallel.dp=1", "launcher.notify=MY_HOOK")
@@ -59,6 +60,12 @@ def test_a_failure_is_posted_with_its_cause(tmp_path: Path, received: list[dict[
     states = [it["state"] for it in received]
     assert states == ["starting", "restarting", "starting", "failed"]
     assert "rank 0" in received[-1]["message"] and received[-1]["exit_code"] == 1
+    run = RunDirectory(tmp_path / "first")
+    known, ended = goodput(run), status.read(run).ended
+    assert known is not None and ended is not None
+    began = next(it["time"] for it in events.read(run) if it["kind"] == events.ATTEMPT)
+    assert sum(known.seconds.values()) == pytest.approx(ended - began, abs=0.1)
+    assert min(known.seconds[name] for name in ("starting", "lost", "repairing")) > 0
 
 
 @pytest.mark.slow

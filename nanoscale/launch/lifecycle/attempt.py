@@ -179,6 +179,8 @@ class Attempt:
         self.view.poll()  # the ranks may have begun to train just now
         if not self.view.running:
             self.execution.kill()  # there is nothing to save
+            message = f"{number.name}: stopping before the first step"
+            self._record("signal", message, signal=number.name)
             return
         self.fleet.send(self.members, "stop", attempt=self.plan.attempt)
         message = f"{number.name}: stopping after the current step; Ctrl-C again to kill"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
@@ -24,6 +25,7 @@ from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request, check_request
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
+from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 
 _SHORTEST_PAUSE_S = 1.0
@@ -147,7 +149,7 @@ class Supervisor:
             start = f"the checkpoint of step {steps[-1]}"
         text = f"{reason}; starting again from {start} ({more} after this)"
         self.notifier.send("restarting", text)
-        events.append(self.run, "restart", text, left=restarts_left)
+        events.append(self.run, "restart", text, left=restarts_left, **_of_cause(cause))
         self.view.poll()
 
     def _begin(self, plan: LaunchPlan) -> None:
@@ -163,7 +165,9 @@ class Supervisor:
         names = ", ".join(host.host for host in plan.hosts)
         message = f"attempt {plan.attempt}: {counted(plan.world_size, 'rank')} on {names}"
         self.notifier.send("starting", message)
-        about = {"attempt": plan.attempt, "world_size": plan.world_size}
+        about: dict[str, Any] = {"attempt": plan.attempt, "world_size": plan.world_size}
+        if self.lock.heard is not None:  # the launcher before this one was killed
+            about["heard"], self.lock.heard = self.lock.heard, None
         events.append(self.run, events.ATTEMPT, message, **about)
 
     def _make_logs(self, plan: LaunchPlan) -> None:
@@ -184,12 +188,20 @@ class Supervisor:
             if cause is not None:
                 if not self.run.failure.exists():  # the disk was full before the fence's end
                     failure.write(self.run, cause)
-                events.append(self.run, "failure", cause.sentence, rank=cause.rank)
+                about = {"rank": cause.rank, **_of_cause(cause)}
+                events.append(self.run, "failure", cause.sentence, **about)
             status.write(self.run, status.read(self.run).ending(outcome.state, outcome.exit_code))
         why = cause.sentence if cause is not None else f"exit code {outcome.exit_code}"
         self.notifier.send(outcome.state, why, outcome.exit_code)
         self.notifier.finish()
         return outcome
+
+
+def _of_cause(cause: Failure | None) -> dict[str, Any]:
+    """Return the fields of an event that say when a failure was, and where."""
+    if cause is None:
+        return {}
+    return {"since": cause.time, "host": cause.host, "cause": f"{cause.host} ({cause.diagnosis})"}
 
 
 def prepare(

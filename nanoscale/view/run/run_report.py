@@ -15,6 +15,7 @@ from nanoscale.launch.lifecycle.command import read_plan
 from nanoscale.runs import events, failure, jsonlines, metrics, status
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.runs.documents import damaged, read_document
+from nanoscale.runs.goodput import NAMES, goodput
 from nanoscale.runs.jsonlines import Object
 from nanoscale.runs.metrics import METRICS, Steady, steady
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, page, table
@@ -22,6 +23,8 @@ from nanoscale.view.charts import Curve, curve_line, curves
 from nanoscale.view.job_text import job_lines, seen_text, what
 from nanoscale.view.run.live import figures, number
 
+_BAR = 40
+"""The characters of a bar for the whole time."""
 MOST_POINTS = 600
 """The most points of a curve."""
 _NOTICED = ("straggler", "spike", "zero gradient", "health")
@@ -54,6 +57,7 @@ def document(run: RunDirectory) -> Document:
         "planned_after": seen.after,
         "usual_mfu": usual_mfu(config) if config.launcher.device == "cuda" else None,
         "statistics": jsonlines.last(run.statistics, "modules"),
+        "goodput": known.document() if (known := goodput(run)) else None,
         "noticed": [event for event in happened if event.get("kind") in _NOTICED],
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name, it in METRICS.items() if it.chart},
@@ -190,6 +194,11 @@ def _blocks(about: Document) -> Iterator[Block]:
     yield table(_COMPARED, about["against_plan"], "prediction and measurement")
     if not about["against_plan"]:
         yield Lines(["There is no plan of this layout."])
+    if (parts := about["goodput"]) is not None:
+        yield Lines([f"goodput: {parts['sentence']}"])
+        wall_s = parts["wall_s"] or 1.0
+        shares = [(name, it, it / wall_s) for name, it in parts["seconds"].items() if it]
+        yield table(_GOODPUT, shares, "goodput")
     yield Lines([usual] if (usual := usual_mfu_text(about["usual_mfu"])) else [])
     if (layers := about["statistics"]) is not None:
         rows = [
@@ -286,6 +295,13 @@ _COMPARED = (
     Column("predicted", lambda row: figure(row["predicted"], row["unit"])),
     Column("measured", lambda row: figure(row["measured"], row["unit"]) or "not known"),
     Column("difference", lambda row: "" if row["error"] is None else f"{row['error']:+.1%}"),
+)
+_GOODPUT = (
+    Column("", lambda row: row[0]),
+    Column("time", lambda row: duration(row[1])),
+    Column("share", lambda row: f"{row[2]:.1%}"),
+    Column("bar", lambda row: "█" * round(_BAR * row[2]), is_text=True, optional=1),
+    Column("seconds of", lambda row: NAMES[row[0]], is_text=True, optional=2),
 )
 _LAYERS = {
     "weight_norm": "weights", "grad_norm": "gradients", "rms": "result, rms", "largest": "largest",

@@ -18,6 +18,7 @@ from nanoscale.launch.batch.jobs import Job, in_words, output_of
 from nanoscale.runs import events, failure, lock, metrics, status
 from nanoscale.runs.changes import TAGS_KEY, current_tags, read_tags
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.goodput import goodput
 from nanoscale.view.blocks import Column, show_table, table
 
 Row = dict[str, Any]
@@ -211,6 +212,7 @@ def document(run: RunDirectory, job: Job | None) -> dict[str, Any]:
         "checkpoints": run.checkpoint_steps(),
         "metrics": metrics.last(run),
         "failure": asdict(cause) if cause else None,
+        "goodput": known.document() if (known := goodput(run)) else None,
         "events": events.read(run),
     }
 
@@ -268,6 +270,8 @@ def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> N
         rows["profile"] = str(run.profile)
     if document["metrics"]:
         rows |= figures(document["metrics"])
+    if document["goodput"]:
+        rows["goodput"] = document["goodput"]["sentence"]
     if document["failure"]:
         cause = document["failure"]
         rows["failure"] = f"{cause['diagnosis']} (rank {cause['rank']} on {cause['host']})"

@@ -79,6 +79,7 @@ def _read(run: RunDirectory, job: Job | None) -> Row:
         "losses": [it for it in losses if it is not None][-_POINTS:],
         "tokens_per_s": _number(last.get("tokens_per_s")),
         "planned_tokens_per_s": planned,
+        "goodput": _number(last.get("goodput")),
         "memory_gib": _number(last.get("memory_gib")),
         "eta_s": left * seconds if seconds and values["in_progress"] and left > 0 else None,
         "event": message if isinstance(message, str) and message else values["message"],
@@ -123,6 +124,9 @@ _COLUMNS = (
     Column("loss", lambda it: "" if it["loss"] is None else f"{it['loss']:.4f}", optional=2),
     Column("curve", lambda it: curve(it["losses"]), is_text=True, optional=1),
     Column("tokens/s (of plan)", _speed),
+    Column(
+        "goodput", lambda it: "" if it["goodput"] is None else f"{it['goodput']:.1%}", optional=2
+    ),
     Column("memory", lambda it: byte_size(int(GIB * it["memory_gib"])) if it["memory_gib"] else ""),
     Column("ETA", lambda it: duration(it["eta_s"]) if it["eta_s"] is not None else ""),
     Column("last event", lambda it: it["event"], is_text=True, optional=1),
