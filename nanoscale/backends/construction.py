@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends import float8, nf4
 from nanoscale.backends.base import make_stage
+from nanoscale.backends.gradients import TiedGradient
 from nanoscale.backends.master_weights import MasterWeights
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
@@ -77,6 +78,15 @@ def make_reducer(
     if layout.data is None or not is_replicated(config):
         return None
     return GradientReducer([p for _, p in parameters], layout.data.get_group("dp_replicate"))
+
+
+def make_tied_gradient(
+    parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout
+) -> TiedGradient | None:
+    """Create the sum of the gradients of a tied embedding; None if this rank shares none with another stage."""
+    if layout.ends is None:
+        return None
+    return TiedGradient(dict(parameters)["embed.weight"], layout.ends)
 
 
 def make_pipeline(

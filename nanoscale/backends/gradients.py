@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,23 @@ def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
 def excess(norm: Tensor, limit: float) -> Tensor:
     """Return how many times too long a gradient of this norm is, at least 1."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
+
+
+@dataclass(frozen=True)
+class TiedGradient:
+    """The gradient of a tied embedding in a pipeline: its ends hold one copy of the weights each, and make the
+    same updates of both."""
+
+    parameter: Tensor
+    group: dist.ProcessGroup
+    """The ranks that hold the same shard in the first stage and in the last."""
+
+    def add_up(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Sum both copies' gradients, in place; return the gradients of this rank that count in the norm."""
+        gradient = self.parameter.grad
+        assert gradient is not None, "it is filled"
+        dist.all_reduce(local_tensor(gradient), group=self.group)
+        return gradients if self.group.rank() == 0 else [g for g in gradients if g is not gradient]
 
 
 def _replica_count(gradient: Tensor) -> int:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from nanoscale.backends import gradients
 from nanoscale.backends.base import Engine, StepResult
-from nanoscale.backends.construction import build_stages, make_masters, make_pipeline, make_reducer
+from nanoscale.backends.construction import (
+    build_stages,
+    make_masters,
+    make_pipeline,
+    make_reducer,
+    make_tied_gradient,
+)
 from nanoscale.backends.native_state import NativeState
 from nanoscale.backends.optimizer import (
     clip_in_update,
@@ -48,6 +54,7 @@ class NativeEngine(Engine):
         named = named if self.masters is None else self.masters.parameters
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.reducer = make_reducer(trained, config, layout)
+        self.tied = make_tied_gradient(trained, layout)
         rounded = rounds(config.optimizer, config.precision)
         self.optimizer = make_optimizer(
             trained, config.optimizer, rounded=rounded, build=own_optimizer(config)
@@ -152,13 +159,15 @@ class NativeEngine(Engine):
         self.filled = [p for p in parameters if p.grad is None]
         if self.reducer is not None:  # before the norm, which is that of the reduced gradients
             self.filled = self.reducer.finish()
-        grads = gradients.fill(parameters)
+        grads = counted = gradients.fill(parameters)
+        if self.tied is not None:
+            counted = self.tied.add_up(grads)
         # Unscaled before the norm is taken: clip_norm and the logged norm mean the true gradients.
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)
         # Each replica has the whole gradient, and all have the same.
         compute_norm = gradients.global_norm if self.reducer is None else gradients.local_norm
-        norm = compute_norm(grads)  # on the host if they are offloaded
+        norm = compute_norm(counted)  # on the host if they are offloaded
         limit = self.config.optimizer.clip_norm
         # On CPUs, losses of different layouts differ three times as much after 120 steps if the update clips.
         in_update = (

@@ -7,6 +7,7 @@ actions, which deadlock or not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanoscale.config.parameters import block_products
@@ -106,6 +107,14 @@ def rank_of(schedule: str, pp: int, stage: int) -> int:
     if schedule in V_SHAPED:
         return min(stage, 2 * pp - 1 - stage)
     return stage % pp
+
+
+def tied_ranks(config: ResolvedConfig, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks that hold the same shard of a tied embedding as one of these ranks of either end of the
+    pipeline."""
+    stage = config.world_size // config.parallel.pp
+    firsts = {rank % stage for rank in ranks}
+    return tuple(sorted(firsts | {config.world_size - stage + rank for rank in firsts}))
 
 
 def takes(schedule: str, pp: int, micro_batches: int) -> bool:

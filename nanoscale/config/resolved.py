@@ -53,6 +53,11 @@ class ResolvedConfig(Config):
         return self.backend.name == "native" and self.zero.offload_param == "cpu"
 
     @property
+    def ties_ends(self) -> bool:
+        """True if the first and the last stage of a pipeline train the same embedding."""
+        return self.model.tie_embeddings and self.parallel.pp > 1 and not self.lora.rank
+
+    @property
     def accumulation(self) -> int:
         """A rank's forward passes in an optimizer step."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.dp)

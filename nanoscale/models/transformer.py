@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,16 +70,20 @@ class Transformer(nn.Module):
         """A function that returns the positions `[seq]` of the tokens of this rank's sequence."""
         self.run_layers: RunLayers = run_layers
         if self.first:
-            self.embed = nn.Embedding(shape.vocab, shape.hidden)
+            self.embed: Any = nn.Embedding(shape.vocab, shape.hidden)
+        elif self.last and shape.tie_embeddings:  # a copy of the first stage's, by the same name
+            self.embed = Head(shape.hidden, shape.vocab, bias=False)
         if self.first and shape.position == "learned":
             self.positions = nn.Embedding(shape.max_seq_len, shape.hidden)
         # Keyed by layer number, so that a pipeline stage keeps the names of the whole model.
         self.layers = nn.ModuleDict({str(i): Block(shape.of_layer(i), i) for i in numbers})
         if self.last:
             self.norm = make_norm(shape)
-            self.head = (
-                TiedHead() if shape.tie_embeddings else Head(shape.hidden, shape.vocab, bias=False)
-            )
+            self.head: Head | TiedHead
+            if shape.tie_embeddings:
+                self.head = TiedHead() if self.first else self.embed
+            else:
+                self.head = Head(shape.hidden, shape.vocab, bias=False)
             self.head.softcap = shape.logit_softcap
 
     def forward(
@@ -108,7 +113,7 @@ class Transformer(nn.Module):
     @property
     def has_separate_head(self) -> bool:
         """True if embedding and head have separate parameters, which can be gathered separately."""
-        return not self.shape.tie_embeddings
+        return not (self.shape.tie_embeddings and self.first and self.last)
 
     def materialize(self, device: torch.device) -> None:
         """Allocate memory for a model on the meta device; its parameters stay uninitialized."""
@@ -153,9 +158,8 @@ class Transformer(nn.Module):
         self, hidden: Tensor, targets: Tensor | None, references: Tensor | None
     ) -> Tensor:
         hidden = scaled(self.norm(hidden), self.shape.logit_scale)
-        if self.shape.tie_embeddings:
-            return self.head(hidden, self.embed.weight, targets, references)
-        return self.head(hidden, targets, references)
+        tied = () if self.has_separate_head else (self.embed.weight,)
+        return self.head(hidden, *tied, targets, references)
 
 
 def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks) -> Tensor:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nanoscale.config.layout import Coordinates, coordinates
+from nanoscale.config.layout import Coordinates, coordinates, tied_ranks
 from nanoscale.config.resolved import ResolvedConfig
 
 
@@ -38,6 +38,8 @@ class Layout:
     pipeline: ProcessGroup | None
     experts: ExpertLayout | None = None
     """The layout of experts with ep."""
+    ends: ProcessGroup | None = None
+    """The ranks of the first and the last stage with this rank's shard of a tied embedding that they train."""
 
 
 def make_layout(config: ResolvedConfig, device_type: str) -> Layout:
@@ -53,7 +55,21 @@ def make_layout(config: ResolvedConfig, device_type: str) -> Layout:
         context=context_group(config, device_type),
         pipeline=mesh["pp"].get_group() if parallel.pp > 1 else None,
         experts=_make_expert_layout(config, device_type) if parallel.ep > 1 else None,
+        ends=_ends_group(config) if config.ties_ends else None,
     )
+
+
+def _ends_group(config: ResolvedConfig) -> ProcessGroup | None:
+    """Return the group of this rank's tied embedding; None in a stage between the ends. Every rank calls it.
+
+    NCCL splits a group off with all ranks, so those between the ends make a group too.
+    """
+    rank, stage = dist.get_rank(), config.world_size // config.parallel.pp
+    ends = tied_ranks(config, [rank])
+    between = [it for it in range(rank % stage, config.world_size, stage) if it not in ends]
+    members = list(ends) if rank in ends else between
+    group = dist.new_group(members, use_local_synchronization=True)
+    return group if rank in ends else None
 
 
 def _make_expert_layout(config: ResolvedConfig, device_type: str) -> ExpertLayout:

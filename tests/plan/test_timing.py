@@ -108,6 +108,18 @@ def test_muon_orthogonalizes_what_is_trained():
     assert update("muon", lora=adapters) < 0.1 * expected
 
 
+def test_ends_of_a_pipeline_sum_the_gradients_of_a_tied_embedding():
+    """Each of two ranks sends and receives the fp32 gradient of its rows once, over the network here."""
+    config = job("llama-1b", pp=4, dp=8, tp=2, zero=Zero(stage=1))
+    hardware = machine()
+    rows = 4 * config.model.vocab * config.model.hidden / 2 / 8
+    sent = rows / (hardware.inter_bandwidth * hardware.efficiency.inter_host)
+    assert data_parallel.tied_embedding(config, hardware) == pytest.approx(sent, rel=0.1)
+    untied = replace(config, model=replace(config.model, tie_embeddings=False))
+    alone = replace(config, parallel=replace(config.parallel, pp=1))
+    assert [data_parallel.tied_embedding(it, hardware) for it in (untied, alone)] == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["llama-8b", "llama-70b", "gpt-10b"])
 @pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 8}, {"cp": 4}, {"tp": 2, "cp": 2}])
 def test_where_only_arithmetic_takes_time_nearly_all_of_the_peak_is_used(name, layout):

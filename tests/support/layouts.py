@@ -28,6 +28,7 @@ from tests.support.reference import CURVE, EVERYTHING
 OFFLOADED = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
 DEEP = replace(SHAPE, layers=4)
 """Four blocks: for four stages, and for groups of blocks."""
+TIED = replace(DEEP, tie_embeddings=True)
 UNEVEN = replace(SHAPE, layers=7)
 """No number of stages divides it."""
 GPT2 = replace(
@@ -207,6 +208,9 @@ ROWS = [
     Row("tp 2 without sequence parallel", {"tp": 2, "sequence_parallel": False}),
     Row("GPT-2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, GPT2),
     Row("GPT-2, cp 2", {"cp": 2}, 0, 4, GPT2),
+    Row("GPT-2, dp 2 · tp 2 · pp 2, stage 1", {"dp": 2, "tp": 2, "pp": 2}, 1, 2, GPT2),
+    Row("tied, pp 4 · dp 2, stage 2", {"pp": 4, "dp": 2}, 2, 1, TIED),
+    pipeline("tied, pp 2 · cp 2, zero-bubble", 2, TIED, schedule="zero-bubble", cp=2),
     Row("Qwen2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, QWEN2),
     Row("Qwen3, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, QWEN3),
     Row(

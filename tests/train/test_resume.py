@@ -17,6 +17,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.support import layouts
 from tests.support.jobs import (
     SAVED_STEPS,
+    SHAPE,
     ZBV,
     KillBefore,
     StopBefore,
@@ -161,8 +162,12 @@ def test_resumed_in_other_layouts(
     ],
 )
 def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
-    """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
-    config = saving_config(tmp_path, optimizer=optimizer)
+    """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one.
+
+    In the pipeline both ends hold the tied embedding, which the checkpoint has once.
+    """
+    tied = replace(SHAPE, tie_embeddings=True)
+    config = saving_config(tmp_path, model=tied, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     stations: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -171,7 +176,9 @@ def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
         ({"stage": 2}, {"cp": 4}),
     ]
     for turn, (changes, degrees) in enumerate(stations):
-        there = saving_config(tmp_path, parallel=degrees, optimizer=optimizer, **changes)
+        there = saving_config(
+            tmp_path, model=tied, parallel=degrees, optimizer=optimizer, **changes
+        )
         train(run, there, StopBefore(2 * turn + 2, first=2 * turn + 1))
     train(run, config)
     assert resumed_at(run) == [2, 4, 6]

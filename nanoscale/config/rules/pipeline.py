@@ -171,9 +171,10 @@ RULES = (
                 if _stages(config) <= config.model.layers else ()),
             "parallel.layers_per_stage=null",
         )),
-    refused("model.tie_embeddings", {"model.tie_embeddings": True, "parallel.pp": several},
-        "cannot hold with parallel.pp={c.parallel.pp}: the embedding belongs to the first stage "
-        "and the head to the last", "model.tie_embeddings=false", "parallel.pp=1"),
+    refused("parallel.schedule",
+        {"model.tie_embeddings": True, "parallel.pp": several, "parallel.schedule": tuple(V_SHAPED)},
+        "has the first and the last stage on one rank, which would hold model.tie_embeddings=true twice",
+        "parallel.schedule=1f1b", "model.tie_embeddings=false", "parallel.pp=1"),
     _needs_micro_batches("train.global_batch", is_open=True),
     _needs_micro_batches("train.micro_batch", is_open=False),
 )  # fmt: skip

@@ -216,7 +216,7 @@ def _rank_stages(key: _Key) -> tuple[tuple[Stage, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def _rank_holdings(key: _Key, shards: int) -> tuple[RankParameters, ...]:
-    tied = key.model.tie_embeddings
+    tied = key.model.tie_embeddings and key.pp == 1
     ranks = [_parameters(stages, shards, tied) for stages in _rank_stages(key)]
     if key.adapter_rank:
         matrices = _adapter_matrices(key)
@@ -279,7 +279,7 @@ def _stage(key: _Key, number: int, layers: int, dense: int) -> Stage:
     units = [_block(key, model, layers - dense)]
     if dense:
         units.append(_block(key, model.dense, dense))
-    if model.tie_embeddings and (first or last):  # never with a pipeline
+    if model.tie_embeddings and first and last:
         units.append(Unit("rest", 1, vocabulary + rest, norm))
     else:
         if first:

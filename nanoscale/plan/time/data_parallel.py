@@ -111,6 +111,17 @@ def updated_parameters(config: ResolvedConfig, holding: RankParameters) -> float
     return rest / ranks + experts / max(1, ranks // layout.ep)
 
 
+def tied_embedding(config: ResolvedConfig, hardware: Hardware) -> float:
+    """Return the seconds to sum the gradients of a tied embedding of both ends of a pipeline, once a step."""
+    if not config.ties_ends:
+        return 0.0
+    layout, model = config.parallel, config.model
+    stage = config.world_size // layout.pp
+    ends = collectives.group(hardware, 2, (layout.pp - 1) * stage)
+    size = model.vocab * model.hidden / layout.tp / shards(config)
+    return collectives.all_reduce(hardware, ends, size * operations.WIDTH[config.precision.params])
+
+
 def plan(
     config: ResolvedConfig, hardware: Hardware, micro_batches: int, software: Software = NANOSCALE
 ) -> Plan:

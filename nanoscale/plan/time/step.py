@@ -139,7 +139,7 @@ def step_time(
         cp=count * busy.cp,
         ep=count * busy.ep,
         pp=transfers,
-        dp=dp.total,
+        dp=dp.total + data_parallel.tied_embedding(config, hardware),
         bubble=idle,
         optimizer=data_parallel.update(config, hardware, local, holding.blocks, software),
         offload=offload.waiting(config, hardware, shape, holding, count, forward),
