@@ -14,6 +14,13 @@ from nanoscale.config.parameters import block_products
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.schema import Model
 
+ACTIVATION_MEMORY = "parallel.activation_memory"
+RECOMPUTATION_KEYS = (
+    "parallel.activation_checkpointing",
+    "parallel.checkpoint_every",
+    "parallel.selective_keep",
+)
+"""The keys that the plan sets in place of `parallel.activation_memory`; the first is the mode."""
 GRADIENT_BUCKET = 25 << 20
 """Bytes of gradients that replicas send together, as in DistributedDataParallel."""
 

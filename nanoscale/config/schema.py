@@ -457,10 +457,18 @@ class Parallel:
         "groups of √layers blocks",
         planned=True,
     )
+    activation_memory: float | None = key(
+        None,
+        "share of the device's memory without states and work space that stored activations may fill: the "
+        "plan chooses what is recomputed; null: the keys set it",
+        at_least=0.01,
+        at_most=1,
+    )
     checkpoint_every: int = key(
         1,
         "activation_checkpointing=full or selective: recompute every k-th block only",
         at_least=1,
+        planned=True,
     )
     selective_keep: Literal["attention", "matmuls", "every-2nd-matmul"] = key(
         "matmuls",

@@ -144,6 +144,11 @@ class Prediction:
         return self.fits_probability >= ENOUGH and self.fits_host
 
     @property
+    def may_be_chosen(self) -> bool:
+        """True if the job fits with `SURE`, or if `parallel.activation_memory` bounds it instead."""
+        return self.fits_probability >= SURE or self.config.parallel.activation_memory is not None
+
+    @property
     def is_open(self) -> bool:
         """True if the closed form cannot decide whether the job fits, and no rehearsal was made."""
         return self.rehearsed is None and 1 - SURE < self.fits_probability < SURE
@@ -287,6 +292,20 @@ def fits_probability(needed: int, capacity: int, spread: float) -> float:
     The error is normal, with `spread` as its standard deviation (`spread`).
     """
     return 0.5 * math.erfc((needed - capacity) / (spread * needed) / math.sqrt(2))
+
+
+def filled_share(memory: Memory, capacity: int) -> float:
+    """Return the largest share of the memory without states and work space that stored activations fill.
+
+    It is the largest of all ranks and phases of a step.
+    """
+    shares = [0.0]
+    for rank in memory:
+        room = capacity - (rank.total - rank.allocated)
+        for phase in rank.phases.phases:
+            kept = phase.levels["activations"]
+            shares.append(kept / max(1, room - phase.allocated + kept))
+    return max(shares)
 
 
 def highest(memory: Memory) -> RankMemory:

@@ -30,9 +30,10 @@ NAMES = {
     "model.sliding_window",
     "model.parameters",
     "lora.init_from",
+    "parallel.activation_memory",
 }
 """The key of the training loop, a name, the engine's choice, a limit of sequences that a rule applies, a count,
-and a folder that the training job reads."""
+a folder that the training job reads, and a bound in whose place the plan freezes a choice."""
 
 ROPE = replace(SHAPE, rope_scaling=RopeScaling(factor=2.0))
 YARN = replace(SHAPE, rope_scaling=RopeScaling(2.0, kind="yarn", attention_factor=1.1))

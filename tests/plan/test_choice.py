@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, Host
 from nanoscale.launch.request import check_request
-from nanoscale.plan.predict import SURE, predict
+from nanoscale.plan.hardware.hardware import hardware_of
+from nanoscale.plan.predict import SURE, filled_share, predict
 from nanoscale.plan.search.choice import SOURCE
+from nanoscale.plan.search.search import search
+from nanoscale.plan.search.search_space import search_space, to_type
 from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.verdict import remedy
 
@@ -162,3 +169,78 @@ def test_a_frozen_choice_is_kept_and_made_again_on_other_ranks(tmp_path):
         compose(["launcher.devices=4", "parallel.cp=2"], config_file=file), devices=CPU, hosts=()
     )
     assert (held.config.parallel.cp, held.config.world_size) == (2, 4)
+
+
+def bounded_request(share, *words, devices=None, **options):
+    """Return a request with a fixed layout that may store activations in a share of the memory."""
+    line = [
+        "recipe=llama-8b",
+        "parallel=dp",
+        "zero=stage2",
+        "train.micro_batch=2",
+        "cluster=h100-sxm",
+    ]
+    composed = compose([*line, f"parallel.activation_memory={share}", *words], **options)
+    return check_request(composed, devices=devices or h100(8), hosts=())
+
+
+def test_a_larger_share_of_memory_never_makes_a_slower_plan_and_is_respected():
+    requests = {share: bounded_request(share) for share in (0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1)}
+    for share, request in requests.items():
+        plan = request.choice.plan
+        assert request.config.parallel == replace(plan.config.parallel, activation_memory=None)
+        assert filled_share(predict(request.config).memory, plan.capacity) <= share
+        assert f"in at most {share:.0%} of the memory" in choice_line(request.choice)
+    times = [request.choice.plan.time.seconds for request in requests.values()]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) >= 4
+    assert any(request.config.parallel.checkpoint_every > 1 for request in requests.values())
+
+
+def test_a_share_of_memory_that_is_too_small_is_named():
+    request = bounded_request(0.01)
+    assert choice_line(request.choice).startswith("no layout stores activations in at most 1% of")
+
+
+def test_a_choice_by_memory_is_frozen_and_made_again_with_another_share(tmp_path):
+    first = bounded_request(0.9)
+    assert first.composed.source("parallel.checkpoint_every") == SOURCE
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(first.config, first.composed.requested))
+
+    def again(*words):
+        return check_request(compose(words, config_file=file), devices=h100(8), hosts=())
+
+    kept = again()
+    assert (kept.choice, kept.config.parallel) == (None, first.config.parallel)
+    assert check_request(compose([f"recipe={file}"]), devices=h100(8), hosts=()).choice is None
+    for word in ("parallel.tp=2", "parallel.activation_memory=0.3"):
+        other = again(word)
+        assert other.choice is not None
+        assert other.config.parallel != first.config.parallel
+    elsewhere = check_request(first.composed, devices=h100(4), hosts=())
+    assert elsewhere.choice.plan.config.parallel.activation_memory == 0.9
+
+
+def test_a_mode_and_a_share_of_memory_exclude_each_other():
+    mode = "parallel.activation_checkpointing=full"
+    with pytest.raises(UserError) as refused:
+        bounded_request(0.5, mode)
+    (violation,) = refused.value.violations
+    assert violation.key == "parallel.activation_memory" and mode in violation.message
+    for advice in violation.suggestions:
+        assert bounded_request(0.5, mode, advice).config
+    assert bounded_request(0.5, "parallel.selective_keep=attention").config
+
+
+def test_layouts_found_with_a_share_of_memory_can_be_typed():
+    words = ["recipe=llama-8b", "cluster=h100-sxm", "parallel.activation_memory=0.5"]
+    composed, devices = compose(words), h100(8)
+    space = search_space(composed, devices, hardware_of(composed.config))
+    best = search(space, hardware_of(composed.config)).best
+    typed = check_request(
+        compose([*words, *shlex.split(" ".join(to_type(composed, best.config)))]),
+        devices=devices,
+        hosts=(),
+    )
+    assert typed.config.parallel == replace(best.config.parallel, activation_memory=None)

@@ -22,6 +22,7 @@ from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, m
 from nanoscale.config.composing.merge_order import merge_order
 from nanoscale.config.hf import any_model, peft, pretrained
 from nanoscale.config.hf.families import UnsupportedError
+from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
 from nanoscale.config.schema import Config, RopeScaling
 from nanoscale.config.values import hooks
 from nanoscale.config.values.convert import convert, is_left_to_plan
@@ -113,8 +114,16 @@ def _converted(composed: Composed, merged: dict[str, Any]) -> tuple[Composed, li
     """Return the request with its values, references resolved and types checked, and what is wrong."""
     raw, broken = resolve(merged, composed.source)
     config, mistyped = convert(raw, composed.source)
-    left = (key for key, value in reference.flat(raw).items() if is_left_to_plan(key, value))
+    left = {key for key, value in reference.flat(raw).items() if is_left_to_plan(key, value)}
     composed = replace(composed, config=config, left_to_plan=frozenset(left))
+    if config.parallel.activation_memory is not None:
+        left |= {key for key in RECOMPUTATION_KEYS if not composed.asked_for(key)}
+        composed = replace(composed, left_to_plan=frozenset(left))
+        if (mode := RECOMPUTATION_KEYS[0]) not in left:
+            set_too = override(mode, reference.value_of(config, mode))
+            message = f"lets the plan choose what is recomputed, and {set_too} is set too"
+            ways = override(mode, reference.AUTO), override(ACTIVATION_MEMORY, None)
+            mistyped = [*mistyped, composed.violation(ACTIVATION_MEMORY, message, *ways)]
     return composed, [*broken, *mistyped]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.interpolation import escape, unescape
+from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config
 from nanoscale.config.values.convert import to_config, unknown_key
@@ -115,7 +116,7 @@ _DEVICE = ("launcher.device", "launcher.name", *_HOSTS)
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
 _CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)
 _CHOSEN_BY = (
-    *_CHOSEN, "parallel.dp", "train.micro_batch", "train.global_batch", "train.seq_len",
+    *_CHOSEN, ACTIVATION_MEMORY, "parallel.dp", "train.micro_batch", "train.global_batch", "train.seq_len",
     "backend.name", "cluster.device", "launcher.devices", *_DEVICE,
 )  # fmt: skip
 """The keys on which the layout depends that the plan chooses."""
@@ -126,6 +127,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "launcher.name": _HOSTS,
     "launcher.device": ("launcher.name", *_HOSTS),
     **dict.fromkeys(_CHOSEN, _CHOSEN_BY),
+    ACTIVATION_MEMORY: tuple(set(_CHOSEN_BY) - set(RECOMPUTATION_KEYS)),
     "launcher.devices": (*_LAYOUT, *_DEVICE),
     "parallel.dp": (*_LAYOUT, "launcher.devices", *_DEVICE),
     "launcher.threads": ("launcher.devices", *_DEVICE),

@@ -10,11 +10,16 @@ import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from typing import Any, Literal, TypeVar, get_args
 
 from nanoscale.config import rules
-from nanoscale.config.layout import ONE_STAGE, V_SHAPED, usual_virtual_stages
+from nanoscale.config.layout import (
+    ONE_STAGE,
+    RECOMPUTATION_KEYS,
+    V_SHAPED,
+    usual_virtual_stages,
+)
 from nanoscale.config.reference import with_values
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.devices import copies
@@ -38,6 +43,8 @@ RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
 """The modes, from the fastest to the smallest in memory."""
 KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention")
 """Values of `parallel.selective_keep` that keep less than its default."""
+INTERVALS = (2, 3, 4, 8)
+"""Values of `parallel.checkpoint_every` that are tried."""
 USUAL: Schedule = "1f1b"
 
 
@@ -125,15 +132,22 @@ def recomputations(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resol
 
 
 def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
-    """Yield the configuration with selective recomputation that keeps less than all products."""
-    if "selective" not in _choices(space, "activation_checkpointing", RECOMPUTATION):
-        return
-    if "parallel.selective_keep" not in space.held:
-        kept = (
-            _laid_out(config, activation_checkpointing="selective", selective_keep=keep)
-            for keep in KEPT
-        )
-        yield from _legal(kept, _RECOMPUTED, {_MICRO_BATCH})
+    """Yield the configuration with selective recomputation that keeps less than all products.
+
+    If `parallel.activation_memory` bounds what is kept, also yield each mode in every k-th block only.
+    """
+    selective = "selective" in _choices(space, "activation_checkpointing", RECOMPUTATION)
+    keeps = KEPT if selective and "parallel.selective_keep" not in space.held else ()
+    kept = [
+        _laid_out(config, activation_checkpointing="selective", selective_keep=keep)
+        for keep in keeps
+    ]
+    yield from _legal(kept, _RECOMPUTED, {_MICRO_BATCH})
+    if space.base.parallel.activation_memory and "parallel.checkpoint_every" not in space.held:
+        for whole, every in product([*recomputations(space, config), *kept], INTERVALS):
+            if whole.parallel.activation_checkpointing in ("full", "selective"):
+                fewer = _laid_out(whole, checkpoint_every=every)
+                yield from _legal([fewer], _RECOMPUTED, {_MICRO_BATCH})
 
 
 def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -266,11 +280,7 @@ def _replicas(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCo
 
 # Keys in the order in which they are set: a rule is tested as soon as all the keys that it reads are set.
 _MICRO_BATCH = "train.micro_batch"
-_RECOMPUTED = {
-    "parallel.activation_checkpointing",
-    "parallel.checkpoint_every",
-    "parallel.selective_keep",
-}
+_RECOMPUTED = {*RECOMPUTATION_KEYS}
 _COMPILE = "backend.compile"
 _OFFLOADED = {"zero.offload_optimizer", "zero.offload_param"}
 _SCHEDULED = {"parallel.schedule", "parallel.virtual_stages"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from nanoscale.common.devices import Devices, detect
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
 from nanoscale.config.machines import Host
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import AUTO, declared, value_of, with_values
@@ -15,7 +16,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.config.values.provenance import Composed, Setting
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.predict import SURE, Prediction
+from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.candidates import SearchSpace
 from nanoscale.plan.search.search import SearchResult, axes, search
 from nanoscale.plan.search.search_space import SEARCHED
@@ -79,11 +80,14 @@ def with_chosen_layout(
         left |= {_STAGE}
     composed = _without_choice(replace(composed, left_to_plan=left))
     space, hardware, is_assumed = _space(composed, devices, hosts)
-    if space.world == 1 and space.base.launcher.device == "cpu":
+    is_bounded = space.base.parallel.activation_memory is not None
+    if space.world == 1 and space.base.launcher.device == "cpu" and not is_bounded:
         return composed, None
     if hardware is None:
         # the values that need least memory without tp and pp
         safest: dict[str, object] = {_STAGE: 3} if _STAGE in left and space.world > 1 else {}
+        if is_bounded:
+            safest |= {RECOMPUTATION_KEYS[0]: "full", ACTIVATION_MEMORY: None}
         if composed.config.train.micro_batch == AUTO:
             safest["train.micro_batch"] = rows_of_sample(composed.config.train)
         return _with_values(composed, safest, UNPLANNED), None
@@ -91,7 +95,9 @@ def with_chosen_layout(
     plan = _choice(result)
     if plan is None:
         return composed, None
-    return _with_choice(composed, plan.config), LayoutChoice(plan, result, space.world, is_assumed)
+    layout = replace(plan.config.parallel, activation_memory=None)  # the choice is in its place
+    chosen = replace(plan.config, parallel=layout)
+    return _with_choice(composed, chosen), LayoutChoice(plan, result, space.world, is_assumed)
 
 
 def _without_choice(composed: Composed) -> Composed:
@@ -142,11 +148,11 @@ def _hardware(base: ResolvedConfig) -> tuple[Hardware | None, bool]:
 
 
 def _choice(result: SearchResult) -> Prediction | None:
-    """Return the fastest layout that fits with `SURE`, or an almost as fast one with fewer axes.
+    """Return the fastest layout that may be chosen, or an almost as fast one with fewer axes.
 
     If no layout does, return the one that most probably fits, or the one that is closest to fitting.
     """
-    sure = [plan for plan in result.ranked if plan.fits_probability >= SURE]
+    sure = [plan for plan in result.ranked if plan.may_be_chosen]
     if not sure:
         return max(result.ranked, key=lambda plan: plan.fits_probability, default=result.nearest)
     fastest = min(plan.time.seconds for plan in sure)
@@ -158,7 +164,7 @@ def _with_choice(composed: Composed, chosen: ResolvedConfig) -> Composed:
     """Return the request with the chosen values, and their source."""
     keys = [
         key
-        for key in SEARCHED
+        for key in (*SEARCHED, ACTIVATION_MEMORY)
         if key in composed.left_to_plan or value_of(composed.config, key) != value_of(chosen, key)
     ]
     opened = {key: value_of(composed.config, key) for key in keys}

@@ -24,11 +24,11 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.predict import (
     ENOUGH,
-    SURE,
     Memory,
     Prediction,
     capacity,
     estimate_memory,
+    filled_share,
     fits_host,
     fits_probability,
     highest,
@@ -61,18 +61,18 @@ class SearchResult:
     """The result of a search."""
 
     ranked: tuple[Prediction, ...]
-    """The fitting layouts: first the layouts that fit with `SURE`, then all others, each group by speed."""
+    """The fitting layouts: first the layouts that may be chosen, then all others, each group by speed."""
     nearest: Prediction | None
     """If no layout fits, the layout that is closest to fitting."""
     considered: int
 
     @property
     def left_out(self) -> list[Prediction]:
-        """Return the layouts that are faster than the best one and fit with a probability below `SURE`."""
+        """Return the layouts that are faster than the best one and may not be chosen."""
         best = self.best
-        if best is None or best.fits_probability < SURE:
+        if best is None or not best.may_be_chosen:
             return []
-        unsure = (plan for plan in self.ranked if plan.fits_probability < SURE)
+        unsure = (plan for plan in self.ranked if not plan.may_be_chosen)
         return [plan for plan in unsure if plan.time.seconds < best.time.seconds]
 
     @property
@@ -149,9 +149,19 @@ def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
         exact = [
             predict(p.config, p.hardware) if _is_estimate(p) else p for p in ranked[:SIMULATED]
         ]
-        fitting = [plan for plan in exact if plan.fits]
+        fitting = [
+            plan
+            for plan in exact
+            if plan.fits and _is_bounded(plan.config, plan.memory, plan.capacity)
+        ]
         ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_rank)
     return ranked
+
+
+def _is_bounded(config: ResolvedConfig, memory: Memory, room: int) -> bool:
+    """True if stored activations stay within `parallel.activation_memory` of a device of `room` bytes."""
+    share = config.parallel.activation_memory
+    return share is None or filled_share(memory, room) <= share
 
 
 def _is_estimate(plan: Prediction) -> bool:
@@ -194,7 +204,9 @@ class _Tried:
                 break
             memory = self._memory(config, limit)
             needed = highest(memory).total
-            is_enough = fits_host(config, self._hardware, memory)
+            is_enough = fits_host(config, self._hardware, memory) and _is_bounded(
+                config, memory, room
+            )
             if not is_enough or fits_probability(needed, room, spread(config)) < ENOUGH:
                 if needed < self._least:
                     self._least, self._nearest = needed, (config, memory)
@@ -252,12 +264,11 @@ def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Predicti
 
 
 def _rank(plan: Prediction) -> tuple[bool, float, int, int]:
-    """Return a sort key: layouts that fit with `SURE` come first, then the fastest.
+    """Return a sort key: layouts that may be chosen come first, then the fastest.
 
     Among layouts equally fast to four digits, fewest axes and least memory come first.
     """
-    unsure = plan.fits_probability < SURE
-    return unsure, float(f"{plan.time.seconds:.4g}"), axes(plan), plan.worst.total
+    return not plan.may_be_chosen, float(f"{plan.time.seconds:.4g}"), axes(plan), plan.worst.total
 
 
 def axes(plan: Prediction) -> int:

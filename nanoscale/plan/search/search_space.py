@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanoscale.common.devices import Devices
-from nanoscale.config.layout import usual_virtual_stages
+from nanoscale.config.layout import ACTIVATION_MEMORY, usual_virtual_stages
 from nanoscale.config.reference import value_of, with_values
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
-from nanoscale.config.values.provenance import Composed
+from nanoscale.config.values.provenance import DEFAULT, Composed
 from nanoscale.config.violations import override
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.search.candidates import SearchSpace
@@ -78,7 +78,13 @@ def search_space(
 def to_type(composed: Composed, chosen: Config) -> list[str]:
     """Return the overrides that lead from the request to the chosen layout."""
     left = composed.left_to_plan - composed.opened.keys()
-    in_option = {key for key in left if key.startswith("parallel.") and not composed.by_hand(key)}
+    in_option = {
+        key
+        for key in left
+        if key.startswith("parallel.")
+        and not composed.by_hand(key)
+        and composed.source(key) != DEFAULT
+    }
     words = ["parallel=dp"] if in_option else []  # in place of parallel=auto
     if composed.config.backend.name != chosen.backend.name:
         words.append(override("backend.name", chosen.backend.name))
@@ -90,7 +96,8 @@ def recipe_of(composed: Composed, chosen: Config) -> str:
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.values.yaml_file import to_yaml
 
-    usual, asked = asdict(compose([]).config), composed.config
+    usual = asdict(compose([]).config)
+    asked = with_values(composed.config, {ACTIVATION_MEMORY: None})
     changed = [typed.strip("'").partition("=")[0] for typed in _changes(asked, chosen)]
     asked = with_values(asked, {key: value_of(chosen, key) for key in changed})
     overrides = " ".join(to_type(composed, chosen))
@@ -121,6 +128,8 @@ def _changes(asked: Config, chosen: Config, always: Set[str] = frozenset()) -> I
         "parallel.virtual_stages": usual_virtual_stages(layout.schedule) if layout.pp > 1 else 1,
         "backend.compile": chosen.backend.compile,
     }
+    if asked.parallel.activation_memory is not None:
+        yield override(ACTIVATION_MEMORY, None)
     if asked.parallel.dp not in ("auto", layout.dp):
         yield override("parallel.dp", layout.dp)
     for key in SEARCHED:

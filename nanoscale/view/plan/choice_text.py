@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from nanoscale.common.units import counted
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.plan.predict import SURE, Prediction
+from nanoscale.plan.predict import SURE, Prediction, filled_share
 from nanoscale.plan.search.choice import LayoutChoice
 from nanoscale.view.job_text import layout_line, shape
+from nanoscale.view.plan.prediction import recomputation
 
 EVEN = 5e-4
 """The share of the time below which two layouts are as fast."""
@@ -19,20 +20,29 @@ def choice_line(choice: LayoutChoice) -> str:
     if choice.is_assumed:
         devices += " (the recipe's reference: type cluster=NAME if the hosts have other devices)"
     chosen, considered = _layout(plan.config), counted(result.considered, "layout")
+    bound = plan.config.parallel.activation_memory
+    if bound is not None:
+        filled = filled_share(plan.memory, plan.capacity)
+        part = f"at most {bound:.0%} of the memory that states and work space leave"
+        if filled > bound:
+            return f"no layout stores activations in {part}, on {devices}; {chosen} comes closest"
     if not plan.fits:
         return f"none of the {considered} considered fits {devices}; {chosen} comes closest"
-    sure = sum(found.fits_probability >= SURE for found in result.ranked)
+    sure = sum(found.may_be_chosen for found in result.ranked)
     why = f"of the {considered} considered, the one that most probably fits"
     if sure:
-        fit = "fits" if sure == 1 else "fit"
+        fit, store = ("fits", "stores") if sure == 1 else ("fit", "store")
         layouts = counted(sure, "layout")
         why = f"the fastest of the {layouts} that {fit} with a probability of {SURE:.0%} or more"
+        if bound is not None:
+            why = f"the fastest of the {layouts} that {store} activations in {part} (it fills {filled:.0%})"
     speed = f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
     return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 
 
 def _layout(config: ResolvedConfig) -> str:
-    return f"{layout_line(shape(config))} · micro batch {config.train.micro_batch}"
+    job = shape(config) | {"recompute": recomputation(config.parallel)}
+    return f"{layout_line(job)} · micro batch {config.train.micro_batch}"
 
 
 def _runner_up(choice: LayoutChoice) -> str:

@@ -227,10 +227,13 @@ def _head(plan: Prediction) -> list[str]:
 
 
 def recomputation(layout: Parallel) -> str:
-    """Return the mode of recomputation, with the products that it keeps if they are not the usual ones."""
-    mode, keep = layout.activation_checkpointing, layout.selective_keep
-    usual = mode != "selective" or keep == Parallel().selective_keep
-    return mode if usual else f"{mode} ({keep})"
+    """Return the mode of recomputation, with its options if they are not the usual ones."""
+    mode, keep, options = layout.activation_checkpointing, layout.selective_keep, list[str]()
+    if mode == "selective" and keep != Parallel().selective_keep:
+        options.append(keep)
+    if layout.checkpoint_every > 1:
+        options.append(f"1 block in {layout.checkpoint_every}")
+    return f"{mode} ({', '.join(options)})" if options else mode
 
 
 def verdict(plan: Prediction) -> str:

@@ -150,8 +150,9 @@ _KEPT = {"attention": ", attn", "every-2nd-matmul": ", 2nd"}
 
 
 def _recomputation(layout: ResolvedParallel) -> str:
-    mode = layout.activation_checkpointing
-    return mode + (_KEPT.get(layout.selective_keep, "") if mode == "selective" else "")
+    mode, every = layout.activation_checkpointing, layout.checkpoint_every
+    kept = _KEPT.get(layout.selective_keep, "") if mode == "selective" else ""
+    return f"{mode}{kept}" + (f" 1/{every}" if every > 1 else "")
 
 
 def _dp(layout: ResolvedParallel) -> str:

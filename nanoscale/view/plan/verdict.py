@@ -139,7 +139,9 @@ def _space(composed: Composed, plan: Prediction, devices: Devices) -> SearchSpac
     world = plan.config.world_size
     kind: Literal["cpu", "cuda"] = "cpu" if plan.config.launcher.device == "cpu" else "cuda"
     enough = replace(devices, kind=kind, count=max(devices.count, world))
-    return replace(search_space(composed, enough, plan.hardware, world), held=frozenset())
+    space = search_space(composed, enough, plan.hardware, world)
+    layout = replace(space.base.parallel, activation_memory=None)
+    return replace(space, base=replace(space.base, parallel=layout), held=frozenset())
 
 
 def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Prediction]:
