@@ -12,7 +12,7 @@ from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.layout import stage_layers
 from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Hooks, Precision, Zero
+from nanoscale.config.schema import Hooks, Parallel, Precision, Zero
 from nanoscale.config.token_files import times_seen
 from nanoscale.config.values.hooks import PARAMETERS, HookError, read
 
@@ -92,6 +92,16 @@ def layout_line(job: Document) -> str:
     return " · ".join(degrees)
 
 
+def recomputation(layout: Parallel) -> str:
+    """Return the mode of recomputation, with its options if they are not the usual ones."""
+    mode, keep, options = layout.activation_checkpointing, layout.selective_keep, list[str]()
+    if mode == "selective" and keep != Parallel().selective_keep:
+        options.append(keep)
+    if layout.checkpoint_every > 1:
+        options.append(f"1 block in {layout.checkpoint_every}")
+    return f"{mode} ({', '.join(options)})" if options else mode
+
+
 def size(count: float) -> str:
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
@@ -156,7 +166,7 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
     if config.lora.rank:
         words["trained"] = describe_adapters(config)
     if layout.activation_checkpointing != "none":
-        words["recomputed"] = layout.activation_checkpointing
+        words["recomputed"] = recomputation(layout)
     return words
 
 

@@ -6,8 +6,7 @@ from nanoscale.common.units import counted
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.predict import SURE, Prediction, filled_share
 from nanoscale.plan.search.choice import LayoutChoice
-from nanoscale.view.job_text import layout_line, shape
-from nanoscale.view.plan.prediction import recomputation
+from nanoscale.view.job_text import layout_line, recomputation, shape
 
 EVEN = 5e-4
 """The share of the time below which two layouts are as fast."""

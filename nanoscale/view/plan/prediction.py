@@ -9,7 +9,6 @@ from typing import Any
 from nanoscale.common.units import GIB, byte_size, counted, duration, share, three_digits
 from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, usual_mfu_text
 from nanoscale.config.model_math import active_parameters, parameters
-from nanoscale.config.schema import Parallel
 from nanoscale.config.training_phases import samples_after
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.padding import Padding, paddings
@@ -17,7 +16,7 @@ from nanoscale.plan.predict import Prediction, gain_of_bf16_reductions, tokens_p
 from nanoscale.plan.saving import SavingPlan, plan_saving
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
-from nanoscale.view.job_text import job_lines, shape, size
+from nanoscale.view.job_text import job_lines, recomputation, shape, size
 from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.explain import how
 from nanoscale.view.plan.memory_text import bars
@@ -224,16 +223,6 @@ def _head(plan: Prediction) -> list[str]:
     if layout.pp > 1 and layout.virtual_stages != 1:
         job["schedule"] += f", {layout.virtual_stages} stages a rank"
     return job_lines(job, f"{config.world_size} × {hardware.device} {on}")
-
-
-def recomputation(layout: Parallel) -> str:
-    """Return the mode of recomputation, with its options if they are not the usual ones."""
-    mode, keep, options = layout.activation_checkpointing, layout.selective_keep, list[str]()
-    if mode == "selective" and keep != Parallel().selective_keep:
-        options.append(keep)
-    if layout.checkpoint_every > 1:
-        options.append(f"1 block in {layout.checkpoint_every}")
-    return f"{mode} ({', '.join(options)})" if options else mode
 
 
 def verdict(plan: Prediction) -> str:

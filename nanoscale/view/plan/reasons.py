@@ -9,7 +9,8 @@ from nanoscale.config.model_math import parameters
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
-from nanoscale.view.plan.prediction import MEANINGS, recomputation
+from nanoscale.view.job_text import recomputation
+from nanoscale.view.plan.prediction import MEANINGS
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
     "tp": lambda plan: plan.config.parallel.tp,

@@ -16,8 +16,8 @@ from nanoscale.plan.search.search_space import to_type
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.blocks import Chart, Column, Lines, Report, Table, rich_table, table
 from nanoscale.view.charts import Point, scatter
-from nanoscale.view.job_text import layout_line, shape
-from nanoscale.view.plan.prediction import document, first_lines, plan_blocks, recomputation
+from nanoscale.view.job_text import layout_line, recomputation, shape
+from nanoscale.view.plan.prediction import document, first_lines, plan_blocks
 from nanoscale.view.plan.reasons import reasons
 
 if TYPE_CHECKING:
