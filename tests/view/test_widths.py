@@ -33,7 +33,12 @@ STATES = ("running", "queued (12345)", "failed", "completed", "running, then los
 def top_rows() -> list[dict[str, Any]]:
     """Return a run of each state, the first with a long name and a long event."""
     known = {"step": 12345, "steps": 100000, "loss": 2.3456, "losses": [3.0, 2.0] * 8, "eta_s": 3e4}
-    known |= {"tokens_per_s": 123456.0, "planned_tokens_per_s": 130000.0, "memory_gib": 61.5}
+    known |= {
+        "tokens_per_s": 123456.0,
+        "planned_tokens_per_s": 130000.0,
+        "memory_gib": 61.5,
+        "goodput": 0.9,
+    }
     known |= {"state": "running", "model": "llama-1b", "attempt": 1, "created": 1.7e9}
     event = "step-00012000 saved in 71.9 ms, and rank 3 on h2 is 0.4 s late in every step"
     return [
