@@ -13,10 +13,12 @@ import tempfile
 from contextlib import suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
+from threading import Thread
 
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
+from nanoscale.agent.notice import watch
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import scratch
@@ -65,7 +67,7 @@ def _serve(link: Link, job: Job | None) -> None:
     link.open()
     link.send("hello", nanoscale=nanoscale_version())
     port: ReservedPort | None = None
-    store = None
+    store, watches = None, False
     while (order := link.next_order())["kind"] != "quit":
         if order["kind"] == "prepare":
             if store is not None:
@@ -80,6 +82,9 @@ def _serve(link: Link, job: Job | None) -> None:
             _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
             launch = LaunchOrder.read(order)
+            if launch.notice and not watches:
+                watches = True
+                Thread(target=watch, args=(launch.notice, link.send_later), daemon=True).start()
             store = attempt(link, launch, job or launch.job)
     clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch

@@ -132,3 +132,7 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
+
+
+NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+"""Seconds between the notice and the end of a spot machine, by the documentation of the clouds."""

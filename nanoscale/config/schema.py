@@ -1058,6 +1058,11 @@ class Launcher:
         "name of the environment variable with the http address that gets each change of the run's state, as "
         "SLACK_WEBHOOK; null: nobody",
     )
+    notice: str | None = key(
+        None,
+        "source of a notice that a host will be taken away, upon which the run saves and stops: aws, gcp, "
+        "azure, a file that appears, or a URL that answers 200 with a body; null: none",
+    )
     stop_grace_s: float = key(
         120.0, "time for a clean stop before all processes are killed", unit="s", at_least=0
     )

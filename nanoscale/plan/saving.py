@@ -9,6 +9,7 @@ from pathlib import Path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.config.dtypes import DTYPES
+from nanoscale.config.machines import NOTICE_S
 from nanoscale.config.model_math import adapter_parameters, parameters
 from nanoscale.config.optimizers import moments_of, rule_of
 from nanoscale.config.parameters import block, kinds_of_blocks
@@ -38,6 +39,8 @@ class SavingPlan:
     """Free bytes of its disk, seen from this machine; None: unknown."""
     present: int = 0
     """Existing checkpoints of the run."""
+    notice_s: float | None = None
+    """Seconds that the notice of a cloud leaves for a save after two steps; None: unknown, or not set."""
 
     @property
     def during(self) -> bool:
@@ -115,6 +118,7 @@ def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) 
     """
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
+    notice_s = NOTICE_S.get(config.launcher.notice or "")
     return SavingPlan(
         config=config.checkpoint,
         restarts=config.launcher.max_restarts,
@@ -125,6 +129,7 @@ def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) 
         root=str(root),
         free=_free_bytes(root),
         present=present,
+        notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
     )
 
 

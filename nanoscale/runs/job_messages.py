@@ -68,6 +68,8 @@ class LaunchOrder(JobMessage):
     """Seconds for which the hosts wait for each other at first."""
     writes_logs: bool = False
     """True if the ranks write their logs into the run's directory; otherwise the agent sends them."""
+    notice: str | None = None
+    """The source of a notice that the host will be taken away."""
     job: str = TRAINING
     """A name in worker.JOBS."""
     config: str = ""

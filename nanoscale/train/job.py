@@ -35,7 +35,7 @@ from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.documents import read_document
 from nanoscale.runs.events import Note
-from nanoscale.runs.goodput import begin_tally
+from nanoscale.runs.goodput import Tally
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.checkpointing import Progress
@@ -133,7 +133,7 @@ def make_training(
         rank=context.rank,
         meter=Meter(config, context.world_size, device, recomputed_factor(config, plan)),
         sinks=[] if context.rank else open_sinks(subject, progress.step),
-        tally=None if context.rank else begin_tally(context.run, progress.step),
+        tally=None if context.rank else Tally(context.run, progress.step),
         note=note,
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
         hosts=process_group.gather(context.host),

@@ -97,6 +97,7 @@ LAWS = [
     (["train.objective=classify", "train.labels=2"], CPU, "train.objective"),
     (["train.labels=2"], CPU, "train.labels"),
     (["launcher.notify=NOBODY_HAS_SET_IT"], CPU, "launcher.notify"),
+    (["launcher.notice=leave"], CPU, "launcher.notice"),
     ([DS, "train.statistics_every=2"], CPU, "train.statistics_every"),
     ([DS, "train.phases={a: {global_batch: 16}}"], CPU, "train.phases.a.global_batch"),
     (["model.sliding_window=32", "parallel.cp=2"], CPU, "parallel.cp_method"),

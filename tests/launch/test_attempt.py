@@ -303,3 +303,42 @@ def test_what_nohup_ignores_stays_ignored():
             assert signals.first is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def notice(attempt, **about):
+    message = {"kind": "notice", "source": "aws", **about}
+    attempt.execution._receive(attempt.members[1], message)
+    attempt.view.poll = lambda: None
+    attempt._handle_signals()
+
+
+def test_a_notice_stops_the_attempt_which_is_preempted(attempt):
+    notice(attempt, problem="URLError: no route to host")
+    assert not attempt.fleet.told and "no route" in events.last(attempt.run, "note")["message"]
+    for _ in range(2):  # the agent repeats it
+        notice(attempt, seconds=120.0)
+    assert [kind for kind, _, _ in attempt.fleet.told] == ["stop"]
+    (recorded,) = [it for it in events.read(attempt.run) if it["kind"] == "notice"]
+    assert (recorded["host"], recorded["source"], recorded["seconds"]) == ("b", "aws", 120.0)
+    for host in ("a", "b"):
+        ended(attempt, host, "stopped")
+    assert (attempt._judge().state, attempt._judge().exit_code) == ("preempted", 75)
+
+
+@pytest.mark.parametrize(("bug", "state"), [(False, "preempted"), (True, "failed")])
+def test_a_host_that_is_taken_away_before_the_save_ends_is_no_failure(attempt, bug, state):
+    notice(attempt, seconds=0.0)
+    attempt.members[1].lost = agent_failure("b", "no heartbeat")
+    attempt.execution._note_lost()
+    error = ValueError("a bug") if bug else LOST
+    ended(attempt, "a", "failed", raised(error, 0, "a"))
+    assert attempt._judge().state == state
+
+
+def test_a_notice_before_the_first_step_leaves_nothing_to_save(attempt):
+    attempt.view.running = False
+    notice(attempt, seconds=None)
+    assert kills(attempt)
+    for host in ("a", "b"):
+        ended(attempt, host, "killed")
+    assert attempt._judge().state == "preempted"

@@ -149,3 +149,18 @@ def test_the_size_is_that_of_a_real_one(tmp_path: Path, changes: dict[str, Any])
 def test_adapters_are_all_that_is_saved_of_a_frozen_model() -> None:
     whole = job()
     assert checkpoint_bytes(replace(whole, lora=Lora(rank=2))) < checkpoint_bytes(whole) / 5
+
+
+def test_the_plan_says_if_a_save_fits_into_a_notice() -> None:
+    """GCP leaves 30 s; the training stops after at most two steps."""
+    words = ("launcher.notice=gcp",)
+    assert (
+        "one fits into the notice (10 s after two steps) at"
+        in sentences(plan_saving(job(*words), 10.0))["checkpoints"]
+    )
+    assert "two steps take longer" in warnings(plan_saving(job(*words), 15.0))[0]
+    assert (
+        "checkpoint.at_stop=false"
+        in warnings(plan_saving(job(*words, "checkpoint.at_stop=false"), 1.0))[0]
+    )
+    assert "notice" not in str(sentences(plan_saving(job("launcher.notice=/leave"), 1.0)))

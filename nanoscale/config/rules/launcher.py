@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from nanoscale.common.units import listed
 from nanoscale.config import machines, reference
 from nanoscale.config.composing.interpolation import SECRET
+from nanoscale.config.machines import NOTICE_S
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.schema import (
@@ -186,6 +187,7 @@ def _check_cluster(resolution: Resolution) -> None:
 # --- environment of the ranks ---------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NOTICE = re.compile(r"/|https?://")
 _PASSED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 _OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|NANOSCALE)_.*"
@@ -220,6 +222,10 @@ def check_environment(resolution: Resolution) -> None:
     if notify is not None and not os.environ.get(notify, "").startswith(("http://", "https://")):
         message = "is not set to an address that begins with http:// or https://"
         resolution.refuse("launcher.notify", message, "launcher.notify=null")
+    notice = resolution.config.launcher.notice
+    if notice is not None and not (notice in NOTICE_S or _NOTICE.match(notice)):
+        message = f"must be {listed([*NOTICE_S])}, the full path of a file, or an http address"
+        resolution.refuse("launcher.notice", message, *(f"launcher.notice={it}" for it in NOTICE_S))
     for entry in resolution.config.launcher.pass_env:
         if not _PASSED.fullmatch(entry):
             what = "which is neither a variable's name nor its beginning with `*`"

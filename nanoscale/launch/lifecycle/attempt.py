@@ -6,10 +6,11 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from nanoscale.common.units import duration
 from nanoscale.config.schema import Launcher
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
@@ -85,6 +86,8 @@ class Attempt:
     was_running: bool = False
     next_poll: float = 0.0
     next_question: float = 0.0
+    noticed: set[str] = field(default_factory=set)
+    """Hosts that will be taken away."""
     asked_since: float | None = None
     """The time of the question of `runs explain` that is not answered yet."""
 
@@ -93,6 +96,7 @@ class Attempt:
             LaunchOrder,
             run=str(self.run.path),
             lost_after_s=self.launcher.lost_after_s,
+            notice=self.launcher.notice,
             writes_logs=self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
         )
         self.execution = JobExecution(
@@ -152,6 +156,9 @@ class Attempt:
         if message["kind"] == "signal":
             self.signals.record(message["number"])
             return
+        if message["kind"] == "notice":
+            self._notice(member, message)
+            return
         if "carried" in message:
             path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
             with suppress(OSError), path.open("ab") as log:
@@ -159,34 +166,45 @@ class Attempt:
         if message["stream"] == "out":
             self.view.wrote(member.name, message["rank"])
 
+    def _notice(self, member: Member, message: Message) -> None:
+        """Record that a host will be taken away, upon which the attempt stops."""
+        source, seconds = f"launcher.notice={message['source']}", message.get("seconds")
+        if problem := message.get("problem"):
+            self._record("note", f"{member.name} cannot read {source}: {problem}")
+        elif member.name not in self.noticed:
+            self.noticed.add(member.name)
+            when = "" if seconds is None else f" in {duration(seconds)}"
+            about = {"host": member.name, "source": message["source"], "seconds": seconds}
+            self._record("notice", f"{member.name} will be taken away{when} ({source})", **about)
+
     def _handle_signals(self) -> None:
         if self.signals.suspended:
             self.signals.suspended = False
             message = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
             self._record("note", message)
-        if self.signals.first is None or self.execution.killing_since is not None:
+        reason = self.signals.first.name if self.signals.first else "notice" if self.noticed else ""
+        if not reason or self.execution.killing_since is not None:
             return
         if self.stopping_since is None:
             self.stopping_since = time.monotonic()
-            self._forward(self.signals.first)
+            self._forward(reason)
         elif self.signals.kill_requested:
             self._force("it was killed, as requested")
         elif time.monotonic() - self.stopping_since > self.launcher.stop_grace_s:
             limit = self.launcher.stop_grace_s
             self._force(f"it did not stop within {limit:g} s (launcher.stop_grace_s)")
 
-    def _forward(self, number: signal.Signals) -> None:
+    def _forward(self, reason: str) -> None:
         self.view.poll()  # the ranks may have begun to train just now
         if not self.view.running:
             self.execution.kill()  # there is nothing to save
-            message = f"{number.name}: stopping before the first step"
-            self._record("signal", message, signal=number.name)
+            self._record("signal", f"{reason}: stopping before the first step", signal=reason)
             return
         self.fleet.send(self.members, "stop", attempt=self.plan.attempt)
-        message = f"{number.name}: stopping after the current step; Ctrl-C again to kill"
-        self._record("signal", message, signal=number.name)
+        message = f"{reason}: stopping after the current step; Ctrl-C again to kill"
+        self._record("signal", message, signal=reason)
 
-    def _record(self, kind: str, message: str, **fields: str) -> None:
+    def _record(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event; a full disk must not end ranks that are to save and stop."""
         with suppress(OSError):
             events.append(self.run, kind, message, **fields)
@@ -199,14 +217,21 @@ class Attempt:
 
     def _judge(self) -> Outcome:
         first_signal, outcomes = self.signals.first, set(self.execution.outcomes.values())
+        is_asked = first_signal is not None or bool(self.noticed)
         if not self.execution.failures:
             if outcomes == {"completed"}:
                 return Outcome("completed", DONE)
-            if (self.forced is None and first_signal is not None) or "stopped" in outcomes:
+            if (self.forced is None and is_asked) or "stopped" in outcomes:
                 by_user = first_signal is signal.SIGINT or events.stop_requested(self.run)
                 return _STOPPED if by_user else Outcome("preempted", PREEMPTED)
         if self.forced is not None and first_signal is signal.SIGINT:
             return _STOPPED
+        failures = self.execution.failures
+        if any(host in self.noticed for host, rank in failures if rank is None) and all(
+            is_consequence(it) or (rank is None and host in self.noticed)
+            for (host, rank), it in failures.items()
+        ):  # the host was taken away before the end of the save
+            return Outcome("preempted", PREEMPTED)
         return self._failed()
 
     def _failed(self) -> Outcome:

@@ -35,7 +35,7 @@ class JobExecution:
     on_poll: Callable[[], None] = lambda: None
     """A function that is called after each wait for messages, before they are handled."""
     on_message: Callable[[Member, Message], None] = lambda _member, _message: None
-    """A function that is called with each message that is about output or a signal."""
+    """A function that is called with each message that is about output, a signal or a notice."""
     limit_s: float | None = None
     """Seconds for the whole job; None: any time."""
     outcomes: dict[str, str] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class JobExecution:
             self.fleet.send([member], **message_of(self.order_for(ranks)))
 
     def _receive(self, member: Member, message: Message) -> None:
-        if message["kind"] in ("output", "signal"):
+        if message["kind"] in ("output", "signal", "notice"):
             self.on_message(member, message)
         elif message.get("attempt") != self.plan.attempt:
             pass  # belongs to an attempt that was given up

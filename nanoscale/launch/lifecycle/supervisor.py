@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nanoscale.common.errors import UserError
-from nanoscale.common.units import counted
+from nanoscale.common.units import counted, listed
 from nanoscale.config.machines import Host
 from nanoscale.config.values.forms import elastic, node_range
 from nanoscale.launch.fleet.connections import Member
@@ -46,6 +46,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         note = partial(events.append, self.run, "note")
+        self.leaving = self.newly_leaving = set[str]()  # hosts that will be taken away
         self.notifier = Notifier(self.request.config.launcher, self.run, note)
 
     def supervise(self, number: int) -> Outcome:
@@ -73,10 +74,12 @@ class Supervisor:
         while True:
             outcome = self._attempt(number)
             has_trained = self.view.running
-            if not restarts_left or outcome.exit_code != FAILED or self.signals.first is not None:
+            has_failed = outcome.exit_code == FAILED
+            is_left = outcome.state == "preempted" and self.newly_leaving and self._remaining()
+            if not (is_left or (has_failed and restarts_left)) or self.signals.first is not None:
                 return outcome
             pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
-            restarts_left, number = restarts_left - 1, number + 1
+            restarts_left, number = restarts_left - has_failed, number + 1
             self._record_restart(outcome, restarts_left)
             deadline = time.monotonic() + (0.0 if has_trained else pause)
             while time.monotonic() < deadline and self.signals.first is None:
@@ -96,17 +99,17 @@ class Supervisor:
         self.view.begin(plan, request.config.train.steps)
         launcher = request.config.launcher
         attempt = Attempt(self.lock, plan, members, self.fleet, launcher, self.signals, self.view)
-        return attempt.execute()
+        outcome = attempt.execute()
+        self.newly_leaving = attempt.noticed - self.leaving
+        self.leaving |= attempt.noticed
+        return outcome
 
     # --- hosts of an attempt --------------------------------------------------------------------------
 
     def _members(self, number: int) -> list[Member]:
         """Return the hosts of this attempt; an elastic job continues without lost ones."""
-        nodes = self.request.config.launcher.nodes
-        least, _ = node_range(nodes) or (0, 0)
-        present = [member for member in self.fleet.members if member.is_present]
-        if not elastic(nodes) or len(present) < least:
-            return self.fleet.members
+        present = self._remaining()
+        least, _ = node_range(self.request.config.launcher.nodes) or (1, 1)
         for count in range(len(present), least - 1, -1):
             members = present[:count]
             try:
@@ -115,6 +118,13 @@ class Supervisor:
                 continue  # the layout does not fit this number
             return members
         return self.fleet.members
+
+    def _remaining(self) -> list[Member]:
+        """List the hosts with which an elastic job can continue; empty if it is not elastic, or needs more."""
+        nodes, members = self.request.config.launcher.nodes, self.fleet.members
+        least, _ = node_range(nodes) or (1, 1)
+        present = [it for it in members if it.is_present and it.name not in self.leaving]
+        return present if elastic(nodes) and len(present) >= least else []
 
     def _resolve_for(self, hosts: Sequence[Host], number: int) -> None:
         """Resolve the configuration for other hosts than before."""
@@ -130,7 +140,8 @@ class Supervisor:
         replace_configuration(self.run, self.request, number - 1)
 
     def _reconnect(self) -> None:
-        lost = [member for member in self.fleet.members if not member.is_present]
+        away = [it for it in self.fleet.members if not it.is_present]
+        lost = [member for member in away if member.name not in self.leaving]
         if lost:
             self.fleet.connect(lost)
         launcher = self.request.config.launcher
@@ -143,6 +154,8 @@ class Supervisor:
     def _record_restart(self, outcome: Outcome, restarts_left: int) -> None:
         cause = outcome.failure
         reason = cause.sentence if cause is not None else "it failed"
+        if outcome.state == "preempted":
+            reason = f"{listed(sorted(self.newly_leaving))} will be taken away"
         more = counted(restarts_left, "more restart") if restarts_left else "no more restart"
         start = "step 1: no checkpoint was saved"
         if steps := self.run.checkpoint_steps():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from nanoscale.common.units import byte_size, listed
+from nanoscale.common.units import byte_size, duration, listed
 from nanoscale.plan.saving import SavingPlan
 
 
@@ -38,9 +38,13 @@ def sentences(saving: SavingPlan) -> dict[str, str]:
     when = _times(saving)
     if not when or not saving.bytes:
         return {"checkpoints": listed(when) if when else "none is saved"}
+    notice, left_s = "", saving.notice_s or 0.0
+    if left_s > 0 and saving.config.at_stop:
+        rate = byte_size(saving.bytes / left_s)
+        notice = f"; one fits into the notice ({duration(left_s)} after two steps) at {rate}/s"
     free = "" if saving.free is None else f", {byte_size(saving.free)} free in {saving.root}"
     return {
-        "checkpoints": f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}",
+        "checkpoints": f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}{notice}",
         "disk": f"{byte_size(saving.needed)} needed{free}",
     }
 
@@ -72,6 +76,9 @@ def warnings(saving: SavingPlan) -> list[str]:
             f"{byte_size(saving.needed)}, and {byte_size(saving.free)} are free in {saving.root}. Free some "
             f"space, or set run.root=FOLDER{instead}"
         )
+    if saving.notice_s is not None and (saving.notice_s <= 0 or not saving.config.at_stop):
+        why = "two steps take longer" if saving.config.at_stop else "checkpoint.at_stop=false"
+        warnings.append(f"nothing is saved after a notice (launcher.notice): {why}")
     if saving.restarts and not saving.during:
         warnings.append(
             f"with launcher.max_restarts={saving.restarts} the training would restart from step 1: no "

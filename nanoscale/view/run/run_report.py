@@ -195,10 +195,8 @@ def _blocks(about: Document) -> Iterator[Block]:
     if not about["against_plan"]:
         yield Lines(["There is no plan of this layout."])
     if (parts := about["goodput"]) is not None:
-        yield Lines([f"goodput: {parts['sentence']}"])
-        wall_s = parts["wall_s"] or 1.0
-        shares = [(name, it, it / wall_s) for name, it in parts["seconds"].items() if it]
-        yield table(_GOODPUT, shares, "goodput")
+        shares = [(name, it, it / parts["wall_s"]) for name, it in parts["seconds"].items() if it]
+        yield table(_GOODPUT, shares, f"goodput: {parts['sentence']}")
     yield Lines([usual] if (usual := usual_mfu_text(about["usual_mfu"])) else [])
     if (layers := about["statistics"]) is not None:
         rows = [
@@ -297,11 +295,10 @@ _COMPARED = (
     Column("difference", lambda row: "" if row["error"] is None else f"{row['error']:+.1%}"),
 )
 _GOODPUT = (
-    Column("", lambda row: row[0]),
+    Column("", lambda row: NAMES[row[0]]),
     Column("time", lambda row: duration(row[1])),
     Column("share", lambda row: f"{row[2]:.1%}"),
     Column("bar", lambda row: "█" * round(_BAR * row[2]), is_text=True, optional=1),
-    Column("seconds of", lambda row: NAMES[row[0]], is_text=True, optional=2),
 )
 _LAYERS = {
     "weight_norm": "weights", "grad_norm": "gradients", "rms": "result, rms", "largest": "largest",
