@@ -34,7 +34,7 @@ def build_stages(
         # Adapters are attached later, in the dtype of trained weights.
         stage.to(compute_dtype if config.lora.rank else TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:
-            float8.apply(stage, config.precision.fp8_recipe)
+            float8.apply(stage, config.precision.fp8_recipe, config.parallel.tp)
         if config.lora.base == "nf4":
             nf4.prepare(stage)
         parallelize(stage, config, layout)

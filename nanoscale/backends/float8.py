@@ -7,9 +7,12 @@
 | rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
 
 An outlier affects the scale of its row only, not the matrix's, so each recipe is more accurate than the
-previous one, and slower. Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README
-of `torchao.float8` for the recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute
-capability 8.9 and every size of a product a multiple of 16.
+previous one, and slower. With tensor parallelism a rank scales its shards: one process computes the same products
+of whole rows, and shards of rows have finer scales. Sums over ranks are in the compute dtype.
+
+Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
+recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute capability 8.9 and every size
+of a product a multiple of 16.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from dataclasses import replace
 from torch import nn
 
 from nanoscale.backends.torchao_log import silence_missing_extensions
+from nanoscale.config import parameters
 from nanoscale.models.transformer import Transformer
 
 
-def apply(model: Transformer, recipe: str, emulate: bool = False) -> None:
+def apply(model: Transformer, recipe: str, tp: int = 1, emulate: bool = False) -> None:
     """Convert the blocks' linear layers to 8-bit products, in place; the head is not converted, as is usual.
 
     Layers that would be slower in 8 bits are left, unless all would. Call it before anything is sharded or
@@ -33,11 +37,13 @@ def apply(model: Transformer, recipe: str, emulate: bool = False) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    layers = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
-    faster_layers = [
-        layer for layer in layers if is_faster(recipe, layer.out_features, layer.in_features)
-    ]
-    chosen_ids = {id(layer) for layer in faster_layers or layers}
+    sizes: dict[int, parameters.Shape] = {}
+    for number, block in model.layers.items():
+        table = parameters.block(model.shape.of_layer(int(number)))
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                sizes[id(module)] = table[f"{name}.weight"].local(tp)
+    chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
     convert_to_float8_training(
         model.layers, config=config, module_filter_fn=lambda layer, _: id(layer) in chosen_ids
     )

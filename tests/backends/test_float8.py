@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nanoscale.backends import float8
 from nanoscale.config.schema import Model
 from nanoscale.models.head import Head
 from nanoscale.models.initialization import initialize
 from nanoscale.models.transformer import Transformer
+from nanoscale.parallel import process_group, tensor
+from tests.support.ranks import run_ranks
 
 torchao = pytest.importorskip("torchao.float8.float8_linear", reason="pip install 'torchao>=0.15'")
 
@@ -19,11 +21,13 @@ PRODUCTS = 7  # wq wk wv wo gate up down
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def make(in_8_bits: str | None) -> Transformer:
+def make(in_8_bits: str | None, mesh: DeviceMesh | None = None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(SHAPE)
     if in_8_bits:
         float8.apply(model, in_8_bits, emulate=True)
+    if mesh is not None:
+        tensor.apply(model, mesh, sequence_parallel=True)
     model.to_empty(device="cpu")
     initialize(model, SHAPE, seed=1)
     return model.bfloat16()
@@ -34,8 +38,7 @@ def losses(model: Transformer, steps: int = 5) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
     for _ in range(steps):
-        logits = model(tokens[:, :-1]).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = model(tokens[:, :-1], None, tokens[:, 1:]) / tokens[:, 1:].numel()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -65,6 +68,34 @@ def test_loss_follows_bf16() -> None:
         assert all(a != b for a, b in zip(eight, sixteen, strict=True))
         assert eight[-1] < 0.95 * eight[0]
     assert len({tuple(eight) for eight in found.values()}) == len(RECIPES)
+
+
+def test_tensor_parallel_ranks_scale_their_shards() -> None:
+    """One process computes the same products of whole rows, bit for bit, and almost the same losses."""
+    expected, reference = queries(make("rowwise")), losses(make("rowwise"))
+    assert not torch.equal(expected, queries(make(None)))
+    ranks = run_ranks(train_divided, 2)
+    assert torch.equal(torch.cat([of_rank for of_rank, _ in ranks], dim=-1), expected)
+    for _, found in ranks:
+        assert found == pytest.approx(reference, rel=0.02)
+        assert found != reference
+
+
+def train_divided(rank: int) -> tuple[torch.Tensor, list[float]]:
+    process_group.join(2, torch.device("cpu"), 120.0)
+    model = make("rowwise", init_device_mesh("cpu", (2,)))
+    return queries(model), losses(model)
+
+
+@torch.no_grad()
+def queries(model: Transformer) -> torch.Tensor:
+    """Return the queries of the first block, of some tokens and this rank's heads."""
+    results: list[torch.Tensor] = []
+    query = model.layers["0"].get_submodule("attention.wq")
+    hook = query.register_forward_hook(lambda _, __, result: results.append(result))
+    model(torch.arange(32).view(1, 32))
+    hook.remove()
+    return results[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from nanoscale.common.units import listed
 from nanoscale.config.optimizers import OPTIMIZERS, optimizers_with, rule_of
 from nanoscale.config.parameters import named
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
+from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused
 from nanoscale.config.schema import Config, Precision
 from nanoscale.config.violations import nearest, override
 
@@ -79,12 +79,13 @@ _BF16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
 
 def _odd_sizes(config: Config) -> list[str]:
     """List the sizes of the blocks' products that 8-bit hardware does not support."""
-    model, train = config.model, config.train
+    model, train, tp = config.model, config.train, config.parallel.tp
+    of_rank = f" / {tp}" * (tp > 1)
     sizes = {
         "model.hidden": model.hidden,
-        "model.ffn": model.ffn,
-        "the query heads together": model.q_width,
-        "the key heads together": model.kv_width,
+        f"model.ffn{of_rank}": model.ffn // tp,
+        f"the query heads together{of_rank}": model.q_width // tp,
+        f"the key heads together{of_rank}": model.kv_width // tp,
         "the tokens of a rank": train.seq_len // config.parallel.cp,
     }
     if model.kv_rank:
@@ -92,18 +93,16 @@ def _odd_sizes(config: Config) -> list[str]:
             "model.q_rank": model.q_rank or 0,
             "model.kv_rank": model.kv_rank,
             "model.rope_head_dim": model.rope_head_dim,
-            "the values of all heads": model.heads * model.value_width,
+            f"the values of all heads{of_rank}": model.heads * model.value_width // tp,
         }
     return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
 
 
 RULES = of_kind("config",
-    refused("precision.fp8", {**_FP8, "parallel.tp": several},
-        "cannot hold with parallel.tp={c.parallel.tp}: products of tensor-parallel layers stay in bf16",
-        _NO_FP8),
     Rule("precision.fp8",
         (
-            *("precision.fp8", "parallel.cp", "train.seq_len", "model.hidden", "model.ffn"),
+            *("precision.fp8", "parallel.tp", "parallel.cp", "train.seq_len"),
+            *("model.hidden", "model.ffn"),
             *(f"model.{name}" for name in ("heads", "kv_heads", "head_dim", "v_head_dim")),
             *("model.q_rank", "model.kv_rank", "model.rope_head_dim"),
         ), lambda config: not (config.precision.fp8 and _odd_sizes(config)),

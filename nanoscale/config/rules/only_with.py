@@ -17,7 +17,8 @@ _NVME = "zero.offload_optimizer={c.zero.offload_optimizer} and zero.offload_para
 OF_LAYOUT = (
     only_with("parallel.sequence_parallel", {"parallel.tp": several}),
     only_with("parallel.tp_overlap",
-        {"parallel.tp": several, "parallel.sequence_parallel": True, "backend.compile": ("auto", "on")}),
+        {"parallel.tp": several, "parallel.sequence_parallel": True, "backend.compile": ("auto", "on"),
+         "precision.fp8": False}),
     only_with("parallel.cp_method", {"parallel.cp": several}),
     *of_kind("config", only_with("parallel.ep", _ROUTED)),
     only_with("zero.prefetch", {"zero.stage": 3, "parallel.pp": 1}),
