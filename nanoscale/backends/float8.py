@@ -7,8 +7,8 @@
 | rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
 
 An outlier affects the scale of its row only, not the matrix's, so each recipe is more accurate than the
-previous one, and slower. With tensor parallelism a rank scales its shards: one process computes the same products
-of whole rows, and shards of rows have finer scales. Sums over ranks are in the compute dtype.
+previous one, and slower. With tensor parallelism a rank scales its shards: one process computes the same
+products of whole rows, and shards of rows have finer scales. Sums over ranks are in the compute dtype.
 
 Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
 recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute capability 8.9 and every size
