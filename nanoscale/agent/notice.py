@@ -16,8 +16,6 @@ from urllib.request import ProxyHandler, Request, build_opener
 from nanoscale.config.machines import NOTICE_S
 
 _EVERY_S, _ANSWER_S = 5.0, 2.0
-_METADATA = "NANOSCALE_METADATA"
-"""The variable of another address of the metadata service, for tests."""
 _ENDING = ("Preempt", "Terminate", "Reboot", "Redeploy")
 """Azure's types of events that end this host or its processes."""
 
@@ -45,25 +43,24 @@ def seconds_left(source: str) -> float | None:
     if source not in _CLOUDS:
         present = _get(source) if "://" in source else Path(source).exists()
         return math.inf if present else None
-    end = _CLOUDS[source](os.environ.get(_METADATA, "http://169.254.169.254"))
+    end = _CLOUDS[source](
+        os.environ.get("NANOSCALE_METADATA", "http://169.254.169.254")
+    )  # set by tests
     limit_s = NOTICE_S[source]
     return None if end is None else limit_s if end <= 0 else max(0.0, end - time.time())
 
 
 def _aws(base: str) -> float | None:
     """Return the end of a spot instance, UNIX seconds; 0: unknown; None: it stays."""
-    lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    token = _get(f"{base}/latest/api/token", "PUT", lifetime)
-    headers = {"X-aws-ec2-metadata-token": token}
-    action = _get(f"{base}/latest/meta-data/spot/instance-action", "GET", headers)
-    if not action:
-        return None
-    return datetime.fromisoformat(json.loads(action)["time"]).timestamp()
+    name = "X-aws-ec2-metadata-token"
+    token = _get(f"{base}/latest/api/token", "PUT", {f"{name}-ttl-seconds": "60"})
+    action = _get(f"{base}/latest/meta-data/spot/instance-action", "GET", {name: token})
+    return datetime.fromisoformat(json.loads(action)["time"]).timestamp() if action else None
 
 
 def _gcp(base: str) -> float | None:
-    flavor = {"Metadata-Flavor": "Google"}
-    state = _get(f"{base}/computeMetadata/v1/instance/preempted", "GET", flavor)
+    url = f"{base}/computeMetadata/v1/instance/preempted"
+    state = _get(url, "GET", {"Metadata-Flavor": "Google"})
     return 0.0 if state.strip() == "TRUE" else None
 
 

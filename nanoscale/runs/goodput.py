@@ -38,8 +38,6 @@ _BEGINS = {
     "end": _LEAVING,
 }
 """The names of the seconds after an event, by its kind."""
-_SHOWN, _SMALLEST = 6, 5e-4
-"""The most losses of a sentence, and the least share of the time for one."""
 
 
 @dataclass
@@ -56,8 +54,8 @@ class Goodput:
         losses = {text: self.seconds[name] for name, text in NAMES.items() if name != "training"}
         # What no failure caused is of steps that a resume from an older checkpoint trained again.
         losses[NAMES["lost"]] += losses.pop(NAMES["repairing"]) - sum(self.causes.values())
-        largest = sorted((losses | self.causes).items(), key=lambda it: -it[1])[:_SHOWN]
-        largest = [it for it in largest if it[1] >= _SMALLEST * wall_s]
+        largest = sorted((losses | self.causes).items(), key=lambda it: -it[1])[:6]
+        largest = [it for it in largest if it[1] >= 5e-4 * wall_s]  # 0.05 % are not worth a word
         text = ", ".join(f"{duration(seconds)} of {what}" for what, seconds in largest)
         sentence = f"{share:.1%} of {duration(wall_s)} trained" + (text and f"; lost: {text}")
         about = {"share": share, "wall_s": wall_s, "sentence": sentence}
