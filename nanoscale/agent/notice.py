@@ -43,11 +43,10 @@ def seconds_left(source: str) -> float | None:
     if source not in _CLOUDS:
         present = _get(source) if "://" in source else Path(source).exists()
         return math.inf if present else None
-    end = _CLOUDS[source](
-        os.environ.get("NANOSCALE_METADATA", "http://169.254.169.254")
-    )  # set by tests
-    limit_s = NOTICE_S[source]
-    return None if end is None else limit_s if end <= 0 else max(0.0, end - time.time())
+    base = os.environ.get("NANOSCALE_METADATA", "http://169.254.169.254")  # tests set it
+    if (end := _CLOUDS[source](base)) is None:
+        return None
+    return max(0.0, end - time.time()) if end else NOTICE_S[source]
 
 
 def _aws(base: str) -> float | None:

@@ -189,7 +189,7 @@ def own_time(record: Object) -> float:
 
 
 class Tally:
-    """The goodput of a run while it trains: that of its earlier attempts, and each logged step."""
+    """The goodput of a run while it trains, from its earlier attempts and each logged step."""
 
     def __init__(self, run: RunDirectory, step: int) -> None:
         """Begin with what is known of a run that continues after `step`."""

@@ -57,7 +57,7 @@ def test_an_elastic_job_fits_its_micro_batch_to_the_remaining_hosts(
 def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, attempts: list[Any], ends: str
 ) -> None:
-    """`launcher.max_restarts` is 0: a notice is no failure."""
+    """`launcher.max_restarts` is 0: a notice does not count as a failure."""
     monkeypatch.chdir(tmp_path)
     composed = changed(
         "run.name=x", "launcher=ssh", "launcher.hostfile=hosts", "launcher.notice=aws",
