@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nanoscale.agent.link import Link
+from nanoscale.agent.memory import MemoryKeeper
 from nanoscale.agent.rank import RankFiles, RankLogs, start_rank, start_store
 from nanoscale.processes.network import interface_towards, is_loopback
 from nanoscale.processes.proc import available_gib, is_stopped, oom_kills
@@ -40,11 +41,14 @@ _FORWARD_S = 0.25
 """Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""
 
 
-def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | None:
+def attempt(
+    link: Link, order: LaunchOrder, job: Job | str, keeper: MemoryKeeper | None = None
+) -> BaseProcess | None:
     """Run the ranks that the launcher orders, and report how they ended.
 
     Args:
         job: each rank's job, or its name in worker.JOBS.
+        keeper: the keeper of checkpoints in memory, if the job has them.
 
     Returns:
         on the first host, the process of the store, which the ranks of other hosts may still need.
@@ -64,6 +68,8 @@ def attempt(link: Link, order: LaunchOrder, job: Job | str) -> BaseProcess | Non
         if link.killed_attempt >= host.attempt:
             outcome = "killed"
         else:
+            if keeper is not None and order.memory is not None:
+                keeper.begin(host, order.memory)
             if host.node_rank == 0:
                 store = start_store(host)
             logs = RankLogs(link, host, run if order.writes_logs else None)

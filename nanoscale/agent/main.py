@@ -19,6 +19,7 @@ from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
 from nanoscale.agent.notice import watch
+from nanoscale.agent.memory import MemoryKeeper, keeper_for
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import scratch
@@ -68,6 +69,7 @@ def _serve(link: Link, job: Job | None) -> None:
     link.send("hello", nanoscale=nanoscale_version())
     port: ReservedPort | None = None
     store, watches = None, False
+    keeper: MemoryKeeper | None = None
     while (order := link.next_order())["kind"] != "quit":
         if order["kind"] == "prepare":
             if store is not None:
@@ -79,27 +81,35 @@ def _serve(link: Link, job: Job | None) -> None:
             port = None
             with suppress(OSError):  # another process uses it
                 port = ReservedPort(order["master_port"] or 0)  # for the rendezvous, if it is here
-            _prepare(link, order, port, job or order["job"])
+            os.environ.update(order["environment"])
+            keeper = keeper_for(order, keeper)
+            _prepare(link, order, port, job or order["job"], keeper)
         elif order["kind"] == "launch":
             launch = LaunchOrder.read(order)
             if launch.notice and not watches:
                 watches = True
                 Thread(target=watch, args=(launch.notice, link.send_later), daemon=True).start()
-            store = attempt(link, launch, job or launch.job)
+            store = attempt(link, launch, job or launch.job, keeper)
     clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
 
 
-def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | str) -> None:
+def _prepare(
+    link: Link,
+    order: Message,
+    port: ReservedPort | None,
+    job: Job | str,
+    keeper: MemoryKeeper | None,
+) -> None:
     """Set the job's environment, start loading torch, and meanwhile report facts about this host."""
-    os.environ.update(order["environment"])
     if order["slots"]:
         os.environ.update(cores_per_rank(cores(), order["slots"]) | order["environment"])
     link.expect_beats(order["lost_after_s"])
     if order["will_launch"]:
         _start_fork_server(job, link.scratch)
-    link.send("facts", **facts(order, port.number if port else None))
+    memory = keeper.facts() if keeper else None
+    link.send("facts", **facts(order, port.number if port else None), memory=memory)
 
 
 def cores_per_rank(cores: int, ranks: int) -> dict[str, str]:

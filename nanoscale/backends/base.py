@@ -65,6 +65,8 @@ class Engine(ABC):
         self.device = device
         fp16 = config.precision.compute == "fp16"
         self.scaling = LossScale(config.precision) if fp16 else None
+        self.before_norm: Callable[[], None] = lambda: None
+        """A function that each rank calls in every step before the gradients' norm, which all ranks compute."""
 
     @property
     def dp_rank(self) -> int:

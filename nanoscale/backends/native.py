@@ -155,6 +155,7 @@ class NativeEngine(Engine):
 
     def _finish_gradients(self) -> Tensor:
         """Undo the loss scale and clip; return the norm before clipping."""
+        self.before_norm()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.filled = [p for p in parameters if p.grad is None]
         if self.reducer is not None:  # before the norm, which is that of the reduced gradients

@@ -123,10 +123,10 @@ class FlatShard(Tensor):
         local = self.local
         return [
             (box, local[start : start + prod(box.sizes)].view(box.sizes))
-            for box, start in self._boxes_with_starts()
+            for box, start in self.boxes_with_starts()
         ]
 
-    def _boxes_with_starts(self) -> list[tuple[Box, int]]:
+    def boxes_with_starts(self) -> list[tuple[Box, int]]:
         """Return the boxes in the whole tensor, and the start of each in this shard's elements."""
         boxes = []
         count = 0
@@ -146,11 +146,11 @@ class FlatShard(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
             )
-            for box, _ in self._boxes_with_starts()
+            for box, _ in self.boxes_with_starts()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box, _ in self._boxes_with_starts()]
+        return [_chunk(box) for box, _ in self.boxes_with_starts()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         offsets = tuple(index.offset or ())

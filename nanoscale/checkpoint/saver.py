@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.memory import in_thread
 from nanoscale.checkpoint.staging import Staging, State
 from nanoscale.checkpoint.uploader import Uploader
 from nanoscale.config.schema import Checkpoint
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,7 @@ class Saver:
         start = time.perf_counter()
         staged = self._staging.copy(state)
         self._stall_s = time.perf_counter() - start
-        self._writing = _run_in_thread(
-            lambda: self._write(staged, manifest, start, in_background=True)
-        )
+        self._writing = in_thread(lambda: self._write(staged, manifest, start, in_background=True))
         return None
 
     def hold(self) -> None:
@@ -149,17 +144,3 @@ def _group_of_another_thread() -> dist.ProcessGroup:
     if torch.__version__ < "2.13":
         dist.all_reduce(torch.zeros(1), group=group)
     return group
-
-
-def _run_in_thread(action: Callable[[], T]) -> Future[T]:
-    """Run `action` in a daemon thread, which does not keep a failing process alive."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, name="checkpoint", daemon=True).start()
-    return outcome

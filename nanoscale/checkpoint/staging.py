@@ -24,15 +24,19 @@ from nanoscale.models.initialization import local_region
 State = dict[str, Tensor]
 CHANGED_BY_OPTIMIZER = ("model.", "optimizer.")
 """Prefixes of the names of these tensors; see `Engine.state`."""
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Bytes; the alignment of every copy in the buffer."""
 
 
 class Staging:
-    """A buffer for one copy, kept for the next one: allocating it takes longer than filling it."""
+    """A buffer for one copy, kept for the next one: allocating it takes longer than filling it.
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    Args:
+        buffer: memory for exactly this copy, if it shall be in a certain place.
+    """
+
+    def __init__(self, buffer: Tensor | None = None) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -93,7 +97,7 @@ class Staging:
 
         One buffer holds all of them: PyTorch's own pinned memory would round each up to a power of two.
         """
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if self._buffer.nbytes != sum(sizes):
             if self._copied is not None:
                 unpin_memory(self._buffer.data_ptr())

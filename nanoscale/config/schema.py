@@ -784,6 +784,13 @@ class Checkpoint:
         unit="min",
         at_least=0,
     )
+    memory_every: int = key(
+        0,
+        "steps between checkpoints in the memory of the hosts, from which launcher.max_restarts continues; "
+        "0: none",
+        unit="steps",
+        at_least=0,
+    )
     keep_last: int | None = key(
         2,
         "number of newest checkpoints to keep; null: all, except that only the newest saved by time is kept",

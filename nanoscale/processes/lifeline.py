@@ -20,8 +20,9 @@ from nanoscale.processes import scratch
 from nanoscale.processes.messages import MARK
 from nanoscale.processes.proc import all_pids, environment, is_alive, is_tracker
 
-SCRATCH, CGROUP = "NANOSCALE_SCRATCH", "NANOSCALE_CGROUP"
-"""Names of the variables with the agent's temporary folder and the job's cgroup on the host."""
+SCRATCH, CGROUP, MEMORY = "NANOSCALE_SCRATCH", "NANOSCALE_CGROUP", "NANOSCALE_MEMORY"
+"""Names of the variables with the agent's temporary folder, the job's cgroup on the host, and the agent's
+folder for checkpoints in memory."""
 
 _POLL_S = 0.2
 _PAUSE_S = 0.02
@@ -66,6 +67,8 @@ def clean_up(group: int, *, lost: bool = False) -> None:
     if lost and (folder := os.environ.get(SCRATCH)):
         has_tracker = any(map(is_tracker, _members(group)))
         scratch.remove(Path(folder), semaphores=not has_tracker)
+        if memory := os.environ.get(MEMORY):
+            scratch.remove(Path(memory), semaphores=False)
     if enclosure := os.environ.get(CGROUP):
         end_cgroup(Path(enclosure))
 

@@ -189,9 +189,9 @@ def introduce(connection: socket.socket, key: bytes, content: object) -> None:
         HandshakeError: the peer is not the launcher.
         OSError: the launcher hung up, or did not answer in time.
     """
-    launcher_challenge, challenge = _receive(connection, _BYTES), os.urandom(_BYTES)
+    launcher_challenge, challenge = receive(connection, _BYTES), os.urandom(_BYTES)
     connection.sendall(challenge + _prove(key, _AGENT, launcher_challenge, challenge))
-    proof = _receive(connection, _BYTES)
+    proof = receive(connection, _BYTES)
     if not hmac.compare_digest(proof, _prove(key, _LAUNCHER, launcher_challenge, challenge)):
         raise HandshakeError
     data = json.dumps(content).encode()
@@ -202,7 +202,8 @@ def _prove(key: bytes, sender: bytes, launcher_challenge: bytes, agent_challenge
     return hmac.digest(key, sender + launcher_challenge + agent_challenge, "sha256")
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def receive(connection: socket.socket, count: int) -> bytes:
+    """Return the next bytes, exactly so many. Raises ConnectionError if the other end hangs up before."""
     data = b""
     while len(data) < count:
         received = connection.recv(count - len(data))

@@ -18,7 +18,7 @@ _LOCK = "lock"
 _REMOVED_SUFFIX = ".removed"
 """The suffix of the name of a folder that is being removed."""
 _TRIES = 20
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 _own_folders: list[Path] = []
 
@@ -45,7 +45,7 @@ def remove_own() -> None:
 def remove(folder: Path, *, semaphores: bool = True) -> None:
     """Remove a folder, and its semaphores unless another process does."""
     if semaphores:
-        for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
+        for semaphore in SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
             semaphore.unlink(missing_ok=True)
     # Renamed first, so that a rank that is about to end adds no file to it.
     renamed = folder.with_name(folder.name.removesuffix(_REMOVED_SUFFIX) + _REMOVED_SUFFIX)
@@ -58,8 +58,9 @@ def remove(folder: Path, *, semaphores: bool = True) -> None:
 
 
 def remove_stale(parent: str | None = None) -> None:
-    """Remove this user's folders of ended processes."""
-    for folder in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    """Remove this user's folders of ended processes; with `parent=None`, also those in shared memory."""
+    parents = [Path(parent)] if parent else [Path(tempfile.gettempdir()), SHARED_MEMORY]
+    for folder in (folder for place in parents for folder in place.glob(f"{_PREFIX}*")):
         with suppress(OSError):
             if folder.stat().st_uid == os.getuid() and _is_stale(folder):
                 remove(folder)

@@ -76,6 +76,8 @@ class LaunchOrder(JobMessage):
     """The resolved configuration of a job without a run, as YAML."""
     task: dict[str, Any] | None = None
     """The task of a job without a run."""
+    memory: dict[str, Any] | None = None
+    """With checkpoints in memory: the `source` to continue from, and the `peers` that keep hosts' copies."""
 
 
 @dataclass(frozen=True)

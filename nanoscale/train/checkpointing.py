@@ -5,15 +5,19 @@ from __future__ import annotations
 import shlex
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import configuration, store
+from nanoscale.checkpoint.memory import MemoryWriter
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.runs.directory import checkpoint_path
 from nanoscale.runs.events import Note
+from nanoscale.runs.memory import read_order as memory_order
 from nanoscale.train.callbacks import Callbacks
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas
@@ -49,6 +53,11 @@ class CheckpointWriter:
     def __post_init__(self) -> None:
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
+        self.memory: MemoryWriter | None = None
+        if self.config.checkpoint.memory_every and (order := memory_order()):
+            self.memory = MemoryWriter(order, self.rank, partial(self.note, "memory"))
+            self.engine.before_update(self.memory.hold)
+            self.engine.before_norm = self.memory.settle
         self.saved_step = self.compared_step = self.progress.step
 
     def save(self, *, waits: bool, by_time: bool) -> None:
@@ -64,13 +73,7 @@ class CheckpointWriter:
         """
         progress = self.progress
         manifest = {
-            "step": progress.step,
-            "consumed_samples": progress.consumed_samples,
-            "tokens": progress.consumed_samples * self.config.train.seq_len,
-            "data": self.data,
-            **progress.evaluations.in_manifest(progress.step),
-            **progress.spikes.in_manifest(),
-            **({"base": progress.base} if progress.base else {}),
+            **self._progress(),
             "world_size": self.config.world_size,
             "time": time.time(),
             **({store.BY_TIME: True} if by_time else {}),
@@ -80,6 +83,27 @@ class CheckpointWriter:
         write = self.saver.write if waits else self.saver.begin
         self.report(write(self.engine.state(), manifest))
         self.saved_step = progress.step
+
+    def remember(self) -> None:
+        """Write a checkpoint of this step into the hosts' memory, while the training continues.
+
+        Raises:
+            OSError: the shared memory is too small.
+        """
+        if self.memory is not None:
+            self.memory.begin(self.engine.state(), self._progress())
+
+    def _progress(self) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "consumed_samples": progress.consumed_samples,
+            "tokens": progress.consumed_samples * self.config.train.seq_len,
+            "data": self.data,
+            **progress.evaluations.in_manifest(progress.step),
+            **progress.spikes.in_manifest(),
+            **({"base": progress.base} if progress.base else {}),
+        }
 
     def finish(self) -> None:
         """Wait for the checkpoint in progress, and report it."""

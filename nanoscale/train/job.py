@@ -13,7 +13,7 @@ import torch
 
 from nanoscale.backends.base import Engine
 from nanoscale.backends.native import NativeEngine
-from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint import memory_reader, sharded, store
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.checkpoint.store import StoredCheckpoint
@@ -36,6 +36,7 @@ from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.documents import read_document
 from nanoscale.runs.events import Note
 from nanoscale.runs.goodput import Tally
+from nanoscale.runs.memory import read_order as memory_order
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.checkpointing import Progress
@@ -85,7 +86,7 @@ def run(context: RankContext) -> str:
         fence.begin(context.run, 0)
     set_teacher(context.run.teacher, config, device, data, make_note(context))
     engine = make_engine(config, device)
-    progress = restore(context, engine, data)
+    progress = recall(context, engine, data) or restore(context, engine, data)
     save_every_s = 60 * (config.checkpoint.every_minutes or 0)
     agreement = Agreement(context.stop, save_every_s, isinstance(data.train, Parts))
     record_environment(context, device)
@@ -254,10 +255,32 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
     assert manifest is not None, "an unreadable one raises"
     engine.load_state(state)
+    return resumed(context, manifest, data, f"step-{manifest['step']:08d}")
+
+
+def recall(context: RankContext, engine: Engine, data: Dataset) -> Progress | None:
+    """Load the state in the hosts' memory from which this attempt is to continue; None if there is none."""
+    order = memory_order() if context.config.checkpoint.memory_every else None
+    if order is None or order.source is None:
+        return None
+    if context.config.lora.rank:  # the state has only the adapters
+        load_initial_weights(engine, context.config, make_note(context))
+    state = engine.empty_state()
+    manifest = memory_reader.load(order, order.source, state)
+    engine.load_state(state)
+    return resumed(context, manifest, data, f"the memory of step {manifest['step']}")
+
+
+def resumed(context: RankContext, manifest: dict[str, Any], data: Dataset, where: str) -> Progress:
+    """Return the progress of a state that was loaded.
+
+    Raises:
+        UserError: it was trained on other data, or on another base model.
+    """
     if manifest["data"] != data.fingerprint:
         raise UserError(
             "data",
-            f"step-{manifest['step']:08d} was trained on other tokens than those of "
+            f"{where} was trained on other tokens than those of "
             f"{data.description}; a resumed run must continue with the same sources and weights",
         )
     base = None
@@ -265,7 +288,8 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         base = base_fingerprint(context.config)
         require_same_base(context.config, base, manifest)
     step, consumed = manifest["step"], manifest["consumed_samples"]
-    note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
+    text = f"resumed from {where}"
+    make_note(context)("resumed", text, step=step, consumed_samples=consumed)
     spikes = Spikes(**manifest.get(store.BEFORE_SPIKE, {}))
     return Progress(step, consumed, base, Evaluations.from_manifest(manifest), spikes)
 

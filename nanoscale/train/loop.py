@@ -135,6 +135,8 @@ class Training:
             if saves:
                 self.save(waits=False, by_time=not by_step)
                 agreement.saved()
+            if is_due(step, checkpoint.memory_every):
+                self.checkpoints.remember()
         if reason := self.reason_to_stop():
             self.note("enough", f"the training ends at step {self.progress.step}: {reason}")
         self.recorder.end(self.progress.step + 1)

@@ -76,6 +76,7 @@ class DeepSpeedEngine(Engine):
         self._tokens = self._count_tokens(micro_batches)
         set_lr(self.engine.optimizer, lr)
         self._set_scale()
+        self.before_norm()  # the engine's step computes it
         batches = [self._local_batch(batch) for batch in micro_batches]
         if self.pipelined:
             self._micro_batch_queue.extend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 import uuid
@@ -53,6 +54,8 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._preparation: Message = {"environment": {}}
         """The common request to all hosts."""
+        self.memory_key = secrets.token_hex(32) if config.checkpoint.memory_every else None
+        """The key of the agents' servers of checkpoints in memory; None: there are none."""
         self._last_check = time.monotonic()
         self._closing = threading.Event()
         self.transport = transport_of(config)
@@ -142,6 +145,7 @@ class Fleet:
             "job": job,
             "cache_dir": self._config.data.cache_dir,
             "master_addr": self.master_addr,
+            "memory_key": self.memory_key,
         }
         for member in self.members:
             member.facts = None

@@ -80,6 +80,8 @@ class Attempt:
     launcher: Launcher
     signals: Signals
     view: View
+    memory: dict[str, Any] | None = None
+    """The `memory` of the orders to launch."""
     stopping_since: float | None = None
     forced: str | None = None
     """The reason why it was ended by force; None otherwise."""
@@ -97,6 +99,7 @@ class Attempt:
             run=str(self.run.path),
             lost_after_s=self.launcher.lost_after_s,
             notice=self.launcher.notice,
+            memory=self.memory,
             writes_logs=self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
         )
         self.execution = JobExecution(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.data_preparation import preparing_rest
+from nanoscale.launch.lifecycle.memory import newest_in_memory, pair
 from nanoscale.launch.lifecycle.notification import Notifier
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request, check_request
@@ -32,6 +34,8 @@ _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.1
 _MOST_EMPTY_LOGS = 1024
+_MOST_STARTS = 3
+"""Attempts that continue from one state in memory; the state itself may be the cause of their failures."""
 
 
 @dataclass
@@ -48,6 +52,8 @@ class Supervisor:
         note = partial(events.append, self.run, "note")
         self.leaving = self.newly_leaving = set[str]()  # hosts that will be taken away
         self.notifier = Notifier(self.request.config.launcher, self.run, note)
+        self.starts: Counter[tuple[int, int]] = Counter()
+        """The number of attempts that continued from each state in memory."""
 
     def supervise(self, number: int) -> Outcome:
         """Run attempt `number`, and further ones as launcher.max_restarts allows.
@@ -98,11 +104,32 @@ class Supervisor:
         self._begin(plan)
         self.view.begin(plan, request.config.train.steps)
         launcher = request.config.launcher
-        attempt = Attempt(self.lock, plan, members, self.fleet, launcher, self.signals, self.view)
+        memory = self._memory(members) if self.fleet.memory_key else None
+        attempt = Attempt(
+            self.lock, plan, members, self.fleet, launcher, self.signals, self.view, memory
+        )
         outcome = attempt.execute()
         self.newly_leaving = attempt.noticed - self.leaving
         self.leaving |= attempt.noticed
         return outcome
+
+    def _memory(self, members: Sequence[Member]) -> dict[str, Any]:
+        """Return the state in memory to continue from, if it is the newest, and the hosts' peers."""
+        address_of = self.fleet.transport.address_of
+        present = [member for member in self.fleet.members if member.is_present]
+        for member in present:
+            for damage in ((member.facts or {}).get("memory") or {}).get("damaged", ()):
+                events.append(self.run, "memory", f"{member.name}: {damage}; it is not used")
+        refused = {state for state, count in self.starts.items() if count >= _MOST_STARTS}
+        source = newest_in_memory(present, address_of, refused)
+        if source is not None and source.step < max(self.run.checkpoint_steps(), default=0):
+            source = None
+        if source is not None:
+            self.starts[source.attempt, source.count] += 1
+            names = ", ".join(peer.host for peer in source.peers)
+            text = f"continuing from step {source.step} in the memory of {names}"
+            events.append(self.run, "memory", text, step=source.step)
+        return {"source": source and asdict(source), "peers": pair(members, address_of)}
 
     # --- hosts of an attempt --------------------------------------------------------------------------
 
@@ -160,6 +187,8 @@ class Supervisor:
         start = "step 1: no checkpoint was saved"
         if steps := self.run.checkpoint_steps():
             start = f"the checkpoint of step {steps[-1]}"
+        if self.fleet.memory_key:
+            start = f"memory, or else from {start}"
         text = f"{reason}; starting again from {start} ({more} after this)"
         self.notifier.send("restarting", text)
         events.append(self.run, "restart", text, left=restarts_left, **_of_cause(cause))

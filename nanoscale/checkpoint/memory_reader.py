@@ -1,0 +1,154 @@
+"""A reader of checkpoints in memory, for any layout that wrote them and any that continues from them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nanoscale.checkpoint.flat import Box
+from nanoscale.checkpoint.memory import boxes_of
+from nanoscale.checkpoint.staging import State
+from nanoscale.common.errors import LostPeerError
+from nanoscale.processes.peer_files import COMMITTED, PeerFiles
+from nanoscale.runs.memory import MemoryOrder, MemorySource
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The bytes of a part of a tensor."""
+
+    file: _File
+    start: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        count = prod(self.sizes)
+        data = self.file.read(self.start, count * self.dtype.itemsize)
+        return torch.frombuffer(data, dtype=self.dtype, count=count).view(self.sizes)
+
+
+class _File:
+    """A rank's file on this host, or on another one."""
+
+    def __init__(self, folder: Path | PeerFiles, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._mapped: mmap.mmap | None = None
+
+    def read(self, start: int, count: int) -> Any:
+        if isinstance(self._folder, PeerFiles):
+            return self._folder.read(self._name, start, count)
+        if self._mapped is None:
+            with (self._folder / self._name).open("rb") as file:
+                # Copy on write: torch refuses memory that it may not write.
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return memoryview(self._mapped)[start : start + count]
+
+
+class _Reader:
+    """A reader of the tensors of several ranks' files."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, dict[str, Any]] = {}
+        self._chunks: dict[str, dict[Box, _Stored]] = {}
+
+    def add(self, folder: Path | PeerFiles, committed: dict[str, Any]) -> dict[str, Any]:
+        """Add the tensors of a rank's file, unless they are known; return the manifest of its checkpoint."""
+        file = _File(folder, committed["file"])
+        for name, about in committed["tensors"].items():
+            self._tensors.setdefault(name, about)
+            dtype, start = getattr(torch, about["dtype"]), about["start"]
+            for offsets, sizes in about["boxes"]:
+                box = Box(tuple(offsets), tuple(sizes))
+                stored = _Stored(file, start, dtype, box.sizes)
+                self._chunks.setdefault(name, {}).setdefault(box, stored)
+                start += prod(sizes) * dtype.itemsize
+        manifest: dict[str, Any] = committed["manifest"]
+        return manifest
+
+    def has_all(self, state: State) -> bool:
+        """True if the files have each element of this rank's tensors."""
+        return all(
+            sum(_common(box, chunk) for chunk in self._chunks.get(name, ())) >= prod(box.sizes)
+            for name, value in state.items()
+            for box in boxes_of(value)
+        )
+
+    def fill(self, state: State) -> None:
+        """Fill this rank's tensors in place, by torch's plan of what to read for them."""
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(state, metadata=self._metadata(state))
+        for item in planner.finish_plan(planner.create_local_plan()).items:
+            index = item.storage_index
+            assert index.index is not None, "the plan was made from these chunks"
+            value = [*self._chunks[index.fqn].values()][index.index].read()
+            for dimension, start in enumerate(item.storage_offsets):
+                value = value.narrow(dimension, start, item.lengths[dimension])
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+
+    def _metadata(self, state: State) -> Metadata:
+        entries: dict[str, STORAGE_TYPES] = {}
+        for name in state:
+            about, boxes = self._tensors[name], self._chunks[name]
+            properties = TensorProperties(dtype=getattr(torch, about["dtype"]))
+            chunks = [ChunkStorageMetadata(Size(box.offsets), Size(box.sizes)) for box in boxes]
+            entries[name] = TensorStorageMetadata(properties, Size(about["shape"]), chunks)
+        return Metadata(entries)
+
+
+def load(order: MemoryOrder, source: MemorySource, state: State) -> dict[str, Any]:
+    """Fill `state` in place from a checkpoint in memory; return its manifest.
+
+    Files of other hosts are read only where this host has not all that this rank needs.
+
+    Raises:
+        LostPeerError: a part of it is missing.
+        OSError: a host that holds a part of it does not answer.
+    """
+    reader = _Reader()
+    folder = Path(order.folder)
+    manifests = [reader.add(folder, it) for it in _committed(folder, source)]
+    if not manifests or not reader.has_all(state):
+        for peer in source.peers:
+            files = PeerFiles(peer.address, peer.port, bytes.fromhex(order.key))
+            manifests += [reader.add(files, it) for it in _committed(files, source)]
+    if not manifests or not reader.has_all(state):
+        raise LostPeerError(f"a peer was lost: the memory of step {source.step} is not complete")
+    reader.fill(state)
+    return manifests[0]
+
+
+def _committed(folder: Path | PeerFiles, source: MemorySource) -> Iterator[dict[str, Any]]:
+    """Yield what is known of each rank's file of a checkpoint, in a folder here or on another host."""
+    pattern = f"{source.attempt}-*{COMMITTED}"
+    if isinstance(folder, PeerFiles):
+        documents = [bytes(folder.read(name)) for name in folder.names(pattern)]
+    else:
+        documents = [path.read_bytes() for path in sorted(folder.glob(pattern))]
+    for committed in map(json.loads, documents):
+        if committed["count"] == source.count:
+            yield committed
+
+
+def _common(box: Box, other: Box) -> int:
+    """Return the number of elements that two parts of a tensor share."""
+    both = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+    return prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in both)

@@ -1,0 +1,89 @@
+"""What ranks, agents and the launcher know of checkpoints in memory. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoscale.processes.lifeline import MEMORY
+
+ORDER = "order"
+"""The file in that folder with the agent's `MemoryOrder`."""
+
+
+@dataclass(frozen=True)
+class MemoryPeer:
+    """A host that keeps copies of another one's ranks."""
+
+    host: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """A complete state in memory from which an attempt continues."""
+
+    attempt: int
+    count: int
+    """The number of the save in that attempt, from 0."""
+    step: int
+    peers: tuple[MemoryPeer, ...]
+    """The hosts that hold parts of it."""
+
+
+@dataclass(frozen=True)
+class MemoryOrder:
+    """What the ranks of a host need to know."""
+
+    folder: str
+    key: str
+    """The key of the job's servers, in hexadecimal digits."""
+    attempt: int
+    node: int
+    """The number of this host in the attempt."""
+    nodes: int
+    ranks: int
+    """The number of ranks of this host."""
+    peer: MemoryPeer | None
+    """The host to which copies go; None: there is no other one."""
+    source: MemorySource | None
+    """The state to continue from; None: the newest checkpoint on disk."""
+
+
+def write_order(order: MemoryOrder) -> None:
+    path = Path(order.folder) / ORDER
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(asdict(order), file)
+
+
+def read_order() -> MemoryOrder | None:
+    """Return the order for this rank; None if it has no agent that keeps checkpoints in memory."""
+    folder = os.environ.get(MEMORY)
+    if folder is None or not (Path(folder) / ORDER).is_file():
+        return None
+    content = json.loads((Path(folder) / ORDER).read_text(encoding="utf-8"))
+    return MemoryOrder(
+        **{**content, "peer": peer_of(content["peer"]), "source": source_of(content["source"])}
+    )
+
+
+def peer_of(content: dict[str, Any] | None) -> MemoryPeer | None:
+    """Return a peer from JSON."""
+    return None if content is None else MemoryPeer(**content)
+
+
+def source_of(content: dict[str, Any] | None) -> MemorySource | None:
+    """Return a source from JSON."""
+    if content is None:
+        return None
+    return MemorySource(**{**content, "peers": tuple(MemoryPeer(**it) for it in content["peers"])})
+
+
+def file_name(order: MemoryOrder, rank: int, slot: int) -> str:
+    """Return the name of a file of a rank's tensors."""
+    return f"{order.attempt}-{order.node}-{rank}-{slot}.data"

@@ -1,0 +1,181 @@
+"""Checkpoints in the memory of hosts: what real ranks wrote is loaded in another layout without a lost host."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from nanoscale.agent.memory import MemoryKeeper
+from nanoscale.checkpoint import memory_reader
+from nanoscale.checkpoint.flat import Box, FlatShard
+from nanoscale.checkpoint.memory import MemoryWriter, divide
+from nanoscale.common.errors import LostPeerError
+from nanoscale.config.machines import Host
+from nanoscale.launch.fleet.connections import Member
+from nanoscale.launch.lifecycle.memory import newest_in_memory, pair
+from nanoscale.parallel import process_group
+from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
+from nanoscale.runs.memory import MemoryOrder, MemoryPeer, MemorySource
+from tests.support.ranks import run_ranks
+
+KEY = bytes(range(32))
+WHOLE = torch.arange(70.0).reshape(10, 7)
+
+
+def state_of(value: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
+    """Return a tensor in shards, a range of a flattened one, one that is computed, and a replicated one."""
+    mesh = init_device_mesh("cpu", (world,))
+    rank, flat = dist.get_rank(), value.view(-1)
+    first, last = 70 * rank // world, 70 * (rank + 1) // world
+    half = FlatShard.computed(
+        [flat / 2], lambda it: it * 2, torch.float32, (10, 7), Box.whole((10, 7))
+    )
+    return {
+        "model.sharded": distribute_tensor(value, mesh, [Shard(0)]),
+        "model.flat": FlatShard(flat[first:last].clone(), (10, 7), first),
+        "optimizer.computed": half,
+        "loss_scale.scale": value[0].clone(),
+    }
+
+
+def save_rank(rank: int, orders: list[MemoryOrder], lost: list[str]) -> None:
+    world = len(orders)
+    process_group.join(world, torch.device("cpu"), 120.0)
+    writer = MemoryWriter(orders[rank], rank, lost.append)
+    for step in (1, 2, 3):
+        state = state_of(WHOLE * step, world)
+        writer.begin(state, {"step": step})
+        writer.hold()
+    writer.settle()
+    assert not lost
+
+
+def load_rank(rank: int, order: MemoryOrder, source: MemorySource, world: int) -> Any:
+    process_group.join(world, torch.device("cpu"), 120.0)
+    state = state_of(torch.zeros(10, 7), world)
+    state["optimizer.computed"] = torch.zeros(10, 7)
+    manifest = memory_reader.load(order, source, state)
+    local = state["model.flat"].local  # type: ignore[attr-defined]
+    whole = state["model.sharded"].full_tensor()  # type: ignore[attr-defined]
+    return manifest["step"], local, whole, state["optimizer.computed"], state["loss_scale.scale"]
+
+
+@pytest.fixture
+def keepers(monkeypatch: pytest.MonkeyPatch) -> list[MemoryKeeper]:
+    monkeypatch.setenv("NANOSCALE_MEMORY", "")
+    return [MemoryKeeper(KEY.hex()) for _ in range(3)]
+
+
+def address_of(_: Host) -> str:
+    return "127.0.0.1"
+
+
+def peer(number: int, keeper: MemoryKeeper) -> MemoryPeer:
+    return MemoryPeer(f"n{number}", "127.0.0.1", keeper.facts()["port"])
+
+
+def member(name: str, keeper: MemoryKeeper, machine: str = "", switch: str = "") -> Member:
+    facts = {"machine": machine or name, "memory": keeper.facts() | {"switch": switch}}
+    return Member(Host(name, 1), facts=facts)
+
+
+def test_three_hosts_write_and_two_load_without_the_first(keepers: list[MemoryKeeper]) -> None:
+    peers = [peer(number, keeper) for number, keeper in enumerate(keepers)]
+    orders = [
+        MemoryOrder(str(keeper.folder), KEY.hex(), 1, node, 3, 1, peers[(node + 1) % 3], None)
+        for node, keeper in enumerate(keepers)
+    ]
+    run_ranks(save_rank, 3, orders, [])
+    members = [member(f"n{number}", keeper) for number, keeper in enumerate(keepers)]
+    rest = members[1:]
+    source = newest_in_memory(rest, address_of, set())
+    assert source is not None
+    assert (source.attempt, source.count, source.step) == (1, 2, 3)
+    assert [it.host for it in source.peers] == ["n1", "n2"]
+    assert newest_in_memory(members[2:], address_of, set()) is None  # it has no part of the second
+    assert newest_in_memory(rest, address_of, {(1, 2)}).step == 2  # type: ignore[union-attr]
+    results = run_ranks(load_rank, 2, orders[1], source, 2)
+    for rank, (step, flat, whole, computed, scale) in enumerate(results):
+        assert step == 3
+        assert torch.equal(flat, (3 * WHOLE).view(-1)[35 * rank : 35 * (rank + 1)])
+        assert torch.equal(whole, 3 * WHOLE)
+        assert torch.equal(computed, 3 * WHOLE)
+        assert torch.equal(scale, 3 * WHOLE[0])
+    with pytest.raises(Exception, match="step 3 is not complete"):
+        run_ranks(load_rank, 1, orders[2], replace(source, peers=()), 1)
+
+    # One flipped bit: the other copy counts, and without one the step before it.
+    (own,) = [
+        it for it in keepers[1].folder.glob("1-1-*.json") if json.loads(it.read_text())["step"] == 3
+    ]
+    data = own.with_suffix(".data")
+    content = bytearray(data.read_bytes())
+    content[40] ^= 1
+    data.write_bytes(content)
+    members[1] = member("n1", keepers[1])
+    assert len(members[1].facts["memory"]["damaged"]) == 1  # type: ignore[index]
+    assert newest_in_memory(members, address_of, set()).step == 3  # type: ignore[union-attr]
+    assert newest_in_memory(members[:2], address_of, set()).step == 2  # type: ignore[union-attr]
+
+
+def test_ranks_of_a_host_divide_what_they_all_hold() -> None:
+    box = (Box.whole((4,)),)
+    replicated = [("a", box, 16), ("b", box, 16), ("c", box, 8), ("d", box, 8)]
+    shares = [
+        divide([(0, replicated), (0, replicated), (1, replicated)], rank) for rank in range(3)
+    ]
+    assert sorted([*shares[0].local, *shares[1].local]) == ["a", "b", "c", "d"]
+    assert len(shares[0].local) == 2
+    assert shares[2].local == ("a", "b", "c", "d")
+    assert all(it.is_covered and it.covers == (0, 1) for it in shares)  # no copy is sent
+    alone = divide([(0, [("a", (Box((0,), (2,)),), 8)]), (1, [("a", (Box((2,), (2,)),), 8)])], 0)
+    assert alone.covers == (0,)
+    assert not alone.is_covered
+
+
+def test_copies_are_on_another_machine_and_switch(keepers: list[MemoryKeeper]) -> None:
+    def partners(*places: tuple[str, str]) -> list[str | None]:
+        members = [
+            member(f"n{number}", keepers[0], machine, switch)
+            for number, (machine, switch) in enumerate(places)
+        ]
+        return [it and it["host"] for it in pair(members, address_of)]
+
+    assert partners(("a", "")) == [None]
+    assert partners(("a", ""), ("a", "")) == [None, None]
+    assert partners(("a", ""), ("b", ""), ("c", "")) == ["n1", "n2", "n0"]
+    assert partners(("a", "s"), ("b", "s"), ("c", "t"), ("d", "t")) == ["n2", "n3", "n0", "n1"]
+    assert partners(("a", "s"), ("b", "s"), ("c", "s")) == ["n1", "n2", "n0"]
+    assert partners(("a", ""), ("a", ""), ("b", "")) == ["n2", "n2", "n0"]
+
+
+def test_a_server_admits_only_its_job_and_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "secret").write_text("x")
+    server = PeerFileServer(tmp_path / "folder", KEY)
+    with pytest.raises(ConnectionError, match="hung up"):
+        PeerFiles("127.0.0.1", server.port, bytes(32))
+    files = PeerFiles("127.0.0.1", server.port, KEY)
+    files.write("1-0.data", b"abc")
+    files.write("1-0.data", b"xy")
+    assert files.read("1-0.data") == b"xy"
+    assert files.names("1-*") == ["1-0.data"]
+    files.remove("1-0.data")
+    with pytest.raises(ConnectionError, match="No such file"):
+        files.read("1-0.data")
+    with pytest.raises(ConnectionError):
+        files.read("../secret")
+
+
+def test_a_state_that_no_host_has_is_a_lost_peer(tmp_path: Path) -> None:
+    order = MemoryOrder(str(tmp_path), KEY.hex(), 2, 0, 1, 1, None, None)
+    with pytest.raises(LostPeerError):
+        memory_reader.load(order, MemorySource(1, 0, 1, ()), {})
