@@ -81,7 +81,6 @@ def _serve(link: Link, job: Job | None) -> None:
             port = None
             with suppress(OSError):  # another process uses it
                 port = ReservedPort(order["master_port"] or 0)  # for the rendezvous, if it is here
-            os.environ.update(order["environment"])
             keeper = keeper_for(order, keeper)
             _prepare(link, order, port, job or order["job"], keeper)
         elif order["kind"] == "launch":
@@ -100,9 +99,10 @@ def _prepare(
     order: Message,
     port: ReservedPort | None,
     job: Job | str,
-    keeper: MemoryKeeper | None,
+    keeper: MemoryKeeper | None = None,
 ) -> None:
     """Set the job's environment, start loading torch, and meanwhile report facts about this host."""
+    os.environ.update(order["environment"])
     if order["slots"]:
         os.environ.update(cores_per_rank(cores(), order["slots"]) | order["environment"])
     link.expect_beats(order["lost_after_s"])

@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(path: Path) -> dict[str, Any] | str:
-    """Return what a rank's file is, or a sentence if its bytes are not those that the rank has written."""
+    """Return what a rank's file is, or a sentence if its bytes have changed."""
     import xxhash
 
     about = {

@@ -82,7 +82,7 @@ class MemoryWriter:
     """A writer of this rank's share of the checkpoints in memory; all ranks call it at the same steps.
 
     Args:
-        order: what the agent says of its folder and of the other hosts.
+        order: the agent's order, with its folder and the other host.
     """
 
     def __init__(self, order: MemoryOrder, rank: int, report: Callable[[str], None]) -> None:

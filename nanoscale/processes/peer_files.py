@@ -138,7 +138,7 @@ def _handle(connection: socket.socket, folder: Path, request: dict[str, Any]) ->
         return
     name = str(next(request[kind] for kind in ("write", "read", "remove") if kind in request))
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of this folder")
+        raise ValueError(f"{name!r} is not a file of this folder")
     path = folder / name
     if "remove" in request:
         path.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ class LaunchOrder(JobMessage):
     task: dict[str, Any] | None = None
     """The task of a job without a run."""
     memory: dict[str, Any] | None = None
-    """With checkpoints in memory: the `source` to continue from, and the `peers` that keep hosts' copies."""
+    """The `source` in memory to continue from, and the `peers` that keep hosts' copies; None: no such job."""
 
 
 @dataclass(frozen=True)

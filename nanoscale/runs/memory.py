@@ -1,4 +1,4 @@
-"""What ranks, agents and the launcher know of checkpoints in memory. Imports no torch."""
+"""Checkpoints in memory, as ranks, agents and the launcher know them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MemorySource:
 
 @dataclass(frozen=True)
 class MemoryOrder:
-    """What the ranks of a host need to know."""
+    """An agent's order to the ranks of its host."""
 
     folder: str
     key: str

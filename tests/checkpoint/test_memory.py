@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from nanoscale.agent.memory import MemoryKeeper
 from nanoscale.checkpoint import memory_reader
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.checkpoint.memory import MemoryWriter, divide
+from nanoscale.checkpoint.memory import Boxes, MemoryWriter, divide
 from nanoscale.common.errors import LostPeerError
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.connections import Member
@@ -127,7 +127,7 @@ def test_three_hosts_write_and_two_load_without_the_first(keepers: list[MemoryKe
 
 
 def test_ranks_of_a_host_divide_what_they_all_hold() -> None:
-    box = (Box.whole((4,)),)
+    box: Boxes = (Box.whole((4,)),)
     replicated = [("a", box, 16), ("b", box, 16), ("c", box, 8), ("d", box, 8)]
     shares = [
         divide([(0, replicated), (0, replicated), (1, replicated)], rank) for rank in range(3)
@@ -136,7 +136,9 @@ def test_ranks_of_a_host_divide_what_they_all_hold() -> None:
     assert len(shares[0].local) == 2
     assert shares[2].local == ("a", "b", "c", "d")
     assert all(it.is_covered and it.covers == (0, 1) for it in shares)  # no copy is sent
-    alone = divide([(0, [("a", (Box((0,), (2,)),), 8)]), (1, [("a", (Box((2,), (2,)),), 8)])], 0)
+    first: Boxes = (Box((0,), (2,)),)
+    second: Boxes = (Box((2,), (2,)),)
+    alone = divide([(0, [("a", first, 8)]), (1, [("a", second, 8)])], 0)
     assert alone.covers == (0,)
     assert not alone.is_covered
 
