@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nanoscale.agent.link import Link
-from nanoscale.agent.memory import MemoryKeeper
+from nanoscale.agent.memory_keeper import MemoryKeeper
 from nanoscale.agent.rank import RankFiles, RankLogs, start_rank, start_store
 from nanoscale.processes.network import interface_towards, is_loopback
 from nanoscale.processes.proc import available_gib, is_stopped, oom_kills

@@ -18,7 +18,7 @@ from threading import Thread
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
-from nanoscale.agent.memory import MemoryKeeper, keeper_for
+from nanoscale.agent.memory_keeper import MemoryKeeper, keeper_for
 from nanoscale.agent.notice import watch
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nanoscale.checkpoint.flat import Box
-from nanoscale.checkpoint.memory import boxes_of
+from nanoscale.checkpoint.memory_writer import boxes_of
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.errors import LostPeerError
 from nanoscale.processes.peer_files import COMMITTED, PeerFiles
-from nanoscale.runs.memory import MemoryOrder, MemorySource
+from nanoscale.runs.memory_order import MemoryOrder, MemorySource
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.checkpoint.memory import in_thread
+from nanoscale.checkpoint.memory_writer import in_thread
 from nanoscale.checkpoint.staging import Staging, State
 from nanoscale.checkpoint.uploader import Uploader
 from nanoscale.config.schema import Checkpoint

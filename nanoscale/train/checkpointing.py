@@ -11,13 +11,13 @@ from typing import Any
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import configuration, store
-from nanoscale.checkpoint.memory import MemoryWriter
+from nanoscale.checkpoint.memory_writer import MemoryWriter
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.common.units import duration
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.runs.directory import checkpoint_path
 from nanoscale.runs.events import Note
-from nanoscale.runs.memory import read_order as memory_order
+from nanoscale.runs.memory_order import read_order as memory_order
 from nanoscale.train.callbacks import Callbacks
 from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.guard import require_equal_replicas

@@ -36,7 +36,7 @@ from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.documents import read_document
 from nanoscale.runs.events import Note
 from nanoscale.runs.goodput import Tally
-from nanoscale.runs.memory import read_order as memory_order
+from nanoscale.runs.memory_order import read_order as memory_order
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.checkpointing import Progress

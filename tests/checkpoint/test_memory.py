@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nanoscale.agent.memory import MemoryKeeper
+from nanoscale.agent.memory_keeper import MemoryKeeper
 from nanoscale.checkpoint import memory_reader
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.checkpoint.memory import Boxes, MemoryWriter, divide
+from nanoscale.checkpoint.memory_writer import Boxes, MemoryWriter, divide
 from nanoscale.common.errors import LostPeerError
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.connections import Member
-from nanoscale.launch.lifecycle.memory import newest_in_memory, pair
+from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.parallel import process_group
 from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
-from nanoscale.runs.memory import MemoryOrder, MemoryPeer, MemorySource
+from nanoscale.runs.memory_order import MemoryOrder, MemoryPeer, MemorySource
 from tests.support.ranks import run_ranks
 
 KEY = bytes(range(32))

@@ -21,7 +21,7 @@ from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.data_preparation import preparing_rest
-from nanoscale.launch.lifecycle.memory import newest_in_memory, pair
+from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.launch.lifecycle.notification import Notifier
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.request import Request, check_request

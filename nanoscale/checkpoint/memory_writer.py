@@ -33,7 +33,7 @@ from nanoscale.checkpoint.staging import ALIGNMENT, Staging, State
 from nanoscale.models.initialization import local_region
 from nanoscale.parallel import process_group
 from nanoscale.processes.peer_files import PeerFiles, write_committed
-from nanoscale.runs.memory import MemoryOrder, file_name
+from nanoscale.runs.memory_order import MemoryOrder, file_name
 
 T = TypeVar("T")
 Boxes = tuple[Box, ...]

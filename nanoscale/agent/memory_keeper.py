@@ -14,7 +14,7 @@ from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.messages import Message
 from nanoscale.processes.peer_files import COMMITTED, PeerFileServer
 from nanoscale.runs.job_messages import HostRanks
-from nanoscale.runs.memory import MemoryOrder, peer_of, source_of, write_order
+from nanoscale.runs.memory_order import MemoryOrder, peer_of, source_of, write_order
 
 
 class MemoryKeeper:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.connections import Member
-from nanoscale.runs.memory import MemoryPeer, MemorySource
+from nanoscale.runs.memory_order import MemoryPeer, MemorySource
 
 AddressOf = Callable[[Host], str]
 """A function that returns the address at which other hosts reach a host."""
