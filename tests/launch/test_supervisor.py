@@ -64,7 +64,10 @@ def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
         f"launcher.nodes={nodes}", "train.global_batch=8", "train.micro_batch=auto",
     )  # fmt: skip
     request = check_request(composed, devices=Devices("cpu", 2), hosts=HOSTS)
-    fleet, view = SimpleNamespace(memory_key=None, members=[Member(it) for it in HOSTS]), Mock(running=True)
+    fleet, view = (
+        SimpleNamespace(memory_key=None, members=[Member(it) for it in HOSTS]),
+        Mock(running=True),
+    )
     with new_run(request) as lock:
         supervisor = Supervisor(lock, request, fleet, SimpleNamespace(first=None), view)
         started: list[list[str]] = []
