@@ -31,6 +31,7 @@ from nanoscale.runs.failure import (
 )
 from nanoscale.runs.job_messages import Answered, Ended, Failing, HostRanks, LaunchOrder, message_of
 from nanoscale.runs.position import Position
+from nanoscale.runs.rank_context import MOVE_SIGNAL
 from nanoscale.worker import Job
 
 _POLL_S = 0.05
@@ -152,7 +153,7 @@ class Watch:
         self._host = host
         self._logs = logs
         self._lost_after_s = lost_after_s
-        self._stop_forwarded = False
+        self._stop_forwarded = self._move_forwarded = False
         self._questions = link.questions
         self._stopped_since: dict[int, float] = {}
         self.killed = False
@@ -172,6 +173,9 @@ class Watch:
         if self._link.stopped_attempt >= self._host.attempt and not self._stop_forwarded:
             self._stop_forwarded = True
             send(processes, signal.SIGTERM)
+        if self._link.moved_attempt >= self._host.attempt and not self._move_forwarded:
+            self._move_forwarded = True
+            send(processes, MOVE_SIGNAL)
         if self._link.questions > self._questions:
             self._questions = self._link.questions
             self._ask(processes)

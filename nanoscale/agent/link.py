@@ -49,6 +49,8 @@ class Link:
     def __init__(self, reader: int, writer: int) -> None:
         self.stopped_attempt = 0
         """The last attempt that the launcher wants to stop regularly."""
+        self.moved_attempt = 0
+        """The last attempt that it wants to stop for a change of hosts."""
         self.killed_attempt = 0
         """The last attempt that it wants to end at once."""
         self.is_starting = False
@@ -147,6 +149,8 @@ class Link:
                 pass
             case "stop":
                 self.stopped_attempt = message["attempt"]
+            case "move":
+                self.moved_attempt = message["attempt"]
             case "ask":
                 self.questions += 1
             case "kill":

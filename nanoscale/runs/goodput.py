@@ -35,6 +35,7 @@ _BEGINS = {
     "rollback": "repairing",
     "restart": "repairing",
     "failure": "repairing",
+    "hosts": "repairing",
     "end": _LEAVING,
 }
 """The names of the seconds after an event, by its kind."""
@@ -106,7 +107,7 @@ class _Timeline:
                 self._begin("queued" if heard is None else "repairing", max(self._last, heard or 0))
         elif kind in ("resumed", "rollback"):
             self._resumed = event.get("step", 0)
-        if kind in ("restart", "failure", "rollback"):
+        if kind in ("restart", "failure", "rollback", "hosts"):
             self._cause = event.get("cause") or event["message"]
         if kind in _BEGINS and (self.name or kind in (events.ATTEMPT, "running")):
             self._begin(_BEGINS[kind], event.get("since") or at)

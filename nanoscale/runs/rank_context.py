@@ -11,6 +11,8 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.runs.directory import RunDirectory
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+MOVE_SIGNAL = signal.SIGURG
+"""The signal to stop for a change of hosts; a process that does not listen ignores it."""
 
 
 class StopFlag:
@@ -18,14 +20,20 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.requested = False
+        self.moves = False
+        """True if the run is asked to stop for a change of hosts, after which it continues at once."""
 
     def listen(self) -> None:
         """Let the stop signals set the flag, and do nothing else. Main thread only."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._raise)
+        signal.signal(MOVE_SIGNAL, self._move)
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
+
+    def _move(self, _number: int, _frame: FrameType | None) -> None:
+        self.moves = True
 
 
 @dataclass(frozen=True)

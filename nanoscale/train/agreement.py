@@ -31,6 +31,8 @@ class Agreement:
         """True if all ranks save after the next step, because of the time."""
         self.lacks_data = may_lack_data  # until the first answer
         """True if all ranks ask again before the next step, because data is missing on one."""
+        self.moves = False
+        """True if all ranks stop for a change of hosts."""
         self._flag = flag
         self._save_every_s = save_every_s
         self._since = time.monotonic()
@@ -41,16 +43,18 @@ class Agreement:
     def stops(self, failed: bool = False, lacks_data: bool = False) -> bool:
         """True if all ranks stop now; the same answer on every rank. Call it before every step.
 
+        `moves` is then True if no rank was asked for more than a stop for a change of hosts.
+
         Args:
             failed: something other than the training has failed on this rank, and all ranks shall stop to
                 check.
             lacks_data: this rank cannot read the samples of this step and of the next one yet.
         """
-        stop = self._flag.requested or failed
+        stop = 2 if self._flag.requested or failed else 1 if self._flag.moves else 0
         save = 0 < self._save_every_s <= time.monotonic() - self._since
         if not dist.is_initialized():
-            self.save_is_due, self.lacks_data = save, lacks_data
-            return stop
+            self.save_is_due, self.lacks_data, self.moves = save, lacks_data, stop == 1
+            return stop > 0
         if self._question is not None:
             self._question.wait()
         any_rank_stops, rank0_saves, any_rank_lacks = self._answer.tolist()
@@ -58,6 +62,7 @@ class Agreement:
         self.save_is_due = bool(rank0_saves) and not self._saved_since_question
         self._saved_since_question = False
         if any_rank_stops:
+            self.moves = any_rank_stops == 1
             self._question = None
             return True
         self._answer.copy_(torch.tensor([stop, save and dist.get_rank() == 0, lacks_data]))

@@ -59,6 +59,7 @@ class CheckpointWriter:
             self.engine.before_update(self.memory.hold)
             self.engine.before_norm = self.memory.settle
         self.saved_step = self.compared_step = self.progress.step
+        self.remembered_step = 0
 
     def save(self, *, waits: bool, by_time: bool) -> None:
         """Write a checkpoint of this step; old ones are deleted.
@@ -90,8 +91,9 @@ class CheckpointWriter:
         Raises:
             OSError: the shared memory is too small.
         """
-        if self.memory is not None:
+        if self.memory is not None and self.remembered_step != self.progress.step:
             self.memory.begin(self.engine.state(), self._progress())
+            self.remembered_step = self.progress.step
 
     def _progress(self) -> dict[str, Any]:
         progress = self.progress

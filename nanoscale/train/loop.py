@@ -106,7 +106,7 @@ class Training:
                 gc.collect(1)  # the oldest objects live as long as the training
             # All ranks stop before the same step: a rank that stopped alone would leave the others waiting.
             if agreement.stops(self.checkpoints.saver.failed, not self.samples_are_ready()):
-                return self.leave_early()
+                return self.leave_early(agreement.moves)
             if agreement.lacks_data:
                 self.wait_for_data()
                 continue
@@ -268,14 +268,18 @@ class Training:
             sink.flush()
         self.checkpoints.save(waits=waits, by_time=by_time)
 
-    def leave_early(self) -> str:
+    def leave_early(self, moves: bool) -> str:
+        """Save and stop; in the hosts' memory if it can, and if the training continues with other hosts."""
         self.recorder.end(self.progress.step + 1)
         self.checkpoints.finish()
         self.note("stopping", f"asked to stop after step {self.progress.step}")
         # The last step is logged even if it is not due, so that the metrics end where the training stops.
         if self.last is not None and not self.is_logged(self.progress.step):
             self.log(self.last, evaluates=False)
-        if self.config.checkpoint.at_stop:
+        if moves and self.checkpoints.memory is not None:
+            self.checkpoints.remember()
+            self.checkpoints.memory.settle()
+        elif moves or self.config.checkpoint.at_stop:
             self.save(waits=True)
         return "stopped"
 

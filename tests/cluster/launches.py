@@ -48,6 +48,7 @@ class Launch:
     Args:
         words: the arguments of `nanoscale`.
         under: a command that it is started through.
+        program: the arguments of Python before `words`.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Launch:
         root: Path | None = None,
         environment: Mapping[str, str] | None = None,
         under: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "nanoscale"),
         **options: Any,
     ) -> None:
         self.nodes = nodes
         self.run = RunDirectory((root or folder / "runs") / "r")
         self._screen = folder / f"screen-{time.monotonic_ns()}"
-        command = [*under, sys.executable, "-m", "nanoscale", *words]
+        command = [*under, sys.executable, *program, *words]
         with self._screen.open("wb") as screen:
             self.process = nodes.run_in(
                 LOGIN,

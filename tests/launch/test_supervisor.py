@@ -42,7 +42,7 @@ def test_an_elastic_job_fits_its_micro_batch_to_the_remaining_hosts(
     request = replace(request, config=replace(request.config, model=model))
     with new_run(request) as lock:
         supervisor = Supervisor(lock, request, NONE, NONE, NONE)
-        supervisor._resolve_for(HOSTS[:1], 2)
+        supervisor._adopt(supervisor._request_for(HOSTS[:1]), 2)
         resolved = supervisor.request.config
         assert load(lock.run.config) == resolved and resolved.parallel.dp == 2
     alone = check_request(composed, devices=cpu, hosts=HOSTS[:1]).config.train.micro_batch

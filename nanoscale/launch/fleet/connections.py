@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import socket
@@ -40,6 +41,10 @@ class Member:
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     last_heard: float = field(default_factory=time.monotonic)
+    tried: float = -math.inf
+    """The time when its agent was started last."""
+    is_joining: bool = False
+    """True while it connects beside a running attempt, which it takes no part in."""
     nanoscale: str | None = None
     """The version of its agent."""
     facts: Message | None = None
@@ -78,8 +83,9 @@ class Member:
     def reset(self, mark: str) -> None:
         """Forget the former agent, before another one is started."""
         self.lost, self.facts, self.closed_at, self.code = None, None, None, None
-        self.said_bye, self.answered, self.output = False, False, b""
+        self.said_bye, self.answered, self.output, self.is_joining = False, False, b"", False
         self.unpacker, self.last_heard, self.mark = Unpacker(), time.monotonic(), mark
+        self.tried = self.last_heard
 
 
 Source = Member | Sequence[Member]

@@ -44,6 +44,9 @@ class Fleet:
         UserError: `root` cannot be written to, and other hosts would look for a file there.
     """
 
+    join_every_s = 30.0
+    """Seconds between two attempts to reach an absent host while others run."""
+
     def __init__(self, config: Config, hosts: Sequence[Host], root: Path) -> None:
         self._config = config
         self._launcher = config.launcher
@@ -130,6 +133,27 @@ class Fleet:
             member.reset(self._mark if self.transport.is_local else uuid.uuid4().hex)
         self._connections.start(members)
 
+    def join(self, members: Sequence[Member]) -> None:
+        """Try to reach absent hosts beside a running attempt; call it often, between `poll`s."""
+        now, limit_s = time.monotonic(), self._launcher.connect_timeout_s
+        due = [it for it in members if not it.is_present and now - it.tried > self.join_every_s]
+        if due:
+            self.connect(due)
+        for member in due:
+            member.is_joining = True
+            self._prepare(member)
+        for member in (it for it in self.members if it.is_joining):
+            if member.is_present and member.facts is None and now - member.tried > limit_s:
+                self._mark_lost(member, *self._explain(member, None, limit_s))
+            member.is_joining = member.is_present and member.facts is None
+            if not member.is_joining:
+                self._remove_key_file()
+
+    def _remove_key_file(self) -> None:
+        """Remove the file that shows whether hosts see the folder of runs, once all have looked."""
+        if not any(member.is_joining for member in self.members):
+            self._key_file.remove()
+
     def prepare(
         self, environment: dict[str, str], *, will_launch: bool, job: str = TRAINING
     ) -> None:
@@ -147,9 +171,12 @@ class Fleet:
             "master_addr": self.master_addr,
             "memory_key": self.memory_key,
         }
+        if not self.transport.is_local:
+            self._key_file.write()
         for member in self.members:
-            member.facts = None
-            self._prepare(member)
+            if not member.is_joining:
+                member.facts = None
+                self._prepare(member)
 
     def _prepare(self, member: Member) -> None:
         """Send the order, unless the agent has yet to connect."""
@@ -173,7 +200,8 @@ class Fleet:
     @property
     def master_addr(self) -> str:
         """The address of the first host for the others."""
-        first = next((member for member in self.members if member.is_present), self.members[0])
+        present = (it for it in self.members if it.is_present and not it.is_joining)
+        first = next(present, self.members[0])
         return self._launcher.master_addr or self.transport.address_of(first.host)
 
     def gather(
@@ -194,7 +222,7 @@ class Fleet:
             self.poll(0.1)
             while waiting and not _is_pending(waiting[-1]):
                 waiting.pop()
-        self._key_file.remove()
+        self._remove_key_file()
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -289,4 +317,4 @@ class Fleet:
 
 
 def _is_pending(member: Member) -> bool:
-    return member.is_present and member.facts is None
+    return member.is_present and member.facts is None and not member.is_joining

@@ -33,8 +33,11 @@ _HOSTS_NAMED = 3
 """Up to this many hosts are named if they share a problem."""
 
 
-def read_hostfile(composed: Composed) -> tuple[Host, ...]:
+def read_hostfile(composed: Composed, *, spares: bool = False) -> tuple[Host, ...]:
     """Return the hosts of `launcher.hostfile` in its order; none without a hostfile.
+
+    Args:
+        spares: True to return also the hosts beyond the most of `launcher.nodes`.
 
     Raises:
         UserError: with all problems of the hostfile, or else of the choice from it.
@@ -50,7 +53,7 @@ def read_hostfile(composed: Composed) -> tuple[Host, ...]:
         hosts, filter_violations = filters.select(composed, hosts, name)
         violations += filter_violations
     if not violations:
-        hosts, violations = _limit_hosts(composed, hosts, name)
+        hosts, violations = _limit_hosts(composed, hosts, name, spares=spares)
     if violations:
         refuse(violations)
     return tuple(hosts)
@@ -144,7 +147,7 @@ def _similar_files(path: Path) -> Iterator[str]:
 
 
 def _limit_hosts(
-    composed: Composed, hosts: list[Host], name: str
+    composed: Composed, hosts: list[Host], name: str, *, spares: bool
 ) -> tuple[list[Host], list[Violation]]:
     """Return the first hosts, `launcher.nodes` of them, each with `launcher.devices` slots."""
     launcher, violations = composed.config.launcher, []
@@ -156,7 +159,7 @@ def _limit_hosts(
         numbers = f"{len(hosts)}:{most}" if most > fewest else f"{len(hosts)}"
         option = f"--num-nodes {numbers}"
         violations.append(composed.violation("launcher.nodes", message, option))
-    hosts = hosts[:most]
+    hosts = hosts if spares else hosts[:most]
     devices = launcher.devices
     if devices == "auto":
         return hosts, violations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -82,6 +82,10 @@ class Attempt:
     view: View
     memory: dict[str, Any] | None = None
     """The `memory` of the orders to launch."""
+    wants_other_hosts: Callable[[], bool] = lambda: False
+    """A function that returns True if the training is to stop for a change of hosts; called often."""
+    moving_since: float | None = None
+    """The time when the ranks were asked to stop for a change of hosts."""
     stopping_since: float | None = None
     forced: str | None = None
     """The reason why it was ended by force; None otherwise."""
@@ -186,15 +190,29 @@ class Attempt:
             message = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
             self._record("note", message)
         reason = self.signals.first.name if self.signals.first else "notice" if self.noticed else ""
-        if not reason or self.execution.killing_since is not None:
+        if self.execution.killing_since is not None:
             return
-        if self.stopping_since is None:
+        if not reason:
+            self._move()
+        elif self.stopping_since is None:
             self.stopping_since = time.monotonic()
             self._forward(reason)
         elif self.signals.kill_requested:
             self._force("it was killed, as requested")
-        elif time.monotonic() - self.stopping_since > self.launcher.stop_grace_s:
-            limit = self.launcher.stop_grace_s
+        else:
+            self._end_late(self.stopping_since)
+
+    def _move(self) -> None:
+        """Let the ranks stop at the next step if the training is to continue with other hosts."""
+        if self.moving_since is not None:
+            self._end_late(self.moving_since)
+        elif self.was_running and not self.execution.failures and self.wants_other_hosts():
+            self.moving_since = time.monotonic()
+            self.fleet.send(self.members, "move", attempt=self.plan.attempt)
+
+    def _end_late(self, since: float) -> None:
+        limit = self.launcher.stop_grace_s
+        if time.monotonic() - since > limit:
             self._force(f"it did not stop within {limit:g} s (launcher.stop_grace_s)")
 
     def _forward(self, reason: str) -> None:
@@ -220,7 +238,7 @@ class Attempt:
 
     def _judge(self) -> Outcome:
         first_signal, outcomes = self.signals.first, set(self.execution.outcomes.values())
-        is_asked = first_signal is not None or bool(self.noticed)
+        is_asked = first_signal is not None or bool(self.noticed or self.moving_since)
         if not self.execution.failures:
             if outcomes == {"completed"}:
                 return Outcome("completed", DONE)

@@ -18,22 +18,27 @@ from nanoscale.config.values.forms import elastic, node_range
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.hosts.hosts import read_hostfile
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.data_preparation import preparing_rest
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.launch.lifecycle.notification import Notifier
 from nanoscale.launch.lifecycle.prepare import replace_configuration
+from nanoscale.launch.preflight.preflight import obstacle
 from nanoscale.launch.request import Request, check_request
+from nanoscale.plan.predict import predict
+from nanoscale.processes.messages import Message
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
-from nanoscale.runs.failure import Failure
+from nanoscale.runs.failure import Failure, agent_failure
 from nanoscale.runs.lock import RunLock
 
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.1
 _MOST_EMPTY_LOGS = 1024
+_CHANGE = "changes of hosts"
 _MOST_STARTS = 3
 """Attempts that continue from one state in memory; the state itself may be the cause of their failures."""
 
@@ -51,6 +56,22 @@ class Supervisor:
     def __post_init__(self) -> None:
         note = partial(events.append, self.run, "note")
         self.leaving = self.newly_leaving = set[str]()  # hosts that will be taken away
+        self.members: list[Member] = []
+        """The hosts of the newest attempt."""
+        self.used = set[str]()
+        """The hosts of all attempts."""
+        self.checked: dict[str, tuple[Message, str | None]] = {}
+        """The facts of hosts that were checked beside an attempt, and why they cannot be used."""
+        self.judged: list[str] = []
+        """The hosts from which the newest attempt would not gain."""
+        self.change: tuple[str, str] | None = None
+        """The reason why the attempt stops for a change of hosts, and the planned gain."""
+        self.requests: dict[tuple[Host, ...], Request] = {}
+        if self._is_elastic:
+            with suppress(UserError):  # the hostfile has changed
+                every = read_hostfile(self.request.composed, spares=True)
+                names = {member.name for member in self.fleet.members}
+                self.fleet.members += [_spare(it) for it in every if it.address not in names]
         self.notifier = Notifier(self.request.config.launcher, self.run, note)
         self.starts: Counter[tuple[int, int]] = Counter()
         """The number of attempts that continued from each state in memory."""
@@ -79,13 +100,20 @@ class Supervisor:
         pause = _SHORTEST_PAUSE_S
         while True:
             outcome = self._attempt(number)
+            is_change = outcome.state == "preempted" and self.change is not None
             has_trained = self.view.running
             has_failed = outcome.exit_code == FAILED
             is_left = outcome.state == "preempted" and self.newly_leaving and self._remaining()
-            if not (is_left or (has_failed and restarts_left)) or self.signals.first is not None:
+            continues = is_change or is_left or (has_failed and restarts_left)
+            if not continues or self.signals.first is not None:
                 return outcome
+            number += 1
+            if is_change and not is_left:
+                prepare(self.fleet, self.request, self.signals, self._lost_after_s)
+                continue
+            self.change = None
             pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
-            restarts_left, number = restarts_left - has_failed, number + 1
+            restarts_left -= has_failed
             self._record_restart(outcome, restarts_left)
             deadline = time.monotonic() + (0.0 if has_trained else pause)
             while time.monotonic() < deadline and self.signals.first is None:
@@ -98,16 +126,21 @@ class Supervisor:
 
     def _attempt(self, number: int) -> Outcome:
         self.lock.require()
-        members = self._members(number)
+        ended, members = time.time(), self._members(number)
+        self.members, self.judged = members, []
         request = self.request
         plan = plan_launch(request.config, self.run, number, request.hosts, members[0].port)
         self._begin(plan)
         self.view.begin(plan, request.config.train.steps)
         launcher = request.config.launcher
         memory = self._memory(members) if self.fleet.memory_key else None
+        if self.change is not None:
+            self._record_change(memory, ended)
+        self.used |= set(map(_name, members))
         attempt = Attempt(
-            self.lock, plan, members, self.fleet, launcher, self.signals, self.view, memory
-        )
+            self.lock, plan, members, self.fleet, launcher, self.signals, self.view, memory,
+            self._is_outdone,
+        )  # fmt: skip
         outcome = attempt.execute()
         self.newly_leaving = attempt.noticed - self.leaving
         self.leaving |= attempt.noticed
@@ -135,46 +168,103 @@ class Supervisor:
 
     def _members(self, number: int) -> list[Member]:
         """Return the hosts of this attempt; an elastic job continues without lost ones."""
-        present = self._remaining()
-        least, _ = node_range(self.request.config.launcher.nodes) or (1, 1)
-        for count in range(len(present), least - 1, -1):
-            members = present[:count]
-            try:
-                self._resolve_for([member.host for member in members], number)
-            except UserError:
-                continue  # the layout does not fit this number
+        if (fitting := self._fitting()) is not None:
+            members, request = fitting
+            self._adopt(request, number)
             return members
-        return self.fleet.members
+        hosts = self.request.hosts
+        return [it for it in self.fleet.members if it.host in hosts] or self.fleet.members
+
+    def _fitting(self) -> tuple[list[Member], Request] | None:
+        """Return the most hosts that a layout fits, and the request for them; None if there are too few."""
+        present, (least, most) = self._remaining(), self._range
+        for count in range(min(len(present), most), least - 1, -1):
+            members = present[:count]
+            with suppress(UserError):  # the layout does not fit this number
+                return members, self._request_for([member.host for member in members])
+        return None
 
     def _remaining(self) -> list[Member]:
         """List the hosts with which an elastic job can continue; empty if it is not elastic, or needs more."""
-        nodes, members = self.request.config.launcher.nodes, self.fleet.members
-        least, _ = node_range(nodes) or (1, 1)
-        present = [it for it in members if it.is_present and it.name not in self.leaving]
-        return present if elastic(nodes) and len(present) >= least else []
+        present = [it for it in self.fleet.members if it.is_present and self._may_join(it)]
+        return present if self._is_elastic and len(present) >= self._range[0] else []
 
-    def _resolve_for(self, hosts: Sequence[Host], number: int) -> None:
-        """Resolve the configuration for other hosts than before."""
-        if tuple(hosts) == self.request.hosts:
-            return
-        before = self.request
-        request = check_request(
-            before.composed, devices=before.devices, hosts=tuple(hosts), repeats=before.repeats
-        )
-        # The name and the folder of the weights were found before the first launch.
-        config = replace(request.config, run=before.config.run, model=before.config.model)
-        self.request = replace(request, config=config)
-        replace_configuration(self.run, self.request, number - 1)
+    def _may_join(self, member: Member) -> bool:
+        """True if a host may be used; a host that had no part in the newest attempt is checked first."""
+        if member.name in self.leaving or member.is_joining:
+            return False
+        facts = member.facts
+        if not self.members or facts is None or member.name in map(_name, self.members):
+            return True
+        if self.checked.get(member.name, (None, None))[0] is not facts:
+            reason = obstacle(member, self.members, self.request.config)
+            self.checked[member.name] = facts, reason
+            if reason is not None:
+                events.append(self.run, "note", f"{member.name} cannot be used: {reason}")
+        return self.checked[member.name][1] is None
+
+    def _is_outdone(self) -> bool:
+        """True if the plan gains from further hosts, which are connected beside the attempt."""
+        if not self._is_elastic:
+            return False
+        if len(self.members) < self._range[1]:
+            self.fleet.join([it for it in self.fleet.members if it.name not in self.leaving])
+        names = [it.name for it in self._remaining()]
+        if names == self.judged:
+            return False
+        self.judged = names
+        if (fitting := self._fitting()) is None:
+            return False
+        members, request = fitting
+        gain = _gain(self.request, request)
+        if len(members) <= len(self.members) or gain <= 0:
+            return False
+        new = {it.name for it in members} - set(map(_name, self.members))
+        who = [f"{it} is back" if it in self.used else f"{it} joins" for it in sorted(new)]
+        self.change = f"{listed(who)}: continuing", f"{100 * gain:+.0f} % planned"
+        return True
+
+    @property
+    def _is_elastic(self) -> bool:
+        return elastic(self.request.config.launcher.nodes)
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        """The fewest and the most hosts."""
+        return node_range(self.request.config.launcher.nodes) or (1, 1)
+
+    def _request_for(self, hosts: Sequence[Host]) -> Request:
+        """Return the request for other hosts. Raises UserError if the layout does not fit them."""
+        before, key = self.request, tuple(hosts)
+        if key == before.hosts:
+            return before
+        if key not in self.requests:
+            request = check_request(
+                before.composed, devices=before.devices, hosts=key, repeats=before.repeats
+            )
+            # The name and the folder of the weights were found before the first launch.
+            config = replace(request.config, run=before.config.run, model=before.config.model)
+            self.requests[key] = replace(request, config=config)
+        return self.requests[key]
+
+    def _adopt(self, request: Request, number: int) -> None:
+        """Continue with the configuration for other hosts than before."""
+        if request is not self.request:
+            self.requests[self.request.hosts] = self.request
+            self.request = request
+            replace_configuration(self.run, request, number - 1)
 
     def _reconnect(self) -> None:
         away = [it for it in self.fleet.members if not it.is_present]
         lost = [member for member in away if member.name not in self.leaving]
         if lost:
             self.fleet.connect(lost)
-        launcher = self.request.config.launcher
-        # An elastic job does not wait long for a host that is down.
-        lost_after_s = launcher.lost_after_s if elastic(launcher.nodes) else None
-        prepare(self.fleet, self.request, self.signals, lost_after_s)
+        prepare(self.fleet, self.request, self.signals, self._lost_after_s)
+
+    @property
+    def _lost_after_s(self) -> float | None:
+        """The longest wait for hosts: an elastic job does not wait long for a host that is down."""
+        return self.request.config.launcher.lost_after_s if self._is_elastic else None
 
     # --- records --------------------------------------------------------------------------------------
 
@@ -193,6 +283,15 @@ class Supervisor:
         self.notifier.send("restarting", text)
         events.append(self.run, "restart", text, left=restarts_left, **_of_cause(cause))
         self.view.poll()
+
+    def _record_change(self, memory: dict[str, Any] | None, since: float) -> None:
+        assert self.change is not None
+        (who, gain), self.change = self.change, None
+        steps = [*self.run.checkpoint_steps(), 0]
+        if memory and memory["source"]:
+            steps.append(memory["source"]["step"])
+        text = f"{who} with {counted(len(self.members), 'host')} from step {max(steps)} ({gain})"
+        events.append(self.run, "hosts", text, step=max(steps), since=since, cause=_CHANGE)
 
     def _begin(self, plan: LaunchPlan) -> None:
         self.fleet.output.write_to(self.run, plan.attempt)
@@ -237,6 +336,24 @@ class Supervisor:
         self.notifier.send(outcome.state, why, outcome.exit_code)
         self.notifier.finish()
         return outcome
+
+
+def _name(member: Member) -> str:
+    return member.name
+
+
+def _spare(host: Host) -> Member:
+    """Return a host beyond the most that the job uses, which is not connected yet."""
+    return Member(host, lost=agent_failure(host.address, "it is a spare host"))
+
+
+def _gain(before: Request, after: Request) -> float:
+    """Return by how much a request has more planned tokens/s than another; without plans, more hosts."""
+    try:
+        old, new = predict(before.config), predict(after.config)
+    except UserError:  # the hardware is unknown
+        return len(after.hosts) / max(1, len(before.hosts)) - 1
+    return old.time.seconds / new.time.seconds - 1 if new.fits or not old.fits else 0.0
 
 
 def _of_cause(cause: Failure | None) -> dict[str, Any]:

@@ -58,6 +58,15 @@ def require_ready(fleet: Fleet, config: Config) -> None:
     raise UserError("hosts", "the hosts are not ready for this job", violations)
 
 
+def obstacle(member: Member, others: Sequence[Member], config: Config) -> str | None:
+    """Return the first reason why a host cannot run the job together with others; None if there is none."""
+    if not config.launcher.preflight:
+        return None
+    verdicts = judge([*others, member], config)
+    bad = (it for it in verdicts if it.host == member.name and it.needed and not it.good)
+    return next((it.finding for it in bad), None)
+
+
 def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
     """Return one line on hosts whose versions differ from the others', for a launch without these checks.
 

@@ -133,7 +133,9 @@ class Local(Transport):
 class Ssh(Transport):
     """A connection of ssh for each host of a hostfile."""
 
-    hosts = staticmethod(read_hostfile)
+    @staticmethod
+    def hosts(composed: Composed) -> tuple[Host, ...]:
+        return read_hostfile(composed)
 
     def commands(self, hosts: Sequence[Host], launcher: Session = _PLANNED) -> list[Command]:
         return [self._command(host) for host in hosts]
