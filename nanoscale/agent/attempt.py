@@ -70,7 +70,7 @@ def attempt(
             outcome = "killed"
         else:
             if keeper is not None and order.memory is not None:
-                keeper.begin(host, order.memory)
+                keeper.begin(run, host, order.memory)
             if host.node_rank == 0:
                 store = start_store(host)
             logs = RankLogs(link, host, run if order.writes_logs else None)

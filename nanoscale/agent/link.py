@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +39,8 @@ _ATTEMPTS, _ATTEMPT_PAUSE_S = 20, 1.0
 """The number of connection attempts to a launcher that hangs up, and the longest pause in between, seconds."""
 _ENDING_S = 30.0
 """Seconds that a thread waits for the one that ends this process."""
+_RESCUE_S = 600.0
+"""The longest time to copy what would be lost with this process; a network disk may hang."""
 _FIRST_SILENCE_S = 60.0
 """Seconds of silence until the launcher has set its own limit."""
 
@@ -59,6 +61,8 @@ class Link:
         """True if killed ranks should write their stacks."""
         self.questions = 0
         """The number of questions for the ranks' positions so far."""
+        self.rescue: Callable[[], None] = lambda: None
+        """A function that is called when the launcher is lost and all ranks have ended."""
         self.scratch = scratch.make()
         """The folder for files that only this agent and its ranks read."""
         self._reader = reader
@@ -169,6 +173,9 @@ class Link:
             print(f"nanoscale.agent: {reason}; ending the ranks", file=sys.stderr, flush=True)
         clean_up(os.getpid())
         end_group(os.getpid())
+        rescuing = threading.Thread(target=self.rescue, daemon=True)
+        rescuing.start()
+        rescuing.join(_RESCUE_S)
         scratch.remove_own()
         os.kill(os.getpid(), signal.SIGKILL)
 

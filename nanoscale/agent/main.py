@@ -82,6 +82,7 @@ def _serve(link: Link, job: Job | None) -> None:
             with suppress(OSError):  # another process uses it
                 port = ReservedPort(order["master_port"] or 0)  # for the rendezvous, if it is here
             keeper = keeper_for(order, keeper)
+            link.rescue = keeper.rescue if keeper else link.rescue
             _prepare(link, order, port, job or order["job"], keeper)
         elif order["kind"] == "launch":
             launch = LaunchOrder.read(order)

@@ -126,6 +126,9 @@ def load(order: MemoryOrder, source: MemorySource, state: State) -> dict[str, An
     reader = _Reader()
     folder = Path(order.folder)
     manifests = [reader.add(folder, it) for it in _committed(folder, source)]
+    if source.folder is not None:
+        copied = Path(source.folder)
+        manifests += [reader.add(copied, it) for it in _committed(copied, source)]
     if not manifests or not reader.has_all(state):
         for peer in source.peers:
             files = PeerFiles(peer.address, peer.port, bytes.fromhex(order.key))

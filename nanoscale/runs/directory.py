@@ -96,6 +96,8 @@ class RunDirectory:
     logs = _Entry("logs")
     checkpoints = _Entry("checkpoints")
     latest = _Entry("checkpoints/latest")
+    memory = _Entry("memory")
+    """Checkpoints in memory that agents have copied to the disk, because the launcher was lost."""
     profile = _Entry("profile")
     """Traces of the steps that `profile.steps` selects."""
     report = _Entry("report.html")

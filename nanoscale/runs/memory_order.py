@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoscale.processes.lifeline import MEMORY
+from nanoscale.processes.peer_files import COMMITTED
 
 ORDER = "order"
 """The file in that folder with the agent's `MemoryOrder`."""
@@ -33,6 +36,8 @@ class MemorySource:
     step: int
     peers: tuple[MemoryPeer, ...]
     """The hosts that hold parts of it."""
+    folder: str | None = None
+    """The folder of parts that agents have copied to the disk; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -87,3 +92,40 @@ def source_of(content: dict[str, Any] | None) -> MemorySource | None:
 def file_name(order: MemoryOrder, rank: int, slot: int) -> str:
     """Return the name of a file of a rank's tensors."""
     return f"{order.attempt}-{order.node}-{rank}-{slot}.data"
+
+
+def checked_files(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what is known of the ranks' files in a folder, and a sentence for each that has changed.
+
+    Every byte is compared with its sum.
+    """
+    with ThreadPoolExecutor() as threads:
+        checked = [*threads.map(_check, sorted(folder.glob(f"*{COMMITTED}")))]
+    return [it for it in checked if isinstance(it, dict)], [
+        it for it in checked if isinstance(it, str)
+    ]
+
+
+def read_committed(path: Path) -> dict[str, Any]:
+    """Return what is known of a rank's file, from the file next to it."""
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def _check(path: Path) -> dict[str, Any] | str:
+    """Return what a rank's file is, or a sentence if its bytes have changed."""
+    import xxhash
+
+    about = {
+        name: value
+        for name, value in read_committed(path).items()
+        if name not in ("tensors", "manifest")
+    }
+    data: Any = b""
+    if about["bytes"]:
+        with (path.parent / about["file"]).open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    content = memoryview(data)[: about["bytes"]]
+    if len(content) < about["bytes"] or xxhash.xxh3_128_hexdigest(content) != about["sum"]:
+        return f"rank {about['rank']} of step {about['step']}: the bytes in memory differ from their sum"
+    return about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.parallel import process_group
 from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.job_messages import HostRanks
 from nanoscale.runs.memory_order import MemoryOrder, MemoryPeer, MemorySource
 from tests.support.ranks import run_ranks
 
@@ -87,7 +89,9 @@ def member(name: str, keeper: MemoryKeeper, machine: str = "", switch: str = "")
     return Member(Host(name, 1), facts=facts)
 
 
-def test_three_hosts_write_and_two_load_without_the_first(keepers: list[MemoryKeeper]) -> None:
+def test_three_hosts_write_and_two_load_without_the_first(
+    keepers: list[MemoryKeeper], tmp_path: Path
+) -> None:
     peers = [peer(number, keeper) for number, keeper in enumerate(keepers)]
     orders = [
         MemoryOrder(str(keeper.folder), KEY.hex(), 1, node, 3, 1, peers[(node + 1) % 3], None)
@@ -124,6 +128,20 @@ def test_three_hosts_write_and_two_load_without_the_first(keepers: list[MemoryKe
     assert len(members[1].facts["memory"]["damaged"]) == 1  # type: ignore[index]
     assert newest_in_memory(members, address_of, set()).step == 3  # type: ignore[union-attr]
     assert newest_in_memory(members[:2], address_of, set()).step == 2  # type: ignore[union-attr]
+    content[40] ^= 1
+    data.write_bytes(content)
+
+    # The launcher is lost: the hosts copy what they have of their own ranks to the disk.
+    run = RunDirectory(tmp_path)
+    for node, keeper in enumerate(keepers):
+        host = HostRanks(f"n{node}", node, 3, (node,), 3, "127.0.0.1", 1, 2)
+        keeper.begin(run, host, {"source": asdict(source), "peers": [None] * 3})
+        keeper.rescue()
+    copied = newest_in_memory([], address_of, set(), run.memory)
+    assert copied == replace(source, peers=(), folder=str(run.memory))
+    empty = replace(orders[0], folder=str(tmp_path))
+    ((_, _, whole, _, _),) = run_ranks(load_rank, 1, empty, copied, 1)
+    assert torch.equal(whole, 3 * WHOLE)
 
 
 def test_ranks_of_a_host_divide_what_they_all_hold() -> None:

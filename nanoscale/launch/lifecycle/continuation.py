@@ -69,7 +69,7 @@ def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[st
     }
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     other = [key for key in other if manifest_key(key) not in restored]
-    if not run.checkpoint_steps():
+    if not run.checkpoint_steps() and not any(run.memory.glob("*")):
         other = []
     if new.lora.rank:  # the model may have moved, if it is unchanged
         other = [key for key in other if key not in ("model.init_from", "model.name")]
@@ -149,6 +149,9 @@ def starting_point(run: RunDirectory) -> Iterator[str]:
             return
         damaged.append(f"{stored.path.name} is damaged ({damage[0]})")
         yield damaged[-1]
+    if any(run.memory.glob("*")):
+        yield f"the hosts have copied their memory to {run.memory}; it is used if it is complete"
+        return
     lost = f"step-{saved['step']:08d} was saved and is gone" if (saved := _last_saved(run)) else ""
     if damaged or lost:
         raise UserError(

@@ -5,36 +5,42 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.connections import Member
-from nanoscale.runs.memory_order import MemoryPeer, MemorySource
+from nanoscale.runs.memory_order import MemoryPeer, MemorySource, checked_files
 
 AddressOf = Callable[[Host], str]
 """A function that returns the address at which other hosts reach a host."""
 
 
 def newest_in_memory(
-    members: Sequence[Member], address_of: AddressOf, refused: set[tuple[int, int]]
+    members: Sequence[Member],
+    address_of: AddressOf,
+    refused: set[tuple[int, int]],
+    copied: Path | None = None,
 ) -> MemorySource | None:
     """Return the newest state of which the hosts keep every part; None if there is none.
 
     Args:
         refused: attempt and count of states from which no step could be trained.
+        copied: a folder of states that agents have copied to the disk.
     """
     nodes: dict[tuple[int, int], set[int]] = defaultdict(set)
     totals: dict[tuple[int, int], int] = {}
     steps: dict[tuple[int, int], int] = {}
     holders: dict[tuple[int, int], list[Member]] = defaultdict(list)
-    for member in members:
+    on_disk = checked_files(copied)[0] if copied is not None else []
+    for member, kept in [*((it, _facts(it).get("kept", ())) for it in members), (None, on_disk)]:
         by_node: dict[tuple[int, int, int], list[dict[str, Any]]] = defaultdict(list)
-        for about in _facts(member).get("kept", ()):
+        for about in kept:
             by_node[about["attempt"], about["count"], about["node"]].append(about)
         for (attempt, count, _), files in by_node.items():
             state, first = (attempt, count), files[0]
             totals[state], steps[state] = first["nodes"], first["step"]
-            if member not in holders[state]:
+            if member is not None and member not in holders[state]:
                 holders[state].append(member)
             if len(files) == first["ranks"]:
                 nodes[state].update(first["covers"])
@@ -43,7 +49,9 @@ def newest_in_memory(
         return None
     attempt, count = max(complete)
     peers = tuple(_peer(it, address_of) for it in holders[attempt, count])
-    return MemorySource(attempt, count, steps[attempt, count], peers)
+    is_copied = any((it["attempt"], it["count"]) == (attempt, count) for it in on_disk)
+    folder = str(copied) if is_copied else None
+    return MemorySource(attempt, count, steps[attempt, count], peers, folder)
 
 
 def pair(members: Sequence[Member], address_of: AddressOf) -> list[dict[str, Any] | None]:

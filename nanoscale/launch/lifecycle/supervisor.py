@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -154,13 +155,18 @@ class Supervisor:
             for damage in ((member.facts or {}).get("memory") or {}).get("damaged", ()):
                 events.append(self.run, "memory", f"{member.name}: {damage}; it is not used")
         refused = {state for state, count in self.starts.items() if count >= _MOST_STARTS}
-        source = newest_in_memory(present, address_of, refused)
+        source = newest_in_memory(present, address_of, refused, self.run.memory)
         if source is not None and source.step < max(self.run.checkpoint_steps(), default=0):
             source = None
+        if source is None or source.folder is None:
+            shutil.rmtree(self.run.memory, ignore_errors=True)
         if source is not None:
             self.starts[source.attempt, source.count] += 1
-            names = ", ".join(peer.host for peer in source.peers)
-            text = f"continuing from step {source.step} in the memory of {names}"
+            names = [
+                *(peer.host for peer in source.peers),
+                *([source.folder] if source.folder else ()),
+            ]
+            text = f"continuing from step {source.step} in the memory of {', '.join(names)}"
             events.append(self.run, "memory", text, step=source.step)
         return {"source": source and asdict(source), "peers": pair(members, address_of)}
 
@@ -323,6 +329,8 @@ class Supervisor:
     def _conclude(self, outcome: Outcome) -> Outcome:
         self.lock.require()
         cause = outcome.failure
+        if cause is None:  # the disk has the newest state
+            shutil.rmtree(self.run.memory, ignore_errors=True)
         with suppress(OSError):
             fence.end(self.run)
         with suppress(OSError):  # a full disk must not hide the outcome from the user
