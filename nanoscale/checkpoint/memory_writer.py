@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.staging import ALIGNMENT, Staging, State
+from nanoscale.common.units import byte_size
 from nanoscale.models.initialization import local_region
 from nanoscale.parallel import process_group
 from nanoscale.processes.peer_files import PeerFiles, write_committed
@@ -51,6 +53,10 @@ class Shares:
     """True if another host holds all tensors of this host."""
 
 
+class SharedMemoryError(OSError):
+    """The shared memory of this host is too small for the checkpoints in it."""
+
+
 @dataclass
 class _Slot:
     """A file of this rank's tensors, mapped into memory."""
@@ -62,8 +68,15 @@ class _Slot:
 
     def __post_init__(self) -> None:
         with self.path.open("wb") as file:
-            # Without enough shared memory this raises; a write into the mapped file would end the process.
-            os.posix_fallocate(file.fileno(), 0, max(1, self.size))
+            try:
+                # A write into the mapped file without enough shared memory would end the process.
+                os.posix_fallocate(file.fileno(), 0, max(1, self.size))
+            except OSError as error:
+                free = byte_size(shutil.disk_usage(self.path.parent).free)
+                self.path.unlink()
+                needed = f"a file of {byte_size(self.size)} for a checkpoint in memory does not fit"
+                where = f"{self.path.parent}, where {free} are free"
+                raise SharedMemoryError(f"{needed} into {where}") from error
         self.buffer = torch.empty(0, dtype=torch.uint8)
         if self.size:
             self.buffer = torch.from_file(str(self.path), True, self.size, dtype=torch.uint8)
@@ -101,7 +114,7 @@ class MemoryWriter:
         """Write the present state, while the training continues; the one before it is complete.
 
         Raises:
-            OSError: the shared memory is too small.
+            SharedMemoryError: the shared memory is too small.
         """
         self.settle()
         if self._shares is None or self._names != tuple(state):

@@ -14,6 +14,7 @@ from nanoscale.config.rules.backends import honored
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
+from nanoscale.plan.memory.saved_state import shared_memory_bytes
 from nanoscale.plan.pipeline.in_flight import in_flight
 from nanoscale.plan.pipeline.simulation import Costs, Timeline, simulate_schedule
 from nanoscale.plan.time.step import (
@@ -112,8 +113,17 @@ class Prediction:
         return capacity(self.hardware)
 
     @property
+    def ranks_of_host(self) -> int:
+        return ranks_of_host(self.config, self.hardware)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of checkpoints in the shared memory of the fullest host."""
+        return shared_memory_bytes(self.config, self.ranks_of_host)
+
+    @property
     def host_bytes(self) -> int:
-        """Bytes in the memory of the fullest host, of all its ranks."""
+        """Bytes in the memory of the fullest host, of all its ranks, and of checkpoints in memory."""
         return host_bytes(self.config, self.hardware, self.memory)
 
     @property
@@ -258,17 +268,22 @@ def capacity(hardware: Hardware) -> int:
     return int(hardware.memory_gib * GIB)
 
 
+def ranks_of_host(config: ResolvedConfig, hardware: Hardware) -> int:
+    """Return the number of ranks of a host."""
+    return min(hardware.devices_per_host, config.world_size)
+
+
 def host_bytes(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> int:
-    """Return the bytes in the memory of the fullest host, of all its ranks.
+    """Return the bytes in the memory of the fullest host, of all its ranks, and of checkpoints in memory.
 
     Neighboring ranks have the same pipeline rank. Where a host has several of them, they are taken to be the
     largest.
     """
     each = sorted((sum(part.bytes for part in rank.host) for rank in memory), reverse=True)
-    ranks = min(hardware.devices_per_host, config.world_size)
+    ranks = ranks_of_host(config, hardware)
     alike = min(ranks, config.world_size // config.parallel.pp)
     largest = (each + each[:1] * ranks)[: -(-ranks // alike)]
-    return alike * sum(largest)
+    return alike * sum(largest) + shared_memory_bytes(config, ranks)
 
 
 def fits_host(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> bool:

@@ -8,14 +8,10 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
-from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.machines import NOTICE_S
-from nanoscale.config.model_math import adapter_parameters, parameters
-from nanoscale.config.optimizers import moments_of, rule_of
-from nanoscale.config.parameters import block, kinds_of_blocks
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
-from nanoscale.plan.memory.states import average_width, moment_width
+from nanoscale.plan.memory.saved_state import checkpoint_bytes
 
 
 @dataclass(frozen=True)
@@ -131,25 +127,6 @@ def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) 
         present=present,
         notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
     )
-
-
-def checkpoint_bytes(config: ResolvedConfig) -> int:
-    """Return the bytes of the trained parameters and their moments, in any layout; 0 if the number is
-    unknown."""
-    trained = adapter_parameters(config) if config.lora.rank else parameters(config.model)
-    width = DTYPES[config.precision.params].bytes
-    stored = 4.0 if rule_of(config.optimizer).quantized else moment_width(config.optimizer, width)
-    in_blocks = trained
-    if not config.lora.rank and config.model.source == "own":
-        in_blocks = sum(
-            count * it.numel
-            for count, shape in kinds_of_blocks(config.model)
-            for it in block(shape).values()
-            if not it.is_vector
-        )
-    kept = [len(moments_of(config.optimizer, in_blocks=it)) for it in (True, False)]
-    width += average_width(config.optimizer, width)
-    return int(trained * width + stored * (kept[0] * in_blocks + kept[1] * (trained - in_blocks)))
 
 
 def _free_bytes(root: Path) -> int | None:

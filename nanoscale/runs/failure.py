@@ -18,6 +18,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, byte_size, listed
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import damaged, read_record
+from nanoscale.runs.memory_order import LESS_SHARED_MEMORY
 from nanoscale.runs.position import Position, late_for, of_error, waits, where
 from nanoscale.runs.tail import read_end
 
@@ -449,6 +450,11 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         return (
             f"{failure.message}; steps that it had not saved are trained again there",
             "this rank needs no action; `nanoscale runs show` shows how the run continues",
+        )
+    if failure.type.endswith("SharedMemoryError"):
+        return (
+            failure.message,
+            f"give its container more, as in `docker run --shm-size=16g`; {LESS_SHARED_MEMORY}",
         )
     text = f"{failure.type}: {failure.message}"
     for pattern, diagnosis, remedy in _BY_TEXT:

@@ -16,6 +16,11 @@ from nanoscale.processes.peer_files import COMMITTED
 ORDER = "order"
 """The file in that folder with the agent's `MemoryOrder`."""
 
+LESS_SHARED_MEMORY = (
+    "or keep less there: optimizer.moments_dtype=bf16, or checkpoint.memory_every=0 (a larger interval "
+    "needs as much)"
+)
+
 
 @dataclass(frozen=True)
 class MemoryPeer:

@@ -89,7 +89,7 @@ class CheckpointWriter:
         """Write a checkpoint of this step into the hosts' memory, while the training continues.
 
         Raises:
-            OSError: the shared memory is too small.
+            SharedMemoryError: the shared memory is too small.
         """
         if self.memory is not None and self.remembered_step != self.progress.step:
             self.memory.begin(self.engine.state(), self._progress())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -16,16 +20,22 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from nanoscale.agent.memory_keeper import MemoryKeeper
 from nanoscale.checkpoint import memory_reader
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.checkpoint.memory_writer import Boxes, MemoryWriter, divide
+from nanoscale.checkpoint.memory_writer import Boxes, MemoryWriter, SharedMemoryError, _Slot, divide
 from nanoscale.common.errors import LostPeerError
 from nanoscale.config.machines import Host
+from nanoscale.config.schema import Checkpoint
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.parallel import process_group
+from nanoscale.plan.memory.saved_state import shared_memory_bytes
+from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.job_messages import HostRanks
-from nanoscale.runs.memory_order import MemoryOrder, MemoryPeer, MemorySource
+from nanoscale.runs.memory_order import MemoryOrder, MemoryPeer, MemorySource, write_order
+from nanoscale.runs.rank_context import StopFlag
+from tests.support import jobs
 from tests.support.ranks import run_ranks
 
 KEY = bytes(range(32))
@@ -193,6 +203,41 @@ def test_a_server_admits_only_its_job_and_its_folder(tmp_path: Path) -> None:
         files.read("1-0.data")
     with pytest.raises(ConnectionError):
         files.read("../secret")
+
+
+def train_rank(rank: int, path: Path, folder: str) -> None:
+    os.environ[MEMORY] = folder
+    jobs.train_rank(rank, path, StopFlag())
+
+
+def test_planned_bytes_are_those_of_two_real_ranks(
+    tmp_path: Path, keepers: list[MemoryKeeper]
+) -> None:
+    jobs.write_tokens(tmp_path)
+    saving = Checkpoint(memory_every=1, every_minutes=0, at_end=False)
+    config = jobs.make_config(tmp_path, dp=2, stage=3, steps=2, checkpoint=saving)
+    run, folder = jobs.make_run(config), keepers[0].folder
+    write_order(MemoryOrder(str(folder), KEY.hex(), 1, 0, 1, 2, None, None))
+    run_ranks(train_rank, 2, run.path, str(folder))
+    written = sum(path.stat().st_size for path in folder.glob("*.data"))
+    assert written == pytest.approx(shared_memory_bytes(config, 2), rel=0.01)
+
+
+def test_too_little_shared_memory_is_an_error_with_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=2**20))
+    with pytest.raises(SharedMemoryError) as caught:
+        _Slot(tmp_path / "1-0-0-0.data", 3 * 2**20)
+    assert not [*tmp_path.iterdir()]
+    failure = RankFailure.of(caught.value, rank=0, local_rank=0, host="h")
+    diagnosis, remedy = diagnose(failure, Evidence())
+    assert "3 MiB" in diagnosis and f"{tmp_path}, where 1 MiB are free" in diagnosis
+    assert "--shm-size" in remedy and "checkpoint.memory_every=0" in remedy
 
 
 def test_a_state_that_no_host_has_is_a_lost_peer(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from nanoscale.config.resolved import resolved
 from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import (
     Backend,
+    Checkpoint,
     Cluster,
     Config,
     Data,
@@ -27,6 +28,7 @@ from nanoscale.config.schema import (
     Precision,
     Run,
     Train,
+    Zero,
 )
 from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.fleet.connections import Member
@@ -393,6 +395,29 @@ def test_a_small_job_needs_little_room() -> None:
     assert wrong(them, small) == []
     change(them[1], "root.free_gib", 0.01)
     assert "only 10.2 MiB free" in the_wrong_one(them, small).finding
+
+
+def test_checkpoints_in_memory_need_shared_memory() -> None:
+    config = resolved(
+        replace(
+            SSH,
+            run=Run(name="x", root="/tmp"),
+            launcher=replace(SSH.launcher, devices=8),
+            model=Model(layers=1, hidden=512, heads=1, kv_heads=1, ffn=512, vocab=2**20),
+            parallel=Parallel(dp=24, virtual_stages=1),
+            train=Train(micro_batch=1, steps=1),
+            checkpoint=Checkpoint(memory_every=1),
+            zero=Zero(stage=3),
+        )
+    )
+    them = members()  # 2^30 parameters in embedding and head, of which a host has a third, twice
+    needed = 2 * 2 * 2**30 * 12 / 3 / 2**30
+    change(them[1], "shared_memory_gib", 1.01 * needed)
+    assert wrong(them, config) == []
+    change(them[1], "shared_memory_gib", 0.99 * needed)
+    verdict = the_wrong_one(them, config)
+    assert verdict.needed and verdict.check == "/dev/shm"
+    assert "--shm-size=17g" in verdict.remedy and "memory_every=0" in verdict.remedy
 
 
 @pytest.mark.parametrize(

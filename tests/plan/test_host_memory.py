@@ -8,8 +8,9 @@ import pytest
 
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices
-from nanoscale.config.schema import Backend, Checkpoint, Cluster, Zero
+from nanoscale.config.schema import Backend, Checkpoint, Cluster, Precision, Zero
 from nanoscale.launch.request import check_request
+from nanoscale.plan.memory.saved_state import checkpoint_bytes, shared_memory_bytes
 from nanoscale.plan.predict import predict
 from nanoscale.plan.search.search import search
 from nanoscale.view.plan.prediction import document, verdict
@@ -76,3 +77,36 @@ def test_the_copy_of_a_checkpoint_is_in_host_memory(saving) -> None:
     assert predict(base).host_bytes == 0
     plan = predict(replace(base, checkpoint=replace(alone, **saving)))
     assert plan.host_bytes > 8 * 124e6 * 12
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "states"),
+    [
+        ({"dp": 8}, 8, 2.0),  # one host, with all of it
+        ({"dp": 16}, 8, 2.0),  # half of it, and half of the other host's
+        ({"dp": 16, "dp_replicate": 2}, 8, 2.0),  # all of it, as the other host has
+        ({"dp": 32, "dp_replicate": 2}, 8, 1.0),  # half of it, as the third host has
+        ({"dp": 8, "stage": 0}, 2, 2.0),
+        ({"dp": 2, "tp": 4, "stage": 0}, 2, 1.0),  # half of it, as the third host has
+        ({"dp": 2, "tp": 4}, 4, 2.0),
+    ],
+    ids=str,
+)
+def test_checkpoints_in_memory_are_two_of_each_state(layout, ranks, states) -> None:
+    degrees = dict(layout)
+    zero = Zero(stage=degrees.pop("stage", 3))
+    config = job("gpt2", seq_len=1024, zero=zero, checkpoint=Checkpoint(memory_every=1), **degrees)
+    planned = shared_memory_bytes(config, ranks)
+    assert planned == pytest.approx(states * checkpoint_bytes(config), rel=0.01)
+    assert planned == predict(config).shared_memory or ranks != 8
+    off = replace(config, checkpoint=Checkpoint())
+    assert predict(config).host_bytes - predict(off).host_bytes == predict(config).shared_memory
+
+
+def test_checkpoints_in_memory_must_fit_the_host() -> None:
+    states = 8.03e9 * 12 / 2**30  # two of them: 180 GiB
+    keys = {"checkpoint": Checkpoint(memory_every=1), "precision": Precision(compute="bf16")}
+    cluster = Cluster(device="h100-sxm", host_memory_gib=1.9 * states)
+    assert not predict(job(cluster=cluster, **keys)).fits_host
+    cluster = Cluster(device="h100-sxm", host_memory_gib=2.1 * states)
+    assert predict(job(cluster=cluster, **keys)).fits_host

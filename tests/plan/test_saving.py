@@ -16,7 +16,8 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer
-from nanoscale.plan.saving import checkpoint_bytes, plan_saving
+from nanoscale.plan.memory.saved_state import checkpoint_bytes
+from nanoscale.plan.saving import plan_saving
 from nanoscale.view.plan.saving_text import sentences, warnings
 from tests.support.jobs import make_config, make_run, train, write_tokens
 

@@ -30,8 +30,10 @@ from nanoscale.launch.preflight.verdicts import (
 )
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
+from nanoscale.plan.memory.saved_state import shared_memory_bytes
 from nanoscale.plan.saving import plan_saving
 from nanoscale.processes.messages import Message
+from nanoscale.runs.memory_order import LESS_SHARED_MEMORY
 
 _MOST_SKEW_S = 5.0
 _LEAST_GIB = {"memory": 1.0, "run.root": 1.0, "cache": 0.5, "/dev/shm": 0.25}
@@ -200,6 +202,7 @@ def _rows(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
     yield from gpu_software(hosts.config, member, facts)
     yield CheckRow("precision", _number_types(hosts, facts["devices"]["names"]), "precision=fp16")
     yield from _resources(hosts, facts)
+    yield from _shared_memory(hosts, member, facts)
     yield from _network(hosts, member, facts)
     yield from _locks(hosts, facts)
 
@@ -354,17 +357,30 @@ def _resources(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
     else:
         remedy = "free some space, or data.cache_dir=FOLDER on another disk"
         yield from _free("cache", cache["free_gib"], f"free in {prepared}", remedy, needed=prepares)
+
+
+def _shared_memory(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
+    """Check /dev/shm, where checkpoints in memory must have room."""
+    config, size = hosts.config, 16
+    least = 0.0
+    if isinstance(config, ResolvedConfig):
+        ranks = min(member.host.slots, config.world_size)
+        least = shared_memory_bytes(config, ranks) / GIB
+        size = max(size, math.ceil(least + _LEAST_GIB["/dev/shm"]))
+    remedy = f"give its container more, as in `docker run --shm-size={size}g`; or remove old files"
+    if least:
+        remedy += f"; {LESS_SHARED_MEMORY}"
     what = "of shared memory free (/dev/shm)"
-    remedy = "give its container more, as in `docker run --shm-size=16g`; or remove old files"
-    yield from _free("/dev/shm", facts["shared_memory_gib"], what, remedy, needed=False)
+    free = facts["shared_memory_gib"]
+    yield from _free("/dev/shm", free, what, remedy, needed=least > 0, least_gib=least)
 
 
 def _free(
     check: str, free: float | None, resource: str, remedy: str, *, needed: bool = True,
-    most_gib: float = math.inf,
+    least_gib: float = 0.0, most_gib: float = math.inf,
 ) -> Iterator[CheckRow]:  # fmt: skip
     if free is not None:
-        least = min(_LEAST_GIB[check], most_gib)
+        least = max(min(_LEAST_GIB[check], most_gib), least_gib)
         unit, amount = ("GiB", free) if free >= 1 else ("MiB", 1024 * free)
         text = f"{{}} {unit} {resource}"
         bad = f"only {text}; {byte_size(least * GIB)} needed" if free < least else ""

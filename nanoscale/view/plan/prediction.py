@@ -110,6 +110,7 @@ def _memory(plan: Prediction) -> dict[str, Any]:
         "worst_rank": worst.rank,
         "capacity_gib": plan.hardware.memory_gib,
         "host_in_use_gib": plan.host_bytes / GIB,
+        "host_shared_gib": plan.shared_memory / GIB,
         "host_capacity_gib": plan.hardware.host_memory_gib,
         **_sizes(worst),
         "ranks": [{"rank": rank.rank, **_sizes(rank)} for rank in plan.memory],
@@ -178,13 +179,17 @@ def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
     worst = plan.worst
     pipeline = len(plan.memory) > 1
     title = f"memory of pipeline rank {worst.rank} at its peak" if pipeline else "memory"
+    of_host = (
+        ("checkpoints in memory, of all ranks of a host", plan.shared_memory),
+        ("of all ranks of a host", plan.host_bytes),
+    )
     sizes = [
         *((part.name, part.bytes, part.how) for part in worst.parts if part.bytes),
         ("allocated", worst.allocated, ""),
         ("reserved", worst.reserved, ""),
         ("in use", worst.total, ""),
         *((f"{part.name}, in host memory", part.bytes, "") for part in worst.host if part.bytes),
-        *([("of all ranks of a host", plan.host_bytes, "")] if plan.host_bytes else []),
+        *((name, size, "") for name, size in of_host if size),
     ]
     size = Column("size", lambda row: byte_size(row[1]))
     yield table([_PART, size, *([_HOW] if explain else [])], sizes, title)
@@ -239,8 +244,7 @@ def verdict(plan: Prediction) -> str:
             most = byte_size(plan.rehearsed.total)
             where += f"; a rehearsal with eager blocks, an upper bound, counted {most}"
     if not plan.fits_host:
-        ranks = min(plan.hardware.devices_per_host, plan.config.world_size)
-        sizes = share(plan.host_bytes, plan.host_capacity)
+        ranks, sizes = plan.ranks_of_host, share(plan.host_bytes, plan.host_capacity)
         return f"does not fit the memory of a host: its {counted(ranks, 'rank')} keep {sizes} there"
     word = "fits" if plan.fits else "does not fit"
     return f"{word}: {needs} ({where}); probability that it fits {plan.fits_probability:.0%}"

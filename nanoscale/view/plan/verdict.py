@@ -115,6 +115,9 @@ def _changes(base: ResolvedConfig) -> Iterator[tuple[str, ResolvedConfig]]:
     if base.checkpoint.asynchronous:
         saving = replace(base.checkpoint, asynchronous=False)
         yield "checkpoint.asynchronous=false", replace(base, checkpoint=saving)
+    if base.checkpoint.memory_every:
+        saving = replace(base.checkpoint, memory_every=0)
+        yield "checkpoint.memory_every=0", replace(base, checkpoint=saving)
     if base.backend.name != "native":
         return
     if base.optimizer.name == "adamw" and not base.lora.rank:
