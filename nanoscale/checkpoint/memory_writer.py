@@ -102,6 +102,8 @@ class MemoryWriter:
         self._order, self._rank, self._report = order, rank, report
         self._count = 0
         self._slots: list[_Slot] = []
+        """At most two, the oldest first."""
+        self._size = 0
         self._names: tuple[str, ...] = ()
         self._shares: Shares | None = None
         self._index = ""
@@ -120,12 +122,39 @@ class MemoryWriter:
         if self._shares is None or self._names != tuple(state):
             self._divide(state)
         assert self._shares is not None
-        slot = self._slots[self._count % len(self._slots)]
+        slot = self._oldest_slot()
         # Until the new one is complete, only the file of the other slot counts.
         self._committed(slot).unlink(missing_ok=True)
         slot.staging.copy({name: _local(state[name]) for name in self._shares.local})
         self._writing = in_thread(partial(self._complete, slot, self._count, manifest))
         self._count += 1
+
+    def _oldest_slot(self) -> _Slot:
+        """Return the file to overwrite; the second one is made once a new state is complete on all ranks.
+
+        By then no rank needs the state that the attempt began with, whose files are removed here.
+        """
+        if len(self._slots) == 2:
+            self._slots.reverse()
+            return self._slots[1]
+        folder = Path(self._order.folder)
+        if self._slots:
+            for path in folder.glob("*-*-*-*.*"):
+                if int(path.name.partition("-")[0]) < self._order.attempt:
+                    path.unlink(missing_ok=True)
+        path = folder / file_name(self._order, self._rank, len(self._slots))
+        self._slots.append(_Slot(path, self._size))
+        if self._pinned:
+            self._slots[-1].pin()
+        return self._slots[-1]
+
+    def forget(self) -> None:
+        """Give up all states so far: the training returns to a checkpoint on disk from before them."""
+        self.settle()
+        for slot in self._slots:
+            self._committed(slot).unlink(missing_ok=True)
+            if self._peer is not None and not self._peer_lost:
+                self._peer.remove(self._committed(slot).name)
 
     def hold(self) -> None:
         """Wait until weights and moments may change."""
@@ -180,7 +209,7 @@ class MemoryWriter:
         return slot.path.with_suffix(".json")
 
     def _divide(self, state: State) -> None:
-        """Decide with all ranks which rank writes which tensors, and make the files."""
+        """Decide with all ranks which rank writes which tensors, and begin new files."""
         for slot in self._slots:
             self._committed(slot).unlink(missing_ok=True)
             slot.close(self._pinned)
@@ -200,14 +229,8 @@ class MemoryWriter:
             }
             for name, start in zip(local, starts, strict=False)
         })  # fmt: skip
-        paths = [
-            Path(self._order.folder) / file_name(self._order, self._rank, slot) for slot in (0, 1)
-        ]
-        self._slots = [_Slot(path, starts[-1]) for path in paths]
+        self._slots, self._size = [], starts[-1]
         self._pinned = any(_local(state[name]).is_cuda for name in local)
-        if self._pinned:
-            for slot in self._slots:
-                slot.pin()
 
 
 def divide(held: list[tuple[int, list[tuple[str, Boxes, int]]]], rank: int) -> Shares:

@@ -49,12 +49,14 @@ class CheckpointWriter:
     rank: int
     note: Note
     callbacks: Callbacks
+    memory: MemoryWriter | None = None
+    """The writer of checkpoints in memory, of the training before a rollback."""
 
     def __post_init__(self) -> None:
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
-        self.memory: MemoryWriter | None = None
-        if self.config.checkpoint.memory_every and (order := memory_order()):
+        every = self.config.checkpoint.memory_every
+        if self.memory is None and every and (order := memory_order()):
             self.memory = MemoryWriter(order, self.rank, partial(self.note, "memory"))
             self.engine.before_update(self.memory.hold)
             self.engine.before_norm = self.memory.settle

@@ -16,6 +16,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import memory_reader, sharded, store
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.hf.load import fingerprint
+from nanoscale.checkpoint.memory_writer import MemoryWriter
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import LostPeerError, UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
@@ -105,8 +106,10 @@ def run(context: RankContext) -> str:
                 explain(context, training, data, error)
             if not isinstance(error, LossSpikeError) or config.train.on_spike != "rollback":
                 raise
+            if (memory := training.checkpoints.memory) is not None:
+                memory.forget()
             progress = roll_back(context, training, data, error, rollbacks)
-            training = make_training(context, engine, data, progress)
+            training = make_training(context, engine, data, progress, memory)
     agreement.close()
     training.close_sinks(outcome)
     if outcome == "completed" and config.train.sample_tokens > 0:
@@ -117,9 +120,17 @@ def run(context: RankContext) -> str:
 
 
 def make_training(
-    context: RankContext, engine: Engine, data: Dataset, progress: Progress
+    context: RankContext,
+    engine: Engine,
+    data: Dataset,
+    progress: Progress,
+    memory: MemoryWriter | None = None,
 ) -> Training:
-    """Open the outputs of a training that continues from a state of progress."""
+    """Open the outputs of a training that continues from a state of progress.
+
+    Args:
+        memory: the writer of checkpoints in memory, after a rollback.
+    """
     config, device, note = context.config, engine.device, make_note(context)
     subject, plan = Subject(context.run, config, context.workspace, context.attempt), None
     with suppress(OSError, UserError):
@@ -139,6 +150,7 @@ def make_training(
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
         hosts=process_group.gather(context.host),
         callbacks=make_callbacks(config, context.run.path, context.rank, engine),
+        memory=memory,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
+from nanoscale.checkpoint.memory_writer import MemoryWriter
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schedulers import lr_factor
 from nanoscale.config.training_phases import phase_at, samples_after
@@ -56,6 +57,8 @@ class Training:
     hosts: Sequence[str] = ()
     """The host of each rank; empty: late ranks are not looked for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    memory: MemoryWriter | None = None
+    """The writer of checkpoints in memory, of the training before a rollback."""
     tally: Tally | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class Training:
         self.step_log = StepLog(engine, progress, self.meter, self.note, self.hosts)
         self.checkpoints = CheckpointWriter(
             self.workspace, config, engine, self.data.fingerprint, progress, self.rank, self.note,
-            self.callbacks,
+            self.callbacks, self.memory,
         )  # fmt: skip
 
     def run(self, agreement: Agreement) -> str:
