@@ -86,8 +86,15 @@ class Health:
             found["gpus_slowed"] = float(sum(bool(_reasons(rank)) for rank in ranks))
         return found
 
-    def warnings(self, ranks: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[str]:
-        """Return a sentence on each new fault, given the figures and the host of each rank; no hosts: none."""
+    def warnings(
+        self, ranks: Sequence[Sequence[float]], hosts: Sequence[str]
+    ) -> list[tuple[str, str]]:
+        """Return the host of each new fault and a sentence on it.
+
+        Args:
+            ranks: the figures of each rank.
+            hosts: the host of each rank; if it is empty, nothing is returned.
+        """
         found = []
         for number, figures in enumerate(ranks if self._queries and hosts else []):
             faults = [f"is slowed down by {reason}" for reason in _reasons(figures)]
@@ -98,7 +105,7 @@ class Health:
             self._named |= {(number, fault) for fault in new}
             state = f"{figures[2]:.0f} °C, {figures[1]:.0f} W, {figures[3]:,.0f} MHz"
             where = f"the GPU of rank {number} on {hosts[number]}"
-            found += [f"{where} {fault} ({state})" for fault in new]
+            found += [(hosts[number], f"{where} {fault} ({state})") for fault in new]
         return found
 
 

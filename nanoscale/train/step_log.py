@@ -68,5 +68,5 @@ class StepLog:
                 "skipped", f"{count} had gradients that are not finite, and changed no weights"
             )
             self._skipped = skipped
-        for fault in self.health.warnings(self._healths, self.hosts):
-            self.note("health", fault)
+        for host, fault in self.health.warnings(self._healths, self.hosts):
+            self.note("health", fault, host=host)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +22,25 @@ from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.launch.lifecycle.supervisor import Supervisor
 from nanoscale.launch.request import check_request
 from nanoscale.runs import events
+from nanoscale.runs.failure import agent_failure
 from tests.support.recipes import changed
 
 HOSTS = (Host("n1", 2), Host("n2", 2))
+LOST = agent_failure("n1", "it was lost")
 NONE: Any = None
+
+
+@contextmanager
+def elastic_supervisor() -> Iterator[Supervisor]:
+    """Supervise a job for two or three hosts of the file `hosts`, without agents."""
+    composed = changed(
+        "run.name=x", "launcher=ssh", "launcher.hostfile=hosts", "launcher.nodes=2:3",
+        "train.global_batch=24", "train.micro_batch=auto",
+    )  # fmt: skip
+    request = check_request(composed, devices=Devices("cpu", 2))
+    fleet = Mock(memory_key=None, members=[Member(it) for it in request.hosts])
+    with new_run(request) as lock:
+        yield Supervisor(lock, request, fleet, SimpleNamespace(first=None), Mock(running=True))
 
 
 @pytest.mark.slow
@@ -84,3 +101,62 @@ def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
         restart = events.last(lock.run, "restart")
         assert (restart is not None) == (ends == "completed")
         assert restart is None or "n1 will be taken away" in restart["message"]
+
+
+def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n1 has two of three failures within an hour, and n3 a faulty GPU: two must remain, so n3 is used."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\nn4 slots=2\n")
+    with elastic_supervisor() as supervisor:
+
+        def names() -> list[str]:
+            return [it.name for it in supervisor._members(1)]
+
+        assert names() == ["n1", "n2", "n3"] and not supervisor.fleet.members[3].is_present
+
+        def fail(host: str, at: float, exception: str = "") -> None:
+            cause: Any = SimpleNamespace(host=host, time=at, exception=exception)
+            supervisor._leave_out_faulty(cause)
+
+        for at in (0, 1):
+            fail("n2", at, "nanoscale.train.stability.NonFiniteError")
+        for host, at in [("n1", 0), ("n1", 4000), ("n2", 4001), ("n3", 4002), ("n1", 4003)]:
+            fail(host, at)
+            assert names() == ["n1", "n2", "n3"]
+        fail("n1", 4004)
+        assert names() == ["n2", "n3"]
+        events.append(supervisor.run, "health", "the GPU of rank 4 on n3 reports Xid 79", host="n3")
+        supervisor._leave_out_faulty(None)
+        assert names() == ["n2", "n3"]
+        left_out = events.last(supervisor.run, "left out")
+        assert left_out is not None
+        assert left_out["message"] == (
+            "n1 is left out of later attempts: 2 of the last 3 failures began there. To use it again, stop the "
+            f"run and type nanoscale resume {supervisor.run.reference}"
+        )
+        supervisor.fleet.members[2].lost = LOST
+        assert names() == ["n1", "n2"]
+
+
+def test_a_run_waits_for_a_host_if_too_few_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+    polls = 0
+
+    def poll(_: float) -> None:
+        nonlocal polls
+        polls += 1
+        second.lost = LOST if polls < 2 else None
+
+    with elastic_supervisor() as supervisor:
+        first, second, _ = supervisor.fleet.members
+        first.lost = second.lost = LOST
+        monkeypatch.setattr(supervisor.fleet, "poll", poll)
+        supervisor._wait_for_hosts()
+        assert [it.name for it in supervisor._members(1)] == ["n2", "n3"] and polls == 2
+        waiting = [it for it in events.read(supervisor.run) if it["kind"] == "waiting"]
+        assert len(waiting) == 1 and "Ctrl-C ends the run" in waiting[0]["message"]

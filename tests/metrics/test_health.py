@@ -33,8 +33,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_fake_nvml(tmp_path_factory.mktemp("nvml"))
 
 
-def read(library: Path, **settings: Any) -> tuple[dict[str, float], list[str], list[str]]:
-    """Return the metrics of two ranks, and their warnings at two logged steps."""
+def read(library: Path, **settings: Any) -> tuple[dict[str, float], list[Any], list[Any]]:
+    """Return the metrics of two ranks, and the hosts and sentences of their warnings at two logged steps."""
     environment = os.environ | fake_environment(library, gpus=2, **settings)
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True
@@ -74,7 +74,7 @@ def test_the_figures_of_healthy_gpus(library: Path) -> None:
 )
 def test_a_fault_is_told_once(library: Path, settings: dict[str, str], text: str) -> None:
     metrics, first, second = read(library, **settings)
-    assert (first, second) == ([text], [])
+    assert (first, second) == ([[text.split()[6], text]], [])
     assert metrics["gpus_slowed"] == ("slowed" in settings)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +41,10 @@ _LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.1
 _MOST_EMPTY_LOGS = 1024
 _CHANGE = "changes of hosts"
+_DIVERGED = "nanoscale.train.stability."
+"""The module of the exceptions of a training that diverges, for which its host is not the cause."""
+_CAUSES, _CAUSES_S = 3, 3600.0
+"""A host with two of this many newest failures, less than these seconds apart, is left out."""
 _MOST_STARTS = 3
 """Attempts that continue from one state in memory; the state itself may be the cause of their failures."""
 
@@ -63,6 +68,13 @@ class Supervisor:
         """The hosts of all attempts."""
         self.checked: dict[str, tuple[Message, str | None]] = {}
         """The facts of hosts that were checked beside an attempt, and why they cannot be used."""
+        self.causes: deque[Failure] = deque(maxlen=_CAUSES)
+        self.reports = events.follow(self.run)
+        self.reports.poll()
+        self.faults: dict[str, str] = {}
+        """The hosts with a faulty GPU, and the fault."""
+        self.left_out = set[str]()
+        """Hosts that are used only if too few others are left."""
         self.judged: list[str] = []
         """The hosts from which the newest attempt would not gain."""
         self.change: tuple[str, str] | None = None
@@ -101,27 +113,31 @@ class Supervisor:
         pause = _SHORTEST_PAUSE_S
         while True:
             outcome = self._attempt(number)
-            is_change = outcome.state == "preempted" and self.change is not None
+            is_preempted = outcome.state == "preempted"
+            is_change = is_preempted and bool(self.change) and not self.newly_leaving
             has_trained = self.view.running
             has_failed = outcome.exit_code == FAILED
-            is_left = outcome.state == "preempted" and self.newly_leaving and self._remaining()
+            is_left = is_preempted and self.newly_leaving and self._remaining()
             continues = is_change or is_left or (has_failed and restarts_left)
             if not continues or self.signals.first is not None:
                 return outcome
             number += 1
-            if is_change and not is_left:
+            if is_change:
                 prepare(self.fleet, self.request, self.signals, self._lost_after_s)
                 continue
             self.change = None
             pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
             restarts_left -= has_failed
             self._record_restart(outcome, restarts_left)
+            self._leave_out_faulty(outcome.failure)
             deadline = time.monotonic() + (0.0 if has_trained else pause)
             while time.monotonic() < deadline and self.signals.first is None:
                 self.fleet.poll(_POLL_S)
                 self.view.poll()
             if self.signals.first is None:
                 self._reconnect()
+                if has_failed or restarts_left:
+                    self._wait_for_hosts()
             if self.signals.first is not None:
                 return outcome
 
@@ -193,7 +209,56 @@ class Supervisor:
     def _remaining(self) -> list[Member]:
         """List the hosts with which an elastic job can continue; empty if it is not elastic, or needs more."""
         present = [it for it in self.fleet.members if it.is_present and self._may_join(it)]
-        return present if self._is_elastic and len(present) >= self._range[0] else []
+        trusted, least = [it for it in present if it.name not in self.left_out], self._range[0]
+        present = trusted if len(trusted) >= least else present
+        return present if self._is_elastic and len(present) >= least else []
+
+    def _leave_out_faulty(self, cause: Failure | None) -> None:
+        """Leave out a host with two of the newest failures, and hosts with faulty GPUs, if enough remain."""
+        self._read_reports()
+        reasons = dict(self.faults)
+        if cause is not None and not cause.exception.startswith(_DIVERGED):
+            self.causes.append(cause)
+            causes = (it for it in self.causes if it.host == cause.host)
+            if sum(cause.time - it.time < _CAUSES_S for it in causes) > 1:
+                reasons[cause.host] = f"2 of the last {_CAUSES} failures began there"
+        for host, reason in reasons.items():
+            if self._can_spare(host):
+                self._leave_out(host, reason)
+
+    def _read_reports(self) -> None:
+        """Note new events about hosts."""
+        for event in self.reports.poll():
+            if event.get("kind") == "health" and "host" in event:
+                self.faults[event["host"]] = event["message"]
+
+    def _can_spare(self, host: str) -> bool:
+        """True if a host is not left out yet, and enough others remain."""
+        others = {it.name for it in self._remaining()} - self.left_out - {host}
+        return host not in self.left_out and len(others) >= self._range[0]
+
+    def _leave_out(self, host: str, reason: str) -> None:
+        self.left_out.add(host)
+        text = (
+            f"{host} is left out of later attempts: {reason}. To use it again, stop the run and type "
+            f"nanoscale resume {shlex.quote(self.run.reference)}"
+        )
+        events.append(self.run, "left out", text, host=host)
+
+    def _wait_for_hosts(self) -> None:
+        """Wait until a layout fits the hosts of an elastic job, or a signal comes."""
+        judged: list[str] | None = None
+        while self._is_elastic and self.signals.first is None:
+            names = [it.name for it in self._remaining()]
+            if names != judged and self._fitting() is not None:
+                return
+            if judged is None:
+                text = "no layout fits the hosts that are left: waiting for another one; Ctrl-C ends the run"
+                events.append(self.run, "waiting", text)
+            judged = names
+            self.fleet.join([it for it in self.fleet.members if it.name not in self.leaving])
+            self.fleet.poll(_POLL_S)
+            self.view.poll()
 
     def _may_join(self, member: Member) -> bool:
         """True if a host may be used; a host that had no part in the newest attempt is checked first."""
@@ -214,7 +279,8 @@ class Supervisor:
         if not self._is_elastic:
             return False
         if len(self.members) < self._range[1]:
-            self.fleet.join([it for it in self.fleet.members if it.name not in self.leaving])
+            unwanted = self.leaving | self.left_out
+            self.fleet.join([it for it in self.fleet.members if it.name not in unwanted])
         names = [it.name for it in self._remaining()]
         if names == self.judged:
             return False
@@ -262,7 +328,7 @@ class Supervisor:
 
     def _reconnect(self) -> None:
         away = [it for it in self.fleet.members if not it.is_present]
-        lost = [member for member in away if member.name not in self.leaving]
+        lost = [it for it in away if it.name not in self.leaving | self.left_out]
         if lost:
             self.fleet.connect(lost)
         prepare(self.fleet, self.request, self.signals, self._lost_after_s)
