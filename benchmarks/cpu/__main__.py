@@ -260,6 +260,19 @@ def bench_flood(turns: int = 5, mib: int = 1024) -> list[Row]:
     ]
 
 
+def bench_fanout(hosts: int = 2000) -> list[Row]:
+    """Measure the launcher's own CPU time for a whole launch on many hosts, through ssh and through pdsh."""
+    from benchmarks.cpu.fanout import measure
+
+    rows: list[Row] = []
+    for way in ("ssh", "pdsh"):
+        it = measure(hosts, way)
+        name = f"launch on {hosts:,} hosts, {way}"
+        rows.append((f"{name}, CPU time of the launcher", it["cpu_s"], "s", None))
+        rows.append((f"{name}, memory of the launcher", it["mib"], "MiB", None))
+    return rows
+
+
 def bench_backends(
     backends: Sequence[str] = ("native", "deepspeed"),
     stages: Sequence[int] = (0, 2, 3),
@@ -374,6 +387,7 @@ PARTS: dict[str, tuple[Callable[..., list[Row]], dict[str, Any]]] = {
         {"backends": ["native"], "stages": [2], "steps": 6, "warm_up": False},
     ),
     "data": (bench_data, {"turns": 1, "files": 20}),
+    "fanout": (bench_fanout, {"hosts": 2}),
     "flood": (bench_flood, {"turns": 1, "mib": 4}),
 }
 """The parts, and their arguments at the smallest size."""

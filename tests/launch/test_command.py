@@ -201,6 +201,11 @@ def test_pdsh_starts_the_chosen_interpreter_on_all_hosts():
     assert "/opt/python" in first.command[-1]
 
 
+def test_launch_json_has_a_command_for_all_hosts_once():
+    commands = [host["command"] for host in plan(PDSH, HOSTS).document()["hosts"]]
+    assert commands == [plan(PDSH, HOSTS).hosts[0].command, ()]
+
+
 def test_pdsh_fills_in_nothing():
     path = f"/runs {NASTY}"
     (command,) = transport_of(PDSH).commands(HOSTS[:1], Session("here:1", path))

@@ -73,7 +73,7 @@ def test_an_agent_proves_itself_and_says_who_it_is(listener: ReverseListener) ->
     with agent(listener) as ends:
         (connection,) = serve(listener, lambda agents: len(agents) == 1)
     assert ends == [None]
-    assert connection._names == {"n1"} and connection.socket.getblocking()
+    assert connection.names == ["n1"] and connection.socket.getblocking()
     connection.close()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.processes import OrphanCleanup, Process, end_all
-from nanoscale.launch.fleet.reverse_connection import ReverseListener
+from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
 from nanoscale.launch.transport.transport import Command, Transport
 from nanoscale.processes.messages import MARK, Message, Sender, Unpacker
 from nanoscale.processes.session import Session
@@ -62,6 +62,11 @@ class Member:
     @property
     def is_present(self) -> bool:
         return self.lost is None
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if its agent has not connected yet."""
+        return self.sender is None and self.lost is None
 
     @property
     def exit_code(self) -> int | None:
@@ -128,6 +133,8 @@ class Connections:
         self._processes: list[Process] = []
         """All processes that were ever started."""
         self._selector = selectors.DefaultSelector()
+        self._by_name: dict[str, Member] = {}
+        """The members by their names, and by the first part of these."""
         self._reverse: ReverseListener | None = None
         if transport.is_reverse:
             self._reverse = ReverseListener(key_file.key, hosts)
@@ -137,6 +144,8 @@ class Connections:
         """Start the agents of these hosts. A host is lost if its command cannot be started."""
         self._cleanup.finish()
         hosts = [member.host for member in members]
+        self._by_name = {it.name.partition(".")[0]: it for it in members} | self._by_name
+        self._by_name |= {member.name: member for member in members}
         if self._reverse is None:
             commands = self._transport.commands(hosts)
         else:
@@ -194,18 +203,22 @@ class Connections:
     def accept(self, members: Sequence[Member]) -> Iterator[Member]:
         """Yield the members whose agents have connected since the last call."""
         for agent in self._reverse.accept_agents() if self._reverse is not None else ():
-            free = [it for it in members if it.sender is None and it.is_present]
-            waiting = {member.name: member for member in free}
-            host = agent.find(list(waiting))
-            if host is None:
+            member = self._member_of(agent, members)
+            if member is None:
                 agent.close()
                 continue
-            member = waiting[host]
             member.socket = agent.socket
             member.sender = Sender(agent.socket.fileno())
             member.last_heard = time.monotonic()
             self._register(agent.socket, member, carries_messages=True)
             yield member
+
+    def _member_of(self, agent: ReverseConnection, members: Sequence[Member]) -> Member | None:
+        """Return the member that waits for this agent: by its name, or else by its address."""
+        named = [self._by_name[name] for name in agent.names if name in self._by_name]
+        waiting = (it for it in named if it.is_waiting)
+        others = (it for it in members if it.is_waiting and agent.is_at(it.name))
+        return next(waiting, None) or next(others, None)
 
     def drain(self, member: Member) -> bytes:
         """Return the rest of the standard error of a process that has ended, if it is the member's alone."""

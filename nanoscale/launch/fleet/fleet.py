@@ -114,9 +114,10 @@ class Fleet:
             ended = member.process.exit_code() is not None
         if not self.transport.is_reverse:
             return not member.is_present or (ended and member.closed_at is not None)  # all is read
+        if ended or not member.is_present:
+            return True
         # The command that started its agent may wait for another one that is lost.
-        alone = any(not other.is_present for other in self.members)
-        return ended or not member.is_present or (alone and member.said_bye)
+        return member.said_bye and any(not other.is_present for other in self.members)
 
     def _end_orphans(self, member: Member) -> None:
         """End processes that its agent may have left; there are none if it never answered."""

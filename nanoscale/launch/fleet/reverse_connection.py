@@ -35,15 +35,12 @@ class ReverseConnection:
 
     def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
         self.socket = accepted
-        self._names = set(hello["names"])
+        self.names: list[str] = hello["names"]
         self._addresses = set(hello["addresses"])
 
-    def find(self, hosts: Sequence[str]) -> str | None:
-        """Return the host of this agent: by its name, or else by its address; None if it is none of them."""
-        for host in hosts:
-            if self._names & {host, host.partition(".")[0]}:
-                return host
-        return next((host for host in hosts if self._addresses & set(resolve(host))), None)
+    def is_at(self, host: str) -> bool:
+        """True if the host's name resolves to an address of this agent."""
+        return not self._addresses.isdisjoint(resolve(host))
 
     def close(self) -> None:
         self.socket.close()

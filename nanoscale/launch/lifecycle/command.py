@@ -6,7 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -110,7 +110,10 @@ class LaunchPlan:
     mesh: Mesh = field(default_factory=Mesh)
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the content of launch.json, with a command for several hosts only at the first of them."""
+        commands = {host.command: host.command for host in self.hosts}
+        hosts = [replace(host, command=commands.pop(host.command, ())) for host in self.hosts]
+        return asdict(replace(self, hosts=tuple(hosts)))
 
 
 def read_plan(run: RunDirectory) -> LaunchPlan | None:
