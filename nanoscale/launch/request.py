@@ -45,8 +45,11 @@ class Request:
     @property
     def saving(self) -> SavingPlan:
         """The plan of the job's checkpoints and their disk space."""
-        step_s = self.plan["step_time_s"] if self.plan else None
-        return plan_saving(self.config, step_s, len(self.run.checkpoint_steps()))
+        present = len(self.run.checkpoint_steps())
+        if self.plan is None:
+            return plan_saving(self.config, None, present)
+        save_s = self.plan["checkpoints"]["memory_save_s"]
+        return plan_saving(self.config, self.plan["step_time_s"], present, save_s)
 
 
 def check_request(

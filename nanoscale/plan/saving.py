@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,12 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.machines import NOTICE_S
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
-from nanoscale.plan.memory.saved_state import checkpoint_bytes
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.memory.saved_state import checkpoint_bytes, host_bytes, sends_copies
+
+COPY_BANDWIDTH = 3e9
+"""B/s of a host that copies checkpoints in memory to another host. They go over TCP sockets; this is assumed,
+not measured."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class SavingPlan:
     """Existing checkpoints of the run."""
     notice_s: float | None = None
     """Seconds that the notice of a cloud leaves for a save after two steps; None: unknown, or not set."""
+    step_s: float | None = None
+    """Seconds of a step; None: unknown."""
+    memory_save_s: float | None = None
+    """Seconds of a save into the memory of the hosts; None: unknown, or not set."""
 
     @property
     def during(self) -> bool:
@@ -92,6 +102,27 @@ class SavingPlan:
         """True if any checkpoint is saved, at a stop by the user included."""
         return self.during or self.config.at_end or self.config.at_stop
 
+    @property
+    def memory_stall_share(self) -> float | None:
+        """The share of the time in which the training waits for saves into memory; None: unknown, or not set.
+
+        A save must be complete when the next step's gradients are.
+        """
+        if self.step_s is None or self.memory_save_s is None:
+            return None
+        stall_s = max(0.0, self.memory_save_s - self.step_s)
+        return stall_s / (stall_s + self.config.memory_every * self.step_s)
+
+    @property
+    def disk_loss_s(self) -> float | None:
+        """Seconds that are lost on average when a restart reads the disk: half an interval; None: unknown."""
+        minutes, every, step_s = self.config.every_minutes, self.config.every, self.step_s
+        intervals = [60 * minutes] if minutes else []
+        intervals += [every * step_s] if every and step_s else []
+        if not self.during or not intervals:
+            return None
+        return min(*intervals, self.steps * (step_s or math.inf)) / 2
+
     def require_disk(self) -> None:
         """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
         if self.free is None or not self.saves or self.bytes <= self.free:
@@ -105,12 +136,34 @@ class SavingPlan:
         raise UserError("plan", f"{message}. Continue with --force", [violation])
 
 
-def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) -> SavingPlan:
+def memory_save_s(config: ResolvedConfig, hardware: Hardware) -> float | None:
+    """Return the seconds of a save into the memory of the hosts, copies to other hosts included.
+
+    None: no checkpoints in memory.
+    """
+    if not config.checkpoint.memory_every:
+        return None
+    ranks = min(hardware.devices_per_host, config.world_size)
+    size = host_bytes(config, ranks)
+    seconds = size / (ranks * hardware.host_bandwidth)
+    if sends_copies(config, ranks):
+        network = ranks * hardware.inter_bandwidth * hardware.efficiency.inter_host
+        seconds += size / min(network, COPY_BANDWIDTH)
+    return seconds
+
+
+def plan_saving(
+    config: ResolvedConfig,
+    step_s: float | None,
+    present: int = 0,
+    memory_save_s: float | None = None,
+) -> SavingPlan:
     """Plan the checkpoints of a resolved configuration.
 
     Args:
         step_s: seconds of a step; None: unknown.
         present: existing checkpoints of the run.
+        memory_save_s: seconds of a save into the memory of the hosts; None: unknown.
     """
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
@@ -126,6 +179,8 @@ def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) 
         free=_free_bytes(root),
         present=present,
         notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
+        step_s=step_s,
+        memory_save_s=memory_save_s,
     )
 
 

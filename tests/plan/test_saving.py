@@ -15,10 +15,11 @@ from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
-from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer
+from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer, Zero
 from nanoscale.plan.memory.saved_state import checkpoint_bytes
-from nanoscale.plan.saving import plan_saving
+from nanoscale.plan.saving import memory_save_s, plan_saving
 from nanoscale.view.plan.saving_text import sentences, warnings
+from tests.plan import machines
 from tests.support.jobs import make_config, make_run, train, write_tokens
 
 MIB = 2**20
@@ -122,6 +123,51 @@ def test_restarts_that_would_begin_anew_are_warned_of() -> None:
     assert "restart from step 1" in warning and "checkpoint.every_minutes=15" in warning
     for more in ("checkpoint.every=5", "checkpoint.every_minutes=1", "launcher.max_restarts=0"):
         assert warnings(plan_saving(job(*words, more), 0.1)) == []
+
+
+def test_the_time_of_a_save_into_memory() -> None:
+    """GPT-2's 124.44 M parameters have 12 bytes each, and each of two hosts with 8 ranks has half of them."""
+    config = machines.job("gpt2", dp=16, zero=Zero(stage=3), checkpoint=Checkpoint(memory_every=2))
+    host = 12 * 124.44e6 / 2
+    hardware = machines.changed(machines.machine(), host_bandwidth=2e9, inter_host=0.5)
+    slow = replace(hardware, inter_bandwidth=1e8)
+    assert memory_save_s(config, hardware) == pytest.approx(host / 16e9 + host / 3e9, rel=1e-3)
+    assert memory_save_s(config, slow) == pytest.approx(host / 16e9 + host / 0.4e9, rel=1e-3)
+    on_one = replace(config, parallel=replace(config.parallel, dp=8))
+    assert memory_save_s(on_one, slow) == pytest.approx(2 * host / 16e9, rel=1e-3)
+    assert memory_save_s(replace(config, checkpoint=Checkpoint()), slow) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "step_s", "save_s", "expected"),
+    [
+        ((), 0.1, None, "a restart from disk loses 1 s on average"),  # half of the training
+        (("train.steps=1e5",), 0.1, None, "a restart from disk loses 7.5 min on average"),
+        (("checkpoint.every=100", "train.steps=1e5"), 0.1, None, "from disk loses 5 s on average"),
+        (("checkpoint.every_minutes=0",), 0.1, None, ""),
+        (
+            ("checkpoint.memory_every=2", "checkpoint=none"),
+            1.0,
+            1.5,  # 0.5 s in 2.5 s
+            "a restart from memory loses at most 2 steps (saved every 2 steps, 20.0% of the time)",
+        ),
+        (
+            ("checkpoint.memory_every=1",),
+            None,
+            None,
+            "a restart from memory loses at most 1 step (saved every step); "
+            "a restart from disk loses 7.5 min on average",
+        ),
+    ],
+)
+def test_what_a_failure_costs(
+    words: tuple[str, ...], step_s: float | None, save_s: float | None, expected: str
+) -> None:
+    config = job("launcher.max_restarts=1", *words)
+    saving = plan_saving(config, step_s, memory_save_s=save_s)
+    assert sentences(saving).get("failure", "").endswith(expected)
+    assert "failure" in sentences(saving) or not expected
+    assert "failure" not in sentences(replace(saving, restarts=0))
 
 
 @pytest.mark.slow

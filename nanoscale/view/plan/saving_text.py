@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from nanoscale.common.units import byte_size, duration, listed
+from nanoscale.common.units import byte_size, counted, duration, listed
 from nanoscale.plan.saving import SavingPlan
 
 
@@ -18,6 +18,9 @@ def document(saving: SavingPlan) -> dict[str, Any]:
         "most_at_once": saving.most if saving.saves else 0,
         "needed_bytes": saving.needed if saving.bytes and saving.saves else None,
         "free_bytes": saving.free,
+        "memory_save_s": saving.memory_save_s,
+        "memory_stall_share": saving.memory_stall_share,
+        "disk_loss_s": saving.disk_loss_s,
         "root": saving.root,
         "warnings": warnings(saving),
     }
@@ -34,10 +37,11 @@ def warning_lines(saving: SavingPlan) -> list[str]:
 
 
 def sentences(saving: SavingPlan) -> dict[str, str]:
-    """Describe, by topic, the times, the size and the number of kept checkpoints, and the disk space."""
+    """Describe, by topic, the checkpoints (times, size, number), the disk space, and what a failure costs."""
     when = _times(saving)
+    failure = {"failure": text} if (text := _failure(saving)) else {}
     if not when or not saving.bytes:
-        return {"checkpoints": listed(when) if when else "none is saved"}
+        return {"checkpoints": listed(when) if when else "none is saved", **failure}
     notice, left_s = "", saving.notice_s or 0.0
     if left_s > 0 and saving.config.at_stop:
         rate = byte_size(saving.bytes / left_s)
@@ -46,6 +50,7 @@ def sentences(saving: SavingPlan) -> dict[str, str]:
     return {
         "checkpoints": f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}{notice}",
         "disk": f"{byte_size(saving.needed)} needed{free}",
+        **failure,
     }
 
 
@@ -93,8 +98,28 @@ def _by_time(saving: SavingPlan) -> str:
         return text
     if saving.minutes_in_steps >= saving.steps:
         return f"{text} (the plan expects the training to take less)"
-    steps = "step" if saving.minutes_in_steps == 1 else f"{saving.minutes_in_steps:,} steps"
-    return f"{text} (about every {steps})"
+    return f"{text} (about every {_steps(saving.minutes_in_steps)})"
+
+
+def _failure(saving: SavingPlan) -> str:
+    """Return what a failure costs; empty if the job does not restart, or if the cost is unknown."""
+    every, stalls, loss_s = (
+        saving.config.memory_every,
+        saving.memory_stall_share,
+        saving.disk_loss_s,
+    )
+    ways = []
+    if every:
+        share = "" if stalls is None else f", {stalls:.1%} of the time"
+        most = counted(every, "step")
+        ways = [f"a restart from memory loses at most {most} (saved every {_steps(every)}{share})"]
+    if loss_s is not None:
+        ways.append(f"a restart from disk loses {duration(loss_s)} on average")
+    return "; ".join(ways) if saving.restarts else ""
+
+
+def _steps(every: int) -> str:
+    return "step" if every == 1 else f"{every:,} steps"
 
 
 def _kept(saving: SavingPlan) -> str:
