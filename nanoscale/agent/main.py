@@ -92,6 +92,8 @@ def _serve(link: Link, job: Job | None) -> None:
             store = attempt(link, launch, job or launch.job, keeper)
     clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
+    if keeper is not None and order["rescue"] is not None:
+        keeper.rescue(order["rescue"])
     link.send("bye")
 
 

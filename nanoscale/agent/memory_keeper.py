@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from nanoscale.processes import scratch
@@ -72,16 +73,19 @@ class MemoryKeeper:
             )
         )
 
-    def rescue(self) -> None:
-        """Copy the states of this host's own ranks to the disk: the launcher is lost, and this process ends.
+    def rescue(self, lost_nodes: Sequence[int] = ()) -> None:
+        """Copy the states of this host's own ranks to the disk, since this process ends, and of lost hosts.
 
         The next launch of the run continues from them if the hosts have copied every part.
         """
         if self._run is None:
             return
         self._run.memory.mkdir(exist_ok=True)
-        for path in self.folder.glob(f"*-{self._node}-*{COMMITTED}"):
-            name = read_committed(path)["file"]
+        for path in self.folder.glob(f"*{COMMITTED}"):
+            about = read_committed(path)
+            name = about["file"]
+            if about["node"] not in (self._node, *lost_nodes):
+                continue
             shutil.copyfile(self.folder / name, self._run.memory / name)
             write_committed(self._run.memory / path.name, path.read_bytes())
 

@@ -62,11 +62,12 @@ def remove_stale(parent: str | None = None) -> None:
     parents = [Path(parent)] if parent else [Path(tempfile.gettempdir()), SHARED_MEMORY]
     for folder in (folder for place in parents for folder in place.glob(f"{_PREFIX}*")):
         with suppress(OSError):
-            if folder.stat().st_uid == os.getuid() and _is_stale(folder):
+            if folder.stat().st_uid == os.getuid() and is_stale(folder):
                 remove(folder)
 
 
-def _is_stale(folder: Path) -> bool:
+def is_stale(folder: Path) -> bool:
+    """True if the process that made a folder has ended."""
     if folder.name.endswith(_REMOVED_SUFFIX):
         return True
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

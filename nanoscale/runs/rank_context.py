@@ -18,10 +18,11 @@ MOVE_SIGNAL = signal.SIGURG
 class StopFlag:
     """A flag that is set when the run is asked to stop. The loop reads it, agrees on a step and stops there."""
 
+    moves = False
+    """True if the run is asked to stop for a change of hosts, after which it continues at once."""
+
     def __init__(self) -> None:
         self.requested = False
-        self.moves = False
-        """True if the run is asked to stop for a change of hosts, after which it continues at once."""
 
     def listen(self) -> None:
         """Let the stop signals set the flag, and do nothing else. Main thread only."""

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -28,6 +29,7 @@ from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.parallel import process_group
 from nanoscale.plan.memory.saved_state import shared_memory_bytes
+from nanoscale.processes import scratch
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
 from nanoscale.runs.directory import RunDirectory
@@ -81,9 +83,12 @@ def load_rank(rank: int, order: MemoryOrder, source: MemorySource, world: int) -
 
 
 @pytest.fixture
-def keepers(monkeypatch: pytest.MonkeyPatch) -> list[MemoryKeeper]:
+def keepers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MemoryKeeper]]:
     monkeypatch.setenv("NANOSCALE_MEMORY", "")
-    return [MemoryKeeper(KEY.hex()) for _ in range(3)]
+    keepers = [MemoryKeeper(KEY.hex()) for _ in range(3)]
+    yield keepers
+    for keeper in keepers:
+        scratch.remove(keeper.folder)
 
 
 def address_of(_: Host) -> str:

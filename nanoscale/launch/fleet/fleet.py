@@ -26,6 +26,8 @@ from nanoscale.runs.failure import agent_failure
 _FILES_A_HOST = 4
 _EXIT_S = 5.0
 """Seconds for agents to exit regularly before they are killed."""
+_RESCUE_S = 600.0
+"""The same if they copy checkpoints in memory to the disk."""
 _LAST_OUTPUT_S = 2.0
 """Seconds for the process of a broken connection to print the reason."""
 _CHECK_S = 0.1
@@ -59,6 +61,8 @@ class Fleet:
         """The common request to all hosts."""
         self.memory_key = secrets.token_hex(32) if config.checkpoint.memory_every else None
         """The key of the agents' servers of checkpoints in memory; None: there are none."""
+        self.rescue: list[int] | None = None
+        """If agents copy checkpoints in memory to the disk when they exit: the numbers of the lost hosts."""
         self._last_check = time.monotonic()
         self._closing = threading.Event()
         self.transport = transport_of(config)
@@ -98,8 +102,8 @@ class Fleet:
         present = [
             member for member in self.members if member.is_present and member.facts is not None
         ]
-        self.send(present, "quit")
-        deadline = time.monotonic() + _EXIT_S
+        self.send(present, "quit", rescue=self.rescue)
+        deadline = time.monotonic() + (_EXIT_S if self.rescue is None else _RESCUE_S)
         while present and time.monotonic() < deadline:
             self.poll(0.1)
             while present and self._has_left(present[-1]):

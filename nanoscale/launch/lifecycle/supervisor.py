@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -86,6 +87,8 @@ class Supervisor:
                 names = {member.name for member in self.fleet.members}
                 self.fleet.members += [_spare(it) for it in every if it.address not in names]
         self.notifier = Notifier(self.request.config.launcher, self.run, note)
+        self.memory_step = 0
+        """The step of the newest state in memory from which an attempt has continued."""
         self.starts: Counter[tuple[int, int]] = Counter()
         """The number of attempts that continued from each state in memory."""
 
@@ -178,6 +181,7 @@ class Supervisor:
             shutil.rmtree(self.run.memory, ignore_errors=True)
         if source is not None:
             self.starts[source.attempt, source.count] += 1
+            self.memory_step = source.step
             names = [
                 *(peer.host for peer in source.peers),
                 *([source.folder] if source.folder else ()),
@@ -329,7 +333,10 @@ class Supervisor:
     def _reconnect(self) -> None:
         away = [it for it in self.fleet.members if not it.is_present]
         lost = [it for it in away if it.name not in self.leaving | self.left_out]
-        if lost:
+        if self._remaining():  # lost hosts join beside the next attempt
+            for member in lost:
+                member.tried = -math.inf
+        elif lost:
             self.fleet.connect(lost)
         prepare(self.fleet, self.request, self.signals, self._lost_after_s)
 
@@ -395,7 +402,12 @@ class Supervisor:
     def _conclude(self, outcome: Outcome) -> Outcome:
         self.lock.require()
         cause = outcome.failure
-        if cause is None:  # the disk has the newest state
+        is_behind = self.memory_step > max(self.run.checkpoint_steps(), default=0)
+        # After an error that the training itself has raised, the newest state may be its cause.
+        if self.fleet.memory_key and (is_behind or (cause is not None and not cause.exception)):
+            lost = [node for node, it in enumerate(self.members) if not it.is_present]
+            self.fleet.rescue = lost
+        elif cause is None:  # the disk has the newest state
             shutil.rmtree(self.run.memory, ignore_errors=True)
         with suppress(OSError):
             fence.end(self.run)
