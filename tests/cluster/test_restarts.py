@@ -18,7 +18,7 @@ from tests.cluster.launches import (
     interrupt,
     nothing_left,
 )
-from tests.cluster.machines import LIMIT_S
+from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import Nodes
 
 
@@ -59,8 +59,8 @@ def test_an_elastic_job_goes_on_with_the_hosts_that_are_there(
     assert read_json(launch.run.launch)["world_size"] == 2
     nodes.power_on("n1")
     back_after(launch, lambda: os.kill(launch.only_rank("n3"), signal.SIGKILL))
-    assert hosts_of(launch) == ["n1", "n2", "n3"]
-    assert len(launch.ranks("n1")) == 1
+    wait_until(lambda: hosts_of(launch) == ["n1", "n2", "n3"], "return of n1", LIMIT_S)
+    wait_until(lambda: len(launch.ranks("n1")) == 1, "rank on n1", LIMIT_S)
     interrupt(launch)
     launch.must_end(130)
     nothing_left(nodes, LIMIT_S)
