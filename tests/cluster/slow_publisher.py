@@ -11,6 +11,7 @@ python slow_publisher.py agent
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -95,8 +96,10 @@ def _outcome(attempt: Callable[[], object]) -> str:
 
 def launch(words: list[str]) -> int:
     from nanoscale.cli.main import run
+    from nanoscale.launch.fleet.fleet import Fleet
     from nanoscale.launch.transport import transport
 
+    Fleet.join_every_s = math.inf  # the job below cannot change its hosts
     transport.AGENT = ("-P", __file__, "agent")
     return run(words)
 
