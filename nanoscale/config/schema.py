@@ -1060,6 +1060,11 @@ class Launcher:
     max_restarts: int = key(
         0, "automatic restarts from the newest checkpoint after a failure", at_least=0
     )
+    exclude_stragglers: float | None = key(
+        None,
+        "least slowdown by a host at which an elastic job on CPUs leaves it out, as 1.3; null: never",
+        at_least=1,
+    )
     notify: str | None = key(
         None,
         "name of the environment variable with the http address that gets each change of the run's state, as "

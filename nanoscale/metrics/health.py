@@ -89,12 +89,7 @@ class Health:
     def warnings(
         self, ranks: Sequence[Sequence[float]], hosts: Sequence[str]
     ) -> list[tuple[str, str]]:
-        """Return the host of each new fault and a sentence on it.
-
-        Args:
-            ranks: the figures of each rank.
-            hosts: the host of each rank; if it is empty, nothing is returned.
-        """
+        """Return the host of each new fault and a sentence on it, given the figures and host of each rank."""
         found = []
         for number, figures in enumerate(ranks if self._queries and hosts else []):
             faults = [f"is slowed down by {reason}" for reason in _reasons(figures)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from nanoscale.backends.base import Engine, StepResult
@@ -31,7 +32,8 @@ class StepLog:
         self.health = Health(device.index if device.type == "cuda" else None)
         peers = len(self.hosts) // self.engine.config.parallel.pp
         stages = [range(first, first + peers) for first in range(0, len(self.hosts), max(1, peers))]
-        self.stragglers = Stragglers(stages, self.hosts)
+        least = self.engine.config.launcher.exclude_stragglers or inf
+        self.stragglers = Stragglers(stages, self.hosts, least)
         self._logged_samples = self.progress.consumed_samples
         self._skipped = 0.0
 
@@ -60,7 +62,8 @@ class StepLog:
         """Record an event for each rank that has become slow and each GPU that has become faulty."""
         late = self.stragglers.add(record["step"], self._own_times)
         if late is not None:
-            self.note("straggler", late)
+            text, host, ratio = late
+            self.note("straggler", text, host=host, ratio=ratio)
         skipped = record.get("skipped_steps", 0.0)
         if skipped > self._skipped and "loss_scale" not in record:
             count = f"{skipped - self._skipped:.0f} of the steps up to {record['step']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 
 from nanoscale.common.units import duration, listed
@@ -23,15 +24,18 @@ class Stragglers:
     """The ranks of each stage of the pipeline, which do the same work."""
     hosts: Sequence[str]
     """The host of each rank."""
+    least: float = inf
+    """The least ratio with which a rank or host that was reported is reported again."""
     _records: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=_RECORDS))
-    _named: set[str] = field(default_factory=set)
+    _bounds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: int, seconds: list[float]) -> str | None:
-        """Take the seconds of a step for which each rank did not wait; return a sentence about late ranks."""
+    def add(self, step: int, seconds: list[float]) -> tuple[str, str, float] | None:
+        """Take the seconds of a step for which each rank did not wait; return a sentence about late ranks,
+        and the host and the ratio of the latest one that is reported now."""
         self._records.append((step, seconds))
         if len(self._records) < _RECORDS:
             return None
-        late: dict[str, float] = {}
+        late: dict[str, tuple[float, float, str]] = {}
         for ranks in self.stages:
             by_host: dict[str, list[int]] = {}
             for rank in ranks:
@@ -40,19 +44,21 @@ class Stragglers:
             hosts = self._late(by_host) if is_spread else {}
             by_rank = {f"rank {it} on {self.hosts[it]}": [it] for it in ranks}
             late |= hosts or self._late(by_rank)
-        new = late.keys() - self._named
-        self._named |= new
+        new = {name: it for name, it in late.items() if it[1] >= self._bounds.get(name, 1.0)}
+        self._bounds |= {name: max(self.least, 1.1 * ratio) for name, (_, ratio, _) in new.items()}
         if not new:
             return None
-        verb = "arrives" if len(late) == 1 else "arrive"
-        return (
-            f"{listed(sorted(late))} {verb} {duration(max(late.values()))} late in every step since step "
+        verb, behind = "arrives" if len(late) == 1 else "arrive", duration(max(late.values())[0])
+        text = (
+            f"{listed(sorted(late))} {verb} {behind} late in every step since step "
             f"{self._records[0][0]}, and the others wait"
         )
+        _, ratio, host = max(new.values())
+        return text, host, ratio
 
-    def _late(self, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-        """Return the group whose first rank is later than the first ranks of all others, and the seconds behind
-        their median."""
+    def _late(self, groups: Mapping[str, Sequence[int]]) -> dict[str, tuple[float, float, str]]:
+        """Return the group whose first rank is later than the first ranks of all others: the seconds behind
+        their median, the ratio of its own time to theirs, and its host."""
         if len(groups) < 2:
             return {}
         firsts = [
@@ -64,5 +70,7 @@ class Stragglers:
         if lasts.count(last) < _LAST:
             return {}
         behind = median(one.pop(last) - median(one.values()) for one in firsts)
-        least = max(_LEAST_S, _LEAST * median(median(one.values()) for one in firsts))
-        return {last: behind} if behind > least else {}
+        usual = median(median(one.values()) for one in firsts)
+        if behind <= max(_LEAST_S, _LEAST * usual):
+            return {}
+        return {last: (behind, 1 + behind / max(usual, _LEAST_S), self.hosts[groups[last][0]])}

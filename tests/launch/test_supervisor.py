@@ -31,11 +31,11 @@ NONE: Any = None
 
 
 @contextmanager
-def elastic_supervisor() -> Iterator[Supervisor]:
+def elastic_supervisor(*overrides: str) -> Iterator[Supervisor]:
     """Supervise a job for two or three hosts of the file `hosts`, without agents."""
     composed = changed(
         "run.name=x", "launcher=ssh", "launcher.hostfile=hosts", "launcher.nodes=2:3",
-        "train.global_batch=24", "train.micro_batch=auto",
+        "launcher.device=cpu", "train.global_batch=24", "train.micro_batch=auto", *overrides,
     )  # fmt: skip
     request = check_request(composed, devices=Devices("cpu", 2))
     fleet = Mock(memory_key=None, members=[Member(it) for it in request.hosts])
@@ -160,3 +160,29 @@ def test_a_run_waits_for_a_host_if_too_few_are_left(
         assert [it.name for it in supervisor._members(1)] == ["n2", "n3"] and polls == 2
         waiting = [it for it in events.read(supervisor.run) if it["kind"] == "waiting"]
         assert len(waiting) == 1 and "Ctrl-C ends the run" in waiting[0]["message"]
+
+
+def test_a_slow_host_is_left_out_if_the_plan_gains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three hosts need 1.5 times as long for a step."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+
+    def predicted(config: Any) -> Any:
+        return SimpleNamespace(time=SimpleNamespace(seconds=6 / config.parallel.dp), fits=True)
+
+    monkeypatch.setattr("nanoscale.launch.lifecycle.supervisor.predict", predicted)
+    for least, ratio, is_left_out in [(1.3, 1.4, False), (1.7, 1.6, False), (1.3, 1.6, True)]:
+        overrides = f"launcher.exclude_stragglers={least}", f"run.name={least}-{ratio}"
+        with elastic_supervisor(*overrides) as supervisor:
+            supervisor.members = supervisor._members(1)
+            assert not supervisor._is_outdone()
+            events.append(supervisor.run, "straggler", "n2 arrives late", host="n2", ratio=ratio)
+            assert supervisor._is_outdone() == is_left_out
+            remaining = [it.name for it in supervisor._members(2)]
+            assert remaining == (["n1", "n3"] if is_left_out else ["n1", "n2", "n3"])
+            assert supervisor.change == (
+                ("n2 is slow: continuing", "+7 % planned") if is_left_out else None
+            )
+            assert (events.last(supervisor.run, "left out") is not None) == is_left_out

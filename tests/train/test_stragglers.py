@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def sentences(times, stages, hosts):
     """Return the sentences about steps, fp64 `[steps, ranks]`, of about 1 s each."""
     found = Stragglers(stages, hosts)
     said = [found.add(step, list(seconds)) for step, seconds in enumerate(times, 1)]
-    return [sentence for sentence in said if sentence is not None]
+    return [sentence for sentence, _, _ in filter(None, said)]
 
 
 def noise(seed, ranks, steps=60):
@@ -50,6 +51,16 @@ def test_a_slow_host_is_named_instead_of_its_ranks():
     times[:, 4:8] += 0.04
     (said,) = sentences(times, [range(12)], hosts)
     assert said.startswith("b arrives ") and "since step 1," in said
+
+
+@pytest.mark.parametrize(("least", "ratios"), [(inf, [1.1]), (1.6, [1.1]), (1.3, [1.1, 1.3, 1.5])])
+def test_a_host_whose_ratio_reaches_the_bound_is_reported_again(least, ratios):
+    """The window of 20 steps moves from 1.1 to 1.5, with a median of 1.3 in between."""
+    found, times = Stragglers([range(4)], ["a", "a", "b", "b"], least), np.ones((90, 4))
+    times[10:50, 2:] += 0.1
+    times[50:, 2:] += 0.5
+    reports = filter(None, (found.add(step, list(row)) for step, row in enumerate(times, 1)))
+    assert [(host, round(ratio, 3)) for _, host, ratio in reports] == [("b", it) for it in ratios]
 
 
 def test_stages_of_a_pipeline_are_not_compared_with_each_other():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanoscale.config.objectives import PAIRED
 from nanoscale.config.optimizers import KEYS, optimizers_with
 from nanoscale.config.rules.rule import of_kind, only_with, other_than, refused, several
+from nanoscale.config.values.forms import elastic
 
 _MODE = "parallel.activation_checkpointing"
 _STAGED = {"parallel.pp": several}
@@ -52,6 +53,7 @@ OF_JOB = of_kind("config",
         for name in ("alpha", "rslora", "dora", "base", "targets", "init_from")),
     *(only_with(f"run.{name}", {"run.from_run": other_than(None)}) for name in ("from_step", "from_optimizer")),
     only_with("checkpoint.memory_every", {"launcher.max_restarts": bool}, "launcher.max_restarts=100"),
+    only_with("launcher.exclude_stragglers", {"launcher.nodes": elastic, "launcher.device": "cpu"}),
     only_with("train.preference_beta", {"train.objective": PAIRED}),
     only_with("train.teacher", {"train.objective": "distill"}, "train.objective=distill"),
     *(only_with(f"train.distill_{name}", {"train.objective": "distill"})

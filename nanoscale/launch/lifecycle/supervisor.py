@@ -73,11 +73,12 @@ class Supervisor:
         self.reports = events.follow(self.run)
         self.reports.poll()
         self.faults: dict[str, str] = {}
-        """The hosts with a faulty GPU, and the fault."""
+        self.slow: dict[str, float] = {}
+        """The slow hosts of the newest attempt, and the ratio of their time in a step to their peers' time."""
         self.left_out = set[str]()
         """Hosts that are used only if too few others are left."""
-        self.judged: list[str] = []
-        """The hosts from which the newest attempt would not gain."""
+        self.judged: tuple[list[str], dict[str, float]] | None = None
+        """The hosts, and slow hosts, from which the newest attempt would not gain."""
         self.change: tuple[str, str] | None = None
         """The reason why the attempt stops for a change of hosts, and the planned gain."""
         self.requests: dict[tuple[Host, ...], Request] = {}
@@ -147,7 +148,8 @@ class Supervisor:
     def _attempt(self, number: int) -> Outcome:
         self.lock.require()
         ended, members = time.time(), self._members(number)
-        self.members, self.judged = members, []
+        self._read_reports()
+        self.members, self.judged, self.slow = members, None, {}
         request = self.request
         plan = plan_launch(request.config, self.run, number, request.hosts, members[0].port)
         self._begin(plan)
@@ -213,9 +215,9 @@ class Supervisor:
     def _remaining(self) -> list[Member]:
         """List the hosts with which an elastic job can continue; empty if it is not elastic, or needs more."""
         present = [it for it in self.fleet.members if it.is_present and self._may_join(it)]
-        trusted, least = [it for it in present if it.name not in self.left_out], self._range[0]
-        present = trusted if len(trusted) >= least else present
-        return present if self._is_elastic and len(present) >= least else []
+        trusted = [it for it in present if it.name not in self.left_out]
+        enough = (it for it in (trusted, present) if len(it) >= self._range[0])
+        return next(enough, []) if self._is_elastic else []
 
     def _leave_out_faulty(self, cause: Failure | None) -> None:
         """Leave out a host with two of the newest failures, and hosts with faulty GPUs, if enough remain."""
@@ -231,10 +233,12 @@ class Supervisor:
                 self._leave_out(host, reason)
 
     def _read_reports(self) -> None:
-        """Note new events about hosts."""
         for event in self.reports.poll():
-            if event.get("kind") == "health" and "host" in event:
-                self.faults[event["host"]] = event["message"]
+            match event:
+                case {"kind": "health", "host": str(host), "message": str(message)}:
+                    self.faults[host] = message
+                case {"kind": "straggler", "host": str(host), "ratio": float(ratio)}:
+                    self.slow[host] = ratio
 
     def _can_spare(self, host: str) -> bool:
         """True if a host is not left out yet, and enough others remain."""
@@ -279,16 +283,19 @@ class Supervisor:
         return self.checked[member.name][1] is None
 
     def _is_outdone(self) -> bool:
-        """True if the plan gains from further hosts, which are connected beside the attempt."""
+        """True if the plan gains without a slow host, or from further hosts, which are connected meanwhile."""
         if not self._is_elastic:
             return False
         if len(self.members) < self._range[1]:
             unwanted = self.leaving | self.left_out
             self.fleet.join([it for it in self.fleet.members if it.name not in unwanted])
-        names = [it.name for it in self._remaining()]
-        if names == self.judged:
+        self._read_reports()
+        judged = [it.name for it in self._remaining()], dict(self.slow)
+        if judged == self.judged:
             return False
-        self.judged = names
+        self.judged = judged
+        if self._is_slowed():
+            return True
         if (fitting := self._fitting()) is None:
             return False
         members, request = fitting
@@ -299,6 +306,22 @@ class Supervisor:
         who = [f"{it} is back" if it in self.used else f"{it} joins" for it in sorted(new)]
         self.change = f"{listed(who)}: continuing", f"{100 * gain:+.0f} % planned"
         return True
+
+    def _is_slowed(self) -> bool:
+        """True if the plan gains without a slow host, which is left out from now on."""
+        least = self.request.config.launcher.exclude_stragglers or math.inf
+        for host, ratio in self.slow.items():
+            if ratio < least or not self._can_spare(host):
+                continue
+            self.left_out.add(host)
+            fitting = self._fitting()
+            gain = ratio * (1 + _gain(self.request, fitting[1])) - 1 if fitting else 0.0
+            if gain > 0:
+                self._leave_out(host, f"its ranks take {ratio:.2f} times as long as their peers")
+                self.change = f"{host} is slow: continuing", f"{100 * gain:+.0f} % planned"
+                return True
+            self.left_out.remove(host)
+        return False
 
     @property
     def _is_elastic(self) -> bool:
@@ -439,7 +462,7 @@ def _gain(before: Request, after: Request) -> float:
         old, new = predict(before.config), predict(after.config)
     except UserError:  # the hardware is unknown
         return len(after.hosts) / max(1, len(before.hosts)) - 1
-    return old.time.seconds / new.time.seconds - 1 if new.fits or not old.fits else 0.0
+    return old.time.seconds / new.time.seconds - 1 if new.fits or not old.fits else -1.0
 
 
 def _of_cause(cause: Failure | None) -> dict[str, Any]:
