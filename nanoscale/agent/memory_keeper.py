@@ -31,7 +31,7 @@ class MemoryKeeper:
         self.folder = scratch.make(str(scratch.SHARED_MEMORY))
         os.environ[MEMORY] = str(self.folder)
         self._run: RunDirectory | None = None
-        self._node = 0
+        self._attempt = self._node = 0
         self._server = PeerFileServer(self.folder, bytes.fromhex(key))
 
     def facts(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class MemoryKeeper:
             order: the `memory` of the order to launch.
         """
         source = source_of(order["source"])
-        self._run, self._node = run, host.node_rank
+        self._run, self._attempt, self._node = run, host.attempt, host.node_rank
         kept = set()
         for path in self.folder.glob(f"*{COMMITTED}"):
             about = read_committed(path)
@@ -83,10 +83,13 @@ class MemoryKeeper:
         self._run.memory.mkdir(exist_ok=True)
         for path in self.folder.glob(f"*{COMMITTED}"):
             about = read_committed(path)
-            name = about["file"]
-            if about["node"] not in (self._node, *lost_nodes):
+            # Of an earlier attempt there is only the state that this one began with, the same on all hosts.
+            if about["attempt"] == self._attempt and about["node"] not in (self._node, *lost_nodes):
                 continue
-            shutil.copyfile(self.folder / name, self._run.memory / name)
+            target = self._run.memory / about["file"]
+            temporary = target.with_suffix(f".{self.folder.name}")
+            shutil.copyfile(self.folder / target.name, temporary)
+            temporary.replace(target)
             write_committed(self._run.memory / path.name, path.read_bytes())
 
 
