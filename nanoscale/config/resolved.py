@@ -12,10 +12,11 @@ from typing import Any
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.objectives import has_whole_documents, is_masked
 from nanoscale.config.reference import flat, value_of
-from nanoscale.config.schema import Config, Parallel, Train
+from nanoscale.config.schema import Checkpoint, Config, Parallel, Train
 from nanoscale.config.violations import shown
 
-_OPEN = ("parallel.dp", "parallel.virtual_stages", "train.micro_batch", "train.steps")
+_OPEN = ("parallel.dp", "parallel.virtual_stages", "train.micro_batch", "train.steps",
+    "checkpoint.memory_every")  # fmt: skip
 """The keys that a request may leave open."""
 
 
@@ -36,11 +37,19 @@ class ResolvedTrain(Train):
 
 
 @dataclass(frozen=True)
+class ResolvedCheckpoint(Checkpoint):
+    """The checkpoints, with the steps between those in memory known."""
+
+    memory_every: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
 class ResolvedConfig(Config):
     """A whole job with nothing left open that decides its layout, its batch or its length."""
 
     parallel: ResolvedParallel = field(kw_only=True)
     train: ResolvedTrain = field(kw_only=True)
+    checkpoint: ResolvedCheckpoint = field(kw_only=True)
 
     @property
     def world_size(self) -> int:
@@ -88,6 +97,7 @@ def resolved(config: Config) -> ResolvedConfig:
     sections = dict(vars(config))
     sections["parallel"] = ResolvedParallel(**vars(config.parallel))
     sections["train"] = ResolvedTrain(**vars(config.train))
+    sections["checkpoint"] = ResolvedCheckpoint(**vars(config.checkpoint))
     return ResolvedConfig(**sections)
 
 

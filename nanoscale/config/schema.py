@@ -784,10 +784,10 @@ class Checkpoint:
         unit="min",
         at_least=0,
     )
-    memory_every: int = key(
+    memory_every: int | Literal["auto"] = key(
         0,
         "steps between checkpoints in the memory of the hosts, from which launcher.max_restarts continues; "
-        "0: none",
+        "0: none · auto: the number that loses least time by the plan and launcher.mtbf_hours",
         unit="steps",
         at_least=0,
     )
@@ -1064,6 +1064,9 @@ class Launcher:
         None,
         "least slowdown by a host at which an elastic job on CPUs leaves it out, as 1.3; null: never",
         at_least=1,
+    )
+    mtbf_hours: float = key(
+        5700.0, "mean time between failures of one host, for plans", unit="h", at_least=0.001
     )
     notify: str | None = key(
         None,

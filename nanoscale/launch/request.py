@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.devices import detect
+from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, Host, check
-from nanoscale.config.values.provenance import Composed
+from nanoscale.config.values.provenance import Composed, Setting
 from nanoscale.launch.preflight.by_library import check_extra, check_tasks
 from nanoscale.launch.transport.transport import read_hosts
+from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import with_fitting_micro_batch
-from nanoscale.plan.saving import SavingPlan, plan_saving
-from nanoscale.plan.search.choice import LayoutChoice, with_chosen_layout
+from nanoscale.plan.saving import SavingPlan, plan_saving, with_memory_interval
+from nanoscale.plan.search.choice import SOURCE, LayoutChoice, with_chosen_layout
 from nanoscale.runs.directory import RunDirectory
+
+_MEMORY = "checkpoint.memory_every"
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,15 @@ def check_request(
     hosts = read_hosts(composed) if hosts is None else hosts
     composed, choice = with_chosen_layout(composed, devices, hosts)
     config = check(composed, devices, hosts)
-    if composed.config.train.micro_batch == "auto":
-        config = with_fitting_micro_batch(config)
+    with suppress(UserError):  # of hardware that the plan does not know
+        hardware = hardware_of(config)
+        if composed.config.train.micro_batch == "auto":
+            config = with_fitting_micro_batch(config, hardware)
+        if composed.config.checkpoint.memory_every == "auto":
+            config = with_memory_interval(config, hardware)
+            setting = Setting(config.checkpoint.memory_every, SOURCE)
+            history = {**composed.history, _MEMORY: [*composed.history[_MEMORY], setting]}
+            composed = replace(composed, history=history)
     check_extra(composed, config)
     check_tasks(composed, config)
     return Request(composed, config, devices, repeats=repeats, hosts=hosts, choice=choice)

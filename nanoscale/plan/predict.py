@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB
 from nanoscale.config.layout import takes
 from nanoscale.config.resolved import ResolvedConfig
@@ -27,15 +26,11 @@ from nanoscale.plan.time.step import (
 )
 
 
-def with_fitting_micro_batch(config: ResolvedConfig) -> ResolvedConfig:
+def with_fitting_micro_batch(config: ResolvedConfig, hardware: Hardware) -> ResolvedConfig:
     """Return the configuration with the largest micro batch, up to its own, that fits with at least `SURE`.
 
-    If no micro batch fits, it is the smallest one. On unknown hardware the micro batch is unchanged.
+    If no micro batch fits, it is the smallest one.
     """
-    try:
-        hardware = hardware_of(config)
-    except UserError:
-        return config
     layout, train = config.parallel, config.train
     samples = train.global_batch // layout.dp
     for size in sorted(divisors(samples), reverse=True):

@@ -10,10 +10,10 @@ from pathlib import Path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.config.machines import NOTICE_S
-from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Checkpoint
+from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.memory.saved_state import checkpoint_bytes, host_bytes, sends_copies
+from nanoscale.plan.predict import predicted_step, ranks_of_host
 
 COPY_BANDWIDTH = 3e9
 """B/s of a host that copies checkpoints in memory to another host. They go over TCP sockets; this is assumed,
@@ -24,7 +24,7 @@ not measured."""
 class SavingPlan:
     """The checkpoints of a job, and their need of disk space."""
 
-    config: Checkpoint
+    config: ResolvedCheckpoint
     restarts: int
     """Launcher.max_restarts."""
     steps: int
@@ -46,7 +46,7 @@ class SavingPlan:
     step_s: float | None = None
     """Seconds of a step; None: unknown."""
     memory_save_s: float | None = None
-    """Seconds of a save into the memory of the hosts; None: unknown, or not set."""
+    """Seconds of a save into the memory of the hosts; None: unknown."""
 
     @property
     def during(self) -> bool:
@@ -104,11 +104,8 @@ class SavingPlan:
 
     @property
     def memory_stall_share(self) -> float | None:
-        """The share of the time in which the training waits for saves into memory; None: unknown, or not set.
-
-        A save must be complete when the next step's gradients are.
-        """
-        if self.step_s is None or self.memory_save_s is None:
+        """The share of the time in which steps wait for saves into memory; None: unknown, or not set."""
+        if not (self.config.memory_every and self.step_s and self.memory_save_s):
             return None
         stall_s = max(0.0, self.memory_save_s - self.step_s)
         return stall_s / (stall_s + self.config.memory_every * self.step_s)
@@ -116,12 +113,10 @@ class SavingPlan:
     @property
     def disk_loss_s(self) -> float | None:
         """Seconds that are lost on average when a restart reads the disk: half an interval; None: unknown."""
-        minutes, every, step_s = self.config.every_minutes, self.config.every, self.step_s
-        intervals = [60 * minutes] if minutes else []
-        intervals += [every * step_s] if every and step_s else []
-        if not self.during or not intervals:
-            return None
-        return min(*intervals, self.steps * (step_s or math.inf)) / 2
+        saving, step_s = self.config, self.step_s or 0.0
+        intervals = 60 * (saving.every_minutes or 0.0), saving.every * step_s
+        shortest = min(filter(None, intervals), default=None)
+        return shortest and min(shortest, self.steps * step_s or math.inf) / 2
 
     def require_disk(self) -> None:
         """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
@@ -136,14 +131,25 @@ class SavingPlan:
         raise UserError("plan", f"{message}. Continue with --force", [violation])
 
 
-def memory_save_s(config: ResolvedConfig, hardware: Hardware) -> float | None:
+def with_memory_interval(config: ResolvedConfig, hardware: Hardware) -> ResolvedConfig:
+    """Return the configuration with the interval of checkpoints in memory that loses least time.
+
+    It is √(2·stall/λ) for λ failures of the job in a second (Young 1974, Daly 2006).
+    """
+    step_s = predicted_step(config, hardware)
+    stall_s = max(0.0, memory_save_s(config, hardware) - step_s)
+    hosts = -(-config.world_size // ranks_of_host(config, hardware))
+    between_failures_s = 3600 * config.launcher.mtbf_hours / hosts
+    every = max(1, round(math.sqrt(2 * stall_s * between_failures_s) / step_s))
+    return replace(config, checkpoint=replace(config.checkpoint, memory_every=every))
+
+
+def memory_save_s(config: ResolvedConfig, hardware: Hardware) -> float:
     """Return the seconds of a save into the memory of the hosts, copies to other hosts included.
 
-    None: no checkpoints in memory.
+    It stalls the training for what exceeds a step: it is complete before the next step's update.
     """
-    if not config.checkpoint.memory_every:
-        return None
-    ranks = min(hardware.devices_per_host, config.world_size)
+    ranks = ranks_of_host(config, hardware)
     size = host_bytes(config, ranks)
     seconds = size / (ranks * hardware.host_bandwidth)
     if sends_copies(config, ranks):
@@ -153,17 +159,14 @@ def memory_save_s(config: ResolvedConfig, hardware: Hardware) -> float | None:
 
 
 def plan_saving(
-    config: ResolvedConfig,
-    step_s: float | None,
-    present: int = 0,
-    memory_save_s: float | None = None,
+    config: ResolvedConfig, step_s: float | None, present: int = 0, save_s: float | None = None
 ) -> SavingPlan:
     """Plan the checkpoints of a resolved configuration.
 
     Args:
         step_s: seconds of a step; None: unknown.
         present: existing checkpoints of the run.
-        memory_save_s: seconds of a save into the memory of the hosts; None: unknown.
+        save_s: seconds of a save into the memory of the hosts; None: unknown.
     """
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
@@ -180,7 +183,7 @@ def plan_saving(
         present=present,
         notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
         step_s=step_s,
-        memory_save_s=memory_save_s,
+        memory_save_s=save_s,
     )
 
 

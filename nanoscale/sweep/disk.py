@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size, counted
-from nanoscale.config.schema import Checkpoint
+from nanoscale.config.resolved import ResolvedCheckpoint
 from nanoscale.plan.saving import SavingPlan
 
 
@@ -29,7 +29,7 @@ def refuse(
     savings: Sequence[SavingPlan],
     left: int,
     at_once: int | None,
-    alternatives: Mapping[str, Checkpoint] | None,
+    alternatives: Mapping[str, ResolvedCheckpoint] | None,
 ) -> NoReturn:
     """Refuse trials for which `fits`, with the same arguments, is False.
 

@@ -14,15 +14,20 @@ import pytest
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.rules import Devices, check
+from nanoscale.config.composing.frozen import dump, load
+from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer, Zero
+from nanoscale.launch.request import check_request
 from nanoscale.plan.memory.saved_state import checkpoint_bytes
-from nanoscale.plan.saving import memory_save_s, plan_saving
+from nanoscale.plan.predict import predicted_step
+from nanoscale.plan.saving import memory_save_s, plan_saving, with_memory_interval
+from nanoscale.plan.search.choice import SOURCE
 from nanoscale.view.plan.saving_text import sentences, warnings
 from tests.plan import machines
 from tests.support.jobs import make_config, make_run, train, write_tokens
 
 MIB = 2**20
+HOSTS = (Host("one", 1), Host("two", 1))
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -127,7 +132,7 @@ def test_restarts_that_would_begin_anew_are_warned_of() -> None:
 
 def test_the_time_of_a_save_into_memory() -> None:
     """GPT-2's 124.44 M parameters have 12 bytes each, and each of two hosts with 8 ranks has half of them."""
-    config = machines.job("gpt2", dp=16, zero=Zero(stage=3), checkpoint=Checkpoint(memory_every=2))
+    config = machines.job("gpt2", dp=16, zero=Zero(stage=3))
     host = 12 * 124.44e6 / 2
     hardware = machines.changed(machines.machine(), host_bandwidth=2e9, inter_host=0.5)
     slow = replace(hardware, inter_bandwidth=1e8)
@@ -135,7 +140,37 @@ def test_the_time_of_a_save_into_memory() -> None:
     assert memory_save_s(config, slow) == pytest.approx(host / 16e9 + host / 0.4e9, rel=1e-3)
     on_one = replace(config, parallel=replace(config.parallel, dp=8))
     assert memory_save_s(on_one, slow) == pytest.approx(2 * host / 16e9, rel=1e-3)
-    assert memory_save_s(replace(config, checkpoint=Checkpoint()), slow) is None
+
+
+def test_an_interval_in_memory_loses_least_time() -> None:
+    """Saves cost stall / interval, and failures half an interval each."""
+    config = machines.job("gpt2", dp=16, zero=Zero(stage=3), checkpoint=Checkpoint(memory_every=1))
+    config = replace(config, launcher=replace(config.launcher, mtbf_hours=2.0))
+    hardware = machines.changed(machines.machine(), host_bandwidth=2e8)
+    step_s = predicted_step(config, hardware)
+    stall_s = memory_save_s(config, hardware) - step_s
+    lost = {
+        every: stall_s / (every * step_s) + 2 / 7200 * every * step_s / 2  # two hosts
+        for every in range(1, 10_000)
+    }
+    chosen = with_memory_interval(config, hardware).checkpoint.memory_every
+    assert 100 < chosen == pytest.approx(min(lost, key=lost.__getitem__), abs=1)
+    unstalled = replace(config, parallel=replace(config.parallel, dp=8))
+    fast = replace(hardware, host_bandwidth=1e12)
+    assert with_memory_interval(unstalled, fast).checkpoint.memory_every == 1
+
+
+@pytest.mark.parametrize(("device", "source"), [("h100-sxm", SOURCE), ("strange", "command line")])
+def test_an_open_interval_is_frozen_as_a_number(device: str, source: str, tmp_path: Path) -> None:
+    words = ["recipe=debug", "parallel.dp=2", "launcher.devices=1", f"cluster.device={device}"]
+    words += ["launcher.max_restarts=1", "checkpoint.memory_every=auto", "launcher.device=cuda"]
+    request = check_request(compose(words), devices=Devices("cuda", 1), hosts=HOSTS)
+    assert request.composed.source("checkpoint.memory_every") == source
+    assert request.config.checkpoint.memory_every == 1
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(request.config, request.composed.requested))
+    assert load(file).checkpoint.memory_every == 1
+    assert "checkpoint.memory_every: auto" in file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +199,7 @@ def test_what_a_failure_costs(
     words: tuple[str, ...], step_s: float | None, save_s: float | None, expected: str
 ) -> None:
     config = job("launcher.max_restarts=1", *words)
-    saving = plan_saving(config, step_s, memory_save_s=save_s)
+    saving = plan_saving(config, step_s, save_s=save_s)
     assert sentences(saving).get("failure", "").endswith(expected)
     assert "failure" in sentences(saving) or not expected
     assert "failure" not in sentences(replace(saving, restarts=0))

@@ -376,6 +376,7 @@ def _require_disk(
     start: _Start, requests: Sequence[Request], left: int, at_once: int | None
 ) -> None:
     """Require that the disk has room for the checkpoints of all trials that are left."""
+    from nanoscale.config.resolved import ResolvedCheckpoint
     from nanoscale.sweep.disk import fits, refuse
 
     space, savings = start.space, [one.saving for one in requests]
@@ -389,7 +390,8 @@ def _require_disk(
         for override in () if varied else ("checkpoint.keep_last=1", "checkpoint=none"):
             overrides = (*space.overrides(space.probes()[0]), override)
             composed = CommandLine(overrides, config_dir=_config_dir(start.settings)).compose()
-            alternatives[override] = composed.config.checkpoint
+            settings = {**vars(composed.config.checkpoint), "memory_every": 0}
+            alternatives[override] = ResolvedCheckpoint(**settings)
     refuse(savings, trials, at_once, alternatives)
 
 

@@ -74,11 +74,11 @@ def check(
 
     Returns:
         the configuration with integers for `parallel.dp`, `parallel.virtual_stages`, `train.micro_batch`,
-            `train.steps`, `model.kv_heads`, `model.head_dim`, and for `scheduler.decay_steps` if the schedule
-            has a decay of its own; `launcher.device` is `cpu` or `cuda`, `backend.compile` is `on` or `off`,
-            `precision.compute` a dtype and `precision.tf32` true or false; paths of data and of the hostfile
-            are absolute. On this machine, `launcher.devices` and `launcher.threads` are integers; on hosts
-            they stay as requested.
+            `train.steps`, `checkpoint.memory_every`, `model.kv_heads`, `model.head_dim`, and for
+            `scheduler.decay_steps` if the schedule has a decay of its own; `launcher.device` is `cpu` or
+            `cuda`, `backend.compile` is `on` or `off`, `precision.compute` a dtype and `precision.tf32` true
+            or false; paths of data and of the hostfile are absolute. On this machine, `launcher.devices` and
+            `launcher.threads` are integers; on hosts they stay as requested.
 
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
@@ -120,8 +120,12 @@ def check(
         compiled = replace(resolution.config, backend=replace(backend, compile="on"))
         possible = all(rule.holds(compiled) for rule in RULES if "backend.compile" in rule.reads)
         backend = replace(backend, compile="on" if device == "cuda" and possible else "off")
+    saving = config.checkpoint
+    if saving.memory_every == "auto":
+        saving = replace(saving, memory_every=1)  # until the plan chooses
     final = replace(
         resolution.config,
+        checkpoint=saving,
         run=run,
         parallel=replace(parallel, virtual_stages=pipeline.virtual_stages(parallel)),
         backend=backend,

@@ -52,8 +52,9 @@ OF_JOB = of_kind("config",
     *(only_with(f"lora.{name}", _ADAPTED, "lora.rank=16")
         for name in ("alpha", "rslora", "dora", "base", "targets", "init_from")),
     *(only_with(f"run.{name}", {"run.from_run": other_than(None)}) for name in ("from_step", "from_optimizer")),
-    only_with("checkpoint.memory_every", {"launcher.max_restarts": bool}, "launcher.max_restarts=100"),
     only_with("launcher.exclude_stragglers", {"launcher.nodes": elastic, "launcher.device": "cpu"}),
+    *(only_with(key, {"launcher.max_restarts": bool}, "launcher.max_restarts=100")
+        for key in ("checkpoint.memory_every", "launcher.mtbf_hours")),
     only_with("train.preference_beta", {"train.objective": PAIRED}),
     only_with("train.teacher", {"train.objective": "distill"}, "train.objective=distill"),
     *(only_with(f"train.distill_{name}", {"train.objective": "distill"})

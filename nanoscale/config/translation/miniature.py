@@ -10,11 +10,10 @@ from nanoscale.common.errors import Violation
 from nanoscale.config.hf.any_model import EXPERTS, SIZES, sizes
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import value_of
-from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
+from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules import RULES
 from nanoscale.config.schema import (
     Backend,
-    Checkpoint,
     Launcher,
     Model,
     Precision,
@@ -89,7 +88,7 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
             valid_path=None,
             mixture={},
         ),
-        checkpoint=Checkpoint(),
+        checkpoint=ResolvedCheckpoint(memory_every=0),
         launcher=Launcher(device="cpu", threads=1, preflight=False, env=config.launcher.env),
         train=replace(
             train,

@@ -77,7 +77,7 @@ def document(plan: Prediction) -> dict[str, Any]:
 def _saving(plan: Prediction) -> SavingPlan:
     """Return the plan of checkpoints; the disk of a described machine is not known here."""
     save_s = memory_save_s(plan.config, plan.hardware)
-    saving = plan_saving(plan.config, plan.time.seconds, memory_save_s=save_s)
+    saving = plan_saving(plan.config, plan.time.seconds, save_s=save_s)
     return saving if plan.config.cluster.device is None else replace(saving, free=None)
 
 

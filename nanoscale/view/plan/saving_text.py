@@ -39,9 +39,8 @@ def warning_lines(saving: SavingPlan) -> list[str]:
 def sentences(saving: SavingPlan) -> dict[str, str]:
     """Describe, by topic, the checkpoints (times, size, number), the disk space, and what a failure costs."""
     when = _times(saving)
-    failure = {"failure": text} if (text := _failure(saving)) else {}
     if not when or not saving.bytes:
-        return {"checkpoints": listed(when) if when else "none is saved", **failure}
+        return {"checkpoints": listed(when) if when else "none is saved", **_failure(saving)}
     notice, left_s = "", saving.notice_s or 0.0
     if left_s > 0 and saving.config.at_stop:
         rate = byte_size(saving.bytes / left_s)
@@ -50,7 +49,7 @@ def sentences(saving: SavingPlan) -> dict[str, str]:
     return {
         "checkpoints": f"{listed(when)}; {byte_size(saving.bytes)} each, {_kept(saving)}{notice}",
         "disk": f"{byte_size(saving.needed)} needed{free}",
-        **failure,
+        **_failure(saving),
     }
 
 
@@ -101,21 +100,17 @@ def _by_time(saving: SavingPlan) -> str:
     return f"{text} (about every {_steps(saving.minutes_in_steps)})"
 
 
-def _failure(saving: SavingPlan) -> str:
-    """Return what a failure costs; empty if the job does not restart, or if the cost is unknown."""
-    every, stalls, loss_s = (
-        saving.config.memory_every,
-        saving.memory_stall_share,
-        saving.disk_loss_s,
-    )
-    ways = []
+def _failure(saving: SavingPlan) -> dict[str, str]:
+    """Return what a failure costs; nothing if the job does not restart, or if the cost is unknown."""
+    ways, every, loss_s = [], saving.config.memory_every, saving.disk_loss_s
     if every:
-        share = "" if stalls is None else f", {stalls:.1%} of the time"
+        stalls = saving.memory_stall_share
+        often = f"{_steps(every)}{'' if stalls is None else f', {stalls:.1%} of the time'}"
         most = counted(every, "step")
-        ways = [f"a restart from memory loses at most {most} (saved every {_steps(every)}{share})"]
+        ways = [f"a restart from memory loses at most {most} (saved every {often})"]
     if loss_s is not None:
         ways.append(f"a restart from disk loses {duration(loss_s)} on average")
-    return "; ".join(ways) if saving.restarts else ""
+    return {"failure": "; ".join(ways)} if saving.restarts and ways else {}
 
 
 def _steps(every: int) -> str:
