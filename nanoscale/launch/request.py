@@ -20,8 +20,6 @@ from nanoscale.plan.saving import SavingPlan, plan_saving, with_memory_interval
 from nanoscale.plan.search.choice import SOURCE, LayoutChoice, with_chosen_layout
 from nanoscale.runs.directory import RunDirectory
 
-_MEMORY = "checkpoint.memory_every"
-
 
 @dataclass(frozen=True)
 class Request:
@@ -80,13 +78,15 @@ def check_request(
     composed, choice = with_chosen_layout(composed, devices, hosts)
     config = check(composed, devices, hosts)
     with suppress(UserError):  # of hardware that the plan does not know
-        hardware = hardware_of(config)
         if composed.config.train.micro_batch == "auto":
-            config = with_fitting_micro_batch(config, hardware)
+            config = with_fitting_micro_batch(config, hardware_of(config))
         if composed.config.checkpoint.memory_every == "auto":
-            config = with_memory_interval(config, hardware)
-            setting = Setting(config.checkpoint.memory_every, SOURCE)
-            history = {**composed.history, _MEMORY: [*composed.history[_MEMORY], setting]}
+            config = with_memory_interval(config, hardware_of(config))
+            key, setting = (
+                "checkpoint.memory_every",
+                Setting(config.checkpoint.memory_every, SOURCE),
+            )
+            history = {**composed.history, key: [*composed.history[key], setting]}
             composed = replace(composed, history=history)
     check_extra(composed, config)
     check_tasks(composed, config)
