@@ -72,7 +72,7 @@ class Disk:
         patches.replace(store, "prune", lambda *_: store.Pruned([], {}))
         patches.replace(process_group, "gather", _gather)
         patches.replace(process_group, "broadcast", _broadcast)
-        patches.replace(saver, "_run_in_thread", at_once)
+        patches.replace(saver, "in_thread", at_once)
         patches.replace(load, "read_part", _without_numbers)
         patches.replace(layer_statistics, "_append", ignore)
 

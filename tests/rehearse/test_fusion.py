@@ -34,7 +34,9 @@ MODES = {
 
 def compiled(row: Row) -> ResolvedConfig:
     config = config_of(row)
-    return shortened(replace(config, backend=replace(config.backend, compile="on")), 2)
+    never = replace(config.checkpoint, every=0, every_minutes=None, at_end=False)
+    compiled = replace(config.backend, compile="on")
+    return shortened(replace(config, backend=compiled, checkpoint=never), 2)
 
 
 def kept_really(_rank: int, config: ResolvedConfig) -> int:

@@ -201,6 +201,7 @@ def test_a_step_without_a_counted_token_is_noted() -> None:
         note=lambda *words: notes.append(words),
         evaluator=SimpleNamespace(rising=()),
         sinks=[],
+        tally=None,
         zero_norms=0,
     )
     Training.log(loop, None, False)  # type: ignore[arg-type]
