@@ -138,10 +138,15 @@ class Fleet:
             member.reset(self._mark if self.transport.is_local else uuid.uuid4().hex)
         self._connections.start(members)
 
-    def join(self, members: Sequence[Member]) -> None:
-        """Try to reach absent hosts beside a running attempt; call it often, between `poll`s."""
+    def join(self, members: Sequence[Member], every_s: float | None = None) -> None:
+        """Try to reach absent hosts; call it often, between `poll`s.
+
+        Args:
+            every_s: seconds between two attempts to reach a host; None: `join_every_s`, for a running attempt.
+        """
         now, limit_s = time.monotonic(), self._launcher.connect_timeout_s
-        due = [it for it in members if not it.is_present and now - it.tried > self.join_every_s]
+        every_s = self.join_every_s if every_s is None else every_s
+        due = [it for it in members if not it.is_present and now - it.tried > every_s]
         if due:
             self.connect(due)
         for member in due:

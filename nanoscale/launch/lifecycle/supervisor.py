@@ -40,6 +40,8 @@ from nanoscale.runs.lock import RunLock
 _SHORTEST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.1
+_RETRY_S = 2.0
+"""Seconds between two attempts to reach a host for which the run waits."""
 _MOST_EMPTY_LOGS = 1024
 _CHANGE = "changes of hosts"
 _DIVERGED = "nanoscale.train.stability."
@@ -264,7 +266,8 @@ class Supervisor:
                 text = "no layout fits the hosts that are left: waiting for another one; Ctrl-C ends the run"
                 events.append(self.run, "waiting", text)
             judged = names
-            self.fleet.join([it for it in self.fleet.members if it.name not in self.leaving])
+            absent = [it for it in self.fleet.members if it.name not in self.leaving]
+            self.fleet.join(absent, _RETRY_S)  # no attempt runs that this could disturb
             self.fleet.poll(_POLL_S)
             self.view.poll()
 
