@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -146,9 +147,13 @@ def _committed(folder: Path | PeerFiles, source: MemorySource) -> Iterator[dict[
         documents = [bytes(folder.read(name)) for name in folder.names(pattern)]
     else:
         documents = [path.read_bytes() for path in sorted(folder.glob(pattern))]
-    for committed in map(json.loads, documents):
-        if committed["count"] == source.count:
-            yield committed
+    for document in documents:
+        with suppress(
+            ValueError
+        ):  # a damaged file is not a part of a state that the launcher chooses
+            committed = json.loads(document)
+            if committed["count"] == source.count:
+                yield committed
 
 
 def _common(box: Box, other: Box) -> int:

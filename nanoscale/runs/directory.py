@@ -97,7 +97,7 @@ class RunDirectory:
     checkpoints = _Entry("checkpoints")
     latest = _Entry("checkpoints/latest")
     memory = _Entry("memory")
-    """Checkpoints in memory that agents have copied to the disk, because the launcher was lost."""
+    """Checkpoints in memory that agents have copied to the disk when they exited."""
     profile = _Entry("profile")
     """Traces of the steps that `profile.steps` selects."""
     report = _Entry("report.html")

@@ -99,10 +99,8 @@ class _Timeline:
             self._saved.append(event)
         elif kind == events.ATTEMPT:
             self._resumed, heard = 0, event.get("heard")
-            if self.name in (
-                "starting",
-                "training",
-            ):  # nobody recorded the end of the attempt before
+            # Nobody recorded the end of the attempt before.
+            if self.name in ("starting", "training"):
                 self._cause = "a launcher that was killed"
                 self._begin("queued" if heard is None else "repairing", max(self._last, heard or 0))
         elif kind in ("resumed", "rollback"):

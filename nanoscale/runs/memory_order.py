@@ -14,7 +14,7 @@ from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import COMMITTED
 
 ORDER = "order"
-"""The file in that folder with the agent's `MemoryOrder`."""
+"""The file in the agent's folder with its `MemoryOrder`."""
 
 LESS_SHARED_MEMORY = (
     "or keep less there: optimizer.moments_dtype=bf16, or checkpoint.memory_every=0 (a larger interval "
@@ -106,9 +106,8 @@ def checked_files(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """
     with ThreadPoolExecutor() as threads:
         checked = [*threads.map(_check, sorted(folder.glob(f"*{COMMITTED}")))]
-    return [it for it in checked if isinstance(it, dict)], [
-        it for it in checked if isinstance(it, str)
-    ]
+    damaged = [it for it in checked if isinstance(it, str)]
+    return [it for it in checked if isinstance(it, dict)], damaged
 
 
 def read_committed(path: Path) -> dict[str, Any]:
@@ -118,14 +117,18 @@ def read_committed(path: Path) -> dict[str, Any]:
 
 
 def _check(path: Path) -> dict[str, Any] | str:
-    """Return what a rank's file is, or a sentence if its bytes have changed."""
+    """Return what a rank's file is, or a sentence if it cannot be used."""
+    try:
+        return _checked(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path.name} cannot be read: {error}"
+
+
+def _checked(path: Path) -> dict[str, Any] | str:
     import xxhash
 
-    about = {
-        name: value
-        for name, value in read_committed(path).items()
-        if name not in ("tensors", "manifest")
-    }
+    about = read_committed(path)
+    del about["tensors"], about["manifest"]
     data: Any = b""
     if about["bytes"]:
         with (path.parent / about["file"]).open("rb") as file:

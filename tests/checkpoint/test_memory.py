@@ -154,6 +154,7 @@ def test_three_hosts_write_and_two_load_without_the_first(
         host = HostRanks(f"n{node}", node, 2, (node,), 2, "127.0.0.1", 1, 2)
         keeper.begin(run, host, {"source": asdict(source), "peers": [None] * 3})
         keeper.rescue()
+    (run.memory / "1-9-0-0.json").write_text("{")  # a file that cannot be read counts as damaged
     copied = newest_in_memory([], address_of, set(), run.memory)
     assert copied == replace(source, peers=(), folder=str(run.memory))
     empty = replace(orders[0], folder=str(tmp_path))

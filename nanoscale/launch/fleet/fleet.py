@@ -62,7 +62,7 @@ class Fleet:
         self.memory_key = secrets.token_hex(32) if config.checkpoint.memory_every else None
         """The key of the agents' servers of checkpoints in memory; None: there are none."""
         self.rescue: list[int] | None = None
-        """If agents copy checkpoints in memory to the disk when they exit: the numbers of the lost hosts."""
+        """The lost hosts, if agents copy checkpoints in memory to the disk at their exit; None: they do not."""
         self._last_check = time.monotonic()
         self._closing = threading.Event()
         self.transport = transport_of(config)
