@@ -162,6 +162,21 @@ def test_a_run_waits_for_a_host_if_too_few_are_left(
         assert len(waiting) == 1 and "Ctrl-C ends the run" in waiting[0]["message"]
 
 
+def test_hosts_join_beside_an_attempt_unless_it_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n1 is lost just now: the attempt must see it. n3 is left out, and connected for the next loss."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+    with elastic_supervisor() as supervisor:
+        first, second, third = supervisor.fleet.members
+        supervisor.members = [first, second]
+        first.lost = third.lost = LOST
+        supervisor.left_out = {"n3"}
+        assert not supervisor._is_outdone()
+        assert supervisor.fleet.join.call_args.args == ([third],)  # type: ignore[attr-defined]
+
+
 def test_a_slow_host_is_left_out_if_the_plan_gains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,9 @@ class Supervisor:
             outcome = self._attempt(number)
             is_preempted = outcome.state == "preempted"
             is_change = is_preempted and bool(self.change) and not self.newly_leaving
-            has_trained = self.view.running
+            cause = outcome.failure
+            is_lost = self._is_elastic and cause is not None and cause.rank is None
+            has_trained = self.view.running or is_lost  # or the job is not the reason
             has_failed = outcome.exit_code == FAILED
             is_left = is_preempted and self.newly_leaving and self._remaining()
             continues = is_change or is_left or (has_failed and restarts_left)
@@ -290,8 +292,10 @@ class Supervisor:
         if not self._is_elastic:
             return False
         if len(self.members) < self._range[1]:
-            unwanted = self.leaving | self.left_out
-            self.fleet.join([it for it in self.fleet.members if it.name not in unwanted])
+            # A host of this attempt that is lost just now is reached only after the attempt's end. One that is
+            # left out is reached too: it is there when a further host is lost.
+            busy = self.leaving.union(map(_name, self.members))
+            self.fleet.join([it for it in self.fleet.members if it.name not in busy])
         self._read_reports()
         judged = [it.name for it in self._remaining()], dict(self.slow)
         if judged == self.judged:
@@ -357,13 +361,16 @@ class Supervisor:
             replace_configuration(self.run, request, number - 1)
 
     def _reconnect(self) -> None:
-        away = [it for it in self.fleet.members if not it.is_present]
-        lost = [it for it in away if it.name not in self.leaving | self.left_out]
-        if self._remaining():  # lost hosts join beside the next attempt
-            for member in lost:
+        away = [
+            it for it in self.fleet.members if not it.is_present and it.name not in self.leaving
+        ]
+        if (
+            self._is_elastic
+        ):  # lost hosts join beside the next attempt, or while the run waits for hosts
+            for member in away:
                 member.tried = -math.inf
-        elif lost:
-            self.fleet.connect(lost)
+        elif away:
+            self.fleet.connect(away)
         prepare(self.fleet, self.request, self.signals, self._lost_after_s)
 
     @property
