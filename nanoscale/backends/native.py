@@ -75,7 +75,7 @@ class NativeEngine(Engine):
             # Each rank of tp has the loss of the whole sequence, and their gradients add up.
             sequences = sum(map(len, micro_batches)) * self.config.parallel.dp
             sequence_weight = self._scale / sequences
-            self.balance.begin_step(sequence_weight / self.config.parallel.tp)
+            self.balance.begin_step(sequence_weight / self.config.parallel.expert_tp)
         if self.pipeline is not None:
             # The schedule decides when each micro batch runs, so the pipeline gets all of them at once.
             local = self._local_batch(Batch.concatenate(micro_batches))
@@ -116,7 +116,8 @@ class NativeEngine(Engine):
         self.optimizer.zero_grad()
         if self.balance is not None:
             taken = not skipped if found_inf is None else (1 - found_inf).to(torch.int64)
-            self.balance.end_step(self._counts_losses, taken)
+            counts_tokens = self._counts_losses or self.config.parallel.ep_over_tp
+            self.balance.end_step(counts_tokens, taken)
         return StepResult(self._loss_sum * self._counts_losses, self._tokens, grad_norm, skipped)
 
     def figures(self) -> dict[str, float]:

@@ -32,11 +32,11 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def local(self, tp: int, ep: int = 1) -> Shape:
-        """Return the shape on a rank of tp and ep."""
+    def local(self, tp: int, ep: int = 1, expert_tp: int | None = None) -> Shape:
+        """Return the shape on a rank of tp and ep; `expert_tp` ranks divide the width of experts (None: tp)."""
         shape = list(self.shape)
         if self.split is not None:
-            shape[self.split] //= tp
+            shape[self.split] //= expert_tp if self.is_expert and expert_tp else tp
         if self.is_expert:
             shape[0] //= ep
         return tuple(shape)

@@ -399,6 +399,16 @@ Schedule = Literal[
 class Parallel:
     """The layout: world size = dp · tp · pp · cp, tp varying fastest, then cp, then dp, then pp."""
 
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks that divide the width of each expert."""
+        return 1 if self.ep_over_tp else self.tp
+
+    @property
+    def data_ep(self) -> int:
+        """The number of ranks of dp and cp with the same place in tp that have different experts."""
+        return self.ep * self.expert_tp // self.tp
+
     dp: int | Literal["auto"] = key(
         "auto", "data-parallel degree; auto: what the other degrees leave", at_least=1
     )
@@ -420,6 +430,11 @@ class Parallel:
         1,
         "expert-parallel degree: ranks of dp (within one replica) and cp that divide the experts",
         at_least=1,
+        planned=True,
+    )
+    ep_over_tp: bool = key(
+        False,
+        "with tp: ranks of tp divide whole experts too, as ranks of ep, in place of each expert's width",
         planned=True,
     )
     sequence_parallel: bool = key(

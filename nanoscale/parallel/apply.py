@@ -26,7 +26,7 @@ def parallelize(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
         fuse_with_products(layout.tensor)
     # The step before leaves MoE blocks whole. Their experts are divided over ep and tp at once.
     if config.model.experts:
-        expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)
+        expert.apply(model, config.parallel, layout.tensor, layout.experts)
     # Adapters are attached to divided matrices, and then divided as these are.
     if config.lora.rank:
         lora.attach(model, config.lora, fsdp.TORCH_DTYPES[config.precision.params])

@@ -12,6 +12,7 @@ tokens and needs only their `positions`. Documents may end anywhere in the whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -48,10 +49,16 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
         if isinstance(module, Attention | LatentAttention):
             module.core = make_core(method, group, config.model)
         if isinstance(module, Router):
-            module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
+            module.sum_over_sequence = partial(_sum_also, module.sum_over_sequence, group)
     if model.objective is not None:
         model.objective.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
         model.objective.counts_values = rank == 0
+
+
+def _sum_also(
+    sum_over_tp: Callable[[Tensor], Tensor], group: dist.ProcessGroup, counts: Tensor
+) -> Tensor:
+    return all_reduce(sum_over_tp(counts), "sum", group)
 
 
 def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:

@@ -1,10 +1,11 @@
-"""MoE over ranks: ep gives each rank some of the experts, tp a part of every expert's width.
+"""MoE over ranks: ep gives each rank some of the experts, tp a part of every expert's width, or other tokens.
 
 With ep, one copy of a token is sent to each rank that has any of its experts, and comes back as the weighted
 sum of their outputs: two all-to-alls with as many rows as the routing requires (Lepikhin et al. 2020,
 arXiv:2006.16668, section 3.3, without its limit on an expert's tokens; DeepSeek-AI 2024, arXiv:2412.19437,
 section 3.2.2, send one copy to a host). With tp, every rank routes all tokens in the same way, and the partial
-results of an expert are summed as in a dense block.
+results of an expert are summed as in a dense block. With parallel.ep_over_tp, ranks of tp belong to ep: each
+routes its own part of the divided sequence (Liu et al. 2025, arXiv:2504.14960, section 3.1).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.moe import (
     ExpertPairs,
     Experts,
@@ -43,25 +45,35 @@ _HIDDEN = {"gate": 2, "up": 2, "down": 1}
 
 def apply(
     model: Transformer,
+    parallel: ResolvedParallel,
     tensor: DeviceMesh | None,
     experts: ExpertLayout | None,
-    sequence_parallel: bool,
 ) -> None:
     """Divide the MoE blocks of a stage on the meta device, in place."""
     if tensor is None and experts is None:
         return
+    of_experts = None if parallel.ep_over_tp else tensor
+    # The sum over all tokens, divided by the ranks of dp and cp: FSDP divides by the ranks of `experts.data`.
+    mean = parallel.tp / (parallel.ep * parallel.expert_tp)
     for layer in model.layers.values():
         moe = layer.mlp
         if not isinstance(moe, MixtureOfExperts):  # a dense layer
             continue
         if tensor is not None:
-            # Every rank routes the whole sequence, and has the gradient of its share of the experts.
+            # Every rank has the gradient of its share of the experts, or of its share of the sequence.
             for module in filter(None, (moe.router, moe.shared_gate)):
                 whole = {"weight": Replicate(), "bias": Replicate()}
                 divide(module, layer, tensor, whole, partial_grad)
-            ResidualStream.on_mesh(tensor, sequence_parallel).wrap(moe)
+            stream = ResidualStream.on_mesh(tensor, parallel.sequence_parallel)
+            if of_experts is not None:
+                stream.wrap(moe)
+            elif moe.shared is not None:
+                stream.wrap(moe.shared)
+            if of_experts is None:
+                group = tensor.get_group()
+                moe.router.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
         assert isinstance(layer, Block)
-        _divide_experts(moe.experts, layer, tensor, experts)
+        _divide_experts(moe.experts, layer, of_experts, experts, mean)
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
@@ -73,7 +85,11 @@ def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
 
 
 def _divide_experts(
-    experts: Experts, unit: Block, tensor: DeviceMesh | None, layout: ExpertLayout | None
+    experts: Experts,
+    unit: Block,
+    tensor: DeviceMesh | None,
+    layout: ExpertLayout | None,
+    mean: float,
 ) -> None:
     mesh = layout.expert_mesh if layout is not None else tensor
     assert mesh is not None
@@ -85,7 +101,7 @@ def _divide_experts(
         for name, width_dim in _WIDTH.items()
     }
     ep = layout.group.size() if layout is not None else 1
-    divide(experts, unit, mesh, placements, partial(_own, ep))
+    divide(experts, unit, mesh, placements, partial(_own, mean))
     if layout is not None:
         exchange = Exchange(layout.group, len(experts.gate) // ep, experts.forward)
         experts.forward = exchange  # type: ignore[method-assign, assignment]
@@ -97,15 +113,14 @@ def _along(dimension: int | None) -> Placement:
     return Replicate() if dimension is None else Shard(dimension)
 
 
-def _own(ep: int, weight: Tensor) -> Tensor:
+def _own(mean: float, weight: Tensor) -> Tensor:
     """Return this rank's shard of a matrix or of biases; biases of partial results are 0 but on one rank of tp.
 
-    Its gradient is the sum over the tokens of all ranks of ep. FSDP then averages over the remaining ranks;
-    all other gradients are averaged over all ranks.
+    Its gradient is `mean` times the sum over the tokens of all ranks of ep.
     """
     local = replicated_grad(weight)
-    if ep > 1 and local.requires_grad:
-        local.register_hook(lambda grad: grad / ep)
+    if mean != 1 and local.requires_grad:
+        local.register_hook(lambda grad: grad * mean)
     assert isinstance(weight, DTensor)
     tp_axis = weight.device_mesh.ndim - 1
     if weight.placements[-1].is_replicate() and weight.device_mesh.get_local_rank(tp_axis):

@@ -14,12 +14,13 @@ from nanoscale.config.resolved import ResolvedConfig
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The layout of experts. Ranks of ep are neighbors in dp_shard · cp, and each has other experts."""
+    """The layout of experts. Ranks of ep are neighbors in dp_shard · cp, or in dp_shard · cp · tp, and each has
+    other experts."""
 
     data: DeviceMesh
     """The mesh of data parallelism over the ranks that have the same experts."""
     expert_mesh: DeviceMesh
-    """`[ep, tp]`, or ep alone."""
+    """`[ep, tp]` if tp divides the width of experts, or ep alone."""
     group: ProcessGroup
     """The ranks of ep."""
 
@@ -73,21 +74,22 @@ def _ends_group(config: ResolvedConfig) -> ProcessGroup | None:
 
 
 def _make_expert_layout(config: ResolvedConfig, device_type: str) -> ExpertLayout:
-    mesh, data = _data_mesh(config, device_type, config.parallel.ep)
+    mesh, data = _data_mesh(config, device_type, config.parallel.ep, config.parallel.expert_tp)
     return ExpertLayout(
         data=data,
-        expert_mesh=mesh["ep", "tp"] if config.parallel.tp > 1 else mesh["ep"],
+        expert_mesh=mesh["ep", "tp"] if config.parallel.expert_tp > 1 else mesh["ep"],
         group=mesh["ep"].get_group(),
     )
 
 
 def _data_mesh(
-    config: ResolvedConfig, device_type: str, ep: int = 1
+    config: ResolvedConfig, device_type: str, ep: int = 1, tp: int | None = None
 ) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh of all ranks, and its axes whose ranks have different tokens and, before sharding, the
     same parameters."""
     parallel = config.parallel
-    ranks = parallel.dp * parallel.cp // ep
+    tp = parallel.tp if tp is None else tp
+    ranks = parallel.dp * parallel.cp * parallel.tp // (ep * tp)
     replicas = parallel.dp_replicate if config.zero.stage else ranks
     mesh = _mesh(
         device_type,
@@ -95,7 +97,7 @@ def _data_mesh(
         dp_replicate=replicas,
         dp_shard=ranks // replicas,
         ep=ep,
-        tp=parallel.tp,
+        tp=tp,
     )
     return mesh, mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
 

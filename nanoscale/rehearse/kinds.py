@@ -45,7 +45,7 @@ def _lasts(config: ResolvedConfig) -> Iterator[int]:
     rank that is the last along all."""
     parallel = config.parallel
     data, cp, tp = (parallel.dp - 1) * parallel.cp, parallel.cp - 1, parallel.tp - 1
-    yield from (data * parallel.tp, cp * parallel.tp, tp, (parallel.ep - 1) * parallel.tp)
+    yield from (data * parallel.tp, cp * parallel.tp, tp, (parallel.data_ep - 1) * parallel.tp)
     yield (data + cp) * parallel.tp + tp
 
 
@@ -96,13 +96,15 @@ def _rows_of_ranks(config: ResolvedConfig, ranks: int) -> list[Hashable]:
 def _divided_rows(config: ResolvedConfig, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield the rows of each matrix on a rank of tp and ep, and the number of ranks with other experts."""
     parallel, model = config.parallel, config.model
-    uneven = model.hidden % (ranks // parallel.ep)  # else matrices of experts are sharded evenly
+    uneven = model.hidden % (
+        ranks // parallel.data_ep
+    )  # else matrices of experts are sharded evenly
     tables = [parameters.block(shape) for _, shape in parameters.kinds_of_blocks(model)]
     for each in (each for table in (parameters.ends(model), *tables) for each in table.values()):
         if not each.is_expert:
             yield -(-each.shape[0] // (parallel.tp if each.split == 0 else 1)), 1
         elif each.is_vector or uneven:
-            yield each.shape[0] // parallel.ep, parallel.ep
+            yield each.shape[0] // parallel.ep, parallel.data_ep
     if config.lora.rank:
         yield config.lora.rank, 1
 

@@ -94,7 +94,9 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
     devices = gpu.devices if gpu is not None else config.world_size
     device = torch.device("cpu") if gpu is None else torch.device("cuda", record.rank % devices)
     parallel, own = config.parallel, coordinates(record.rank, config.parallel)
-    experts = (own.dp * parallel.cp + own.cp) % parallel.ep, parallel.ep
+    columns = parallel.tp // parallel.expert_tp  # ranks of tp that belong to ep
+    place = (own.dp * parallel.cp + own.cp) * columns + own.tp % columns
+    experts = place % parallel.ep, parallel.ep
     with (
         identity(record.rank, config, devices),
         played(device, gpu, experts, record) as world,

@@ -40,7 +40,8 @@ def shape(config: ResolvedConfig) -> Document:
         "device": config.launcher.device,
         "world_size": config.world_size,
         "layout": {
-            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+            name: getattr(layout, name)
+            for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "ep_over_tp")
         },
         "schedule": layout.schedule if layout.pp > 1 else None,
         "zero_stage": config.zero.stage,
@@ -81,7 +82,7 @@ def layout_line(job: Document) -> str:
     layout = job["layout"]
     degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "cp")]
     if layout["ep"] > 1:
-        degrees.append(f"ep {layout['ep']}")
+        degrees.append(f"ep {layout['ep']}" + (" over tp" if layout.get("ep_over_tp") else ""))
     if layout["dp_replicate"] > 1:
         degrees.insert(1, f"in {layout['dp_replicate']} replicas")
     if job.get("schedule"):
@@ -90,6 +91,11 @@ def layout_line(job: Document) -> str:
     if job.get("recompute", "none") != "none":
         degrees.append(f"recompute {job['recompute']}")
     return " · ".join(degrees)
+
+
+def expert_degree(layout: Parallel) -> str:
+    """Return ep, and whether its ranks are ranks of tp too."""
+    return f"{layout.ep} over tp" if layout.ep_over_tp else str(layout.ep)
 
 
 def recomputation(layout: Parallel) -> str:
@@ -160,6 +166,7 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
         )
     if config.model.experts:
         where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
+        where += ", of tp too" if layout.ep_over_tp else ""
         words["experts"] = (
             f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
         )

@@ -179,6 +179,8 @@ LAWS = [
     (["model.experts=8", "parallel.ep=2"], CPU, "parallel.ep"),
     (["model.experts=8", "parallel.dp=4", "parallel.ep=3"], CPU, "parallel.ep"),
     (["model.experts=6", "parallel.dp=4", "parallel.ep=4"], CPU, "parallel.ep"),
+    (["model.experts=8", "parallel.tp=4", "parallel.ep=2", "parallel.ep_over_tp=true"], CPU, "parallel.ep"),
+    (["model.experts=8", "parallel.tp=2", "parallel.ep_over_tp=true"], CPU, "parallel.ep_over_tp"),
     (["model.experts=8", "parallel.dp=4", "parallel.dp_replicate=2", "zero=stage3", "parallel.ep=4"],
      CPU, "parallel.ep"),
     (["lora.rank=4"], CPU, "lora.rank"),

@@ -45,7 +45,7 @@ layout trains the same model to the same losses.
   parallel.tp     divides matrices and heads, within a host
   parallel.pp     divides the blocks into stages
   parallel.cp     divides the sequence
-  parallel.ep     divides the experts, over ranks of dp and cp
+  parallel.ep     divides the experts, over ranks of dp, cp and possibly tp
   zero=stage0…3   shards optimizer states, gradients and parameters over dp
 
 `nanoscale config ls parallel` lists layouts to start from. To find one, type

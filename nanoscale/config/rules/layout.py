@@ -19,7 +19,8 @@ _PADDING = 128
 # --- tensor parallelism ---------------------------------------------------------------------------
 
 _BLOCKS = ("model.heads", "model.kv_heads", "model.ffn", "model.shared_ffn", "model.dense_ffn")
-"""The sizes of a block that tp divides."""
+"""The sizes of a block that tp divides; the width of experts unless they are whole on a rank."""
+_OVER_TP = ("parallel.ep_over_tp", "model.experts")
 
 
 def _undivided(config: Config) -> list[str]:
@@ -27,7 +28,8 @@ def _undivided(config: Config) -> list[str]:
     if model.source == "hf":  # transformers is asked before the launch
         return []
     dense = model.dense_ffn if model.dense_layers else 0
-    sizes = (model.heads, model.kv_head_count, model.ffn, model.shared_ffn, dense)
+    ffn = 0 if model.experts and config.parallel.ep_over_tp else model.ffn
+    sizes = (model.heads, model.kv_head_count, ffn, model.shared_ffn, dense)
     return [f"{key}={size}" for key, size in zip(_BLOCKS, sizes, strict=True) if size % tp]
 
 
@@ -57,7 +59,7 @@ def _table(key: str, what: str, rows: Callable[[Model], int]) -> Rule:
     return Rule(key,
         (
             "parallel.tp", "model.vocab", "model.max_seq_len", "model.position",
-            "model.dense_layers", "model.source", *_BLOCKS,
+            "model.dense_layers", "model.source", *_BLOCKS, *_OVER_TP,
         ),
         lambda config: rows(config.model) % config.parallel.tp == 0 or not _divides_blocks(config),
         message, advice)  # fmt: skip
@@ -120,9 +122,10 @@ def _undivided_sequence(config: Config) -> str:
 
 
 def expert_ranks(config: Config) -> int:
-    """Return the number of ranks that ep must divide: one sharded model's dp, times cp."""
+    """Return the number of ranks that ep must divide: one sharded model's dp, times cp, and possibly tp."""
     layout = config.parallel
-    return data_parallel(config) // layout.dp_replicate * layout.cp
+    ranks = data_parallel(config) // layout.dp_replicate * layout.cp
+    return ranks * layout.tp // layout.expert_tp
 
 
 def _divides_experts(config: Config) -> bool:
@@ -130,11 +133,19 @@ def _divides_experts(config: Config) -> bool:
     return experts == 0 or (experts % ep == 0 and expert_ranks(config) % ep == 0)
 
 
+def _fills_tp(config: Config) -> bool:
+    layout = config.parallel
+    return not layout.ep_over_tp or layout.ep % layout.tp == 0
+
+
 def _undivided_experts(config: Config) -> str:
     ep, ranks, experts = config.parallel.ep, expert_ranks(config), config.model.experts
     broken = [f"model.experts={experts}"] if experts % ep else []
     if ranks % ep:
-        broken.append(f"the {counted(ranks, 'rank')} that it divides, (dp/dp_replicate)·cp")
+        times_tp = "·tp" if config.parallel.ep_over_tp else ""
+        broken.append(
+            f"the {counted(ranks, 'rank')} that it divides, (dp/dp_replicate)·cp{times_tp}"
+        )
     return f"must divide {listed(broken)}"
 
 
@@ -180,7 +191,8 @@ RULES = (
     refused("parallel.dp_replicate", {"parallel.dp_replicate": several, "zero.stage": 0},
         "replicates a sharded model, and zero.stage=0 shards nothing",
         "zero.stage=3", "parallel.dp_replicate=1"),
-    Rule("parallel.tp", ("parallel.tp", "model.source", "model.dense_layers", *_BLOCKS), _divides_blocks,
+    Rule("parallel.tp",
+        ("parallel.tp", "model.source", "model.dense_layers", *_BLOCKS, *_OVER_TP), _divides_blocks,
         lambda config: (
             f"must divide {listed(_undivided(config))}: a rank holds whole heads, of keys and values too, "
             "and an equal share of the block"
@@ -206,10 +218,16 @@ RULES = (
     Rule("train.seq_len",
         (
             *("parallel.cp", "parallel.cp_method", "parallel.tp", "parallel.sequence_parallel"),
-            *("train.seq_len", "model.source", "model.dense_layers", *_BLOCKS),
+            *("train.seq_len", "model.source", "model.dense_layers", *_BLOCKS, *_OVER_TP),
         ), lambda config: config.train.seq_len % sequence_step(config) == 0, _undivided_sequence,
         ("train.seq_len", "parallel.sequence_parallel=false")),
     Rule("parallel.ep",
-        (*("parallel.ep", "parallel.dp", "parallel.dp_replicate", "parallel.cp"), "model.experts"),
+        (
+            *("parallel.ep", "parallel.dp", "parallel.dp_replicate", "parallel.cp", "parallel.tp"),
+            *_OVER_TP,
+        ),
         _divides_experts, _undivided_experts, ("parallel.ep", "parallel.dp")),
+    Rule("parallel.ep", ("parallel.ep", "parallel.ep_over_tp", "parallel.tp"), _fills_tp,
+        "must be a multiple of parallel.tp={c.parallel.tp} with parallel.ep_over_tp=true",
+        ("parallel.ep", "parallel.ep_over_tp=false")),
 )  # fmt: skip

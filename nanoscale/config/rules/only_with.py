@@ -22,6 +22,8 @@ OF_LAYOUT = (
          "precision.fp8": False}),
     only_with("parallel.cp_method", {"parallel.cp": several}),
     *of_kind("config", only_with("parallel.ep", _ROUTED)),
+    only_with("parallel.ep_over_tp",
+        {"parallel.tp": several, "parallel.ep": several, "parallel.sequence_parallel": True}),
     only_with("zero.prefetch", {"zero.stage": 3, "parallel.pp": 1}),
     only_with("parallel.schedule", _STAGED),
     only_with("parallel.layers_per_stage", _STAGED),

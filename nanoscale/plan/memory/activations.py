@@ -46,12 +46,13 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         hidden=model.hidden,
         q=model.heads * head_dim // tp,
         kv=model.kv_head_count * head_dim // tp,
-        ffn=model.ffn // tp,
+        ffn=model.ffn // (parallel.expert_tp if model.experts else tp),
         heads=model.heads // tp,
         rotary=seq * model.rotated_width if model.position == "rope" else 0,
         local_experts=model.experts // parallel.ep,
         experts_per_token=model.experts_per_token if model.experts else 1,
         shared=model.shared_ffn // tp,
+        ep_over_tp=parallel.ep_over_tp,
     )
 
 
@@ -243,7 +244,7 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     if shape.model.kv_rank:
         sizes_of |= {name: sizes[name] for name in ("wq_a", "wkv_a")}
         sizes_of["wkv_b"] = _expanded(shape) * run.compute
-    rows = shape.tokens * shape.experts_per_token
+    rows = (shape.routed if shape.experts else shape.tokens) * shape.experts_per_token
     sizes_of["gate"] = sizes_of["up"] = rows * shape.ffn * run.compute
     if shape.experts:
         shared = shape.tokens * shape.shared * run.compute

@@ -39,6 +39,13 @@ class Shape:
     """The products that have adapters."""
     dora: bool = False
     """True if their results are scaled by trained magnitudes."""
+    ep_over_tp: bool = False
+    """True if each rank of tp routes its own part of the sequence to whole experts."""
+
+    @property
+    def routed(self) -> int:
+        """The tokens that this rank routes to experts."""
+        return self.tokens // self.shares if self.ep_over_tp else self.tokens
 
     @property
     def gated(self) -> bool:

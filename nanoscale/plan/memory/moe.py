@@ -21,15 +21,15 @@ INDEX = 8
 
 def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
     """Return the bytes of every tensor that autograd saves in the feed-forward of an MoE block."""
-    rows, number = shape.tokens * shape.experts_per_token, run.compute
+    rows, number = shape.routed * shape.experts_per_token, run.compute
     router, model = max(4, number), shape.model
     inner = rows * shape.ffn * number
     sizes = {
-        "normed middle": shape.tokens * shape.hidden * number,
-        "router scores": shape.tokens * shape.experts * router,
-        "router weights": rows * (router + number) + shape.tokens * router,
+        "normed middle": shape.routed * shape.hidden * number,
+        "router scores": shape.routed * shape.experts * router,
+        "router weights": rows * (router + number) + shape.routed * router,
         "chosen": INDEX * rows,
-        "order of rows": INDEX * (3 * rows + shape.tokens),
+        "order of rows": INDEX * (3 * rows + shape.routed),
         "dispatched": rows * shape.hidden * number,
         "up": inner,
         "gate": inner,
@@ -37,7 +37,7 @@ def saved_by_moe(shape: Shape, run: Execution) -> Sizes:
         **_saved_by_shared(shape, run),
     }
     if shape.local_experts < shape.experts:
-        sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.tokens)
+        sizes["order of copies"] = INDEX * (4 * copies(shape) + shape.routed)
     sizes["product"] = inner
     if not run.fused:
         sizes["unweighted"] = inner
@@ -53,11 +53,12 @@ def routing(sizes: Sizes) -> Sizes:
 def copies(shape: Shape) -> int:
     """Return the number of copies of a micro batch's tokens that a rank of ep sends, and receives."""
     ranks = shape.experts // shape.local_experts
-    return round(shape.tokens * routed_share(shape.experts, shape.experts_per_token, ranks)) * ranks
+    return round(shape.routed * routed_share(shape.experts, shape.experts_per_token, ranks)) * ranks
 
 
 def _saved_by_shared(shape: Shape, run: Execution) -> Sizes:
-    """Return the bytes that the block of all tokens saves. In fp32 its input is the router's."""
+    """Return the bytes that the block of all tokens saves. In fp32 its input is the router's, unless it gathers
+    the sequence by itself."""
     if not shape.model.shared_ffn:
         return {}
     hidden = shape.tokens * shape.hidden * run.compute
@@ -67,9 +68,9 @@ def _saved_by_shared(shape: Shape, run: Execution) -> Sizes:
     names = ("gate", "up", "activated", "product")
     return {
         **{f"shared {name}": inner for name in names},
-        "shared inputs": casts * hidden if run.compute < 4 else 0,
-        "shared gating": gate * shape.tokens * run.compute,
-        "shared down": gate * hidden,
+        "shared inputs": casts * hidden if run.compute < 4 or shape.ep_over_tp else 0,
+        "shared gating": gate * shape.routed * run.compute,
+        "shared down": gate * shape.routed * shape.hidden * run.compute,
     }
 
 
@@ -81,11 +82,12 @@ def moe_working_memory(shape: Shape, run: Execution) -> int:
     of a dense block. With separate experts, the weight gradients of all experts are computed and the experts'
     saved tensors are freed before the gradients of each matrix are concatenated.
     """
-    rows, number = shape.tokens * shape.experts_per_token, run.compute
+    rows, number = shape.routed * shape.experts_per_token, run.compute
     outputs, inner = rows * shape.hidden * number, rows * shape.ffn * number
     matrix = shape.local_experts * shape.hidden * shape.ffn * number
     stream = shape.tokens // shape.shares * shape.hidden * run.stream
-    gathered = shape.tokens * shape.hidden * number if shape.shares > 1 else 0
+    is_gathered = shape.shares > 1 and not (shape.ep_over_tp and not shape.model.shared_ffn)
+    gathered = shape.tokens * shape.hidden * number if is_gathered else 0
     first = gathered + 2 * outputs
     if run.grouped:  # native.py counts the gradient of one matrix
         routed = max(first - matrix, inner, 2 * inner - outputs, outputs - 2 * inner)

@@ -68,7 +68,7 @@ def sends_copies(config: ResolvedConfig, ranks: int) -> bool:
 
 def _group(config: ResolvedConfig) -> int:
     """Return the number of neighboring ranks of a stage that hold its whole state."""
-    return config.parallel.tp * max(_shards(config), config.parallel.ep)
+    return config.parallel.tp * max(_shards(config), config.parallel.data_ep)
 
 
 def _shards(config: ResolvedConfig) -> int:

@@ -57,7 +57,7 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
     single = not deepspeed and (alone or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu, compiled = config.launcher.device != "cpu", config.backend.compile == "on"
-    ffn = config.model.ffn // layout.tp
+    ffn = config.model.ffn // layout.expert_tp
     run = Execution(
         compute=compute,
         stream=params if autocast else compute,

@@ -26,6 +26,7 @@ class ExpertShards:
     """Elements of one expert, on a rank of tp."""
     hidden: int
     ep: int
+    """The ranks of data parallelism with different experts, for each rank with the same ones."""
 
     @property
     def numel(self) -> int:
@@ -167,6 +168,8 @@ class _Key(NamedTuple):
     model: Model
     tp: int
     ep: int
+    expert_tp: int
+    data_ep: int
     pp: int
     virtual_stages: int
     schedule: str
@@ -187,6 +190,8 @@ def _key(config: ResolvedConfig) -> _Key:
         config.model,
         layout.tp,
         layout.ep,
+        layout.expert_tp,
+        layout.data_ep,
         layout.pp,
         layout.virtual_stages,
         layout.schedule,
@@ -297,11 +302,11 @@ def _block(key: _Key, model: Model, count: int) -> Unit:
     """Return the unit of `count` equal blocks."""
     ep = key.ep
     table = parameters.block(model).values()
-    local = [parameter.local(key.tp, ep) for parameter in table]
+    local = [parameter.local(key.tp, ep, key.expert_tp) for parameter in table]
     experts = None
     if model.experts:
         each = sum(math.prod(shape[1:]) for shape in local if len(shape) == 3)
-        experts = ExpertShards(model.experts // ep, each, model.hidden, ep)
+        experts = ExpertShards(model.experts // ep, each, model.hidden, key.data_ep)
     own_matrices = (shape for shape in local if len(shape) == 2 and not key.quantized)
     matrices = (*_adapter_matrices(key), *own_matrices)
     vectors = tuple(shape[0] for shape in local if len(shape) == 1)

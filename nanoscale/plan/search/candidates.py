@@ -183,13 +183,17 @@ def expert_degrees(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resol
     """Yield the configuration with each degree of ep. The largest degree, which needs least memory, comes
     first.
 
-    Degrees stay within an island, unless the key is held. Dense models are unchanged.
+    Degrees stay within an island, unless the key is held. Dense models are unchanged. Whole experts on ranks of
+    tp come first: they need as much memory, and move and compute less.
     """
-    layout, experts = config.parallel, max(1, config.model.experts)
-    most = max(space.island // layout.tp, 1)
-    within = [n for n in divisors(math.gcd(experts, expert_ranks(config))) if n <= most]
-    shared = (_laid_out(config, ep=ep) for ep in _choices(space, "ep", reversed(within)))
-    return _legal(shared, {"parallel.ep"}, _AFTER_EXPERTS)
+    kinds = (True, False) if config.model.experts and config.parallel.tp > 1 else (False,)
+    for over_tp in _choices(space, "ep_over_tp", kinds):
+        divided = _laid_out(config, ep_over_tp=over_tp)
+        most = max(space.island // divided.parallel.expert_tp, 1)
+        common = math.gcd(max(1, config.model.experts), expert_ranks(divided))
+        within = [degree for degree in divisors(common) if degree <= most]
+        each = (_laid_out(divided, ep=ep) for ep in _choices(space, "ep", reversed(within)))
+        yield from _legal(each, _EXPERTS, _AFTER_EXPERTS)
 
 
 def schedules(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -294,6 +298,7 @@ _PIPED = {
 _CONTEXT = {"parallel.cp", "parallel.cp_method"}
 _AFTER_SHAPE = {*_RECOMPUTED, _MICRO_BATCH}
 _AFTER_EXPERTS = {*_AFTER_SHAPE, _COMPILE}
+_EXPERTS = {"parallel.ep", "parallel.ep_over_tp"}
 _AFTER_REPLICAS = {*_AFTER_EXPERTS, "parallel.ep"}
 _AFTER_STAGE = {*_AFTER_REPLICAS, "parallel.dp_replicate"}
 _AFTER_DP = {*_AFTER_STAGE, "zero.stage"}

@@ -253,7 +253,7 @@ def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Predicti
     for plan in sorted(plans, key=_rank):
         layout = plan.config.parallel
         shape = (
-            *(layout.tp, layout.pp, layout.cp, layout.ep),
+            *(layout.tp, layout.pp, layout.cp, layout.ep, layout.ep_over_tp),
             *(plan.config.zero.stage, layout.dp_replicate),
         )
         if layout.pp >= least_pp and shape not in seen:

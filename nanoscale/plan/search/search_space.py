@@ -23,6 +23,7 @@ SEARCHED = (
     "parallel.cp",
     "parallel.cp_method",
     "parallel.ep",
+    "parallel.ep_over_tp",
     "parallel.sequence_parallel",
     "parallel.schedule",
     "parallel.virtual_stages",

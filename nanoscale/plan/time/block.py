@@ -110,6 +110,7 @@ def micro_batch_shape(config: ResolvedConfig, software: Software = NANOSCALE) ->
         tp_overlap=layout.tp_overlap,
         adapter_rank=config.lora.rank,
         dora=config.lora.dora,
+        ep_over_tp=layout.ep_over_tp,
         paired=is_paired(config.train),
         adapted=tuple(model_math.adapted_layers(config.model, config.lora).values()),
     )
@@ -153,19 +154,26 @@ class _Linear:
     def parameters(self) -> int:
         return self.experts * self.inputs * self.outputs
 
-    def rows(self, tokens: int) -> int:
+    def tokens(self, shape: MicroBatchShape) -> int:
+        """Return the tokens that pass through the layer, once for each of their experts."""
+        is_routed = self.of_experts or self.router
+        return (shape.routed if is_routed else shape.tokens) * self.experts_per_token
+
+    def rows(self, shape: MicroBatchShape) -> int:
         """Return the rows of the layer's input, for each expert if there are several."""
-        return max(1, tokens * self.experts_per_token // self.experts)
+        return max(1, self.tokens(shape) // self.experts)
 
 
 @lru_cache(maxsize=1024)
-def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
+def linears(
+    model: Model, tp: int, ep: int = 1, expert_tp: int | None = None
+) -> tuple[_Linear, ...]:
     """Return query, key, value, output, (router,) (gate,) up, down, in the order of their computation."""
     products = []
     for name, parameter in parameters.block(model).items():
         if parameter.is_vector:
             continue
-        *experts, outputs, inputs = parameter.local(tp, ep)
+        *experts, outputs, inputs = parameter.local(tp, ep, expert_tp)
         counts = (experts[0], model.experts_per_token, True) if experts else (1, 1, False)
         products.append(_Linear(inputs, outputs, *counts, router=name == "mlp.router.weight"))
     return tuple(products)
@@ -192,7 +200,7 @@ def product(
     With ep, a rank is assumed to receive as many rows as it sends. All experts are one kernel in bf16,
     otherwise one kernel for each expert.
     """
-    m, n, k = linear.rows(shape.tokens), linear.outputs, linear.inputs
+    m, n, k = linear.rows(shape), linear.outputs, linear.inputs
     if gradients == "inputs":
         n, k = k, n
     elif gradients == "weights":
@@ -217,7 +225,7 @@ def product(
 def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
     in_halves = (
-        shape.ep > 1 and shape.tp == 1 and shape.batch % 2 == 0 and shape.document is None
+        shape.ep > 1 and shape.expert_tp == 1 and shape.batch % 2 == 0 and shape.document is None
         and not shape.windowed and not shape.software.fused
     )  # fmt: skip
     return _in_halves(hardware, shape) if in_halves else _block(hardware, shape)
@@ -229,7 +237,7 @@ def _in_halves(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     part = replace(shape, batch=shape.batch // 2)
     half = _block(hardware, part)
     one_way, counts = moe.one_way(hardware, part), moe.counts(hardware, part)
-    products = linears(shape.model, shape.tp, shape.ep)
+    products = linears(shape.model, shape.tp, shape.ep, shape.expert_tp)
     experts = sum(product(hardware, part, p) for p in products if p.of_experts)
     # The gradients of weights are summed over the halves.
     sums = operations.elementwise(
@@ -263,7 +271,7 @@ def _in_halves(hardware: Hardware, shape: MicroBatchShape) -> Passes:
 
 
 def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
-    products = linears(shape.model, shape.tp, shape.ep)
+    products = linears(shape.model, shape.tp, shape.ep, shape.expert_tp)
     forward_products = [product(hardware, shape, p) for p in products]
     lora = adapters(shape)
     lora_forward = sum(product(hardware, shape, p) for p in lora)
@@ -302,7 +310,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     recomputed, flops = NOTHING, 0.0
     full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
-        tp_recomputed = 2 * tp_gather + (tp_scatter if full else 0.0)
+        tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if full else 0.0)
         recomputed = Work(
             matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
             attention=attention if full else 0.0,
@@ -314,7 +322,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
         )
         recomputed = _with_launches(hardware, shape, 0, recomputed)
     for p in (products[i] for i in recomputed_products):
-        flops += 2.0 * shape.tokens * p.experts_per_token * p.inputs * p.outputs
+        flops += 2.0 * p.tokens(shape) * p.inputs * p.outputs
     return passes(forward, backward, recomputed, flops + attention_flops(shape) * full)
 
 
@@ -454,6 +462,11 @@ def _tp_pair(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
     return gather, scatter
 
 
+def _tp_pairs(shape: MicroBatchShape) -> int:
+    """Return the pairs of a block in one direction: routed experts need none if each rank routes its part."""
+    return 1 if shape.ep_over_tp and shape.model.experts and not shape.model.shared_ffn else 2
+
+
 def _tp_forward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp in a forward pass: both pairs, unless they overlap with products.
 
@@ -461,7 +474,7 @@ def _tp_forward(hardware: Hardware, shape: MicroBatchShape, products: float) -> 
     the other chunks, so that 1/tp of the collective is exposed.
     """
     gather, scatter = _tp_pair(hardware, shape)
-    pairs = 2 * (gather + scatter)
+    pairs = _tp_pairs(shape) * (gather + scatter)
     if not (shape.software.hidden_tp == "both" or shape.tp_overlap):
         return pairs
     return _in_chunks(shape, pairs, products)

@@ -78,9 +78,9 @@ def shards(config: ResolvedConfig) -> int:
 
 
 @lru_cache(maxsize=1024)
-def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
+def block_parameters(model: Model, tp: int, ep: int = 1, expert_tp: int | None = None) -> int:
     """Return the parameters of one block on a rank of tp, without biases. tp does not divide the norms."""
-    return sum(p.parameters for p in linears(model, tp, ep)) + 2 * model.hidden
+    return sum(p.parameters for p in linears(model, tp, ep, expert_tp)) + 2 * model.hidden
 
 
 @lru_cache(maxsize=1024)
@@ -90,12 +90,14 @@ def expert_parameters(model: Model, tp: int, ep: int) -> int:
     return sum(math.prod(each.local(tp, ep)) for each in table if each.is_expert)
 
 
-def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1) -> int:
+def rank_parameters(
+    model: Model, tp: int, holding: RankParameters, ep: int = 1, expert_tp: int | None = None
+) -> int:
     """Return the parameters of a rank before ZeRO, without biases. Tied embedding and head count once."""
     table = model.vocab * model.hidden // tp
     shared = holding.first and holding.last and model.tie_embeddings
     tables = 1 if shared else holding.first + holding.last
-    return holding.blocks * block_parameters(model, tp, ep) + tables * table
+    return holding.blocks * block_parameters(model, tp, ep, expert_tp) + tables * table
 
 
 def updated_parameters(config: ResolvedConfig, holding: RankParameters) -> float:
@@ -106,9 +108,9 @@ def updated_parameters(config: ResolvedConfig, holding: RankParameters) -> float
     if holding.adapters is not None:
         return holding.adapters.shard
     model, layout, ranks = config.model, config.parallel, shards(config)
-    experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
-    rest = rank_parameters(model, layout.tp, holding, layout.ep) - experts
-    return rest / ranks + experts / max(1, ranks // layout.ep)
+    experts = holding.blocks * expert_parameters(model, layout.expert_tp, layout.ep)
+    every = rank_parameters(model, layout.tp, holding, layout.ep, layout.expert_tp)
+    return (every - experts) / ranks + experts / max(1, ranks // layout.data_ep)
 
 
 def tied_embedding(config: ResolvedConfig, hardware: Hardware) -> float:
@@ -129,14 +131,14 @@ def plan(
     layout, zero = config.parallel, config.zero
     weight_bytes = operations.WIDTH[config.precision.compute]
     grad_bytes = operations.WIDTH[config.precision.reduce]
-    size = block_parameters(config.model, layout.tp, layout.ep)
+    size = block_parameters(config.model, layout.tp, layout.ep, layout.expert_tp)
     peers = layout.dp * layout.cp
     if config.backend.name == "deepspeed":
         return _deepspeed(config, hardware, micro_batches, size)
-    experts = expert_parameters(config.model, layout.tp, layout.ep)
+    experts = expert_parameters(config.model, layout.expert_tp, layout.ep)
     gather, reduce, all_reduce = _seconds(config, hardware, 1, size - experts)
     if experts:
-        of_experts = _seconds(config, hardware, layout.ep, experts)
+        of_experts = _seconds(config, hardware, layout.data_ep, experts)
         gather, reduce = gather + of_experts[0], reduce + of_experts[1]
         all_reduce += of_experts[2]
     trained, whole = size, keeps_frozen_whole(config)
@@ -268,7 +270,8 @@ def cost(
     Embedding and head count as `table` blocks each, by their number of parameters.
     """
     blocks, model = holding.blocks, shape.model
-    table = model.vocab * model.hidden / shape.tp / block_parameters(model, shape.tp, shape.ep)
+    block = block_parameters(model, shape.tp, shape.ep, shape.expert_tp)
+    table = model.vocab * model.hidden / shape.tp / block
     tables = (holding.first + holding.last) * plan.ends
     units = blocks + table * (min(1, tables) if model.tie_embeddings else tables)
     first_unit = table if holding.first else 1

@@ -49,10 +49,22 @@ class MicroBatchShape:
     """The layers of a block that have adapters."""
     dora: bool = False
     """True if the results of these layers are scaled by trained magnitudes."""
+    ep_over_tp: bool = False
+    """True if each rank of tp routes its own part of the sequence to whole experts."""
 
     @property
     def tokens(self) -> int:
         return self.batch * self.seq // self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks that divide the width of each expert."""
+        return 1 if self.ep_over_tp else self.tp
+
+    @property
+    def routed(self) -> int:
+        """The tokens that this rank routes to experts."""
+        return self.tokens * self.expert_tp // self.tp
 
     @property
     def stream(self) -> float:

@@ -31,8 +31,8 @@ waits."""
 def traffic(shape: MicroBatchShape) -> tuple[float, float]:
     """Return the bytes of the element-wise operations, forward and backward."""
     model, wide = shape.model, operations.WIDTH[shape.dtype]
-    rows = shape.tokens * model.experts_per_token * model.hidden * wide
-    scores = 4.0 * shape.tokens * model.experts
+    rows = shape.routed * model.experts_per_token * model.hidden * wide
+    scores = 4.0 * shape.routed * model.experts
     forward, backward = _permutations(shape)
     weighted = _WEIGHTED[shape.compiled or shape.software.fused]
     inner = shape.tokens * model.experts_per_token * model.ffn / shape.tp * wide
@@ -63,7 +63,7 @@ def not_recomputed(hardware: Hardware, shape: MicroBatchShape) -> float:
     model = shape.model
     if not model.experts:
         return 0.0
-    rows = shape.tokens * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
+    rows = shape.routed * model.experts_per_token * model.hidden * operations.WIDTH[shape.dtype]
     return operations.elementwise(hardware, (_permutations(shape)[0] - 2) / 2 * rows)
 
 
@@ -72,8 +72,8 @@ def one_way(hardware: Hardware, shape: MicroBatchShape) -> float:
     if shape.ep == 1:
         return 0.0
     model, copies = shape.model, shape.software.copies
-    token = shape.tokens * model.hidden * operations.WIDTH[shape.dtype]
-    ranks = collectives.group(hardware, shape.ep, shape.tp)
+    token = shape.routed * model.hidden * operations.WIDTH[shape.dtype]
+    ranks = collectives.group(hardware, shape.ep, shape.expert_tp)
 
     def share(destinations: float) -> float:
         return routed_share(model.experts, model.experts_per_token, destinations)
@@ -91,5 +91,5 @@ def counts(hardware: Hardware, shape: MicroBatchShape) -> float:
     """Return the seconds in which ranks exchange the numbers of tokens, for which the host waits."""
     if shape.ep == 1:
         return 0.0
-    ranks = collectives.group(hardware, shape.ep, shape.tp)
+    ranks = collectives.group(hardware, shape.ep, shape.expert_tp)
     return collectives.all_to_all(hardware, ranks, 16.0 * ranks.size) + _HOST

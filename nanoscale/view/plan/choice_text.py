@@ -64,4 +64,5 @@ def _runner_up(choice: LayoutChoice) -> str:
 
 def _degrees(plan: Prediction) -> tuple[int, ...]:
     layout = plan.config.parallel
-    return (layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep, plan.config.zero.stage)
+    experts = layout.ep, layout.ep_over_tp
+    return (layout.dp_replicate, layout.tp, layout.pp, layout.cp, *experts, plan.config.zero.stage)

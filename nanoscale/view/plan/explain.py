@@ -51,10 +51,10 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
         f"{hardware.multiprocessors} multiprocessors; {count} micro batches, forward once and backward "
         f"{'once (the weights are frozen; the adapters twice)' if shape.adapter_rank else 'twice'}",
     ]
-    linears = block.linears(shape.model, shape.tp, shape.ep)
+    linears = block.linears(shape.model, shape.tp, shape.ep, shape.expert_tp)
     for name, product in zip(products(shape.model), linears, strict=True):
         name = {"v": "wv", "router": "router, in fp32"}.get(name, name)
-        seconds, rows = block.product(hardware, shape, product), product.rows(shape.tokens)
+        seconds, rows = block.product(hardware, shape, product), product.rows(shape)
         flops = 2.0 * product.experts * rows * product.outputs * product.inputs
         each = f", of each of {product.experts} experts" if product.experts_per_token > 1 else ""
         lines.append(
@@ -115,7 +115,7 @@ def _ep(hardware: Hardware, shape: MicroBatchShape) -> str:
     copies = shape.ep * routed_share(model.experts, model.experts_per_token, shape.ep)
     return (
         f"two all-to-alls forward and two backward among {shape.ep} ranks (arXiv:2006.16668, section 3.3) of "
-        f"{shape.tokens * copies:,.0f} rows of {model.hidden}, one for each rank that has any of a token's "
+        f"{shape.routed * copies:,.0f} rows of {model.hidden}, one for each rank that has any of a token's "
         f"experts, with equally loaded experts, {duration(moe.one_way(hardware, shape))} each; forward the "
         f"host first reads the numbers of rows, {duration(moe.counts(hardware, shape))}. In a micro batch of "
         "two samples or more, tokens of one half travel during work on the other half; the exposed time counts"

@@ -9,14 +9,14 @@ from nanoscale.config.model_math import parameters
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
-from nanoscale.view.job_text import recomputation
+from nanoscale.view.job_text import expert_degree, recomputation
 from nanoscale.view.plan.prediction import MEANINGS
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
     "tp": lambda plan: plan.config.parallel.tp,
     "pp": lambda plan: plan.config.parallel.pp,
     "cp": lambda plan: plan.config.parallel.cp,
-    "ep": lambda plan: plan.config.parallel.ep,
+    "ep": lambda plan: expert_degree(plan.config.parallel),
     "ZeRO": lambda plan: plan.config.zero.stage,
     "offload": lambda plan: offloaded(plan.config),
     "replicas": lambda plan: plan.config.parallel.dp_replicate,

@@ -16,7 +16,7 @@ from nanoscale.plan.search.search_space import to_type
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.blocks import Chart, Column, Lines, Report, Table, rich_table, table
 from nanoscale.view.charts import Point, scatter
-from nanoscale.view.job_text import layout_line, recomputation, shape
+from nanoscale.view.job_text import expert_degree, layout_line, recomputation, shape
 from nanoscale.view.plan.prediction import document, first_lines, plan_blocks
 from nanoscale.view.plan.reasons import reasons
 
@@ -128,7 +128,8 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
     chosen: dict[tuple[object, ...], dict[tuple[str, str], Prediction]] = defaultdict(dict)
     for plan in ranked:
         layout = plan.config.parallel
-        alike = chosen[layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep]
+        experts = layout.ep, layout.ep_over_tp
+        alike = chosen[layout.dp_replicate, layout.tp, layout.pp, layout.cp, *experts]
         if len(alike) < _OF_A_KIND:
             alike.setdefault((f"{plan.time.seconds:.3g}", f"{plan.worst.total:.3g}"), plan)
     found = (plan for alike in chosen.values() for plan in alike.values())
@@ -178,7 +179,7 @@ _COLUMNS = (
     Column("tp", lambda plan: str(plan.config.parallel.tp)),
     Column("pp", lambda plan: str(plan.config.parallel.pp)),
     Column("cp", lambda plan: _cp(plan.config.parallel)),
-    Column("ep", lambda plan: str(plan.config.parallel.ep)),
+    Column("ep", lambda plan: expert_degree(plan.config.parallel)),
     Column("schedule", lambda plan: _schedule(plan.config.parallel), is_text=True, optional=3),
     Column("ZeRO", _zero),
     Column("micro", lambda plan: str(plan.config.train.micro_batch), optional=5),
