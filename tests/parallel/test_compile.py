@@ -142,11 +142,9 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
     return found
 
 
-def compile_experts(rank: int, mode: str) -> tuple[float, tuple[int, int]]:
+def compile_experts(rank: int, mode: str, degrees: dict[str, Any]) -> tuple[float, tuple[int, int]]:
     process_group.join(2, torch.device("cpu"), 120.0)
-    config = config_of(
-        Row("", {"dp": 2, "ep": 2} | recomputed(mode), 3, precision="fp64", shape=MIXTURE)
-    )
+    config = config_of(Row("", degrees | recomputed(mode), 3, precision="fp64", shape=MIXTURE))
     losses = []
     for compiled in ("off", "on"):
         torch._dynamo.reset()
@@ -156,7 +154,7 @@ def compile_experts(rank: int, mode: str) -> tuple[float, tuple[int, int]]:
                 replace(config, backend=replace(config.backend, compile=compiled)),
                 torch.device("cpu"),
             )
-            generator = torch.Generator().manual_seed(rank)
+            generator = torch.Generator().manual_seed(rank % config.parallel.dp)
             for _ in range(2):  # loads of the second step are others
                 rows = torch.randint(config.model.vocab, (2, 33), generator=generator)
                 result = engine.train_step([Batch.of_rows(rows.numpy())], 1e-2)
@@ -170,10 +168,13 @@ def compile_experts(rank: int, mode: str) -> tuple[float, tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["full", exhaustive("selective")])
-def test_compiled_experts_of_two_ranks(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "degrees"),
+    [("full", {"dp": 2}), ("selective", {"tp": 2, "ep_over_tp": True})],
+)
+def test_compiled_experts_of_two_ranks(mode: str, degrees: dict[str, Any]) -> None:
     """Half of the batch is on its way while the other is computed; blocks compile once, the loss once."""
-    for difference, graphs in run_ranks(compile_experts, 2, mode):
+    for difference, graphs in run_ranks(compile_experts, 2, mode, {"ep": 2} | degrees):
         assert difference < 1e-12
         assert graphs == (3, 0)
 

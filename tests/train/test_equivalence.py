@@ -39,7 +39,7 @@ REPEATED = (
     "OLMo-2, dp 2 · tp 2, stage 3",
     "MLA, tp 2 · cp 2 without sequence parallel",
     "activations full, stage 0, tp=2, checkpoint_every=2",
-    "MoE aux, dp 2, ep 2, tp 2, cp 2, activation_checkpointing full, stage 2",
+    "MoE aux, dp 2, ep 4, tp 2, cp 2, ep_over_tp True, activation_checkpointing full, stage 2",
     "MoE bias, dp 2, ep 2, tp 2, activation_checkpointing selective, stage 3",
     "MoE bias, dp 2, cp 2, ep 4, stage 2",
     "packed documents, pp 2, zbv",

@@ -135,7 +135,7 @@ def _divides_experts(config: Config) -> bool:
 
 def _fills_tp(config: Config) -> bool:
     layout = config.parallel
-    return not layout.ep_over_tp or layout.ep % layout.tp == 0
+    return not layout.ep_over_tp or layout.ep == 1 or layout.ep % layout.tp == 0
 
 
 def _undivided_experts(config: Config) -> str:
