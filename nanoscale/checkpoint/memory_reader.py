@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,6 @@ from nanoscale.processes.peer_files import COMMITTED, PeerFiles
 from nanoscale.runs.memory_order import MemoryOrder, MemorySource
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The bytes of a part of a tensor."""
-
-    file: _File
-    start: int
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        count = prod(self.sizes)
-        data = self.file.read(self.start, count * self.dtype.itemsize)
-        return torch.frombuffer(data, dtype=self.dtype, count=count).view(self.sizes)
-
-
 class _File:
     """A rank's file on this host, or on another one."""
 
@@ -52,14 +37,19 @@ class _File:
         self._folder, self._name = folder, name
         self._mapped: mmap.mmap | None = None
 
-    def read(self, start: int, count: int) -> Any:
+    def read(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+        """Read a part of a tensor."""
+        size = prod(sizes) * dtype.itemsize
+        data: Any
         if isinstance(self._folder, PeerFiles):
-            return self._folder.read(self._name, start, count)
-        if self._mapped is None:
-            with (self._folder / self._name).open("rb") as file:
-                # Copy on write: torch refuses memory that it may not write.
-                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return memoryview(self._mapped)[start : start + count]
+            data = self._folder.read(self._name, start, size)
+        else:
+            if self._mapped is None:
+                with (self._folder / self._name).open("rb") as file:
+                    # Copy on write: torch refuses memory that it may not write.
+                    self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            data = memoryview(self._mapped)[start : start + size]
+        return torch.frombuffer(data, dtype=dtype, count=prod(sizes)).view(sizes)
 
 
 class _Reader:
@@ -67,7 +57,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self._tensors: dict[str, dict[str, Any]] = {}
-        self._chunks: dict[str, dict[Box, _Stored]] = {}
+        self._chunks: dict[str, dict[Box, Callable[[], Tensor]]] = {}
+        """The functions that read the parts of each tensor."""
 
     def add(self, folder: Path | PeerFiles, committed: dict[str, Any]) -> dict[str, Any]:
         """Add the tensors of a rank's file, unless they are known; return the manifest of its checkpoint."""
@@ -77,8 +68,8 @@ class _Reader:
             dtype, start = getattr(torch, about["dtype"]), about["start"]
             for offsets, sizes in about["boxes"]:
                 box = Box(tuple(offsets), tuple(sizes))
-                stored = _Stored(file, start, dtype, box.sizes)
-                self._chunks.setdefault(name, {}).setdefault(box, stored)
+                read = partial(file.read, start, dtype, box.sizes)
+                self._chunks.setdefault(name, {}).setdefault(box, read)
                 start += prod(sizes) * dtype.itemsize
         manifest: dict[str, Any] = committed["manifest"]
         return manifest
@@ -98,7 +89,7 @@ class _Reader:
         for item in planner.finish_plan(planner.create_local_plan()).items:
             index = item.storage_index
             assert index.index is not None, "the plan was made from these chunks"
-            value = [*self._chunks[index.fqn].values()][index.index].read()
+            value = [*self._chunks[index.fqn].values()][index.index]()
             for dimension, start in enumerate(item.storage_offsets):
                 value = value.narrow(dimension, start, item.lengths[dimension])
             target = planner.resolve_tensor(item).detach()
@@ -148,9 +139,7 @@ def _committed(folder: Path | PeerFiles, source: MemorySource) -> Iterator[dict[
     else:
         documents = [path.read_bytes() for path in sorted(folder.glob(pattern))]
     for document in documents:
-        with suppress(
-            ValueError
-        ):  # a damaged file is not a part of a state that the launcher chooses
+        with suppress(ValueError):  # the launcher has chosen a state without this damaged file
             committed = json.loads(document)
             if committed["count"] == source.count:
                 yield committed

@@ -10,17 +10,17 @@ step. So no rank can begin to overwrite a state before all ranks have completed 
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -30,15 +30,19 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.checkpoint.staging import ALIGNMENT, Staging, State
+from nanoscale.checkpoint.staging import Staging, State, aligned
 from nanoscale.common.units import byte_size
 from nanoscale.models.initialization import local_region
 from nanoscale.parallel import process_group
-from nanoscale.processes.peer_files import PeerFiles, write_committed
+from nanoscale.processes.peer_files import COMMITTED, PeerFiles, write_committed
 from nanoscale.runs.memory_order import MemoryOrder, file_name
 
 T = TypeVar("T")
 Boxes = tuple[Box, ...]
+Part = tuple[str, Boxes, int]
+"""A tensor of a rank: its name, its boxes and its bytes."""
+_COPIED_AT_ONCE = 1 << 24
+"""Bytes; a copy in host memory that is smaller takes less time than the switches to another thread."""
 
 
 @dataclass(frozen=True)
@@ -57,36 +61,31 @@ class SharedMemoryError(OSError):
     """The shared memory of this host is too small for the checkpoints in it."""
 
 
-@dataclass
 class _Slot:
     """A file of this rank's tensors, mapped into memory."""
 
-    path: Path
-    size: int
-    buffer: Tensor = field(init=False)
-    staging: Staging = field(init=False)
-
-    def __post_init__(self) -> None:
-        with self.path.open("wb") as file:
+    def __init__(self, path: Path, size: int, is_pinned: bool) -> None:
+        self.path, self.size, self._is_pinned = path, size, is_pinned
+        self.committed = path.with_suffix(COMMITTED)
+        with path.open("wb") as file:
             try:
                 # A write into the mapped file without enough shared memory would end the process.
-                os.posix_fallocate(file.fileno(), 0, max(1, self.size))
+                os.posix_fallocate(file.fileno(), 0, max(1, size))
             except OSError as error:
-                free = byte_size(shutil.disk_usage(self.path.parent).free)
-                self.path.unlink()
-                needed = f"a file of {byte_size(self.size)} for a checkpoint in memory does not fit"
-                where = f"{self.path.parent}, where {free} are free"
+                free = byte_size(shutil.disk_usage(path.parent).free)
+                path.unlink()
+                needed = f"a file of {byte_size(size)} for a checkpoint in memory does not fit"
+                where = f"{path.parent}, where {free} are free"
                 raise SharedMemoryError(f"{needed} into {where}") from error
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        if self.size:
-            self.buffer = torch.from_file(str(self.path), True, self.size, dtype=torch.uint8)
+        shared = partial(torch.from_file, str(path), True) if size else torch.empty
+        self.buffer = shared(size, dtype=torch.uint8)
         self.staging = Staging(self.buffer)
+        if is_pinned:
+            pin_memory(self.buffer.data_ptr(), size)
 
-    def pin(self) -> None:
-        pin_memory(self.buffer.data_ptr(), self.buffer.nbytes)
-
-    def close(self, pinned: bool) -> None:
-        if pinned:
+    def remove(self) -> None:
+        self.committed.unlink(missing_ok=True)
+        if self._is_pinned:
             unpin_memory(self.buffer.data_ptr())
         self.path.unlink(missing_ok=True)
 
@@ -105,11 +104,11 @@ class MemoryWriter:
         """At most two, the oldest first."""
         self._size = 0
         self._names: tuple[str, ...] = ()
-        self._shares: Shares | None = None
+        self._shares = Shares((), (), False)
         self._index = ""
         self._pinned = False
         self._peer: PeerFiles | None = None
-        self._peer_lost = False
+        self._peer_lost = order.peer is None
         self._writing: Future[None] | None = None
 
     def begin(self, state: State, manifest: dict[str, Any]) -> None:
@@ -119,13 +118,14 @@ class MemoryWriter:
             SharedMemoryError: the shared memory is too small.
         """
         self.settle()
-        if self._shares is None or self._names != tuple(state):
+        if self._names != tuple(state):
             self._divide(state)
-        assert self._shares is not None
         slot = self._oldest_slot()
         # Until the new one is complete, only the file of the other slot counts.
-        self._committed(slot).unlink(missing_ok=True)
+        slot.committed.unlink(missing_ok=True)
         slot.staging.copy({name: _local(state[name]) for name in self._shares.local})
+        if self._size < _COPIED_AT_ONCE and not self._pinned:
+            slot.staging.fill()
         self._writing = in_thread(partial(self._complete, slot, self._count, manifest))
         self._count += 1
 
@@ -143,18 +143,16 @@ class MemoryWriter:
                 if int(path.name.partition("-")[0]) < self._order.attempt:
                     path.unlink(missing_ok=True)
         path = folder / file_name(self._order, self._rank, len(self._slots))
-        self._slots.append(_Slot(path, self._size))
-        if self._pinned:
-            self._slots[-1].pin()
+        self._slots.append(_Slot(path, self._size, self._pinned))
         return self._slots[-1]
 
     def forget(self) -> None:
         """Give up all states so far: the training returns to a checkpoint on disk from before them."""
         self.settle()
         for slot in self._slots:
-            self._committed(slot).unlink(missing_ok=True)
+            slot.committed.unlink(missing_ok=True)
             if self._peer is not None and not self._peer_lost:
-                self._peer.remove(self._committed(slot).name)
+                self._peer.remove(slot.committed.name)
 
     def hold(self) -> None:
         """Wait until weights and moments may change."""
@@ -168,7 +166,6 @@ class MemoryWriter:
             writing.result()
 
     def _complete(self, slot: _Slot, count: int, manifest: dict[str, Any]) -> None:
-        assert self._shares is not None
         slot.staging.fill()
         data = memoryview(slot.buffer.numpy())  # type: ignore[arg-type]
         order = self._order
@@ -187,8 +184,8 @@ class MemoryWriter:
             "manifest": manifest,
         }
         text = f'{json.dumps(about)[:-1]}, "tensors": {self._index}}}'
-        write_committed(self._committed(slot), text)
-        if order.peer is not None and not self._shares.is_covered and not self._peer_lost:
+        write_committed(slot.committed, text)
+        if not self._shares.is_covered and not self._peer_lost:
             self._send(slot, data, text)
 
     def _send(self, slot: _Slot, data: memoryview, text: str) -> None:
@@ -197,34 +194,28 @@ class MemoryWriter:
         try:
             if self._peer is None:
                 self._peer = PeerFiles(peer.address, peer.port, bytes.fromhex(self._order.key))
-            self._peer.remove(self._committed(slot).name)
+            self._peer.remove(slot.committed.name)
             self._peer.write(slot.path.name, data)
-            self._peer.write(self._committed(slot).name, text.encode())
+            self._peer.write(slot.committed.name, text.encode())
         except OSError as error:  # if the host is lost, the launcher ends this attempt
             self._peer_lost = True
             self._report(f"no further copies are sent to {peer.host}: {error}")
 
-    @staticmethod
-    def _committed(slot: _Slot) -> Path:
-        return slot.path.with_suffix(".json")
-
     def _divide(self, state: State) -> None:
         """Decide with all ranks which rank writes which tensors, and begin new files."""
         for slot in self._slots:
-            self._committed(slot).unlink(missing_ok=True)
-            slot.close(self._pinned)
-        boxes = {name: boxes_of(value) for name, value in state.items()}
-        sizes = {name: _local_size(value) for name, value in state.items()}
+            slot.remove()
         self._names = tuple(state)
-        held = process_group.gather((self._order.node, [(n, boxes[n], sizes[n]) for n in state]))
+        parts = {name: (name, boxes_of(value), _local_size(value)) for name, value in state.items()}
+        held = process_group.gather((self._order.node, [*parts.values()]))
         self._shares = divide(held, process_group.rank())
         local = self._shares.local
-        starts = [*accumulate((_aligned(sizes[name]) for name in local), initial=0)]
+        starts = [*accumulate((aligned(parts[name][2]) for name in local), initial=0)]
         self._index = json.dumps({
             name: {
                 "dtype": str(state[name].dtype).removeprefix("torch."),
                 "shape": list(state[name].shape),
-                "boxes": [[box.offsets, box.sizes] for box in boxes[name]],
+                "boxes": [[box.offsets, box.sizes] for box in parts[name][1]],
                 "start": start,
             }
             for name, start in zip(local, starts, strict=False)
@@ -233,28 +224,25 @@ class MemoryWriter:
         self._pinned = any(_local(state[name]).is_cuda for name in local)
 
 
-def divide(held: list[tuple[int, list[tuple[str, Boxes, int]]]], rank: int) -> Shares:
+def divide(held: list[tuple[int, list[Part]]], rank: int) -> Shares:
     """Return the share of a rank, so that the ranks of a host write about the same number of bytes.
 
     Args:
-        held: of each rank, the number of its host, and the name, the boxes and the bytes of its tensors.
+        held: of each rank, the number of its host, and its tensors.
     """
     node = held[rank][0]
-    holders: dict[tuple[str, Boxes], list[int]] = {}
-    bytes_of: dict[tuple[str, Boxes], int] = {}
-    keys: dict[int, set[tuple[str, Boxes]]] = {}
-    for holder, (its_node, tensors) in enumerate(held):
-        keys.setdefault(its_node, set()).update((name, boxes) for name, boxes, _ in tensors)
-        if its_node == node:
-            for name, boxes, size in tensors:
-                holders.setdefault((name, boxes), []).append(holder)
-                bytes_of[name, boxes] = size
+    holders: dict[Part, list[int]] = {}
+    keys: dict[int, set[Part]] = {}
+    for holder, (its_node, parts) in enumerate(held):
+        keys.setdefault(its_node, set()).update(parts)
+        for part in parts if its_node == node else ():
+            holders.setdefault(part, []).append(holder)
     load: Counter[int] = Counter()
     local = []
-    for name, boxes in sorted(holders, key=lambda it: (-bytes_of[it], it[0])):
-        writer = min(holders[name, boxes], key=lambda it: (load[it], it))
-        load[writer] += bytes_of[name, boxes]
-        if writer == rank and bytes_of[name, boxes]:
+    for name, boxes, size in sorted(holders, key=lambda it: (-it[2], it[0])):
+        writer = min(holders[name, boxes, size], key=lambda it: (load[it], it))
+        load[writer] += size
+        if writer == rank and size:
             local.append(name)
     covers = tuple(sorted(other for other in keys if keys[other] <= keys[node]))
     is_covered = any(keys[node] <= keys[other] for other in keys if other != node)
@@ -282,10 +270,6 @@ def _local_size(value: Tensor) -> int:
     return count * value.dtype.itemsize
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def in_thread(action: Callable[[], T]) -> Future[T]:
     """Run `action` in a daemon thread, which does not keep a failing process alive."""
     outcome: Future[T] = Future()
@@ -296,5 +280,5 @@ def in_thread(action: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    Thread(target=run, name="checkpoint", daemon=True).start()
+    _thread.start_new_thread(run, ())  # unlike `Thread.start`, it does not wait for the thread
     return outcome

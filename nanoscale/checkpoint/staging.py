@@ -24,8 +24,6 @@ from nanoscale.models.initialization import local_region
 State = dict[str, Tensor]
 CHANGED_BY_OPTIMIZER = ("model.", "optimizer.")
 """Prefixes of the names of these tensors; see `Engine.state`."""
-ALIGNMENT = 64
-"""Bytes; the alignment of every copy in the buffer."""
 
 
 class Staging:
@@ -37,6 +35,9 @@ class Staging:
 
     def __init__(self, buffer: Tensor | None = None) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
+        self._copies: list[Tensor] = []
+        """The buffer's memory for tensors of this layout."""
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -49,7 +50,8 @@ class Staging:
         tensors_of = {name: _local_tensors(value) for name, value in state.items()}
         all_tensors = list(chain.from_iterable(tensors_of.values()))
         on_gpu = any(tensor.is_cuda for tensor in all_tensors)
-        copies = self._buffer_views(all_tensors, pin=on_gpu)
+        self._lay_out(all_tensors, pin=on_gpu)
+        copies = iter(self._copies)
         staged = {}
         with self._on_copy_stream(on_gpu):
             for name, tensors in tensors_of.items():
@@ -62,8 +64,9 @@ class Staging:
     def fill(self) -> None:
         """Make the remaining copies, and return when all are complete; not for the thread that trains."""
         try:
-            for copy, source in self._pending:
-                copy.copy_(source)
+            if self._pending:
+                copies, sources = zip(*self._pending, strict=True)
+                torch._foreach_copy_(copies, sources)
         finally:
             self._pending.clear()
             self._filled.set()
@@ -92,27 +95,37 @@ class Staging:
             yield
         self._copied = self._stream.record_event()
 
-    def _buffer_views(self, tensors: list[Tensor], *, pin: bool) -> Iterator[Tensor]:
-        """Yield memory for a copy of each part.
+    def _lay_out(self, tensors: list[Tensor], *, pin: bool) -> None:
+        """Give each tensor its copy in the buffer, unless the copies before had the same layout.
 
         One buffer holds all of them: PyTorch's own pinned memory would round each up to a power of two.
         """
-        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        if self._buffer.nbytes != sum(sizes):
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if layout == self._layout:
+            return
+        starts = [*accumulate((aligned(tensor.nbytes) for tensor in tensors), initial=0)]
+        if self._buffer.nbytes != starts[-1]:
             if self._copied is not None:
                 unpin_memory(self._buffer.data_ptr())
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
             if pin:
                 pin_memory(self._buffer.data_ptr(), self._buffer.nbytes)
-        starts = accumulate(sizes, initial=0)
-        for tensor, start in zip(tensors, starts, strict=False):
-            yield self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._layout = layout
+        self._copies = [
+            self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(tensors, starts, strict=False)
+        ]
 
     def _copy(self, name: str, source: Tensor, copy: Tensor) -> Tensor:
         if name.startswith(CHANGED_BY_OPTIMIZER) and not source.is_cuda:
             self._pending.append((copy, source))
             return copy
         return copy.copy_(source, non_blocking=True)
+
+
+def aligned(size: int) -> int:
+    """Return the bytes of a copy in the buffer, which ends at a multiple of 64."""
+    return -(-size // 64) * 64
 
 
 def _local_tensors(value: Tensor) -> tuple[Tensor, ...]:

@@ -240,7 +240,7 @@ def test_too_little_shared_memory_is_an_error_with_both_sizes(
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Namespace(free=2**20))
     with pytest.raises(SharedMemoryError) as caught:
-        _Slot(tmp_path / "1-0-0-0.data", 3 * 2**20)
+        _Slot(tmp_path / "1-0-0-0.data", 3 * 2**20, False)
     assert not [*tmp_path.iterdir()]
     failure = RankFailure.of(caught.value, rank=0, local_rank=0, host="h")
     diagnosis, remedy = diagnose(failure, Evidence())
