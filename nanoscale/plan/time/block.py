@@ -413,7 +413,10 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
         forward += 2 * (shape.tokens * outputs + weights)
         backward += 5 * shape.tokens * outputs
     backward += activation[1] * inner + rope[1] * queries_keys
-    backward += _SUMS * shape.tokens * model.hidden
+    backward += _summed(shape)
+    if shape.tp_overlap:  # two scatters in each direction: a rank sums the chunks that it receives
+        forward += 2 * (shape.tokens + shape.stream) * model.hidden
+        backward += 2 * (shape.tokens + shape.stream) * model.hidden
     width_bytes = operations.WIDTH[shape.dtype]
     merged = (0.0, 0.0)
     if shape.cp > 1 and shape.cp_method == "ring":
@@ -423,6 +426,24 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
         forward * width_bytes + merged[0] + routed[0],
         backward * width_bytes + merged[1] + routed[1],
     )
+
+
+def _summed(shape: MicroBatchShape) -> float:
+    """Return the numbers moved, backward, to sum the gradients of the input of several layers.
+
+    With `tp_overlap` they are one product, for which weights and gradients are copied
+    (`parallel.joined_products`); the gradients of an MoE's input are summed.
+    """
+    hidden = shape.model.hidden
+    if not shape.tp_overlap:
+        return _SUMS * shape.tokens * hidden
+    joined = [
+        p
+        for p in linears(shape.model, shape.tp, shape.ep)
+        if p.inputs == hidden != p.outputs and not (p.router or p.of_experts)
+    ]
+    copied = 2 * sum(shape.tokens * p.outputs + p.parameters for p in joined)
+    return copied + (_SUMS / 3 * shape.tokens * hidden if shape.model.experts else 0.0)
 
 
 def _casts(shape: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float, float]:
@@ -490,11 +511,13 @@ def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) ->
 
     With `hidden_tp="backward"`, only the gathers before the row-split products are exposed. Scatters overlap
     with the products for weights, and the second gathers of the inputs overlap with the products for inputs.
-    With `tp_overlap` scatters are exposed: each is of the sum of several products, with which it is not fused.
+    With `tp_overlap` the scatter of an MoE is exposed: it is of a sum with the router's gradient.
     """
     if shape.tp_overlap:
         gather, scatter = _tp_pair(hardware, shape)
-        return 2 * scatter + _in_chunks(shape, 2 * gather, products)
+        exposed = scatter if shape.model.experts and not shape.ep_over_tp else 0.0
+        pairs = _tp_pairs(shape) * (gather + scatter)
+        return exposed + _in_chunks(shape, pairs - exposed, products)
     if shape.software.hidden_tp != "backward":
         return _tp_forward(hardware, shape, products)
     gather, scatter = _tp_pair(hardware, shape)
