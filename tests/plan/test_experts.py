@@ -68,6 +68,7 @@ def counted(name: str, degrees: dict[str, int], stage: int) -> float:
         ("mixtral-8x7b", {"dp": 8, "ep": 8}, 0),
         ("mixtral-8x7b", {"dp": 32, "ep": 4}, 1),
         ("mixtral-8x7b", {"dp": 16, "ep": 2, "tp": 2}, 2),
+        ("mixtral-8x7b", {"dp": 8, "ep": 8, "tp": 2, "ep_over_tp": True}, 3),
         ("qwen3-30b-a3b", {"dp": 64, "ep": 8}, 3),
         ("qwen3-30b-a3b", {"dp": 16, "ep": 1}, 3),
     ],
@@ -119,6 +120,8 @@ def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:
     assert wire < moe.one_way(hardware, part) < wire + 5e-5
     assert 0 < moe.counts(hardware, part) < 1e-4
     assert moe.one_way(hardware, replace(part, ep=1)) == 0
+    parts = replace(part, batch=8, tp=2, ep_over_tp=True)  # each rank routes half of the sequence
+    assert moe.one_way(hardware, parts) == moe.one_way(hardware, part)
 
 
 def test_one_half_of_the_batch_travels_while_the_other_is_computed() -> None:
