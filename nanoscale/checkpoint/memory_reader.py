@@ -116,11 +116,8 @@ def load(order: MemoryOrder, source: MemorySource, state: State) -> dict[str, An
         OSError: a host that holds a part of it does not answer.
     """
     reader = _Reader()
-    folder = Path(order.folder)
-    manifests = [reader.add(folder, it) for it in _committed(folder, source)]
-    if source.folder is not None:
-        copied = Path(source.folder)
-        manifests += [reader.add(copied, it) for it in _committed(copied, source)]
+    folders = [Path(it) for it in (order.folder, source.folder) if it is not None]
+    manifests = [reader.add(it, about) for it in folders for about in _committed(it, source)]
     if not manifests or not reader.has_all(state):
         for peer in source.peers:
             files = PeerFiles(peer.address, peer.port, bytes.fromhex(order.key))
