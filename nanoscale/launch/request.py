@@ -51,8 +51,8 @@ class Request:
         present = len(self.run.checkpoint_steps())
         if self.plan is None:
             return plan_saving(self.config, None, present)
-        save_s = self.plan["checkpoints"]["memory_save_s"]
-        return plan_saving(self.config, self.plan["step_time_s"], present, save_s)
+        times = (self.plan["checkpoints"][key] for key in ("memory_save_s", "between_failures_s"))
+        return plan_saving(self.config, self.plan["step_time_s"], present, *times)
 
 
 def check_request(

@@ -47,6 +47,8 @@ class SavingPlan:
     """Seconds of a step; None: unknown."""
     memory_save_s: float | None = None
     """Seconds of a save into the memory of the hosts; None: unknown."""
+    between_failures_s: float | None = None
+    """Seconds between two failures of the job, by launcher.mtbf_hours; None: unknown."""
 
     @property
     def during(self) -> bool:
@@ -118,6 +120,19 @@ class SavingPlan:
         shortest = min(filter(None, intervals), default=None)
         return shortest and min(shortest, self.steps * step_s or math.inf) / 2
 
+    @property
+    def lost_share(self) -> float | None:
+        """The share of the time that saves into memory and repeated steps take; None: unknown.
+
+        The time to start again is not in it: the plan does not know how long a compilation takes.
+        """
+        lost_s = self.disk_loss_s
+        if self.config.memory_every and self.step_s:
+            lost_s = self.config.memory_every * self.step_s / 2
+        if lost_s is None or self.between_failures_s is None:
+            return None
+        return (self.memory_stall_share or 0.0) + min(1.0, lost_s / self.between_failures_s)
+
     def require_disk(self) -> None:
         """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
         if self.free is None or not self.saves or self.bytes <= self.free:
@@ -138,10 +153,15 @@ def with_memory_interval(config: ResolvedConfig, hardware: Hardware) -> Resolved
     """
     step_s = predicted_step(config, hardware)
     stall_s = max(0.0, memory_save_s(config, hardware) - step_s)
-    hosts = -(-config.world_size // ranks_of_host(config, hardware))
-    between_failures_s = 3600 * config.launcher.mtbf_hours / hosts
-    every = max(1, round(math.sqrt(2 * stall_s * between_failures_s) / step_s))
+    optimum_s = math.sqrt(2 * stall_s * between_failures_s(config, hardware))
+    every = max(1, round(optimum_s / step_s))
     return replace(config, checkpoint=replace(config.checkpoint, memory_every=every))
+
+
+def between_failures_s(config: ResolvedConfig, hardware: Hardware) -> float:
+    """Return the seconds between two failures of any of the job's hosts."""
+    hosts = -(-config.world_size // ranks_of_host(config, hardware))
+    return 3600 * config.launcher.mtbf_hours / hosts
 
 
 def memory_save_s(config: ResolvedConfig, hardware: Hardware) -> float:
@@ -159,7 +179,11 @@ def memory_save_s(config: ResolvedConfig, hardware: Hardware) -> float:
 
 
 def plan_saving(
-    config: ResolvedConfig, step_s: float | None, present: int = 0, save_s: float | None = None
+    config: ResolvedConfig,
+    step_s: float | None,
+    present: int = 0,
+    save_s: float | None = None,
+    failures_s: float | None = None,
 ) -> SavingPlan:
     """Plan the checkpoints of a resolved configuration.
 
@@ -167,6 +191,7 @@ def plan_saving(
         step_s: seconds of a step; None: unknown.
         present: existing checkpoints of the run.
         save_s: seconds of a save into the memory of the hosts; None: unknown.
+        failures_s: seconds between two failures of the job; None: unknown.
     """
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
@@ -184,6 +209,7 @@ def plan_saving(
         notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
         step_s=step_s,
         memory_save_s=save_s,
+        between_failures_s=failures_s,
     )
 
 

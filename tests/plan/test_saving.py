@@ -205,6 +205,17 @@ def test_what_a_failure_costs(
     assert "failure" not in sentences(replace(saving, restarts=0))
 
 
+def test_the_expected_loss_counts_saves_and_repeated_steps() -> None:
+    """A save of 1.5 s stalls each second step of 1 s for 0.5 s; a failure every 100 s repeats one step."""
+    words = ("launcher.max_restarts=1", "checkpoint.memory_every=2", "checkpoint=none")
+    saving = plan_saving(job(*words), 1.0, save_s=1.5, failures_s=100.0)
+    assert saving.lost_share == pytest.approx(0.2 + 0.01)
+    assert (
+        "every 100 s (launcher.mtbf_hours), saves and repeated steps take 21%"
+        in (sentences(saving)["failure"])
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

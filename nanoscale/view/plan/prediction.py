@@ -13,7 +13,7 @@ from nanoscale.config.training_phases import samples_after
 from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.padding import Padding, paddings
 from nanoscale.plan.predict import Prediction, gain_of_bf16_reductions, tokens_per_s_in_bf16
-from nanoscale.plan.saving import SavingPlan, memory_save_s, plan_saving
+from nanoscale.plan.saving import SavingPlan, between_failures_s, memory_save_s, plan_saving
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, recomputation, shape, size
@@ -77,7 +77,8 @@ def document(plan: Prediction) -> dict[str, Any]:
 def _saving(plan: Prediction) -> SavingPlan:
     """Return the plan of checkpoints; the disk of a described machine is not known here."""
     save_s = memory_save_s(plan.config, plan.hardware)
-    saving = plan_saving(plan.config, plan.time.seconds, save_s=save_s)
+    failures_s = between_failures_s(plan.config, plan.hardware)
+    saving = plan_saving(plan.config, plan.time.seconds, save_s=save_s, failures_s=failures_s)
     return saving if plan.config.cluster.device is None else replace(saving, free=None)
 
 

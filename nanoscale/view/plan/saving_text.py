@@ -21,6 +21,8 @@ def document(saving: SavingPlan) -> dict[str, Any]:
         "memory_save_s": saving.memory_save_s,
         "memory_stall_share": saving.memory_stall_share,
         "disk_loss_s": saving.disk_loss_s,
+        "between_failures_s": saving.between_failures_s,
+        "lost_share": saving.lost_share,
         "root": saving.root,
         "warnings": warnings(saving),
     }
@@ -110,6 +112,12 @@ def _failure(saving: SavingPlan) -> dict[str, str]:
         ways = [f"a restart from memory loses at most {most} (saved every {often})"]
     if loss_s is not None:
         ways.append(f"a restart from disk loses {duration(loss_s)} on average")
+    if saving.lost_share is not None and saving.between_failures_s is not None:
+        often = duration(saving.between_failures_s)
+        ways.append(
+            f"with a failure every {often} (launcher.mtbf_hours), saves and repeated steps take "
+            f"{100 * saving.lost_share:.2g}% of the time, and restarts come on top"
+        )
     return {"failure": "; ".join(ways)} if saving.restarts and ways else {}
 
 
