@@ -57,16 +57,10 @@ def _join(graph: Graph, total: Node, scatter_dim: int, products: list[Node]) -> 
     order[0], order[scatter_dim] = scatter_dim, 0
     with graph.inserting_before(total):
         # The chunks of the sequence are written one after another, as the fused operation reads them.
-        gradients = [
-            call(
-                aten.permute.default,
-                call(aten.reshape.default, product.args[0], [*shape[:-1], -1]),
-                order,
-            )
-            for product in products
-        ]
+        rows = [call(aten.reshape.default, it.args[0], [*shape[:-1], -1]) for it in products]
+        gradients = [call(aten.permute.default, it, order) for it in rows]
         joined = call(aten.permute.default, call(aten.cat.default, gradients, -1), order)
         weights = call(aten.cat.default, [product.args[1] for product in products], 0)
-        rows = call(aten.reshape.default, joined, [-1, joined.meta["val"].shape[-1]])
-        result = call(aten.reshape.default, call(aten.mm.default, rows, weights), shape)
+        flat = call(aten.reshape.default, joined, [-1, joined.meta["val"].shape[-1]])
+        result = call(aten.reshape.default, call(aten.mm.default, flat, weights), shape)
     total.replace_all_uses_with(result)

@@ -68,6 +68,32 @@ def test_dtensors_copy_what_they_gather_along_the_sequence():
     assert theirs.forward.tp - ours.forward.tp == pytest.approx(copied)
 
 
+def test_a_collective_is_hidden_by_its_own_products_but_for_a_chunk():
+    """`tp_overlap`: a gather or a scatter with q, k and v, with wo, with gate and up, and with down.
+
+    Backward, sums of gradients [8192, 4096] become copies of gradients and weights, 2 numbers in place of 9.
+    """
+    layout = {"tp": 8, "dp": 1, "global_batch": 1, "backend": Backend(compile="on")}
+    part = block.micro_batch_shape(job(**layout))
+    plain = block.block(machine(), part)
+    hidden = block.block(machine(), replace(part, tp_overlap=True))
+    collective = plain.forward.tp / 4
+    for gradients, seconds in (("", hidden.forward.tp), ("inputs", hidden.backward.tp)):
+        q, k, v, wo, gate, up, down = (
+            block.product(machine(), part, it, gradients) for it in block.linears(part.model, 8)
+        )
+        during = [min(collective, it) for it in (q + k + v, wo, gate + up, down)]
+        assert during[1] < 0.5 * collective == 0.5 * during[2]
+        assert seconds == pytest.approx(4 * collective - 7 / 8 * sum(during))
+    received = 2 * 2 * 8192 * 4096 * 9 / 8
+    added = hidden.forward.elementwise - plain.forward.elementwise
+    assert added == pytest.approx(received / (0.87 * 3.35e12), rel=0.01)
+    width = (4096 + 2 * 1024 + 2 * 14336) // 8
+    copied = 2 * 2 * width * (8192 + 4096) - 2 * 9 * 8192 * 4096
+    saved = hidden.backward.elementwise - plain.backward.elementwise
+    assert saved == pytest.approx((received + copied) / (0.87 * 3.35e12), rel=0.01)
+
+
 @pytest.mark.parametrize("software", [NANOSCALE, TORCH, MEGATRON], ids=lambda one: one.name)
 def test_row_wise_scales_cost_products_and_casts(software: Software):
     compiled = Backend(compile="on")

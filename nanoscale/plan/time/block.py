@@ -286,13 +286,14 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     bytes_forward, bytes_backward = _traffic(shape)
     casts_forward, casts_backward = _casts(shape, products)
     tp_gather, tp_scatter = _tp_pair(hardware, shape)
+    in_products = _tp_in_products(hardware, shape) if shape.tp_overlap else []
     cp_forward, cp_backward = _cp(hardware, shape, attention)
     one_way = moe.one_way(hardware, shape)
     forward = Work(
         matmul=sum(forward_products) + lora_forward,
         attention=attention,
         elementwise=operations.elementwise(hardware, bytes_forward + casts_forward),
-        tp=_tp_forward(hardware, shape, sum(forward_products)),
+        tp=sum(in_products) if in_products else _tp_forward(hardware, shape, sum(forward_products)),
         cp=cp_forward,
         ep=2 * one_way + moe.counts(hardware, shape),
     )
@@ -300,7 +301,9 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
         matmul=backward_products,
         attention=attention * operations.BACKWARD_ATTENTION,
         elementwise=operations.elementwise(hardware, bytes_backward + casts_backward),
-        tp=_tp_backward(hardware, shape, backward_products),
+        tp=sum(_tp_in_products(hardware, shape, "inputs"))
+        if in_products
+        else _tp_backward(hardware, shape, backward_products),
         cp=cp_backward,
         ep=2 * one_way,
     )
@@ -311,11 +314,13 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     full = shape.recompute in ("full", "sqrt")
     if shape.recompute != "none":
         tp_recomputed = _tp_pairs(shape) * tp_gather + (tp_scatter if full else 0.0)
+        if in_products:
+            tp_recomputed = sum(in_products[:3] if full else in_products[::2])
         recomputed = Work(
             matmul=sum(forward_products[i] for i in recomputed_products) + lora_forward,
             attention=attention if full else 0.0,
             elementwise=forward.elementwise - moe.not_recomputed(hardware, shape),
-            tp=tp_recomputed / shape.tp if shape.tp_overlap else tp_recomputed,
+            tp=tp_recomputed,
             cp=cp_forward if full else 0.0,
             # Tokens are sent again, and results are not needed.
             ep=one_way if full else 0.0,
@@ -496,9 +501,7 @@ def _tp_forward(hardware: Hardware, shape: MicroBatchShape, products: float) -> 
     """
     gather, scatter = _tp_pair(hardware, shape)
     pairs = _tp_pairs(shape) * (gather + scatter)
-    if not (shape.software.hidden_tp == "both" or shape.tp_overlap):
-        return pairs
-    return _in_chunks(shape, pairs, products)
+    return _in_chunks(shape, pairs, products) if shape.software.hidden_tp == "both" else pairs
 
 
 def _in_chunks(shape: MicroBatchShape, collectives: float, products: float) -> float:
@@ -506,18 +509,32 @@ def _in_chunks(shape: MicroBatchShape, collectives: float, products: float) -> f
     return longer + (collectives - longer) / shape.tp
 
 
+def _tp_in_products(hardware: Hardware, shape: MicroBatchShape, gradients: str = "") -> list[float]:
+    """Return the exposed seconds of each collective of a pass with `tp_overlap`, in a forward pass's order.
+
+    Each runs during its own products only: q, k and v, then wo, then gate and up, then down. The collectives
+    of an MoE do not run during products, except a shared expert's collectives with `ep_over_tp`.
+    """
+    table, hidden = linears(shape.model, shape.tp, shape.ep), shape.model.hidden
+    end = 1 + next(i for i, p in enumerate(table) if p.outputs == hidden)
+    dense = shape.ep_over_tp or not shape.model.experts
+    feed_forward = [p for p in table[end:] if dense and not (p.router or p.of_experts)]
+    exposed = []
+    for layers in (table[:end], feed_forward)[: _tp_pairs(shape)]:
+        columns = [p for p in layers if p.inputs == hidden != p.outputs]
+        rows = [p for p in layers if p.outputs == hidden]
+        for collective, during in zip(_tp_pair(hardware, shape), (columns, rows), strict=True):
+            seconds = sum(product(hardware, shape, p, gradients) for p in during)
+            exposed.append(_in_chunks(shape, collective, seconds))
+    return exposed
+
+
 def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp in a backward pass: both pairs, unless they overlap with products.
 
     With `hidden_tp="backward"`, only the gathers before the row-split products are exposed. Scatters overlap
     with the products for weights, and the second gathers of the inputs overlap with the products for inputs.
-    With `tp_overlap` the scatter of an MoE is exposed: it is of a sum with the router's gradient.
     """
-    if shape.tp_overlap:
-        gather, scatter = _tp_pair(hardware, shape)
-        exposed = scatter if shape.model.experts and not shape.ep_over_tp else 0.0
-        pairs = _tp_pairs(shape) * (gather + scatter)
-        return exposed + _in_chunks(shape, pairs - exposed, products)
     if shape.software.hidden_tp != "backward":
         return _tp_forward(hardware, shape, products)
     gather, scatter = _tp_pair(hardware, shape)
