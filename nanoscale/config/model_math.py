@@ -128,6 +128,15 @@ def describe_adapters(config: Config) -> str:
     )
 
 
-def window_keys(queries: int, window: int) -> int:
-    """Return the mean number of keys that a query sees, which are the last `window` tokens up to itself."""
-    return window - window**2 // (2 * queries)
+def window_keys(queries: int, window: int, earlier: int = 0) -> int:
+    """Return the mean number of keys that a query sees, which are the last `window` tokens up to itself.
+
+    Args:
+        earlier: the number of keys before the first query.
+    """
+    return window - max(0, window - earlier) ** 2 // (2 * queries)
+
+
+def window_reach(window: int, seq: int) -> int:
+    """Return how many chunks of half of a rank's `seq` tokens a window reaches before a token's own chunk."""
+    return max(1, -((1 - window) // (seq // 2)))

@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     keys: Tensor
     """The same for keys. Documents without queries or without keys are allowed."""
     window: int | None = None
-    """The last tokens up to each query that it sees, if the block is causal; None: all."""
+    """The last tokens up to each query that it sees, in a causal block; None: all."""
     softcap: float | None = None
     """The bound c of scores, as c · tanh(score / c)."""
 
@@ -39,7 +39,7 @@ class Limits(NamedTuple):
         """Return the first key that each query sees, and the end of these keys: int32 `[batch, queries]`."""
         index = torch.arange(batch * queries, dtype=torch.int32, device=self.queries.device)
         document = torch.searchsorted(self.queries[1:], index, right=True)
-        row, own = index // queries, index % queries + 1
+        row, own = index // queries, index % queries + 1 + keys - queries
         first, end = (self.keys[document + side] - row * keys for side in (0, 1))
         if causal:
             end = torch.minimum(end, own)
@@ -51,7 +51,8 @@ class Limits(NamedTuple):
 @dataclass(frozen=True)
 class Kernel:
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """Q, k, v, causal, scale, limits (or None) -> out, lse. A causal block has as many keys as queries."""
+    """Q, k, v, causal, scale, limits (or None) -> out, lse. The last keys of a causal block are its queries'
+    own; without limits it has no earlier keys."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """grad_out, q, k, v, out, lse, causal, scale, limits (or None) -> grad_q, grad_k, grad_v."""
     head_dim_multiple: int = 1
@@ -171,8 +172,8 @@ def _blocks(
     first, end = limits.seen(batch, queries, keys, causal)
     for start in range(0, queries, _QUERIES):
         rows = slice(start, min(start + _QUERIES, queries))
-        window = limits.window or queries
-        lowest, highest = (max(0, start + 1 - window), rows.stop) if causal else (0, keys)
+        unseen = start + 1 + keys - queries - (limits.window or keys)
+        lowest, highest = (max(0, unseen), rows.stop + keys - queries) if causal else (0, keys)
         if type(first) is Tensor and first.device.type == "cpu":  # the host need not wait
             lowest = min(int(first[:, rows].min().clamp(min=0)), keys - 1)
             highest = max(int(end[:, rows].max()), lowest + 1)

@@ -7,7 +7,7 @@
 
 A core takes this rank's q `[batch, heads, seq, head_dim]` and k, v `[batch, kv_heads, seq, head_dim]` and
 returns `[batch, heads, seq, head_dim]`, causal over the whole sequence. The rest of the model works on single
-tokens and needs only their `positions`. Documents may end anywhere in the whole sequence. Windows need Ulysses.
+tokens and needs only their `positions`. Documents may end anywhere in the whole sequence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:
 
 
 class RingAttention(CausalAttention):
-    """Ring attention: keys and values pass every rank while it computes with the previous ones (see `ring`)."""
+    """Ring attention: keys and values pass every rank while it computes with the previous ones (see `ring`).
+
+    Layers with a window receive only the chunks that it reaches.
+    """
 
     def __init__(self, group: dist.ProcessGroup, shape: Model) -> None:
         super().__init__(shape)
@@ -84,7 +87,7 @@ class RingAttention(CausalAttention):
     ) -> Tensor:
         assert not sees_all, "a KV cache has whole sequences"
         head_dim, capped = q.shape[-1], self.softcap is not None
-        ends = None
+        ends = window = None
         if isinstance(mask, AttentionSpan) or capped:
             length = q.shape[2] * dist.get_world_size(self.group)
             span = (
@@ -92,13 +95,13 @@ class RingAttention(CausalAttention):
                 if isinstance(mask, AttentionSpan)
                 else AttentionSpan.whole(len(q), length, q.device)
             )
-            assert span.window is None, "the rules refuse windows in a ring"
-            ends = span.ends(len(q), length)
+            ends, window = span.ends(len(q), length), span.window
         limited = ends is not None
         kernel = choose_kernel(q, self.cuda_flash, limited=limited, capped=capped, cudnn=self.cudnn)
         q, k, v = pad_heads(kernel, q, k, v)
         scale = head_dim**-0.5
-        out = ring_attention(q, k, v, self.group, kernel, scale, self.softcap, ends, sinks)
+        settings = self.group, kernel, scale, self.softcap, window
+        out = ring_attention(q, k, v, ends, sinks, *settings)
         return out[..., :head_dim]
 
 

@@ -6,13 +6,17 @@ the sequence is cut into 2 · degree chunks and rank r holds chunks r and 2 · d
 stripe single tokens for the same reason). Every rank then computes one causal block and, at each of the degree
 − 1 hops, half of a whole block.
 
+In layers with a window, one all-to-all sends each rank the chunks that its windows reach. The rank then
+computes one causal block for each of its chunks. Backward, a second all-to-all returns the gradients.
+
 Shapes: this rank's q, out `[batch, heads, seq, head_dim]`; k, v `[batch, kv_heads, seq, head_dim]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional as F
 
+from nanoscale.config.model_math import window_reach
 from nanoscale.models.attention import (
     empty_sequence_major,
     merge_sinks,
@@ -35,16 +40,18 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    ends: Tensor | None,
+    sinks: Tensor | None,
     group: dist.ProcessGroup,
-    kernel: str,
-    scale: float,
-    softcap: float | None = None,
-    ends: Tensor | None = None,
-    sinks: Tensor | None = None,
+    *settings: Any,
 ) -> Tensor:
     """Return causal attention within documents, which end at `ends` of the whole sequence, int32 `[batch,
-    documents]`."""
-    out: Tensor = _Ring.apply(q, k, v, ends, sinks, group.group_name, kernel, scale, softcap)
+    documents]`.
+
+    Args:
+        settings: kernel, scale, softcap and window, as `Blocks` has them. A window needs `ends`.
+    """
+    out: Tensor = _Ring.apply(q, k, v, ends, sinks, group.group_name, *settings)
     return out
 
 
@@ -73,7 +80,7 @@ class _Ring(torch.autograd.Function):
         *saved, ends, sinks = ctx.saved_tensors
         grads = _backward(grad_out, *saved, ends, *ctx.settings)
         of_sinks = sink_gradient(grad_out, saved[3], saved[4], sinks)
-        return *grads, None, of_sinks, *[None] * 4
+        return *grads, None, of_sinks, *[None] * len(ctx.settings)
 
 
 # Each pass is one operation to PyTorch: its compiler skips it, and selective activation checkpointing can keep
@@ -91,9 +98,11 @@ def _forward(
     kernel: str,
     scale: float,
     softcap: float | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, ends)
-    out, lse = pass_keys(q, k, v, blocks)
+    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, window, ends)
+    attend = pass_keys if window is None else attend_in_window
+    out, lse = attend(q, k, v, blocks)
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return sequence_major(out.to(q.dtype)), lse.contiguous()
@@ -117,9 +126,11 @@ def _backward(
     kernel: str,
     scale: float,
     softcap: float | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, ends)
-    grads = pass_gradients(grad_out, q, k, v, out, lse, blocks)
+    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, window, ends)
+    differentiate = pass_gradients if window is None else window_gradients
+    grads = differentiate(grad_out, q, k, v, out, lse, blocks)
     grad_q, grad_k, grad_v = (sequence_major(grad) for grad in grads)
     return grad_q, grad_k, grad_v
 
@@ -141,6 +152,7 @@ class Blocks:
     kernel: Kernel
     scale: float
     softcap: float | None = None
+    window: int | None = None
     ends: Tensor | None = None
     """The ends of documents in the whole sequence, int32 `[batch, documents]`; None: one document."""
 
@@ -159,15 +171,25 @@ class Blocks:
         causal = owner == self.rank
         if self.ends is None and self.softcap is None:
             return causal, self.scale, None
-        before = self._before(self.rank, seq, queries), self._before(owner, seq, keys)
-        return causal, self.scale, Limits(*before, softcap=self.softcap)
+        both = (
+            chunks[:1] if part.stop else chunks[1:] if part.start else chunks
+            for chunks, part in ((self.chunks(self.rank), queries), (self.chunks(owner), keys))
+        )
+        return causal, self.scale, self.limits(seq // 2, *both)
 
-    def _before(self, rank: int, seq: int, part: slice) -> Tensor:
-        """Return the tokens of a rank's slice before each document: int32 `[batch · documents + 1]`."""
-        ends, half = self.ends, seq // 2
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """Return the numbers of the chunks that a rank holds."""
+        return rank, 2 * self.degree - 1 - rank
+
+    def limits(self, half: int, queries: Sequence[int], keys: Sequence[int]) -> Limits:
+        """Return the limits of these chunks of `half` tokens."""
+        before = self._before(half, queries), self._before(half, keys)
+        return Limits(*before, self.window, self.softcap)
+
+    def _before(self, half: int, chunks: Sequence[int]) -> Tensor:
+        """Return the tokens of chunks before each document: int32 `[batch · documents + 1]`."""
+        ends = self.ends
         assert ends is not None
-        both = [rank, 2 * self.degree - 1 - rank]
-        chunks = both[:1] if part.stop else both[1:] if part.start else both
         parts = [(ends - chunk * half).clamp(0, half) for chunk in chunks]
         counts = torch.stack(parts).sum(0, dtype=torch.int32)
         rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device) * (half * len(chunks))
@@ -255,6 +277,75 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
+
+
+def attend_in_window(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Return this rank's out and log-sum-exp, as `pass_keys` does, in a layer with a window."""
+    results = [
+        blocks.kernel.forward(q[:, :, part], *pair, *settings)
+        for part, _, pair, settings in _window_blocks(torch.stack((k, v)), blocks)
+    ]
+    out, lse = (torch.cat(x, dim=2) for x in zip(*results, strict=True))
+    return out.to(q.dtype), lse.to(accumulator(q.dtype))
+
+
+def window_gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Blocks
+) -> tuple[Tensor, ...]:
+    """Return the gradients of this rank's q, k and v in a layer with a window."""
+    wide, of_queries, of_chunks = accumulator(q.dtype), [], dict[int, Tensor]()
+    for part, chunks, pair, settings in _window_blocks(torch.stack((k, v)), blocks):
+        *rows, out_rows, lse_rows = (x[:, :, part] for x in (grad_out, q, out, lse))
+        grad_q, *grads = blocks.kernel.backward(*rows, *pair, out_rows, lse_rows, *settings)
+        of_queries.append(grad_q)
+        grad = torch.stack([x.to(wide) for x in grads])
+        for chunk, of_chunk in zip(chunks, grad.chunk(len(chunks), dim=3), strict=True):
+            of_chunks[chunk] = of_chunks[chunk] + of_chunk if chunk in of_chunks else of_chunk
+    for chunk, of_chunk in _exchange(of_chunks, q.shape[2], blocks, back=True):
+        of_chunks[chunk] = of_chunks[chunk] + of_chunk
+    grad_k, grad_v = torch.cat([of_chunks[chunk] for chunk in blocks.chunks(blocks.rank)], dim=3)
+    return tuple(x.to(q.dtype) for x in (torch.cat(of_queries, dim=2), grad_k, grad_v))
+
+
+def _window_blocks(
+    pair: Tensor, blocks: Blocks
+) -> Iterator[tuple[slice, range, Tensor, tuple[bool, float, Limits]]]:
+    """Yield for each chunk of this rank its slice, the numbers of the chunks that its queries reach, their keys
+    and values, and the last arguments of the kernel."""
+    assert blocks.window is not None
+    seq, local = pair.shape[3], blocks.chunks(blocks.rank)
+    half, reach = seq // 2, window_reach(blocks.window, seq)
+    chunks = dict(zip(local, pair.chunk(2, dim=3), strict=True))
+    chunks |= _exchange(chunks, seq, blocks)
+    for at, last in enumerate(local):
+        keys = range(max(0, last - reach), last + 1)
+        limits = blocks.limits(half, [last], keys)
+        reached = torch.cat([chunks[chunk] for chunk in keys], dim=3)
+        yield slice(at * half, (at + 1) * half), keys, reached, (True, blocks.scale, limits)
+
+
+def _exchange(
+    chunks: dict[int, Tensor], seq: int, blocks: Blocks, *, back: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    """Send each rank the chunks that its windows reach, or send such chunks back to their owners. Return the
+    received chunks with their numbers."""
+    assert blocks.window is not None
+    reach, ranks = window_reach(blocks.window, seq), range(blocks.degree)
+
+    def reached(rank: int, owner: int) -> list[int]:
+        distances = {c: [last - c for last in blocks.chunks(rank)] for c in blocks.chunks(owner)}
+        near = [c for c, each in distances.items() if any(0 < d <= reach for d in each)]
+        return [] if rank == owner else near
+
+    sent = [reached(rank, blocks.rank) for rank in ranks]
+    received = [reached(blocks.rank, owner) for owner in ranks]
+    if back:
+        sent, received = received, sent
+    given = torch.stack([chunks[chunk] for chunk in chain(*sent)])
+    result = given.new_empty((sum(map(len, received)), *given.shape[1:]))
+    sizes = [len(each) for each in received], [len(each) for each in sent]
+    dist.all_to_all_single(result, given, *sizes, group=blocks.group)
+    return zip(chain(*received), result, strict=True)
 
 
 class Transfer:

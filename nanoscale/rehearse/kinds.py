@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from nanoscale.config import parameters
 from nanoscale.config.layout import coordinates
+from nanoscale.config.model_math import window_reach
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.played.record import PLAYED_IN_PIPELINES
 
@@ -61,13 +62,17 @@ def _kinds(config: ResolvedConfig) -> Callable[[int], Hashable]:
 
     Ranks of different pipeline stages are of different kinds. In ring attention the last rank of cp computes
     other halves of the scores. The order of the halves differs on the ranks in the middle, which changes peaks
-    by less than 0.1 %. The first rank of tp has the bias of matrices that are split by row. The last rank of tp
-    may have fewer rows. Ranks that shard parameters may have different numbers of rows.
+    by less than 0.1 %. With a window, ranks near the first or the last of cp exchange and compute less. The
+    first rank of tp has the bias of matrices that are split by row. The last rank of tp may have fewer rows.
+    Ranks that shard parameters may have different numbers of rows.
     """
     parallel = config.parallel
     shards = parallel.dp // parallel.dp_replicate
     rows = _rows_of_ranks(config, shards * parallel.cp)
     ring = parallel.cp if parallel.cp_method == "ring" else 0
+    reach, seq = 0, config.train.seq_len
+    if ring > 1 and config.model.is_windowed(seq):
+        reach = window_reach(config.model.sliding_window or 0, seq // ring)
     uneven_tp = any(size % parallel.tp for size in (config.model.vocab, config.model.ffn))
 
     def kind(rank: int) -> Hashable:
@@ -75,7 +80,8 @@ def _kinds(config: ResolvedConfig) -> Callable[[int], Hashable]:
         own_rows = rows[own.dp % shards * parallel.cp + own.cp]
         has_bias = config.model.bias and own.tp == 0
         has_last_rows = uneven_tp and own.tp == parallel.tp - 1
-        return own.pp, own_rows, own.cp == ring - 1, has_bias, has_last_rows
+        ends = own.cp == ring - 1, min(own.cp, reach), min(parallel.cp - 1 - own.cp, reach)
+        return own.pp, own_rows, *ends, has_bias, has_last_rows
 
     return kind
 

@@ -100,7 +100,6 @@ LAWS = [
     (["launcher.notice=leave"], CPU, "launcher.notice"),
     ([DS, "train.statistics_every=2"], CPU, "train.statistics_every"),
     ([DS, "train.phases={a: {global_batch: 16}}"], CPU, "train.phases.a.global_batch"),
-    (["model.sliding_window=32", "parallel.cp=2"], CPU, "parallel.cp_method"),
     (["model.attention_softcap=30", "backend.attention=flash"], CPU, "backend.attention"),
     (["model.qk_norm_whole=true"], CPU, "model.qk_norm_whole"),
     (["model.qk_norm=true", "model.qk_norm_whole=true", "model.norm=layernorm"], CPU, "model.norm"),

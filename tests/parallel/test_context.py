@@ -107,14 +107,16 @@ ENDS = torch.tensor([[5, 6, 6, 7, 40, 48], [17, 30, 31, 48, 48, 48]], dtype=torc
 """The ends of documents of any length, in two rows."""
 
 
-def limited_rank(rank: int, softcap: float | None, has_sinks: bool) -> dict[str, float]:
-    """Return the largest error of a rank's result and gradients within documents, by method."""
+def limited_rank(
+    rank: int, softcap: float | None, has_sinks: bool, window: int, ends: Tensor
+) -> dict[str, float]:
+    """Return the largest error of a rank's result and gradients within documents and a window, by method."""
     dist.init_process_group("gloo")
     place, errors = (rank, dist.get_world_size()), {}
     (q, k, v, grad_out), _ = whole("float64", 4)
     sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float64) if has_sinks else None
-    mask = (torch.arange(SEQ)[:, None] >= ENDS[:, None]).sum(-1)
-    mask = (mask[:, :, None] == mask[:, None]).tril()[:, None]
+    mask = (torch.arange(SEQ)[:, None] >= ends[:, None]).sum(-1)
+    mask = (mask[:, :, None] == mask[:, None]).tril().triu(1 - window)[:, None]
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *([sinks] if has_sinks else []))]
     q, k, v, *learned = leaves
     out = dense_attention(q, k, v, mask, softcap, learned[0] if learned else None)
@@ -124,7 +126,8 @@ def limited_rank(rank: int, softcap: float | None, has_sinks: bool) -> dict[str,
         core = context.make_core(method, dist.group.WORLD, Model(attention_softcap=softcap))
         local = [x.detach()[:, :, mine].requires_grad_() for x in leaves[:3]]
         local += [x.detach().requires_grad_() for x in leaves[3:]]
-        out = core(*local[:3], AttentionSpan.of(ENDS, SEQ), sinks=local[3] if has_sinks else None)
+        span = AttentionSpan.of(ends, SEQ)._replace(window=window if window < SEQ else None)
+        out = core(*local[:3], span, sinks=local[3] if has_sinks else None)
         found = [out, *torch.autograd.grad(out, local, grad_out[:, :, mine])]
         for shared in found[4:]:
             dist.all_reduce(shared)
@@ -136,12 +139,23 @@ def limited_rank(rank: int, softcap: float | None, has_sinks: bool) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("degree", "softcap", "has_sinks"), [(2, None, False), (4, None, True), (4, 2.0, True)]
+    ("degree", "softcap", "has_sinks", "window", "ends"),
+    [
+        (2, None, False, SEQ, ENDS),
+        (4, None, True, SEQ, ENDS),
+        (4, 2.0, True, SEQ, ENDS),
+        (4, None, False, 7, ENDS),
+        (4, 2.0, True, 8, ENDS),
+        (2, None, True, 14, ENDS),
+        (4, None, True, 1, ENDS),
+        (4, None, False, 30, torch.full((BATCH, 1), SEQ, dtype=torch.int32)),
+        (4, None, False, SEQ - 1, ENDS),
+    ],
 )
-def test_documents_of_any_length_in_a_divided_sequence(
-    degree: int, softcap: float | None, has_sinks: bool
+def test_documents_and_windows_of_any_length_in_a_divided_sequence(
+    degree: int, softcap: float | None, has_sinks: bool, window: int, ends: Tensor
 ) -> None:
-    for errors in run_ranks(limited_rank, degree, softcap, has_sinks):
+    for errors in run_ranks(limited_rank, degree, softcap, has_sinks, window, ends):
         assert max(errors.values()) < 1e-12
 
 
@@ -324,13 +338,14 @@ def operation_rank(rank: int) -> None:
     dist.init_process_group("gloo")
     q, grad_out = (torch.randn(BATCH, HEADS, 8, HEAD_DIM) for _ in range(2))
     k, v = (torch.randn(BATCH, 4, 8, HEAD_DIM) for _ in range(2))
-    for kernel in ("portable", "flash-cpu"):
-        settings = (dist.group.WORLD.group_name, kernel, 1.0, None)
-        out, lse = ring._forward(q, k, v, None, None, *settings)
+    for kernel, window in (("portable", None), ("flash-cpu", None), ("portable", 3)):
+        ends = None if window is None else torch.full((BATCH, 1), 16, dtype=torch.int32)
+        settings = (dist.group.WORLD.group_name, kernel, 1.0, None, window)
+        out, lse = ring._forward(q, k, v, ends, None, *settings)
         checks = {"test_utils": ("test_schema", "test_faketensor")}
-        torch.library.opcheck(ring._forward, (q, k, v, None, None, *settings), **checks)
+        torch.library.opcheck(ring._forward, (q, k, v, ends, None, *settings), **checks)
         torch.library.opcheck(
-            ring._backward, (grad_out, q, k, v, out, lse, None, *settings), **checks
+            ring._backward, (grad_out, q, k, v, out, lse, ends, *settings), **checks
         )
 
 

@@ -69,11 +69,12 @@ ALIKE: dict[str, Row] = {
     "uneven": Row("", {"dp": 3}, 3, 1, global_batch=3),
     "hsdp": Row("", {"dp": 4, "dp_replicate": 2}, 2, 1, global_batch=4),
     "ring": Row("", {"cp": 4}, 3, 1, global_batch=1),
+    "window": Row("", {"cp": 4}, 3, 1, shape=replace(SHAPE, sliding_window=4), global_batch=1),
     "bias": Row("", {"tp": 4}, 0, 1, shape=replace(SHAPE, bias=True), global_batch=1),
     "stages": Row("", {"pp": 2, "dp": 2, "tp": 2}, 1, 1, global_batch=4),
     "experts": Row("", {"dp": 4, "ep": 2}, 3, 1, shape=MIXTURE, global_batch=4),
 }
-USUAL = ("uneven", "ring", "bias")
+USUAL = ("uneven", "ring", "window", "bias")
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_ranks_of_a_kind_do_the_same(name: str) -> None:
     for rank, record in enumerate(records):
         one, other = essence(record), essence(records[first[rank]])
         assert record.error == ""
-        if name == "ring":  # halves of the scores in another order
+        if name in ("ring", "window"):  # halves of the scores in another order
             peaks = [
                 {phase: memory["peak"] for phase, memory in it.pop("phases").items()}
                 for it in (one, other)
@@ -105,16 +106,20 @@ def played(rank: int, config: ResolvedConfig) -> RankRecord:
     return play(config, rank, 2, Gpu("NVIDIA H200", 140 << 30, 8))
 
 
+SPLITS = ("sent", "received")
+
+
 def essence(record: RankRecord) -> dict[str, Any]:
     """Return what a record has in common with records of the same kind: all but the numbers of ranks."""
     calls = []
     for call in record.calls:
         group = record.groups[call.group]
-        peer = call.peer
+        peer, at = call.peer, group.index(record.rank)
         if (
             peer is not None and call.kind in MESSAGES
         ):  # the root of a broadcast is the same for all
-            peer = (peer - group.index(record.rank)) % len(group)
-        calls.append((len(group), call._replace(group=0, peer=peer)))
+            peer = (peer - at) % len(group)
+        parts = {name: (*getattr(call, name)[at:], *getattr(call, name)[:at]) for name in SPLITS}
+        calls.append((len(group), call._replace(group=0, peer=peer, **parts)))
     own = {"rank": 0, "groups": [], "seconds": 0.0}
     return asdict(replace(record, **own, calls=[])) | {"calls": calls}

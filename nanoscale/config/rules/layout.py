@@ -200,18 +200,6 @@ RULES = (
     _table("model.vocab", "token", lambda model: model.vocab),
     _table("model.max_seq_len", "position",
         lambda model: model.max_seq_len if model.position == "learned" else 0),
-    Rule("parallel.cp_method",
-        (
-            *("parallel.cp", "parallel.cp_method", "train.seq_len"),
-            *("model.sliding_window", "model.full_attention_every"),
-        ),
-        lambda config: (
-            config.parallel.cp == 1
-            or config.parallel.cp_method != "ring"
-            or not config.model.is_windowed(config.train.seq_len)
-        ),
-        "has kernels of its own, without windows shorter than the sequence",
-        ("parallel.cp_method=ulysses", "parallel.cp=1")),
     Rule("parallel.cp",
         ("parallel.cp", "parallel.cp_method", "parallel.tp", "model.heads", "model.kv_heads"),
         _ulysses_divides, _undivided_heads, ("parallel.cp_method=ring", "parallel.cp<")),

@@ -287,7 +287,7 @@ def _block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     casts_forward, casts_backward = _casts(shape, products)
     tp_gather, tp_scatter = _tp_pair(hardware, shape)
     in_products = _tp_in_products(hardware, shape) if shape.tp_overlap else []
-    cp_forward, cp_backward = _cp(hardware, shape, attention)
+    cp_forward, cp_backward = _cp(hardware, shape)
     one_way = moe.one_way(hardware, shape)
     forward = Work(
         matmul=sum(forward_products) + lora_forward,
@@ -355,7 +355,7 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
     """Return the seconds of attention in a forward pass.
 
     In each of the cp - 1 hops of a ring, a rank computes half of the pairs of its queries and another rank's
-    keys (`parallel.ring`).
+    keys. Layers with a window have no hops, and their queries see keys of other ranks, too (`parallel.ring`).
     """
     heads, tokens = max(1, shape.model.heads // shape.tp), shape.seq // shape.cp
     ring = shape.cp > 1 and shape.cp_method != "ulysses"
@@ -369,15 +369,18 @@ def _attention(hardware: Hardware, shape: MicroBatchShape) -> float:
         """Return the seconds of queries with these keys, which documents divide equally."""
         length, keys = max(1, tokens // count), max(1, keys // count)
         kernel = "flash" if limited or window else shape.attention
-        if window and window < keys:
-            keys, causal = model_math.window_keys(length, window), False
+        if window and (ring or window < keys):
+            keys, causal = model_math.window_keys(keys, min(window, keys)), False
         sizes = shape.batch * count, length, keys, heads, model.head_width
         return operations.attention(hardware, shape.dtype, *sizes, causal, kernel)
 
-    local = seconds(tokens, True)
-    if shape.windowed:
-        local += shape.windowed * (seconds(tokens, True, model.sliding_window) - local)
-    return local + (shape.cp - 1) * seconds(max(1, tokens // 2), False) if ring else local
+    whole = seconds(tokens, True)
+    if ring:
+        whole += (shape.cp - 1) * seconds(max(1, tokens // 2), False)
+    if not shape.windowed:
+        return whole
+    windowed = seconds(shape.seq, True, model.sliding_window)
+    return whole + shape.windowed * (windowed - whole)
 
 
 def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
@@ -425,7 +428,7 @@ def _traffic(shape: MicroBatchShape) -> tuple[float, float]:
     width_bytes = operations.WIDTH[shape.dtype]
     merged = (0.0, 0.0)
     if shape.cp > 1 and shape.cp_method == "ring":
-        hops = _MERGED * (shape.cp - 1) * shape.tokens * width / shape.tp
+        hops = (1 - shape.windowed) * _MERGED * (shape.cp - 1) * shape.tokens * width / shape.tp
         merged = hops * _MERGE[0] * model.heads, hops * _MERGE[1] * (model.heads + 2 * kv_heads)
     return (
         forward * width_bytes + merged[0] + routed[0],
@@ -544,8 +547,11 @@ def _tp_backward(hardware: Hardware, shape: MicroBatchShape, products: float) ->
     return exposed + longer + hardware.efficiency.overlap * (overlapped - longer)
 
 
-def _cp(hardware: Hardware, shape: MicroBatchShape, attention: float) -> tuple[float, float]:
-    """Return the exposed seconds of context parallelism, forward and backward."""
+def _cp(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
+    """Return the exposed seconds of context parallelism, forward and backward.
+
+    The hops of a ring overlap with attention. The exchange of a layer with a window does not.
+    """
     if shape.cp == 1:
         return 0.0, 0.0
     model, number = shape.model, operations.WIDTH[shape.dtype]
@@ -557,14 +563,18 @@ def _cp(hardware: Hardware, shape: MicroBatchShape, attention: float) -> tuple[f
         exchange = collectives.all_to_all(hardware, ranks, size)
         return exchange, exchange
     keys_values = 2 * shape.tokens * kv_heads * model.head_width
-    hop = collectives.send(hardware, ranks, keys_values * number)
+    computation = _attention(hardware, replace(shape, windowed=0.0)) / shape.cp
+    reach = model_math.window_reach(model.sliding_window or 1, shape.seq // shape.cp)
+
+    def exposed(size: float, hidden: float) -> float:
+        in_ring = (shape.cp - 1) * max(0.0, collectives.send(hardware, ranks, size) - hidden)
+        in_window = collectives.send(hardware, ranks, size * min(reach, shape.cp - 1))
+        return in_ring + shape.windowed * (in_window - in_ring)
+
     # In a backward pass the fp32 gradients of keys and values are sent with them.
-    backward_hop = collectives.send(hardware, ranks, keys_values * number + keys_values * 4)
-    computation = attention / shape.cp
-    backward_computation = computation * operations.BACKWARD_ATTENTION
     return (
-        (shape.cp - 1) * max(0.0, hop - computation),
-        (shape.cp - 1) * max(0.0, backward_hop - backward_computation),
+        exposed(keys_values * number, computation),
+        exposed(keys_values * (number + 4), computation * operations.BACKWARD_ATTENTION),
     )
 
 

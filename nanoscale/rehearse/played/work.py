@@ -98,9 +98,10 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
             queries, heads, keys = query.shape[0], query.shape[1], key.shape[0]
         rows, documents = prod(batch), len(starts) - 1
         batch, queries, keys = [documents], rows * queries // documents, rows * keys // documents
-        window, causal = given.get("window"), causal or "starts" in given
-        if window is not None and window < keys:
-            keys, causal = window_keys(queries, window), False
+        window = given.get("window") or given.get("window_size_left", -1) + 1
+        causal = window >= keys == queries if window else causal or "starts" in given
+        if window and not causal:
+            keys = window_keys(queries, min(window, keys), keys - queries)
     sizes = batch[0], queries, keys, heads, size
     return "attention", name, _DTYPES.get(query.dtype, "fp32"), *sizes, causal, "backward" in name
 
