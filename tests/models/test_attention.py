@@ -106,24 +106,29 @@ def test_a_compiled_block_computes_the_same_for_any_number_of_documents(mode: An
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA")
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_attention_equals_the_portable_kernel(causal: bool, window: int | None) -> None:
-    """Not causal: as in a ring, where some documents have queries and no keys."""
-    if window and not causal:
-        pytest.skip("a window ends at the query")
+@pytest.mark.parametrize(
+    ("causal", "window", "earlier"),
+    [(True, None, 0), (True, 7, 0), (True, 7, SEQ // 2), (False, None, 0)],
+)
+def test_flash_attention_equals_the_portable_kernel(
+    causal: bool, window: int | None, earlier: int
+) -> None:
+    """Not causal, or with earlier keys: as in a ring, where some documents have only queries or only keys."""
     torch.manual_seed(0)
     q, k, v, grad = (
         torch.randn(ROWS, heads, SEQ, 64, device="cuda").bfloat16()
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
-    starts = AttentionSpan.of(ends_of(DOCUMENTS), SEQ).starts.cuda()
+    q, grad = q[:, :, earlier:], grad[:, :, earlier:]
+    ends = ends_of(DOCUMENTS)
+    starts = AttentionSpan.of(ends, SEQ).starts.cuda()
+    queries = AttentionSpan.of((ends - earlier).clamp(min=0), SEQ - earlier).starts.cuda()
     lengths = starts.diff().view(ROWS, -1)  # of keys
     if not causal:  # the first document has none
         lengths[:, 1] += lengths[:, 0]
         lengths[:, 0] = 0
     keys = torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int32), (1, 0))
-    limits = Limits(starts, keys, window)
+    limits = Limits(queries, keys, window)
     portable, flash = KERNELS["portable"], KERNELS["flash-cuda"]
     out, lse = portable.forward(q, k, v, causal, 0.125, limits)
     lse = lse.clamp(min=-10)
