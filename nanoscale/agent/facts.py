@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import getpass
 import mmap
 import os
 import re
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -86,6 +88,7 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
             "free_gib": _free_gib(root),
         },
         "cache": _inspect_cache(order["cache_dir"]),
+        "compile_cache": _inspect(_compile_cache()),
         "network": {
             "addresses": addresses(),
             "asked_for": order["master_addr"],
@@ -106,6 +109,18 @@ def _inspect_cache(configured: str | None) -> dict[str, Any]:
         folder = cache_path(configured)
     except RuntimeError:
         return {"path": "~/.cache", "problem": "the user has no home", "free_gib": None}
+    return _inspect(folder)
+
+
+def _compile_cache() -> Path:
+    """Return the folder in which Inductor keeps compiled code; its default is from
+    torch._inductor.runtime.cache_dir_utils."""
+    configured = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return Path(configured or Path(tempfile.gettempdir(), f"torchinductor_{user}"))
+
+
+def _inspect(folder: Path) -> dict[str, Any]:
     existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     return {
         "path": str(folder),

@@ -83,6 +83,7 @@ def facts(number: int) -> dict:
         "shared_memory_gib": 500.0,
         "root": {"path": "/runs", "visible": True, "problem": None, "free_gib": 100.0},
         "cache": {"path": "/cache", "problem": None, "free_gib": 100.0},
+        "compile_cache": {"path": "/code", "problem": None, "free_gib": 100.0},
         "network": {
             "addresses": {"127.0.0.1": "lo", f"10.0.0.{number}": "eth0"},
             "asked_for": "n1",
@@ -152,7 +153,7 @@ def test_healthy_hosts_are_good_in_every_respect():
     checks = {verdict.check for verdict in verdicts if verdict.host == "n2"}
     assert checks == {
         "ssh", "interpreter", "nanoscale", "python", "torch", "deepspeed", "driver", "devices",
-        "GPUs", "GPU memory", "CUDA", "links", "memory", "run.root", "cache", "/dev/shm", "clock",
+        "GPUs", "GPU memory", "CUDA", "links", "memory", "run.root", "cache", "compile cache", "/dev/shm", "clock",
         "network",
     }  # fmt: skip
     assert [verdict.host for verdict in verdicts if verdict.check == "port"] == ["n1"]

@@ -40,6 +40,7 @@ FACTS: list[tuple[str, object, str, tuple[str, ...]]] = [
     ("root.free_gib", 0.0, "run.root", ()),
     ("cache.problem", "read-only", "cache", ()),
     ("cache.free_gib", 0.0, "cache", ()),
+    ("compile_cache.problem", "read-only", "compile cache", ("backend.compile=on",)),
     ("network.found", [], "network", ()),
     ("network.found", ["127.0.0.1"], "network", ()),
     ("port", None, "port", ("launcher.master_port=5000",)),

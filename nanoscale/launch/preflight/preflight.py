@@ -36,7 +36,7 @@ from nanoscale.processes.messages import Message
 from nanoscale.runs.memory_order import LESS_SHARED_MEMORY
 
 _MOST_SKEW_S = 5.0
-_LEAST_GIB = {"memory": 1.0, "run.root": 1.0, "cache": 0.5, "/dev/shm": 0.25}
+_LEAST_GIB = {"memory": 1.0, "run.root": 1.0, "cache": 0.5, "compile cache": 0.25, "/dev/shm": 0.25}
 _COMPARED = ("nanoscale", "python", "torch", "deepspeed")
 """Checks that compare versions."""
 _LEAST_GPU_SHARE = 0.9
@@ -93,7 +93,11 @@ def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
 
 def can_compute(verdict: Verdict) -> bool:
     """True if the verdict lets its host compute with others; a job needs folders as well."""
-    return verdict.good or not verdict.needed or verdict.check in ("run.root", "cache")
+    return (
+        verdict.good
+        or not verdict.needed
+        or verdict.check in ("run.root", "cache", "compile cache")
+    )
 
 
 def skew_s(facts: Message) -> float:
@@ -351,12 +355,23 @@ def _resources(hosts: _Hosts, facts: Message) -> Iterator[CheckRow]:
         if isinstance(hosts.config, ResolvedConfig):  # checkpoints, logs and metrics
             most = plan_saving(hosts.config, None).needed / GIB + 1 / 64
         yield from _free("run.root", root["free_gib"], f"free in {runs}", remedy, most_gib=most)
-    if cache["problem"] is not None:
-        text, remedy = f"cannot write in {prepared}: {cache['problem']}", "data.cache_dir=FOLDER"
-        yield CheckRow("cache", text, remedy, needed=prepares)
+    key = "data.cache_dir=FOLDER"
+    yield from _folder("cache", cache, prepared, key, prepares)
+    code, compiles = facts["compile_cache"], hosts.config.backend.compile == "on"
+    key = "launcher.env.TORCHINDUCTOR_CACHE_DIR=FOLDER"
+    yield from _folder(
+        "compile cache", code, f"the folder of compiled code ({code['path']})", key, compiles
+    )
+
+
+def _folder(check: str, fact: Message, name: str, key: str, needed: bool) -> Iterator[CheckRow]:
+    """Check that a folder, which a key can move, is writable and has room."""
+    if fact["problem"] is not None:
+        text = f"cannot write in {name}: {fact['problem']}"
+        yield CheckRow(check, text, key, needed=needed)
     else:
-        remedy = "free some space, or data.cache_dir=FOLDER on another disk"
-        yield from _free("cache", cache["free_gib"], f"free in {prepared}", remedy, needed=prepares)
+        remedy = f"free some space, or {key} on another disk"
+        yield from _free(check, fact["free_gib"], f"free in {name}", remedy, needed=needed)
 
 
 def _shared_memory(hosts: _Hosts, member: Member, facts: Message) -> Iterator[CheckRow]:
