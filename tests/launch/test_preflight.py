@@ -153,8 +153,8 @@ def test_healthy_hosts_are_good_in_every_respect():
     checks = {verdict.check for verdict in verdicts if verdict.host == "n2"}
     assert checks == {
         "ssh", "interpreter", "nanoscale", "python", "torch", "deepspeed", "driver", "devices",
-        "GPUs", "GPU memory", "CUDA", "links", "memory", "run.root", "cache", "compile cache", "/dev/shm", "clock",
-        "network",
+        "GPUs", "GPU memory", "CUDA", "links", "memory", "run.root", "cache", "compile cache", "/dev/shm",
+        "network", "clock",
     }  # fmt: skip
     assert [verdict.host for verdict in verdicts if verdict.check == "port"] == ["n1"]
     assert len({(v.host, v.check) for v in verdicts}) == len(verdicts)
