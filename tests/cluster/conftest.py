@@ -77,7 +77,7 @@ def pbs(slurm: Slurm) -> Slurm:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of launches.TINY in one process on this machine."""
     folder = tmp_path_factory.mktemp("one")
-    words = [*TINY, "parallel.dp=1", "train.steps=120", f"run.root={folder}"]
+    words = [*TINY, "parallel.dp=1", "train.steps=400", f"run.root={folder}"]
     subprocess.run(
         [sys.executable, "-m", "nanoscale", "train", *words],
         check=True,

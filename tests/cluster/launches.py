@@ -138,7 +138,7 @@ class Launch:
         """Processes of the ranks on a node, by their start, without the first host's store."""
         servers = set(self.fork_servers(node))
         copies = [pid for pid in self.nodes.processes(node) if _parent(pid) in servers]
-        return sorted(pid for pid in copies if ".rank-" in _stdout(pid))
+        return sorted(pid for pid in copies if ".rank-" in stdout_name(pid))
 
     def only_rank(self, node: str) -> int:
         """Return the process of the only rank on a node."""
@@ -232,7 +232,7 @@ def interrupt(launch: Launch) -> None:
     launch.process.send_signal(signal.SIGINT)
 
 
-def _stdout(pid: int) -> str:
+def stdout_name(pid: int) -> str:
     """Return the name of the file that a process prints to."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/fd/1").readlink().name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,17 @@ import pytest
 from nanoscale.launch.submission.batch_script import batch_script
 from nanoscale.runs import events, status, submission
 from nanoscale.runs.directory import RunDirectory
+from tests.cluster.launches import stdout_name
 from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.slurm import LOGIN, Slurm
 from tests.support.batch import NASTY, STAND_IN, config
 
 SOURCE = Path(__file__).parents[2]
 WORDS = ("recipe=debug", "model.layers=2", "launcher.device=cpu", "launcher.threads=1")
+MEMORY = (
+    *("checkpoint.memory_every=1", "launcher.max_restarts=2"),
+    *("checkpoint.every=0", "checkpoint.every_minutes=0"),
+)
 
 
 class User:
@@ -85,6 +91,10 @@ def steps(run: RunDirectory) -> list[int]:
     return [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
 
 
+def resumptions(run: RunDirectory) -> list[dict[str, Any]]:
+    return [event for event in events.read(run) if event["kind"] == "resumed"]
+
+
 def test_submitted_waited_for_watched_and_completed(user: User) -> None:
     run, job = user.submits("one", "launcher.nodes=2", 'launcher.slurm.directives=["--hold"]')
     assert user.says_of("one") == f"queued (job {job})"
@@ -146,6 +156,7 @@ def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: U
         "launcher.slurm.time=0:30:00",
         "launcher.slurm.signal_before_s=10",
         "launcher.slurm.max_requeues=1",
+        *MEMORY,
     )
     wait_step(run, 1)
     hours, minutes, seconds = map(int, user.slurm.show(job)["RunTime"].split(":"))
@@ -160,15 +171,22 @@ def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: U
     assert (last["Restarts"], last["ExitCode"]) == ("1", "75:0")
     heard = [event["signal"] for event in events.read(run) if event["kind"] == "signal"]
     assert heard == ["SIGUSR1", "SIGUSR1"]
-    (resumed,) = [event for event in events.read(run) if event["kind"] == "resumed"]
+    (resumed,) = resumptions(run)
     assert resumed["step"] == before
     assert steps(run) == list(range(1, steps(run)[-1] + 1))
     assert "was queued again 1 times already" in user.types("runs", "logs", "long", "--batch")
 
 
 def test_a_preempted_run_saves_makes_room_and_goes_on(user: User) -> None:
-    run, job = user.submits("low", "train.steps=100000", "launcher.nodes=2")
+    """Before, a rank is killed, and the run continues from memory."""
+    run, job = user.submits("low", "train.steps=100000", "launcher.nodes=2", *MEMORY)
     wait_step(run, 3)
+    (rank,) = [pid for pid in user.slurm.processes("s2") if ".rank-" in stdout_name(pid)]
+    os.kill(rank, signal.SIGKILL)
+    wait_until(lambda: resumptions(run), "the restart", LIMIT_S)
+    (resumed,) = resumptions(run)
+    assert "memory" in resumed["message"] and not run.checkpoint_steps()
+    wait_step(run, resumed["step"] + 2)
     urgent = user.slurm.sbatch(
         "-N2", "--exclusive", "-phigh", "--output=/dev/null", "--wrap", "true"
     )

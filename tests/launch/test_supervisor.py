@@ -177,6 +177,21 @@ def test_hosts_join_beside_an_attempt_unless_it_uses_them(
         assert supervisor.fleet.join.call_args.args == ([third],)  # type: ignore[attr-defined]
 
 
+def test_a_spare_host_is_connected_once_a_host_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could replace the slow one: MIN hosts are needed, and all MAX are used."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\nn4 slots=2\n")
+    with elastic_supervisor("launcher.exclude_stragglers=1.3") as supervisor:
+        supervisor.members = supervisor._members(1)
+        join: Any = supervisor.fleet.join
+        for ratio, names in [(1.2, []), (1.4, ["n4"])]:
+            events.append(supervisor.run, "straggler", "n2 arrives late", host="n2", ratio=ratio)
+            supervisor._is_outdone()
+            assert [it.name for call in join.call_args_list for it in call.args[0]] == names
+
+
 def test_a_slow_host_is_left_out_if_the_plan_gains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

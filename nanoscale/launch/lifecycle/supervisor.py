@@ -291,12 +291,12 @@ class Supervisor:
         """True if the plan gains without a slow host, or from further hosts, which are connected meanwhile."""
         if not self._is_elastic:
             return False
-        if len(self.members) < self._range[1]:
+        self._read_reports()
+        if len(self.members) - len(self._slow_hosts()) < self._range[1]:
             # A host of this attempt that is lost just now is reached only after the attempt's end. One that is
             # left out is reached too: it is there when a further host is lost.
             busy = self.leaving.union(map(_name, self.members))
             self.fleet.join([it for it in self.fleet.members if it.name not in busy])
-        self._read_reports()
         judged = [it.name for it in self._remaining()], dict(self.slow)
         if judged == self.judged:
             return False
@@ -316,9 +316,8 @@ class Supervisor:
 
     def _is_slowed(self) -> bool:
         """True if the plan gains without a slow host, which is left out from now on."""
-        least = self.request.config.launcher.exclude_stragglers or math.inf
-        for host, ratio in self.slow.items():
-            if ratio < least or not self._can_spare(host):
+        for host, ratio in self._slow_hosts().items():
+            if not self._can_spare(host):
                 continue
             self.left_out.add(host)
             fitting = self._fitting()
@@ -329,6 +328,11 @@ class Supervisor:
                 return True
             self.left_out.remove(host)
         return False
+
+    def _slow_hosts(self) -> dict[str, float]:
+        """Return the hosts that are slow enough to be left out; a host beyond the most may replace one."""
+        least = self.request.config.launcher.exclude_stragglers or math.inf
+        return {host: ratio for host, ratio in self.slow.items() if ratio >= least}
 
     @property
     def _is_elastic(self) -> bool:
