@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -190,6 +191,30 @@ def test_a_spare_host_is_connected_once_a_host_is_slow(
             events.append(supervisor.run, "straggler", "n2 arrives late", host="n2", ratio=ratio)
             supervisor._is_outdone()
             assert [it.name for call in join.call_args_list for it in call.args[0]] == names
+
+
+def test_a_signal_during_a_change_of_hosts_keeps_the_state_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the ranks have stopped without a save on disk, before the next attempt."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+    with elastic_supervisor() as supervisor:
+        supervisor.fleet.memory_key = b"key"
+        supervisor.change = "n2 is slow: continuing", "+7 % planned"
+
+        def attempt(number: int) -> Outcome:
+            assert number == 1
+            return Outcome("preempted", 75)
+
+        def prepare(*_: object) -> None:
+            supervisor.signals.first = signal.SIGINT
+
+        monkeypatch.setattr(supervisor, "_attempt", attempt)
+        monkeypatch.setattr("nanoscale.launch.lifecycle.supervisor.prepare", prepare)
+        outcome = supervisor.supervise(1)
+        assert (outcome.state, outcome.exit_code) == ("stopped", 130)
+        assert supervisor.fleet.rescue == []
 
 
 def test_a_slow_host_is_left_out_if_the_plan_gains(

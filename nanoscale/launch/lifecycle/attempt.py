@@ -68,6 +68,12 @@ class Outcome:
 _STOPPED = Outcome("stopped", INTERRUPTED)
 
 
+def asked_outcome(run: RunDirectory, signals: Signals) -> Outcome:
+    """Return the outcome of ranks that have stopped because they were asked to."""
+    by_user = signals.first is signal.SIGINT or events.stop_requested(run)
+    return _STOPPED if by_user else Outcome("preempted", PREEMPTED)
+
+
 @dataclass
 class Attempt:
     """One attempt of a run: an execution, and what it records and shows of it."""
@@ -243,8 +249,7 @@ class Attempt:
             if outcomes == {"completed"}:
                 return Outcome("completed", DONE)
             if (self.forced is None and is_asked) or "stopped" in outcomes:
-                by_user = first_signal is signal.SIGINT or events.stop_requested(self.run)
-                return _STOPPED if by_user else Outcome("preempted", PREEMPTED)
+                return asked_outcome(self.run, self.signals)
         if self.forced is not None and first_signal is signal.SIGINT:
             return _STOPPED
         failures = self.execution.failures

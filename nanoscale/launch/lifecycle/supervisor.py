@@ -22,7 +22,7 @@ from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.hosts.hosts import read_hostfile
-from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
+from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View, asked_outcome
 from nanoscale.launch.lifecycle.command import LaunchPlan, agent_environment, plan_launch
 from nanoscale.launch.lifecycle.data_preparation import preparing_rest
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
@@ -127,11 +127,12 @@ class Supervisor:
             has_failed = outcome.exit_code == FAILED
             is_left = is_preempted and self.newly_leaving and self._remaining()
             continues = is_change or is_left or (has_failed and restarts_left)
+            if is_change and self.signals.first is None:
+                prepare(self.fleet, self.request, self.signals, self._lost_after_s)
             if not continues or self.signals.first is not None:
-                return outcome
+                return asked_outcome(self.run, self.signals) if is_change else outcome
             number += 1
             if is_change:
-                prepare(self.fleet, self.request, self.signals, self._lost_after_s)
                 continue
             self.change = None
             pause = _SHORTEST_PAUSE_S if has_trained else min(2 * pause, _LONGEST_PAUSE_S)
@@ -188,10 +189,7 @@ class Supervisor:
         if source is not None:
             self.starts[source.attempt, source.count] += 1
             self.memory_step = source.step
-            names = [
-                *(peer.host for peer in source.peers),
-                *([source.folder] if source.folder else ()),
-            ]
+            names = filter(None, (*(peer.host for peer in source.peers), source.folder))
             text = f"continuing from step {source.step} in the memory of {', '.join(names)}"
             events.append(self.run, "memory", text, step=source.step)
         return {"source": source and asdict(source), "peers": pair(members, address_of)}
@@ -368,9 +366,7 @@ class Supervisor:
         away = [
             it for it in self.fleet.members if not it.is_present and it.name not in self.leaving
         ]
-        if (
-            self._is_elastic
-        ):  # lost hosts join beside the next attempt, or while the run waits for hosts
+        if self._is_elastic:  # they join beside the next attempt, or while the run waits for hosts
             for member in away:
                 member.tried = -math.inf
         elif away:
@@ -439,7 +435,10 @@ class Supervisor:
     def _conclude(self, outcome: Outcome) -> Outcome:
         self.lock.require()
         cause = outcome.failure
-        is_behind = self.memory_step > max(self.run.checkpoint_steps(), default=0)
+        # Ranks that stop for a change of hosts do not save on disk.
+        is_behind = bool(self.change) or self.memory_step > max(
+            self.run.checkpoint_steps(), default=0
+        )
         # After an error that the training itself has raised, the newest state may be its cause.
         if self.fleet.memory_key and (is_behind or (cause is not None and not cause.exception)):
             lost = [node for node, it in enumerate(self.members) if not it.is_present]
@@ -486,12 +485,7 @@ def _of_cause(cause: Failure | None) -> dict[str, Any]:
     return {"since": cause.time, "host": cause.host, "cause": f"{cause.host} ({cause.diagnosis})"}
 
 
-def prepare(
-    fleet: Fleet,
-    request: Request,
-    signals: Signals,
-    limit_s: float | None = None,
-) -> None:
+def prepare(fleet: Fleet, request: Request, signals: Signals, limit_s: float | None = None) -> None:
     """Let the hosts prepare and send their facts, until all have answered or are lost, or a signal comes."""
     config = request.config
     environment = agent_environment(config, config.world_size, os.environ)
