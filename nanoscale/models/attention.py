@@ -48,6 +48,12 @@ class AttentionSpan(NamedTuple):
         first = torch.arange(rows, dtype=torch.int32, device=self.starts.device) * length
         return self.starts[1:].view(rows, -1) - first.unsqueeze(1)
 
+    def half(self, number: int) -> AttentionSpan:
+        """Return the span of the first (0) or the second (1) half of an even number of rows."""
+        middle = len(self.starts) // 2
+        second = self.starts[middle:] - self.starts[middle]
+        return self._replace(starts=second if number else self.starts[: middle + 1])
+
     def limits(self, softcap: float | None = None) -> Limits:
         return Limits(self.starts, self.starts, self.window, softcap)
 

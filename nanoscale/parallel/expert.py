@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nanoscale.config.resolved import ResolvedParallel
+from nanoscale.models.attention import Mask
 from nanoscale.models.moe import (
     ExpertPairs,
     Experts,
@@ -33,6 +34,7 @@ from nanoscale.models.moe import (
     spread,
     sum_rows,
 )
+from nanoscale.models.rope import Rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
 from nanoscale.parallel.mesh import ExpertLayout
@@ -206,13 +208,13 @@ def run_in_halves(
     Tokens of the first half travel during attention of the second, and tokens of the second during the experts
     of the first, whose results travel during the experts of the second. The backward pass is the mirror image.
     """
-    if hidden.shape[0] % 2 or masks[block.has_window] is not None:
+    if hidden.shape[0] % 2:
         return Block.forward(block, hidden, rotations, masks)
     moe = block.mlp
     assert isinstance(moe, MixtureOfExperts)
     halves, sent = [], []
-    for half in hidden.chunk(2):
-        attended = block.attend(half, rotations, masks)
+    for number, half in enumerate(hidden.chunk(2)):
+        attended = block.attend(half, *_of_half(number, rotations, masks))
         normed = block.mlp_norm(attended)
         halves.append((attended, normed))
         sent.append(exchange.send(normed.flatten(0, 1), *moe.router(normed)))
@@ -222,6 +224,22 @@ def run_in_halves(
         combined = exchange.receive(each, of_experts).view(normed.shape)
         results.append(block.add_feed_forward(attended, moe.add_shared(normed, combined)))
     return torch.cat(results)
+
+
+def _of_half(number: int, rotations: Rotations, masks: Masks) -> tuple[Rotations, Masks]:
+    """Return the rotations and the masks of one half of the rows."""
+
+    def turned(rotation: Rotation) -> Rotation:
+        if rotation is None or rotation[0].ndim == 3:  # the rows have the same positions
+            return rotation
+        cosine, sine = (x.chunk(2)[number] for x in rotation)
+        return cosine, sine
+
+    def seen(mask: Mask) -> Mask:
+        assert not isinstance(mask, Tensor), "of a KV cache, which has no ranks"
+        return None if mask is None else mask.half(number)
+
+    return (turned(rotations[0]), turned(rotations[1])), (seen(masks[0]), seen(masks[1]))
 
 
 Started = tuple[Tensor, Tensor]

@@ -145,7 +145,15 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
 
 def compile_experts(rank: int, mode: str, degrees: dict[str, Any]) -> tuple[float, tuple[int, int]]:
     process_group.join(2, torch.device("cpu"), 120.0)
-    config = config_of(Row("", degrees | recomputed(mode), 3, precision="fp64", shape=MIXTURE))
+    config = config_of(
+        Row(
+            "",
+            degrees | recomputed(mode),
+            3,
+            precision="fp64",
+            shape=replace(MIXTURE, sliding_window=8),
+        )
+    )
     losses = []
     for compiled in ("off", "on"):
         torch._dynamo.reset()
@@ -174,7 +182,7 @@ def compile_experts(rank: int, mode: str, degrees: dict[str, Any]) -> tuple[floa
     [("full", {"dp": 2}), ("selective", {"tp": 2, "ep_over_tp": True})],
 )
 def test_compiled_experts_of_two_ranks(mode: str, degrees: dict[str, Any]) -> None:
-    """Half of the batch is on its way while the other is computed; blocks compile once, the loss once."""
+    """One half of the batch is on its way while the other is computed; blocks compile once, the loss once."""
     for difference, graphs in run_ranks(compile_experts, 2, mode, {"ep": 2} | degrees):
         assert difference < 1e-12
         assert graphs == (3, 0)

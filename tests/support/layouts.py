@@ -259,7 +259,7 @@ ROWS = [
     mixture(0, 2, pp=2, cp=2, cp_method="ulysses", shape=GPT_OSS),
     mixture(0, 1, dp=2, cp=2, ep=2, shape=GPT_OSS),
     mixture(1, 1, dp=2, tp=2, shape=replace(GPT_OSS, balance="aux"), activation_checkpointing="selective"),
-    packed("gpt-oss, dp 2 · tp 2", 3, 2, GPT_OSS, dp=2, tp=2),
+    packed("gpt-oss, dp 2 · ep 2", 3, 2, GPT_OSS, dp=2, ep=2),
     mixture(3, dp=2, ep=2, tp=2, activation_checkpointing="selective"),
     mixture(0, 4, ep=2, tp=2, ep_over_tp=True, shape=AUX),
     mixture(1, 1, ep=2, tp=2, pp=2, ep_over_tp=True, shape=SHARED, activation_checkpointing="full"),

@@ -59,7 +59,6 @@ REPEATED = (
     "MoE aux, dp 2, pp 2, stage 0",
     "MoE bias, dp 2, tp 2, ep 2, stage 3",
     "MoE none, dp 4, ep 4, stage 3",
-    "packed documents, gpt-oss, dp 2 · tp 2",
     "LoRA, dp 2, tp 2, activation_checkpointing full, stage 3",
     "LoRA, dp 2, pp 2, schedule zbv, virtual_stages 2, stage 1",
     "DoRA, dp 2, tp 2, activation_checkpointing selective, stage 2",

@@ -225,8 +225,7 @@ def product(
 def block(hardware: Hardware, shape: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
     in_halves = (
-        shape.ep > 1 and shape.expert_tp == 1 and shape.batch % 2 == 0 and shape.document is None
-        and not shape.windowed and not shape.software.fused
+        shape.ep > 1 and shape.expert_tp == 1 and shape.batch % 2 == 0 and not shape.software.fused
     )  # fmt: skip
     return _in_halves(hardware, shape) if in_halves else _block(hardware, shape)
 
