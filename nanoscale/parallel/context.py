@@ -68,7 +68,7 @@ def make_core(method: str, group: dist.ProcessGroup, shape: Model) -> nn.Module:
 class RingAttention(CausalAttention):
     """Ring attention: keys and values pass every rank while it computes with the previous ones (see `ring`).
 
-    Layers with a window receive only the chunks that it reaches.
+    Layers with a window receive only the tokens that it reaches.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: Model) -> None:
@@ -90,17 +90,13 @@ class RingAttention(CausalAttention):
         ends = window = None
         if isinstance(mask, AttentionSpan) or capped:
             length = q.shape[2] * dist.get_world_size(self.group)
-            span = (
-                mask
-                if isinstance(mask, AttentionSpan)
-                else AttentionSpan.whole(len(q), length, q.device)
-            )
+            whole = AttentionSpan.whole(len(q), length, q.device)
+            span = mask if isinstance(mask, AttentionSpan) else whole
             ends, window = span.ends(len(q), length), span.window
         limited = ends is not None
         kernel = choose_kernel(q, self.cuda_flash, limited=limited, capped=capped, cudnn=self.cudnn)
         q, k, v = pad_heads(kernel, q, k, v)
-        scale = head_dim**-0.5
-        settings = self.group, kernel, scale, self.softcap, window
+        settings = self.group, kernel, head_dim**-0.5, self.softcap, window
         out = ring_attention(q, k, v, ends, sinks, *settings)
         return out[..., :head_dim]
 

@@ -6,7 +6,7 @@ the sequence is cut into 2 · degree chunks and rank r holds chunks r and 2 · d
 stripe single tokens for the same reason). Every rank then computes one causal block and, at each of the degree
 − 1 hops, half of a whole block.
 
-In layers with a window, one all-to-all sends each rank the chunks that its windows reach. The rank then
+In layers with a window, one all-to-all sends each rank the tokens that its windows reach. The rank then
 computes one causal block for each of its chunks. Backward, a second all-to-all returns the gradients.
 
 Shapes: this rank's q, out `[batch, heads, seq, head_dim]`; k, v `[batch, kv_heads, seq, head_dim]`.
@@ -327,25 +327,28 @@ def _window_blocks(
 def _exchange(
     chunks: dict[int, Tensor], seq: int, blocks: Blocks, *, back: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """Send each rank the chunks that its windows reach, or send such chunks back to their owners. Return the
-    received chunks with their numbers."""
+    """Send each rank the last tokens of chunks that its windows reach, or send these back to their owners.
+    Return the received chunks with their numbers. Other tokens are 0."""
     assert blocks.window is not None
-    reach, ranks = window_reach(blocks.window, seq), range(blocks.degree)
+    half, ranks, far = seq // 2, range(blocks.degree), max(2, blocks.window) - 1 + seq // 2
 
-    def reached(rank: int, owner: int) -> list[int]:
+    def reached(rank: int, owner: int) -> list[tuple[int, int]]:
         distances = {c: [last - c for last in blocks.chunks(rank)] for c in blocks.chunks(owner)}
-        near = [c for c, each in distances.items() if any(0 < d <= reach for d in each)]
-        return [] if rank == owner else near
+        near = {c: min(d for d in (*each, seq * far) if d > 0) for c, each in distances.items()}
+        tails = [(chunk, min(half, far - distance * half)) for chunk, distance in near.items()]
+        return [each for each in tails if each[1] > 0 and rank != owner]
 
     sent = [reached(rank, blocks.rank) for rank in ranks]
     received = [reached(blocks.rank, owner) for owner in ranks]
     if back:
         sent, received = received, sent
-    given = torch.stack([chunks[chunk] for chunk in chain(*sent)])
-    result = given.new_empty((sum(map(len, received)), *given.shape[1:]))
-    sizes = [len(each) for each in received], [len(each) for each in sent]
-    dist.all_to_all_single(result, given, *sizes, group=blocks.group)
-    return zip(chain(*received), result, strict=True)
+    given = torch.cat([chunks[at][..., -tail:, :].movedim(3, 0) for at, tail in chain(*sent)])
+    numbers, tails = zip(*chain(*received), strict=True)
+    result = given.new_empty((sum(tails), *given.shape[1:]))
+    sizes = [[sum(tail for _, tail in each) for each in way] for way in (received, sent)]
+    dist.all_to_all_single(result, given, sizes[0], sizes[1], blocks.group)
+    last = result.movedim(0, 3).split(tails, dim=3)
+    return zip(numbers, (F.pad(x, (0, 0, half - x.shape[3], 0)) for x in last), strict=True)
 
 
 class Transfer:

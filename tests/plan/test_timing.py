@@ -498,7 +498,7 @@ def test_attention_within_documents_and_windows_computes_what_is_seen():
         4 < attention(whole) / attention(replace(config, data=short)) < 8
     )  # tiles of the diagonal are whole
     assert 2.5 < attention(whole) / attention(windows) < 4.3
-    # Each rank of a ring has an equal share, and sends one chunk from each of its halves in place of 7 hops.
+    # Each rank of a ring has an equal share, and sends a window's tokens of each of its halves, not 7 hops.
     ring = replace(windows, parallel=replace(windows.parallel, dp=1, cp=8))
     assert attention(windows) / attention(ring) == pytest.approx(8, rel=0.2)
     slow = changed(hardware, intra_bandwidth=1e8, intra_latency=0.0)
@@ -507,3 +507,6 @@ def test_attention_within_documents_and_windows_computes_what_is_seen():
         for share in (0.0, 0.5, 1.0)
     ]
     assert sent[0] / sent[2] == pytest.approx(7 / 2, rel=0.01) and sent[0] > sent[1] > sent[2]
+    narrow = replace(ring, model=replace(ring.model, sliding_window=128))
+    shape = blocks.micro_batch_shape(narrow)
+    assert sent[2] / blocks.block(slow, shape).forward.cp == pytest.approx(8, rel=0.01)

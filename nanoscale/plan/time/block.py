@@ -563,7 +563,7 @@ def _cp(hardware: Hardware, shape: MicroBatchShape) -> tuple[float, float]:
         return exchange, exchange
     keys_values = 2 * shape.tokens * kv_heads * model.head_width
     computation = _attention(hardware, replace(shape, windowed=0.0)) / shape.cp
-    reach = model_math.window_reach(model.sliding_window or 1, shape.seq // shape.cp)
+    reach = 2 * shape.cp * (model.sliding_window or 0) / shape.seq  # in chunks
 
     def exposed(size: float, hidden: float) -> float:
         in_ring = (shape.cp - 1) * max(0.0, collectives.send(hardware, ranks, size) - hidden)

@@ -103,7 +103,7 @@ def _tp(hardware: Hardware, shape: MicroBatchShape) -> str:
 def _cp(shape: MicroBatchShape) -> str:
     if shape.cp_method == "ulysses":
         return f"all-to-alls among {shape.cp} ranks, from the sequence to heads and back (arXiv:2309.14509)"
-    windows = "; layers with a window exchange the chunks that it reaches" if shape.windowed else ""
+    windows = "; layers with a window exchange the tokens that it reaches" if shape.windowed else ""
     return f"{shape.cp - 1} hops of keys and values, as far as a hop takes longer than its attention{windows}"
 
 
