@@ -5,7 +5,7 @@ sum of their outputs: two all-to-alls with as many rows as the routing requires 
 arXiv:2006.16668, section 3.3, without its limit on an expert's tokens; DeepSeek-AI 2024, arXiv:2412.19437,
 section 3.2.2, send one copy to a host). With tp, every rank routes all tokens in the same way, and the partial
 results of an expert are summed as in a dense block. With parallel.ep_over_tp, ranks of tp belong to ep: each
-routes its own part of the divided sequence (Liu et al. 2025, arXiv:2504.14960, section 3.1).
+routes its own part of the divided sequence (Liu et al. 2025, arXiv:2504.14960).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def apply(
             stream = ResidualStream.on_mesh(tensor, parallel.sequence_parallel)
             if of_experts is not None:
                 stream.wrap(moe)
-            elif moe.shared is not None:
-                stream.wrap(moe.shared)
-            if of_experts is None:
+            else:
                 group = tensor.get_group()
                 moe.router.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)
+                if moe.shared is not None:
+                    stream.wrap(moe.shared)
         assert isinstance(layer, Block)
         _divide_experts(moe.experts, layer, of_experts, experts, mean)
 
