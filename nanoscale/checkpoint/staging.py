@@ -35,6 +35,7 @@ class Staging:
 
     def __init__(self, buffer: Tensor | None = None) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer
+        self._is_given = buffer is not None
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._copies: list[Tensor] = []
         """The buffer's memory for tensors of this layout."""
@@ -105,6 +106,7 @@ class Staging:
             return
         starts = [*accumulate((aligned(tensor.nbytes) for tensor in tensors), initial=0)]
         if self._buffer.nbytes != starts[-1]:
+            assert not self._is_given, "the state has other sizes than its file"
             if self._copied is not None:
                 unpin_memory(self._buffer.data_ptr())
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
