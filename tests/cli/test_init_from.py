@@ -86,15 +86,9 @@ def test_what_is_no_model_is_refused(
     lost = sorted(Path("lost").glob("model-*"))[1]
     lost.unlink()
     assert f"{lost.name}, which does not exist" in refused(capsys, "model.init_from=lost")
-    window = json.loads(Path("small/config.json").read_text())
-    window |= {"model_type": "mistral", "sliding_window": 16}
     text = refused(capsys, "model.init_from=small", "parallel.tp=2")
     assert "model.vocab=257: must be a multiple" in text and "keeps its number of rows" in text
     assert "type instead: parallel.tp=1\n" in text
-    shutil.copytree("small", "window")
-    Path("window/config.json").write_text(json.dumps(window))
-    words = ["model.init_from=window", "parallel.cp=2", "model.tie_embeddings=false"]
-    assert "without windows shorter than the sequence" in refused(capsys, *words)
 
 
 @pytest.mark.slow

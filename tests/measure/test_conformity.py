@@ -225,7 +225,7 @@ USUAL = (
     "dp 2 · tp 2, stage 3",
     "packed documents, dp 2 · pp 2, stage 1, full",
     "ulysses cp 2",
-    "MoE aux, dp 2, ep 2, tp 2, cp 2, activation_checkpointing full, stage 2",
+    "MoE aux, dp 2, ep 4, tp 2, cp 2, ep_over_tp True, activation_checkpointing full, stage 2",
     "pp 2, zbv",
     "LoRA, dp 2, tp 2, activation_checkpointing full, stage 3",
 )

@@ -188,6 +188,7 @@ DEEPSPEED = (
             ("zero.prefetch", "is for FSDP2; DeepSpeed decides itself what it gathers ahead"),
             ("optimizer.moments_dtype",
                 "is rounded by an update of the native backend, which DeepSpeed's engine does not run"),
+            ("parallel.ep_over_tp", "distributes experts, which DeepSpeed's engine does not do"),
             ("parallel.tp_overlap", "is for the layers that the native backend divides over ranks"),
             ("parallel.dp_replicate",
                 "is for FSDP2; DeepSpeed shards over all ranks of dp, and ZeRO++ within a subset of them"),
