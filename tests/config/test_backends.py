@@ -23,7 +23,7 @@ def _every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_limit_has_such_a_test():
     tested = {(DS in words, key) for words, _, key in LAWS}
     for limit in DEEPSPEED:
-        # With fp64 more is wrong: below. tp_overlap needs compiled blocks, which DeepSpeed has without tp only, and
+        # With fp64 more is wrong: below. tp_overlap needs compiled blocks, which DeepSpeed has without tp only;
         # ep_over_tp needs ep, which DeepSpeed does not have.
         if limit.key not in ("precision.params", "parallel.tp_overlap", "parallel.ep_over_tp"):
             assert (True, limit.key) in tested, limit.key
