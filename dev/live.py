@@ -398,11 +398,17 @@ def overhead() -> None:
                 print(f"{job}, every {every}: {more:+.1%} of {fastest[0] * 1e3:.1f} ms", flush=True)
 
 
+PAUSE = "import time\n\n\ndef on_step_end(moment):\n    time.sleep(0.2)\n"
+"""A hook that makes steps longer, so that one process can compute all of them again in minutes."""
+
+
 def soak(minutes: int) -> None:
     """Let a fault happen each minute on three hosts."""
     random.seed(minutes)
     with tempfile.TemporaryDirectory() as name, Nodes(Path(name) / "nodes") as nodes:
-        live = Live(nodes, Path(name), ELASTIC)
+        hooks = Path(name) / "hooks.py"
+        hooks.write_text(PAUSE)
+        live = Live(nodes, Path(name), (*ELASTIC, f"hooks.path={hooks}"))
         kinds = [kind for kind in FAULTS if kind != "launcher killed"]
         for minute in range(minutes):
             began = time.monotonic()
