@@ -115,9 +115,12 @@ def _inspect_cache(configured: str | None) -> dict[str, Any]:
 def _compile_cache() -> Path:
     """Return the folder in which Inductor keeps compiled code; its default is from
     torch._inductor.runtime.cache_dir_utils."""
-    configured = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    return Path(configured or Path(tempfile.gettempdir(), f"torchinductor_{user}"))
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in a container: the user has no name
+        user = f"uid_{os.getuid()}"
+    folder = "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), folder))
 
 
 def _inspect(folder: Path) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,6 +70,15 @@ def test_the_cache_is_looked_at_where_it_will_be(tmp_path, monkeypatch):
     assert facts(order(tmp_path), None)["cache"]["path"] == str(tmp_path / "c")
     named = facts(order(tmp_path, cache_dir=str(tmp_path / "mine")), None)["cache"]
     assert named["path"] == str(tmp_path / "mine") and named["free_gib"] > 0
+
+
+def test_the_folder_of_compiled_code_is_found_for_a_user_without_a_name(tmp_path, monkeypatch):
+    """As in a container that runs as any number."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for user, name in [(lambda: "a:b", "a_b"), (Mock(side_effect=KeyError), f"uid_{os.getuid()}")]:
+        monkeypatch.setattr("getpass.getuser", user)
+        path = Path(facts(order(tmp_path), None)["compile_cache"]["path"])
+        assert path == Path(tempfile.gettempdir()) / f"torchinductor_{name}"
 
 
 def test_old_locks_of_compilations_are_found_and_new_ones_are_not(tmp_path, monkeypatch):
