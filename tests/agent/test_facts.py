@@ -73,7 +73,7 @@ def test_the_cache_is_looked_at_where_it_will_be(tmp_path, monkeypatch):
 
 
 def test_the_folder_of_compiled_code_is_found_for_a_user_without_a_name(tmp_path, monkeypatch):
-    """As in a container that runs as any number."""
+    """A container may run as any number, which has no name."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     for user, name in [(lambda: "a:b", "a_b"), (Mock(side_effect=KeyError), f"uid_{os.getuid()}")]:
         monkeypatch.setattr("getpass.getuser", user)
