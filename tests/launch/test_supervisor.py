@@ -19,6 +19,7 @@ from nanoscale.config.machines import Host
 from nanoscale.config.rules import check
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.attempt import Outcome
+from nanoscale.launch.lifecycle.host_choice import HostChoice
 from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.launch.lifecycle.supervisor import Supervisor
 from nanoscale.launch.request import check_request
@@ -28,7 +29,6 @@ from tests.support.recipes import changed
 
 HOSTS = (Host("n1", 2), Host("n2", 2))
 LOST = agent_failure("n1", "it was lost")
-NONE: Any = None
 
 
 @contextmanager
@@ -41,7 +41,8 @@ def elastic_supervisor(*overrides: str) -> Iterator[Supervisor]:
     request = check_request(composed, devices=Devices("cpu", 2))
     fleet = Mock(memory_key=None, members=[Member(it) for it in request.hosts])
     with new_run(request) as lock:
-        yield Supervisor(lock, request, fleet, SimpleNamespace(first=None), Mock(running=True))
+        hosts = HostChoice(lock.run, fleet, request)
+        yield Supervisor(lock, hosts, SimpleNamespace(first=None), Mock(running=True))
 
 
 @pytest.mark.slow
@@ -59,9 +60,10 @@ def test_an_elastic_job_fits_its_micro_batch_to_the_remaining_hosts(
     model = replace(request.config.model, init_from="/weights")
     request = replace(request, config=replace(request.config, model=model))
     with new_run(request) as lock:
-        supervisor = Supervisor(lock, request, NONE, NONE, NONE)
-        supervisor._adopt(supervisor._request_for(HOSTS[:1]), 2)
-        resolved = supervisor.request.config
+        fleet: Any = Mock(members=[Member(HOSTS[0])])
+        hosts = HostChoice(lock.run, fleet, request)
+        hosts.choose(2)
+        resolved = hosts.request.config
         assert load(lock.run.config) == resolved and resolved.parallel.dp == 2
     alone = check_request(composed, devices=cpu, hosts=HOSTS[:1]).config.train.micro_batch
     assert resolved.train.micro_batch == alone < check(composed, cpu, HOSTS[:1]).train.micro_batch
@@ -87,13 +89,15 @@ def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
         Mock(running=True),
     )
     with new_run(request) as lock:
-        supervisor = Supervisor(lock, request, fleet, SimpleNamespace(first=None), view)
+        supervisor = Supervisor(
+            lock, HostChoice(lock.run, fleet, request), SimpleNamespace(first=None), view
+        )
         started: list[list[str]] = []
 
         def attempt(number: int) -> Outcome:
-            started.append([member.name for member in supervisor._members(number)])
-            supervisor.newly_leaving = {"n1"} - supervisor.leaving
-            supervisor.leaving |= supervisor.newly_leaving
+            started.append([member.name for member in supervisor.hosts.choose(number)])
+            supervisor.newly_leaving = {"n1"} - supervisor.hosts.leaving
+            supervisor.hosts.leaving |= supervisor.newly_leaving
             return Outcome("completed", 0) if number == 2 else Outcome("preempted", 75)
 
         monkeypatch.setattr(supervisor, "_attempt", attempt)
@@ -113,13 +117,13 @@ def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
     with elastic_supervisor() as supervisor:
 
         def names() -> list[str]:
-            return [it.name for it in supervisor._members(1)]
+            return [it.name for it in supervisor.hosts.choose(1)]
 
         assert names() == ["n1", "n2", "n3"] and not supervisor.fleet.members[3].is_present
 
         def fail(host: str, at: float, exception: str = "") -> None:
             cause: Any = SimpleNamespace(host=host, time=at, exception=exception)
-            supervisor._leave_out_faulty(cause)
+            supervisor.hosts.leave_out_faulty(cause)
 
         for at in (0, 1):
             fail("n2", at, "nanoscale.train.stability.NonFiniteError")
@@ -129,7 +133,7 @@ def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
         fail("n1", 4004)
         assert names() == ["n2", "n3"]
         events.append(supervisor.run, "health", "the GPU of rank 4 on n3 reports Xid 79", host="n3")
-        supervisor._leave_out_faulty(None)
+        supervisor.hosts.leave_out_faulty(None)
         assert names() == ["n2", "n3"]
         left_out = events.last(supervisor.run, "left out")
         assert left_out is not None
@@ -158,7 +162,7 @@ def test_a_run_waits_for_a_host_if_too_few_are_left(
         first.lost = second.lost = LOST
         monkeypatch.setattr(supervisor.fleet, "poll", poll)
         supervisor._wait_for_hosts()
-        assert [it.name for it in supervisor._members(1)] == ["n2", "n3"] and polls == 2
+        assert [it.name for it in supervisor.hosts.choose(1)] == ["n2", "n3"] and polls == 2
         waiting = [it for it in events.read(supervisor.run) if it["kind"] == "waiting"]
         assert len(waiting) == 1 and "Ctrl-C ends the run" in waiting[0]["message"]
 
@@ -171,10 +175,10 @@ def test_hosts_join_beside_an_attempt_unless_it_uses_them(
     Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
     with elastic_supervisor() as supervisor:
         first, second, third = supervisor.fleet.members
-        supervisor.members = [first, second]
+        supervisor.hosts.members = [first, second]
         first.lost = third.lost = LOST
-        supervisor.left_out = {"n3"}
-        assert not supervisor._is_outdone()
+        supervisor.hosts.left_out = {"n3"}
+        assert not supervisor.hosts.is_outdone()
         assert supervisor.fleet.join.call_args.args == ([third],)  # type: ignore[attr-defined]
 
 
@@ -185,11 +189,11 @@ def test_a_spare_host_is_connected_once_a_host_is_slow(
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\nn4 slots=2\n")
     with elastic_supervisor("launcher.exclude_stragglers=1.3") as supervisor:
-        supervisor.members = supervisor._members(1)
+        supervisor.hosts.choose(1)
         join: Any = supervisor.fleet.join
         for ratio, names in [(1.2, []), (1.4, ["n4"])]:
             events.append(supervisor.run, "straggler", "n2 arrives late", host="n2", ratio=ratio)
-            supervisor._is_outdone()
+            supervisor.hosts.is_outdone()
             assert [it.name for call in join.call_args_list for it in call.args[0]] == names
 
 
@@ -201,7 +205,7 @@ def test_a_signal_during_a_change_of_hosts_keeps_the_state_in_memory(
     Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
     with elastic_supervisor() as supervisor:
         supervisor.fleet.memory_key = b"key"
-        supervisor.change = "n2 is slow: continuing", "+7 % planned"
+        supervisor.hosts.change = "n2 is slow: continuing", "+7 % planned"
 
         def attempt(number: int) -> Outcome:
             assert number == 1
@@ -227,17 +231,17 @@ def test_a_slow_host_is_left_out_if_the_plan_gains(
     def predicted(config: Any) -> Any:
         return SimpleNamespace(time=SimpleNamespace(seconds=6 / config.parallel.dp), fits=True)
 
-    monkeypatch.setattr("nanoscale.launch.lifecycle.supervisor.predict", predicted)
+    monkeypatch.setattr("nanoscale.launch.lifecycle.host_choice.predict", predicted)
     for least, ratio, is_left_out in [(1.3, 1.4, False), (1.7, 1.6, False), (1.3, 1.6, True)]:
         overrides = f"launcher.exclude_stragglers={least}", f"run.name={least}-{ratio}"
         with elastic_supervisor(*overrides) as supervisor:
-            supervisor.members = supervisor._members(1)
-            assert not supervisor._is_outdone()
+            supervisor.hosts.choose(1)
+            assert not supervisor.hosts.is_outdone()
             events.append(supervisor.run, "straggler", "n2 arrives late", host="n2", ratio=ratio)
-            assert supervisor._is_outdone() == is_left_out
-            remaining = [it.name for it in supervisor._members(2)]
+            assert supervisor.hosts.is_outdone() == is_left_out
+            remaining = [it.name for it in supervisor.hosts.choose(2)]
             assert remaining == (["n1", "n3"] if is_left_out else ["n1", "n2", "n3"])
-            assert supervisor.change == (
+            assert supervisor.hosts.change == (
                 ("n2 is slow: continuing", "+7 % planned") if is_left_out else None
             )
             assert (events.last(supervisor.run, "left out") is not None) == is_left_out

@@ -21,6 +21,7 @@ from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.launch.lifecycle.command import local_host, plan_launch
 from nanoscale.launch.lifecycle.continuation import fetch_missing, starting_point
+from nanoscale.launch.lifecycle.host_choice import HostChoice
 from nanoscale.launch.lifecycle.prepare import new_run, replace_configuration
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
@@ -153,7 +154,7 @@ def follow(
         view = held.enter_context(LiveView(run, shown))
         for line in request_lines(request):
             view.line(line)
-        supervisor = Supervisor(lock, request, fleet, signals, view)
+        supervisor = Supervisor(lock, HostChoice(lock.run, fleet, request), signals, view)
         outcome = supervisor.supervise(number)
     with suppress(OSError, UserError):  # a full disk or a damaged file must not hide the outcome
         write_report(run)
