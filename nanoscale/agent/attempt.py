@@ -37,6 +37,8 @@ from nanoscale.worker import Job
 _POLL_S = 0.05
 _STACKS_S = 2.0
 """The longest time for the ranks to say where they are."""
+_EXIT_S = 1.0
+"""The longest time for a rank that has reported its failure to exit, so that its exit code is known."""
 _REAP_S = 10.0
 _FORWARD_S = 0.25
 """Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""
@@ -205,6 +207,11 @@ class Watch:
         if self._link.wants_stacks:
             send(processes, signal.SIGUSR2)
             self._ask(processes)
+        deadline = time.monotonic() + _EXIT_S
+        for rank, process in zip(self._host.ranks, processes, strict=True):
+            failure = self.failures.get(rank)
+            if failure is not None and failure.kind != "stopped":  # it reports before it exits
+                process.join(max(0.0, deadline - time.monotonic()))
         self._collect_failures(processes)
         # Not SIGTERM, which would mean a regular stop.
         send(processes, signal.SIGKILL)

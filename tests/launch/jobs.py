@@ -62,8 +62,9 @@ def flood(context):
 
 
 def full_log(context):
-    """Raise a user's error when the rank's log is full, as on a full disk."""
+    """Raise a user's error when the rank's log is full, as on a full disk that needs long to say so."""
     sys.stderr.write("x" * (1 << 20) + "\n")
+    write, sys.stderr.write = sys.stderr.write, lambda text: time.sleep(0.3) or write(text)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     wrong_data(context)
 
