@@ -323,12 +323,15 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [exhaustive("a.jsonl.zst"), "a.parquet"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
-    """MiB at the peak, of the parent and of the largest worker, for 8 and for 40 MB of text."""
+    """MiB at the peak, of the parent and of the largest worker, for 16 and for 48 MB of text.
+
+    Less than 16 MB do not fill the queues between the processes.
+    """
     document = " ".join(texts(6))  # a page of parquet holds 1,024 of them, and is decoded as one
     program = tmp_path / "program.py"
     program.write_text(MEMORY)
     peaks = []
-    for megabytes in (8, 40):
+    for megabytes in (16, 48):
         count = megabytes * 10**6 // len(document.encode())
         documents = [f"{number} {document}" for number in range(count)]
         source = tmp_path / f"{megabytes}-{name}"
