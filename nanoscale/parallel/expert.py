@@ -207,8 +207,9 @@ def run_in_halves(
 
     Tokens of the first half travel during attention of the second, and tokens of the second during the experts
     of the first, whose results travel during the experts of the second. The backward pass is the mirror image.
+    Without a backward pass, ranks may have different numbers of rows, and all run whole batches.
     """
-    if hidden.shape[0] % 2:
+    if hidden.shape[0] % 2 or not torch.is_grad_enabled():
         return Block.forward(block, hidden, rotations, masks)
     moe = block.mlp
     assert isinstance(moe, MixtureOfExperts)

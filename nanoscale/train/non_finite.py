@@ -32,8 +32,8 @@ class Checks:
     """The first result of a rank that was not finite."""
 
     first: Place | None = None
-    passes: Counter[str] = field(default_factory=Counter)
-    """The forward passes of each module so far."""
+    passes: Counter[int] = field(default_factory=Counter)
+    """The micro batches that have entered each stage, whose halves a block may run one by one."""
     results: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     """The checked results of each pass through a stage, by the first three numbers of their `Place`."""
 
@@ -41,6 +41,10 @@ class Checks:
     def watching(self, engine: Engine) -> Iterator[None]:
         """Check the results of all modules, and the gradients of these results."""
         hooks = [
+            stage.register_forward_pre_hook(lambda *_, at=number: self.passes.update([at]))
+            for number, stage in engine.stages.items()
+        ]
+        hooks += [
             module.register_forward_hook(partial(self._check, number, name))
             for number, stage in engine.stages.items()
             for name, module in stage.named_modules()
@@ -59,8 +63,7 @@ class Checks:
             return
         if is_recomputed():
             return
-        self.passes[name] += 1
-        number, kind = self.passes[name], f"`{name}` ({type(module).__name__})"
+        number, kind = self.passes[stage], f"`{name}` ({type(module).__name__})"
         made_here = all(_is_finite(value) for value in inputs)
         origin = "" if made_here else ", whose input was not finite either"
         self._note((0, number, stage), output, f"the result of {kind}{origin}")

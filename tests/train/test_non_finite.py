@@ -22,6 +22,7 @@ from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.position import NOW
 from nanoscale.runs.rank_context import StopFlag
 from tests.support.jobs import SHAPE, make_config, make_run, train_rank, write_tokens
+from tests.support.layouts import SHARED
 from tests.support.ranks import run_ranks
 
 FAILS = 5
@@ -108,6 +109,12 @@ def test_the_first_cause_is_named(
     [
         ({"dp": 2}, "mlp", 2, 1, False, "the result of `layers.1.mlp` (SwiGLU)"),
         ({"dp": 2}, "mlp", 2, 1, True, "loss is nan at step 5; the loss is not finite on rank 1; "),
+        # A block with experts runs its shared block once for each half of a micro batch.
+        (
+            {"dp": 2, "stage": 3, "model": SHARED, "parallel": {"ep": 2}},
+            *("mlp", 8, 1, False),
+            "the result of `layers.1.mlp.shared` (SwiGLU), in micro batch 2 of step 5",
+        ),
         # As text, `layers.10` on the next stage comes before `layers.9`.
         (
             {

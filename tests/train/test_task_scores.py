@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint, Data
 from nanoscale.generate.harness import Answers, evaluate_tasks
 from nanoscale.generate.weights import open_model
-from tests.support.jobs import BYTES, make_config, make_run, read_metrics, train
+from nanoscale.parallel import process_group
+from nanoscale.train.job import make_engine
+from tests.support.jobs import BYTES, make_config, make_run, read_metrics, train, write_tokens
+from tests.support.layouts import MOE
+from tests.support.ranks import run_ranks
 
 TASKS = {
     "choice": {
@@ -101,6 +107,34 @@ def test_scores_are_those_of_the_checkpoint(
             )
     (best_step,) = (step for _, step in list_checkpoints(run.checkpoints)[-1].manifest["best"])
     assert best_step == min(evaluated, key=lambda it: it[best["best_metric"]])["step"]
+
+
+ROWS = [
+    [([1, 2, 3, 4], 2), ([5, 6, 7], 1), ([9, 8, 7, 6, 5], 3)],
+    [([1, 5], 1), ([5, 2, 7], 2), ([9, 8], 1), ([3, 3, 3], 2)],
+]
+
+
+def score(rank: int, config: ResolvedConfig) -> list[float] | list[list[float]]:
+    """Return the log-likelihoods of this rank's rows; of one process, of both ranks' rows."""
+    process_group.join(config.world_size, torch.device("cpu"), 60.0)
+    engine = make_engine(config, torch.device("cpu"))
+
+    def figures(rows: list[tuple[list[int], int]]) -> list[float]:
+        scored = engine.score_tokens(rows)
+        assert scored is not None
+        return (scored[3] - scored[0]).tolist()
+
+    return figures(ROWS[rank]) if config.world_size > 1 else [figures(rows) for rows in ROWS]
+
+
+def test_ranks_that_exchange_tokens_score_other_numbers_of_rows(tmp_path: Path) -> None:
+    """One number is even, and the other is odd: batches are halved only in a training step."""
+    write_tokens(tmp_path)
+    layout = {"dp": 2, "stage": 3, "parallel": {"ep": 2}}
+    together = run_ranks(score, 2, make_config(tmp_path, model=MOE, **layout))
+    (alone,) = run_ranks(score, 1, make_config(tmp_path, model=MOE))
+    assert together == [pytest.approx(its_own, rel=1e-9) for its_own in alone]
 
 
 def test_what_is_wrong_is_an_error_before_anything_starts(
