@@ -126,9 +126,8 @@ class SavingPlan:
 
         The time to start again is not in it: the plan does not know how long a compilation takes.
         """
-        lost_s = self.disk_loss_s
-        if self.config.memory_every and self.step_s:
-            lost_s = self.config.memory_every * self.step_s / 2
+        memory_loss_s = self.config.memory_every * (self.step_s or 0.0) / 2
+        lost_s = min(filter(None, (memory_loss_s, self.disk_loss_s)), default=None)
         if lost_s is None or self.between_failures_s is None:
             return None
         return (self.memory_stall_share or 0.0) + min(1.0, lost_s / self.between_failures_s)

@@ -107,6 +107,8 @@ class _Timeline:
             self._resumed = event.get("step", 0)
         if kind in ("restart", "failure", "rollback", "hosts"):
             self._cause = event.get("cause") or event["message"]
+        elif kind == "end":
+            self._cause = ""
         if kind in _BEGINS and (self.name or kind in (events.ATTEMPT, "running")):
             self._begin(_BEGINS[kind], event.get("since") or at)
         if kind == "running":

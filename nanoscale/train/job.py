@@ -280,7 +280,7 @@ def recall(context: RankContext, engine: Engine, data: Dataset) -> Progress | No
     state = engine.empty_state()
     manifest = memory_reader.load(order, order.source, state)
     engine.load_state(state)
-    return resumed(context, manifest, data, f"the memory of step {manifest['step']}")
+    return resumed(context, manifest, data, f"step {manifest['step']} in memory")
 
 
 def resumed(context: RankContext, manifest: dict[str, Any], data: Dataset, where: str) -> Progress:

@@ -98,6 +98,8 @@ def test_what_the_ends_of_all_hosts_come_to(attempt, outcomes, asked, forced, st
     assert (outcome.state, outcome.exit_code) == (state, exit_code)
     assert (outcome.failure is not None) == (state == "failed")
     assert attempt.run.failure.exists() == (state == "failed")
+    # The ranks did not record this end themselves.
+    assert bool(events.last(attempt.run, "end")) == (forced is not None and state == "stopped")
 
 
 @pytest.mark.parametrize("number", [TERM, signal.SIGUSR1])

@@ -184,7 +184,8 @@ def test_an_open_interval_is_frozen_as_a_number(device: str, source: str, tmp_pa
             ("checkpoint.memory_every=2", "checkpoint=none"),
             1.0,
             1.5,  # 0.5 s in 2.5 s
-            "a restart from memory loses at most 2 steps (saved every 2 steps, 20.0% of the time)",
+            "a restart from memory loses at most 2 steps, 2 s "
+            "(saved every 2 steps, which stalls 20.0% of the time)",
         ),
         (
             ("checkpoint.memory_every=1",),

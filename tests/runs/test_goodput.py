@@ -123,6 +123,18 @@ def test_a_run_that_was_resumed_after_two_days_was_queued(run: RunDirectory) -> 
     assert seconds(run) == {"training": 85, "starting": 20, "saving": 5, "queued": 2 * DAY}
 
 
+def test_an_earlier_failure_did_not_cause_what_a_second_ctrl_c_loses(run: RunDirectory) -> None:
+    happen(run, (0, "attempt", {}), (10, "running", {}), (60, "checkpoint", saved(5, 0, 0)))
+    happen(run, (60, "restart", {"cause": "a"}), (61, "attempt", {}), (62, "resumed", {"step": 5}))
+    happen(run, (62, "running", {}), (72, "end", {}))  # killed by the user
+    happen(run, (80, "attempt", {}), (82, "resumed", {"step": 5}), (82, "running", {}))
+    happen(run, (92, "end", {}))
+    end(run, 92)
+    known = goodput(run)
+    assert known is not None and known.causes == {"a": 1}
+    assert "10 s of steps that were trained again" in known.document()["sentence"]
+
+
 def test_a_running_run_is_known_until_now(run: RunDirectory) -> None:
     began = time.time() - BEGAN
     happen(run, (began - 30, "attempt", {}), (began - 20, "running", {}))

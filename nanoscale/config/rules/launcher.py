@@ -224,7 +224,7 @@ def check_environment(resolution: Resolution) -> None:
         resolution.refuse("launcher.notify", message, "launcher.notify=null")
     notice = resolution.config.launcher.notice
     if notice is not None and not (notice in NOTICE_S or _NOTICE.match(notice)):
-        message = f"must be {listed([*NOTICE_S])}, the full path of a file, or an http address"
+        message = f"must be {', '.join(NOTICE_S)}, the full path of a file, or an http address"
         resolution.refuse("launcher.notice", message, *(f"launcher.notice={it}" for it in NOTICE_S))
     for entry in resolution.config.launcher.pass_env:
         if not _PASSED.fullmatch(entry):

@@ -250,7 +250,8 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
         return (override(key.name, key.default),)
     kinds = reference.alternatives(key.annotation)
     literals = (get_args(choice) for choice in kinds if get_origin(choice) is Literal)
-    choices = [str(value) for values in literals for value in values]
+    choices = ["true", "false"] if bool in kinds else []
+    choices += [str(value) for values in literals for value in values]
     if choices:
         near = () if isinstance(raw, bool) else nearest(str(raw), choices)
         return tuple(f"{key.name}={value}" for value in near or choices)
@@ -275,7 +276,4 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
     if float in kinds and isinstance(raw, str):
         with suppress(ValueError):
             return (f"{key.name}={float(raw):g}",)
-        return ()
-    if bool in kinds:
-        return (f"{key.name}=true", f"{key.name}=false")
     return ()

@@ -251,6 +251,7 @@ class Attempt:
             if (self.forced is None and is_asked) or "stopped" in outcomes:
                 return asked_outcome(self.run, self.signals)
         if self.forced is not None and first_signal is signal.SIGINT:
+            self._record("end", self.forced)
             return _STOPPED
         failures = self.execution.failures
         if any(host in self.noticed for host, rank in failures if rank is None) and all(

@@ -286,7 +286,8 @@ def _of_cause(cause: Failure | None) -> dict[str, Any]:
     """Return the fields of an event that say when a failure was, and where."""
     if cause is None:
         return {}
-    return {"since": cause.time, "host": cause.host, "cause": f"{cause.host} ({cause.diagnosis})"}
+    kind = cause.diagnosis.partition(" (")[0]  # free memory and the like differ each time
+    return {"since": cause.time, "host": cause.host, "cause": f"{cause.host} ({kind})"}
 
 
 def prepare(fleet: Fleet, request: Request, signals: Signals, limit_s: float | None = None) -> None:

@@ -92,11 +92,12 @@ def _recomputed(config: ResolvedConfig) -> str:
 def _tp(hardware: Hardware, shape: MicroBatchShape) -> str:
     size = shape.tokens * shape.model.hidden * operations.WIDTH[shape.dtype]
     once = collectives.all_gather(hardware, collectives.group(hardware, shape.tp, 1), size)
+    overlap = "; products run during it, so the exposed time counts" if shape.tp_overlap else ""
     return (
         f"a block gathers and scatters twice forward and twice backward (arXiv:2205.05198, section 4.2.2): "
         f"{size / 1e6:.1f} MB · (n - 1)/n with n = {shape.tp} over "
         f"{hardware.efficiency.intra_host:.0%} of {hardware.intra_bandwidth / 1e9:g} GB/s, plus "
-        f"the latency of a ring, {duration(once)} each"
+        f"the latency of a ring, {duration(once)} each{overlap}"
     )
 
 

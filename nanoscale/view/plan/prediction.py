@@ -182,8 +182,8 @@ def plan_blocks(plan: Prediction, *, explain: bool) -> Iterator[Block]:
     pipeline = len(plan.memory) > 1
     title = f"memory of pipeline rank {worst.rank} at its peak" if pipeline else "memory"
     of_host = (
-        ("checkpoints in memory, of all ranks of a host", plan.shared_memory),
-        ("of all ranks of a host", plan.host_bytes),
+        ("checkpoints in host memory, of all ranks of a host", plan.shared_memory),
+        ("host memory, of all ranks of a host", plan.host_bytes),
     )
     sizes = [
         *((part.name, part.bytes, part.how) for part in worst.parts if part.bytes),

@@ -59,7 +59,9 @@ def summary(saving: SavingPlan) -> str:
     """Return the size and the times of checkpoints in a few words."""
     when = _times(replace(saving, minutes_in_steps=None))
     size = f" of {byte_size(saving.bytes)}" if saving.bytes else ""
-    return f"checkpoints{size} {listed(when)}" if when else "no checkpoints"
+    every = saving.config.memory_every
+    memory = f"; in memory every {_steps(every)}" if every else ""
+    return (f"checkpoints{size} {listed(when)}" if when else "no checkpoints") + memory
 
 
 def _times(saving: SavingPlan) -> list[str]:
@@ -107,8 +109,10 @@ def _failure(saving: SavingPlan) -> dict[str, str]:
     ways, every, loss_s = [], saving.config.memory_every, saving.disk_loss_s
     if every:
         stalls = saving.memory_stall_share
-        often = f"{_steps(every)}{'' if stalls is None else f', {stalls:.1%} of the time'}"
+        stall = f"which stalls {stalls:.1%} of the time" if stalls else "without a stall"
+        often = f"{_steps(every)}{'' if stalls is None else f', {stall}'}"
         most = counted(every, "step")
+        most += f", {duration(every * saving.step_s)}" if saving.step_s else ""
         ways = [f"a restart from memory loses at most {most} (saved every {often})"]
     if loss_s is not None:
         ways.append(f"a restart from disk loses {duration(loss_s)} on average")
@@ -116,7 +120,7 @@ def _failure(saving: SavingPlan) -> dict[str, str]:
         often = duration(saving.between_failures_s)
         ways.append(
             f"with a failure every {often} (launcher.mtbf_hours), saves and repeated steps take "
-            f"{100 * saving.lost_share:.2g}% of the time, and restarts come on top"
+            f"{100 * saving.lost_share:.2g}% of the time, without the restarts themselves"
         )
     return {"failure": "; ".join(ways)} if saving.restarts and ways else {}
 

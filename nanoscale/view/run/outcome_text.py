@@ -104,7 +104,8 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     if step:
         words.append(f"after {counted(step, 'step')}")
     if now.started is not None and now.ended is not None:
-        words.append(f"in {duration(now.ended - now.started)}")
+        took = duration(now.ended - now.started)
+        words.append(f"in {took}" if now.attempt < 2 else f"(attempt {now.attempt}: {took})")
     if last is not None:
         words.append(f"with loss {number(last['loss'], '.4f')}")
         words += [f"at step {last['step']}"] if last["step"] != step else []

@@ -186,7 +186,7 @@ def _blocks(about: Document) -> Iterator[Block]:
     yield Lines([_outcome(about)], style)
     cause = about["failure"]
     if cause is not None and about["state"] != "completed":
-        yield Lines([f"rank {cause['rank']} on {cause['host']}: {cause['diagnosis']}"], "red")
+        yield Lines([failure.Failure(**cause).sentence], "red")
         details = [f"remedy: {cause['remedy']}"] if cause.get("remedy") else []
         yield Lines([*details, *(cause.get("traceback") or "").rstrip().splitlines()])
     if any(about["curves"].values()):
@@ -196,7 +196,8 @@ def _blocks(about: Document) -> Iterator[Block]:
         yield Lines(["There is no plan of this layout."])
     if (parts := about["goodput"]) is not None:
         shares = [(name, it, it / parts["wall_s"]) for name, it in parts["seconds"].items() if it]
-        yield table(_GOODPUT, shares, f"goodput: {parts['sentence']}")
+        yield table(_GOODPUT, shares, "goodput")
+        yield Lines([parts["sentence"]])
     yield Lines([usual] if (usual := usual_mfu_text(about["usual_mfu"])) else [])
     if (layers := about["statistics"]) is not None:
         rows = [
