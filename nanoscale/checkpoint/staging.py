@@ -43,13 +43,15 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
         """Copies, and the tensors still to be copied into them."""
+        self._sources: list[Tensor] = []
+        """The tensors of a copy in progress, some of which were computed for it and have no other owner."""
         self._filled = threading.Event()
         self._filled.set()
 
     def copy(self, state: State) -> State:
         """Return a copy of the present state; it is complete once `fill` has returned."""
         tensors_of = {name: _local_tensors(value) for name, value in state.items()}
-        all_tensors = list(chain.from_iterable(tensors_of.values()))
+        self._sources = all_tensors = list(chain.from_iterable(tensors_of.values()))
         on_gpu = any(tensor.is_cuda for tensor in all_tensors)
         self._lay_out(all_tensors, pin=on_gpu)
         copies = iter(self._copies)
@@ -74,6 +76,7 @@ class Staging:
         if self._copied is not None:
             torch.cuda.set_device(self._copied.device)  # a new thread starts on the first device
             self._copied.synchronize()
+        self._sources = []
 
     def hold(self) -> float:
         """Wait until weights and moments may change; return the seconds that this took."""

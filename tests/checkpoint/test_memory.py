@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoscale.agent.memory_keeper import MemoryKeeper
 from nanoscale.checkpoint import memory_reader
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.memory_writer import Boxes, MemoryWriter, SharedMemoryError, _Slot, divide
+from nanoscale.checkpoint.staging import Staging
 from nanoscale.common.errors import LostPeerError
 from nanoscale.config.machines import Host
 from nanoscale.config.schema import Checkpoint
@@ -58,6 +60,18 @@ def state_of(value: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
         "optimizer.computed": half,
         "loss_scale.scale": value[0].clone(),
     }
+
+
+def test_a_tensor_computed_for_a_copy_lives_until_the_copy_is_complete() -> None:
+    """A GPU reads it while the training continues, which would use its memory for other tensors."""
+    staging = Staging()
+    computed = torch.ones(3)
+    memory = StorageWeakRef(computed.untyped_storage())
+    staging.copy({"loss_scale.scale": computed})
+    del computed
+    assert not memory.expired()
+    staging.fill()
+    assert memory.expired()
 
 
 def save_rank(rank: int, orders: list[MemoryOrder], lost: list[str]) -> None:
