@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -354,10 +355,13 @@ def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
         in before.getvalue()
     )
     assert "start over  nanoscale resume b" in before.getvalue()
-    runs[0].checkpoint(3).mkdir()
-    after = io.StringIO()
-    print_outcome(runs[0], Outcome("stopped", 130), after)
-    assert "continue    nanoscale resume b" in after.getvalue() and "step 1" not in after.getvalue()
+    for saved in (runs[0].memory, runs[0].checkpoint(3)):
+        (saved / "1-0-0-0.json").mkdir(parents=True)
+        after = io.StringIO()
+        print_outcome(runs[0], Outcome("stopped", 130), after)
+        assert "continue    nanoscale resume b" in after.getvalue()
+        assert "step 1" not in after.getvalue()
+        shutil.rmtree(saved)
 
 
 # --- watching -------------------------------------------------------------------------------------

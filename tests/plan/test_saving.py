@@ -212,9 +212,12 @@ def test_the_expected_loss_counts_saves_and_repeated_steps() -> None:
     saving = plan_saving(job(*words), 1.0, save_s=1.5, failures_s=100.0)
     assert saving.lost_share == pytest.approx(0.2 + 0.01)
     assert (
-        "every 100 s (launcher.mtbf_hours), saves and repeated steps take 21%"
+        "every 100 s (launcher.mtbf_hours), saves and repeated steps take 21.00%"
         in (sentences(saving)["failure"])
     )
+    often = job("launcher.max_restarts=1", "checkpoint.memory_every=2", "checkpoint.every=1")
+    saving = plan_saving(often, 1.0, save_s=1.5, failures_s=100.0)
+    assert saving.lost_share == pytest.approx(0.2 + 0.005)  # the disk has the newer state
 
 
 @pytest.mark.slow

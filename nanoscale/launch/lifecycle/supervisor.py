@@ -159,8 +159,9 @@ class Supervisor:
         if source is not None:
             self.starts[source.attempt, source.count] += 1
             self.memory_step = source.step
-            names = filter(None, (*(peer.host for peer in source.peers), source.folder))
-            text = f"continuing from step {source.step} in the memory of {', '.join(names)}"
+            names = ", ".join(peer.host for peer in source.peers)
+            places = [f"the memory of {names}" if names else "", source.folder or ""]
+            text = f"continuing from step {source.step} in {listed([*filter(None, places)])}"
             events.append(self.run, "memory", text, step=source.step)
         return {"source": source and asdict(source), "peers": pair(members, address_of)}
 

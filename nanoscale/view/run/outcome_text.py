@@ -127,7 +127,8 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
 
 def _ways_on(run: RunDirectory) -> list[str]:
     """Return the last lines about a run that ended early: the command, and whether that starts from step 1."""
-    if run.checkpoint_steps() or any(run.checkpoints.glob("damaged-*")):
+    saved = (*run.checkpoint_steps(), *run.checkpoints.glob("damaged-*"), *run.memory.glob("*"))
+    if saved:
         return [f"  continue    {way_on(run)}"]
     return [
         "  checkpoint  none was saved: the training would start again from step 1",
