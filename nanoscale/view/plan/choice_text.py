@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoscale.common.units import counted
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.predict import SURE, Prediction, filled_share
-from nanoscale.plan.search.choice import LayoutChoice
+from nanoscale.plan.search.choice import SIMPLER, LayoutChoice
 from nanoscale.view.job_text import layout_line, recomputation, shape
 
 EVEN = 5e-4
@@ -55,10 +55,10 @@ def _runner_up(choice: LayoutChoice) -> str:
     if abs(slower) < EVEN:
         return f"; {_layout(other.config)} is as fast"
     if slower < 0:
-        return (
-            f"; {_layout(other.config)} would be {-slower:.1%} faster and fits with a probability of "
-            f"{other.fits_probability:.0%}"
-        )
+        why = f"and fits with a probability of {other.fits_probability:.0%}"
+        if other.may_be_chosen:
+            why = f"but needs more axes of parallelism, which {SIMPLER:.0%} does not outweigh"
+        return f"; {_layout(other.config)} would be {-slower:.1%} faster {why}"
     return f"; {_layout(other.config)} is {slower:.1%} slower"
 
 
