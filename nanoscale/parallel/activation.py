@@ -17,7 +17,6 @@ so no generator's state is kept. Every mode keeps the experts that each token ch
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -68,7 +67,10 @@ def _recompute_all(
 ) -> Tensor:
     """Recompute blocks, except the choices of experts."""
     if any(isinstance(getattr(block, "mlp", None), MixtureOfExperts) for block in blocks):
-        options["context_fn"] = partial(device_contexts, "nothing")
+        compiles = torch.compiler.is_compiling()
+        options["context_fn"] = (
+            partial(device_contexts, "nothing") if compiles else _routing_contexts
+        )
     return _recompute(run, *inputs, **options)
 
 
@@ -197,37 +199,42 @@ def device_contexts(selection: str) -> tuple[Any, Any]:
 
 def host_contexts(selection: str) -> tuple[Any, Any]:
     """Return the same with kept results on the host, which PyTorch's own contexts do not support."""
-    saved: deque[Any] = deque()
-    return _SaveToHost(SavePolicy(selection), saved), _LoadFromHost(SavePolicy(selection), saved)
+    results = partial(_Results, selection, [])
+    return results(HostMemory().pack), results(HostMemory.unpack, loads=True)
 
 
-class _SaveToHost(TorchDispatchMode):
-    def __init__(self, policy: SavePolicy, saved: deque[Any]) -> None:
+def _routing_contexts() -> tuple[Any, Any]:
+    """Return the same for the choices of experts alone. If the backward pass is split, two recomputations load
+    them, and PyTorch's own contexts give a result once."""
+    results = partial(_Results, "nothing", [], Tensor.detach)  # the graph holds what is saved
+    return results(), results(loads=True)
+
+
+class _Results(TorchDispatchMode):
+    """Saves the results of selected operations, or loads them in place of the operations."""
+
+    def __init__(
+        self, selection: str, saved: list[Any], convert: Callable[..., Any], *, loads: bool = False
+    ) -> None:
         super().__init__()
-        self.policy, self.saved, self.memory = policy, saved, HostMemory()
+        self.selection, self.saved, self.convert, self.loads = selection, saved, convert, loads
+
+    def __enter__(self) -> Any:
+        self.policy, self.left = SavePolicy(self.selection), iter(self.saved)
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        is_saved = self.policy(func)
+        if is_saved and self.loads:
+            return tree_map_only((Tensor, HostTensor), self.convert, next(self.left))
         result = func(*args, **(kwargs or {}))
-        if self.policy(func):
+        if is_saved:
             if func in COLLECTIVES:  # they return before their result is ready
                 torch.ops._c10d_functional.wait_tensor(result)
-            self.saved.append(tree_map_only(Tensor, self.memory.pack, result))
+            self.saved.append(tree_map_only(Tensor, self.convert, result))
         return result
-
-
-class _LoadFromHost(TorchDispatchMode):
-    def __init__(self, policy: SavePolicy, saved: deque[Any]) -> None:
-        super().__init__()
-        self.policy, self.saved = policy, saved
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.policy(func):
-            return tree_map_only(HostTensor, HostMemory.unpack, self.saved.popleft())
-        return func(*args, **(kwargs or {}))
 
 
 # Offload to host memory
