@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 GIB = 2**30
 
@@ -60,6 +61,11 @@ def three_digits(value: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return `1 step`, `2 steps`."""
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def numbered(noun: str, numbers: Sequence[object]) -> str:
+    """Return `rank 1`, `ranks 1 and 2`."""
+    return f"{noun}{'s' * (len(numbers) > 1)} {listed(list(map(str, numbers)))}"
 
 
 def listed(words: list[str]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import GIB, byte_size, listed
+from nanoscale.common.units import GIB, byte_size, listed, numbered
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import damaged, read_record
 from nanoscale.runs.memory_order import LESS_SHARED_MEMORY
@@ -221,13 +221,13 @@ def absent_ranks(
     """
     first = silent[0]
     assert first.rank is not None
-    ranks = listed([str(failure.rank) for failure in silent])
+    ranks = numbered("rank", [failure.rank for failure in silent])
     position = known.get(first.rank)
     missed = late_for(first.rank, known) or "a collective operation"
     return replace(
         first,
         traceback=position.stack if position else "",
-        diagnosis=f"rank{'s' if len(silent) > 1 else ''} {ranks} did not arrive at {missed}; {waited}. "
+        diagnosis=f"{ranks} did not arrive at {missed}; {waited}. "
         f"Rank {first.rank}: {where(position)}",
         remedy="the stack shows where it was; on GPUs, flight-recorder.rank-N next to the "
         "log shows the last calls of each rank; if it only needed more time, set a larger "

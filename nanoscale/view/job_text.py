@@ -152,11 +152,12 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
     if layout.pp > 1:
         stages = layout.pp * layout.virtual_stages
         blocks = stage_layers(config.model, stages, layout.layers_per_stage)
-        counts = ", ".join(map(str, blocks if len(set(blocks)) > 1 else blocks[:1]))
-        words["pipeline"] = f"{layout.schedule}, {stages} stages of {counts} blocks"
+        *others, last = blocks if len(set(blocks)) > 1 else blocks[:1]
+        counts = "".join(f"{each}, " for each in others) + counted(last, "block")
+        words["pipeline"] = f"{layout.schedule}, {stages} stages of {counts}"
     if layout.dp_replicate > 1:
         shards = layout.dp // layout.dp_replicate * layout.cp
-        words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
+        words["copies"] = f"{layout.dp_replicate}, each sharded over {counted(shards, 'rank')}"
     if layout.cp > 1:
         words["context"] = layout.cp_method
     if config.run.from_run is not None:

@@ -204,4 +204,4 @@ def _waits(result: Document) -> Iterator[str]:
     if not found:
         yield "the host waits for the device nowhere in a step"
     for (what, line), count in found.items():
-        yield f"the host waits for the device {count} times a step: {what} at {line}"
+        yield f"the host waits for the device {counted(count, 'time')} a step: {what} at {line}"

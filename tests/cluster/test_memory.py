@@ -74,7 +74,7 @@ def test_a_job_continues_from_memory_without_lost_and_slow_hosts(
 
     wait_until(is_replaced, "n1 in the place of n3", LIMIT_S)
     changes, (left_out,) = launch.events("hosts"), launch.events("left out")
-    text = r"(n\d [a-z ]+): continuing with [12] hosts? from step \d+ \(\+\d+ % planned\)"
+    text = r"(n\d [a-z ]+): continuing with [12] hosts? from step \d+ \(\+\d+% planned\)"
     found = [match and match[1] for it in changes for match in [re.fullmatch(text, it["message"])]]
     assert found[:2] == ["n3 joins", "n3 is slow"]
     assert found[2:] in ([], ["n1 is back"])  # it may be connected before n3 is found to be slow

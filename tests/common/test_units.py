@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.common.units import GIB, byte_size, duration, share
+from nanoscale.common.units import GIB, byte_size, duration, numbered, share
 
 DAY, YEAR = 86400.0, 365.25 * 86400.0
 
@@ -55,3 +55,7 @@ def test_a_size_is_in_the_unit_of_its_length(count: float, text: str) -> None:
 def test_what_is_needed_stands_before_what_there_is() -> None:
     assert share(int(75.13 * GIB), int(79.1 * GIB)) == "75.1 of 79.1 GiB"
     assert share(300 << 20, 2 * GIB) == "300 MiB of 2 GiB"
+
+
+def test_a_single_rank_is_no_plural() -> None:
+    assert [numbered("rank", it) for it in ([1], [0, 2, 3])] == ["rank 1", "ranks 0, 2 and 3"]

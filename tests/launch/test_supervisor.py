@@ -205,7 +205,7 @@ def test_a_signal_during_a_change_of_hosts_keeps_the_state_in_memory(
     Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
     with elastic_supervisor() as supervisor:
         supervisor.fleet.memory_key = b"key"
-        supervisor.hosts.change = "n2 is slow: continuing", "+7 % planned"
+        supervisor.hosts.change = "n2 is slow: continuing", "+7% planned"
 
         def attempt(number: int) -> Outcome:
             assert number == 1
@@ -242,6 +242,6 @@ def test_a_slow_host_is_left_out_if_the_plan_gains(
             remaining = [it.name for it in supervisor.hosts.choose(2)]
             assert remaining == (["n1", "n3"] if is_left_out else ["n1", "n2", "n3"])
             assert supervisor.hosts.change == (
-                ("n2 is slow: continuing", "+7 % planned") if is_left_out else None
+                ("n2 is slow: continuing", "+7% planned") if is_left_out else None
             )
             assert (events.last(supervisor.run, "left out") is not None) == is_left_out

@@ -83,8 +83,8 @@ def test_text_names_the_micro_batches_in_their_order():
 def test_text_says_the_utilization():
     step = simulate(order("1f1b", 4, 1, 4), even_costs(4))
     lines = timeline_plain(step).splitlines()
-    assert "step 21 s, utilization 57.1 %, idle 42.9 %" in lines[0]
-    assert all(line.endswith("57.1 %") for line in lines[1:5])
+    assert "step 21 s, utilization 57.1%, idle 42.9%" in lines[0]
+    assert all(line.endswith("57.1%") for line in lines[1:5])
 
 
 def test_without_a_terminal_rich_prints_the_plain_text():

@@ -186,7 +186,7 @@ class HostChoice:
             return False
         new = {it.name for it in members} - self.names
         who = [f"{it} is back" if it in self._used else f"{it} joins" for it in sorted(new)]
-        self.change = f"{listed(who)}: continuing", f"{100 * gain:+.0f} % planned"
+        self.change = f"{listed(who)}: continuing", f"{gain:+.0%} planned"
         return True
 
     def _is_slowed(self) -> bool:
@@ -199,7 +199,7 @@ class HostChoice:
             gain = ratio * (1 + _gain(self.request, fitting[1])) - 1 if fitting else 0.0
             if gain > 0:
                 self._leave_out(host, f"its ranks take {ratio:.2f} times as long as their peers")
-                self.change = f"{host} is slow: continuing", f"{100 * gain:+.0f} % planned"
+                self.change = f"{host} is slow: continuing", f"{gain:+.0%} planned"
                 return True
             self.left_out.remove(host)
         return False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.common.units import counted
 from nanoscale.config.composing.frozen import load
 from nanoscale.launch.batch.system import BatchError
 from nanoscale.launch.batch.systems import SYSTEMS
@@ -20,7 +21,7 @@ def requeue(run: RunDirectory) -> str:
     job, most = submission.find(run), load(run.config).launcher.batch.max_requeues
     count = 0 if job is None else job.requeues
     if job is None or count >= most:
-        return f"the job was queued again {count} times already; it is not queued again"
+        return f"the job was queued again {counted(count, 'time')} already; it is not queued again"
     try:
         submitted = SYSTEMS[job.system].submit(Path(run.script))
     except (UserError, BatchError) as error:

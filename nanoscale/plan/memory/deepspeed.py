@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from nanoscale.common.units import byte_size
+from nanoscale.common.units import byte_size, counted
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, activations_at_peaks
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
 from nanoscale.plan.memory.phases import MemoryEvent, Phase, RankPhases, phases_of
@@ -166,7 +166,7 @@ def _stage_3(
 def _explain(setting: MemorySetting, numel: int, share: int, name: str, phase: Phase) -> str:
     states, shape = setting.states, setting.shape
     bucket = setting.config.backend.reduce_bucket
-    own = f"{share:,} of this rank (of {numel:,}, over {setting.shards} ranks)"
+    own = f"{share:,} of this rank (of {numel:,}, over {counted(setting.shards, 'rank')})"
     return {
         "weights": f"{states.weights:g} B · {own}: master weights, unless they are in host memory",
         "compute copies": f"{setting.compute} B · parameters in DeepSpeed's flat buffer: "

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from nanoscale.common.units import byte_size
+from nanoscale.common.units import byte_size, counted
 from nanoscale.config import parameters
 from nanoscale.config.layout import GRADIENT_BUCKET, keeps_frozen_whole
 from nanoscale.config.optimizers import ROUNDED_AT_ONCE, rounds, rule_of
@@ -443,7 +443,7 @@ def _explain(
 ) -> str:
     states, shape = setting.states, setting.shape
     rank, trained = (
-        f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+        f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {counted(setting.shards, 'rank')})"
         for held in (params, params.trained)
     )
     quantized = f"; {NF4:.2g} B of a matrix in a block" if setting.config.lora.base == "nf4" else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoscale.common.units import duration
+from nanoscale.common.units import counted, duration
 from nanoscale.config.model_math import routed_share
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
@@ -125,9 +125,9 @@ def _ep(hardware: Hardware, shape: MicroBatchShape) -> str:
 def _dp(config: ResolvedConfig, hardware: Hardware, count: int) -> str:
     plan = data_parallel.plan(config, hardware, count)
     return (
-        f"a block's parameters are gathered in {duration(plan.gather)}, {plan.gathers} times forward and "
-        f"{plan.gathers_backward} backward; its gradients are reduced in "
-        f"{duration(plan.reduce + plan.all_reduce)}, {plan.reduces} times, "
+        f"a block's parameters are gathered in {duration(plan.gather)}, {counted(plan.gathers, 'time')} "
+        f"forward and {plan.gathers_backward} backward; its gradients are reduced in "
+        f"{duration(plan.reduce + plan.all_reduce)}, {counted(plan.reduces, 'time')}, "
         f"{'during' if plan.overlapped else 'after'} the backward pass. The exposed time counts, "
         f"{hardware.efficiency.overlap:.0%} of the overlapped time, and copies"
     )
@@ -148,6 +148,6 @@ def _optimizer(config: ResolvedConfig, hardware: Hardware) -> str:
         data_parallel.updated_parameters(config, held) for held in rank_holdings(config, shards)
     )
     return (
-        f"{most / 1e6:.1f} M parameters on a rank, sharded over {shards} ranks; the update reads and "
-        "writes each parameter with its gradient and moments, and clipping reads the gradients twice"
+        f"{most / 1e6:.1f} M parameters on a rank, sharded over {counted(shards, 'rank')}; the update reads "
+        "and writes each parameter with its gradient and moments, and clipping reads the gradients twice"
     )

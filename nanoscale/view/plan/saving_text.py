@@ -66,7 +66,7 @@ def summary(saving: SavingPlan) -> str:
 
 def _times(saving: SavingPlan) -> list[str]:
     settings = saving.config
-    when = [f"every {settings.every:,} steps"] if settings.every else []
+    when = [f"every {_steps(settings.every)}"] if settings.every else []
     when += [_by_time(saving)] if settings.every_minutes else []
     when += ["after the best evaluations"] if settings.keep_best else []
     when += ["at the end"] if settings.at_end else []

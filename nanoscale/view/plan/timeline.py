@@ -41,7 +41,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     from rich.text import Text
 
     label = len(f"rank {len(timeline.ranks) - 1} ")
-    columns = max(60, width) - label - len("|| 100.0 %")
+    columns = max(60, width) - label - len("||  100.0%")
     shown = windows(timeline, columns - len(_BREAK))
     if len(shown) > 1:
         columns -= len(_BREAK)
@@ -49,8 +49,8 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     # The first stage of each rank: the others are drawn in another shade.
     first = [min(span.action.stage for span in spans) for spans in timeline.ranks]
     text = Text(
-        f"step {duration(timeline.makespan)}, utilization {percent(timeline.utilization)}, "
-        f"idle {percent(timeline.bubble_fraction)}\n",
+        f"step {duration(timeline.makespan)}, utilization {timeline.utilization:.1%}, "
+        f"idle {timeline.bubble_fraction:.1%}\n",
         no_wrap=True,
     )
     for rank in rows(timeline, MOST_RANKS):
@@ -63,7 +63,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
             text.append(_BREAK if place else "")
             _append_cells(text, timeline.ranks[rank], window, each, first[rank])
         busy = timeline.busy[rank] / timeline.makespan if timeline.makespan else 1.0
-        text.append(f"|{percent(busy):>8}\n")
+        text.append(f"|{busy:>8.1%}\n")
     times = [(duration(window.start), duration(window.end)) for window in shown]
     scale = (" " * len(_BREAK)).join(f"{start}{end:>{each - len(start)}}" for start, end in times)
     text.append(f"{'':{label + 1}}{scale}\n", "dim")
@@ -158,7 +158,3 @@ def within(spans: list[Span], window: Window) -> Iterator[Span]:
     for span in spans:
         if span.end > window.start and span.start < window.end and span.end > span.start:
             yield Span(span.action, max(span.start, window.start), min(span.end, window.end))
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

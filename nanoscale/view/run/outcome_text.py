@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
-from nanoscale.common.units import GIB, byte_size, counted, duration
+from nanoscale.common.units import GIB, byte_size, counted, duration, numbered
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
 from nanoscale.launch.lifecycle.attempt import Outcome
@@ -76,7 +76,7 @@ def _print_failure(run: RunDirectory, cause: Failure) -> None:
     if cause.remedy:
         lines.append(f"remedy     {cause.remedy}")
     if cause.also_failed:
-        lines.append(f"ended too  ranks {', '.join(map(str, cause.also_failed))}")
+        lines.append(f"ended too  {numbered('rank', cause.also_failed)}")
     lines.append(f"log        {run.path / cause.log}")
     screen = display.console(sys.stderr)
     if not screen.is_terminal:

@@ -226,7 +226,7 @@ def _head(about: Document) -> list[str]:
         return ["its config.yaml cannot be read"]
     names = [host["host"] for host in about["hosts"]]
     on = f" on {', '.join(names[:4])}" if names else ""
-    on += f" and {len(names) - 4} more hosts" if len(names) > 4 else ""
+    on += f" and {counted(len(names) - 4, 'more host')}" if len(names) > 4 else ""
     seen = f", {seen_text(what['epochs'])}" if what["epochs"] is not None else ""
     ranks = f"{counted(what['world_size'], 'rank')} ({what['device']}){on}"
     return job_lines(what, ranks, f", {what['optimizer']}, data {what['data']}{seen}")
@@ -253,7 +253,7 @@ def figure(value: float | None, unit: str) -> str:
         return duration(value)
     if unit == "GiB":
         return byte_size(GIB * value)
-    return f"{value:.1f} %" if unit == "%" else f"{value:,.0f}"
+    return f"{value:.1f}%" if unit == "%" else f"{value:,.0f}"
 
 
 def _charts(about: Document) -> Iterator[str]:
