@@ -47,6 +47,8 @@ class SavingPlan:
     """Seconds of a step; None: unknown."""
     memory_save_s: float | None = None
     """Seconds of a save into the memory of the hosts; None: unknown."""
+    is_on_one_host: bool = False
+    """True if no other host can keep the checkpoints in memory."""
     between_failures_s: float | None = None
     """Seconds between two failures of the job, by launcher.mtbf_hours; None: unknown."""
 
@@ -148,13 +150,16 @@ class SavingPlan:
 def with_memory_interval(config: ResolvedConfig, hardware: Hardware) -> ResolvedConfig:
     """Return the configuration with the interval of checkpoints in memory that loses least time.
 
-    It is √(2·stall/λ) for λ failures of the job in a second (Young 1974, Daly 2006).
+    It is √(2·stall/λ) for λ failures of the job in a second (Young 1974, Daly 2006), and at most the interval
+    of the checkpoints on disk: a longer one would lose more steps than the disk does.
     """
     step_s = predicted_step(config, hardware)
     stall_s = max(0.0, memory_save_s(config, hardware) - step_s)
     optimum_s = math.sqrt(2 * stall_s * between_failures_s(config, hardware))
-    every = max(1, round(optimum_s / step_s))
-    return replace(config, checkpoint=replace(config.checkpoint, memory_every=every))
+    saving = config.checkpoint
+    on_disk_s = filter(None, (60 * (saving.every_minutes or 0.0), saving.every * step_s))
+    every = max(1, round(min([optimum_s, *on_disk_s]) / step_s))
+    return replace(config, checkpoint=replace(saving, memory_every=every))
 
 
 def between_failures_s(config: ResolvedConfig, hardware: Hardware) -> float:
@@ -208,6 +213,7 @@ def plan_saving(
         notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
         step_s=step_s,
         memory_save_s=save_s,
+        is_on_one_host=failures_s == 3600 * config.launcher.mtbf_hours,
         between_failures_s=failures_s,
     )
 

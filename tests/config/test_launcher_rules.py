@@ -107,6 +107,7 @@ ODD, SIX = (
     "--hostfile odd train.global_batch=24",
     "--hostfile six parallel.dp=3 train.global_batch=24",
 )
+SLOW = "launcher.exclude_stragglers"
 THREE = "--hostfile three parallel.tp=4 train.global_batch=40"
 SLURM = "launcher=slurm launcher.slurm.signal_before_s=1"
 MOUNTS = "'launcher.container_mounts=[{}]'"
@@ -130,6 +131,10 @@ REFUSED = [
     (THREE, "parallel.tp", "", ["parallel.tp=2", "--num-nodes 2"]),
     ("--hostfile two --num-nodes 1:2 parallel.dp=8", "parallel.dp", "",
      ["parallel.dp=auto", "launcher.nodes=2"]),
+    (f"--hostfile two launcher.device=cpu {SLOW}=2", SLOW, "launcher.nodes=null",
+     [f"{SLOW}=null", "launcher.nodes=1:2"]),
+    (f"--hostfile three --num-nodes 2 parallel.dp=8 launcher.device=cpu {SLOW}=2", SLOW, "launcher.nodes=2",
+     [f"{SLOW}=null", "launcher.nodes=1:2 parallel.dp=auto"]),
     ("--hostfile two --num-nodes 2:1", "launcher.nodes", "", None),
     ("launcher=slurm --num-nodes 2:1", "launcher.nodes", "", None),
     ("--hostfile here launcher.device=cuda", "launcher.device", "", None),

@@ -44,7 +44,11 @@ def test_the_chosen_layout_surely_fits_all_devices(count):
     assert chosen.composed.source("train.micro_batch") == SOURCE
     sure = sum(plan.fits_probability >= SURE for plan in chosen.choice.result.ranked)
     layouts = f"{sure:,} layout" + "s" * (sure > 1)
-    assert f"the fastest of the {layouts} that fit" in choice_line(chosen.choice)
+    assert f": the fastest of the {layouts} that fit" in choice_line(chosen.choice)
+    time = chosen.choice.plan.time
+    simpler = replace(chosen.choice.plan, time=replace(time, seconds=1.005 * time.seconds))
+    line = choice_line(replace(chosen.choice, plan=simpler))
+    assert f": within 1% of the fastest of the {layouts} that fit" in line
 
 
 @pytest.mark.parametrize(

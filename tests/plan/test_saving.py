@@ -155,6 +155,10 @@ def test_an_interval_in_memory_loses_least_time() -> None:
     }
     chosen = with_memory_interval(config, hardware).checkpoint.memory_every
     assert 100 < chosen == pytest.approx(min(lost, key=lost.__getitem__), abs=1)
+    often = replace(config, checkpoint=replace(config.checkpoint, every=50))
+    assert with_memory_interval(often, hardware).checkpoint.memory_every == 50
+    timed = replace(config, checkpoint=replace(config.checkpoint, every_minutes=step_s))
+    assert with_memory_interval(timed, hardware).checkpoint.memory_every == 60
     unstalled = replace(config, parallel=replace(config.parallel, dp=8))
     fast = replace(hardware, host_bandwidth=1e12)
     assert with_memory_interval(unstalled, fast).checkpoint.memory_every == 1
@@ -215,6 +219,8 @@ def test_the_expected_loss_counts_saves_and_repeated_steps() -> None:
         "every 100 s (launcher.mtbf_hours), saves and repeated steps take 21.00%"
         in (sentences(saving)["failure"])
     )
+    alone = plan_saving(job(*words), 1.0, save_s=1.5, failures_s=3600 * 5700.0)
+    assert "unless the host is lost; with a failure" in sentences(alone)["failure"]
     often = job("launcher.max_restarts=1", "checkpoint.memory_every=2", "checkpoint.every=1")
     saving = plan_saving(often, 1.0, save_s=1.5, failures_s=100.0)
     assert saving.lost_share == pytest.approx(0.2 + 0.005)  # the disk has the newer state

@@ -142,7 +142,8 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
         "train.tokens", "train.epochs", "train.global_batch", "train.seq_len", "data.path",
         "data.valid_path", "data.valid_fraction"),
     "scheduler.decay_steps": ("scheduler.name", "train.steps"),
-    "checkpoint.memory_every": (*_CHOSEN_BY, *_LAYOUT, "launcher.mtbf_hours"),
+    "checkpoint.memory_every": (
+        *_CHOSEN_BY, *_LAYOUT, "launcher.mtbf_hours", "checkpoint.every", "checkpoint.every_minutes"),
 }  # fmt: skip
 """The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""
 

@@ -23,7 +23,7 @@ from nanoscale.config.rules import (
     training,
 )
 from nanoscale.config.rules.devices import keeps_ranks, resolve_degrees, resolve_device
-from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
+from nanoscale.config.rules.launcher import check_stragglers, resolve_launcher, resolve_ranks
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule
 from nanoscale.config.schema import Config
@@ -94,6 +94,7 @@ def check(
     resolution.refuse_all()  # the other rules depend on degrees that must change
     resolution.decide(model=model.resolve_model(resolution))
     device = resolve_device(resolution)
+    check_stragglers(resolution, device)
     dp, ranks = resolve_degrees(resolution, device)
     fixed = bool(hosts) or config.launcher.devices != "auto"
     if fixed and config.parallel.dp != "auto" and not resolution.violations:

@@ -153,6 +153,18 @@ def _check_nodes(resolution: Resolution) -> None:
         resolution.refuse("parallel.dp", message, *advice, kind="layout")
 
 
+def check_stragglers(resolution: Resolution, device: str) -> None:
+    """Refuse to leave out slow hosts of a job that is not elastic, and advise to make it elastic."""
+    nodes, dp = resolution.config.launcher.nodes, resolution.config.parallel.dp
+    if device == "cpu" and not forms.elastic(nodes):
+        _, most = forms.node_range(nodes) or (1, len(resolution.hosts))
+        range_ = f"launcher.nodes={most - 1}:{most}" + " parallel.dp=auto" * (dp != "auto")
+        instead = range_ if most > 1 else None
+        resolution.refuse_idle(
+            "launcher.exclude_stragglers", override("launcher.nodes", nodes), instead
+        )
+
+
 def _check_master(resolution: Resolution) -> None:
     """Check the master address: the other hosts must reach the first one under this name."""
     key, given = "launcher.master_addr", resolution.config.launcher.master_addr

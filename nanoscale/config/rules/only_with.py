@@ -5,7 +5,6 @@ from __future__ import annotations
 from nanoscale.config.objectives import PAIRED
 from nanoscale.config.optimizers import KEYS, optimizers_with
 from nanoscale.config.rules.rule import of_kind, only_with, other_than, refused, several
-from nanoscale.config.values.forms import elastic
 
 _MODE = "parallel.activation_checkpointing"
 _STAGED = {"parallel.pp": several}
@@ -54,7 +53,7 @@ OF_JOB = of_kind("config",
     *(only_with(f"lora.{name}", _ADAPTED, "lora.rank=16")
         for name in ("alpha", "rslora", "dora", "base", "targets", "init_from")),
     *(only_with(f"run.{name}", {"run.from_run": other_than(None)}) for name in ("from_step", "from_optimizer")),
-    only_with("launcher.exclude_stragglers", {"launcher.nodes": elastic, "launcher.device": "cpu"}),
+    only_with("launcher.exclude_stragglers", {"launcher.device": "cpu"}),
     *(only_with(key, {"launcher.max_restarts": bool}, "launcher.max_restarts=100")
         for key in ("checkpoint.memory_every", "launcher.mtbf_hours")),
     only_with("train.preference_beta", {"train.objective": PAIRED}),

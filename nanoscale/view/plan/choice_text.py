@@ -32,9 +32,12 @@ def choice_line(choice: LayoutChoice) -> str:
     if sure:
         fit, store = ("fits", "stores") if sure == 1 else ("fit", "store")
         layouts = counted(sure, "layout")
-        why = f"the fastest of the {layouts} that {fit} with a probability of {SURE:.0%} or more"
+        least = min(found.time.seconds for found in result.ranked if found.may_be_chosen)
+        near = "" if plan.time.seconds < (1 + EVEN) * least else f"within {SIMPLER:.0%} of "
+        why = f"{near}the fastest of the {layouts} that {fit} with a probability of {SURE:.0%} or more"
         if bound is not None:
-            why = f"the fastest of the {layouts} that {store} activations in {part} (it fills {filled:.0%})"
+            filling = f"activations in {part} (it fills {filled:.0%})"
+            why = f"{near}the fastest of the {layouts} that {store} {filling}"
     speed = f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
     return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 
