@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.memory_keeper import MemoryKeeper
-from nanoscale.agent.rank import RankFiles, RankLogs, start_rank, start_store
+from nanoscale.agent.rank import RankFiles, RankLogs, fork_server_ended, start_rank, start_store
 from nanoscale.processes.network import interface_towards, is_loopback
 from nanoscale.processes.proc import available_gib, is_stopped, oom_kills
 from nanoscale.runs import position
@@ -40,6 +40,8 @@ _STACKS_S = 2.0
 _EXIT_S = 1.0
 """The longest time for a rank that has reported its failure to exit, so that its exit code is known."""
 _REAP_S = 10.0
+_LOST_CODE = 255
+"""The exit code that multiprocessing reports for all ranks of a fork server that has ended."""
 _FORWARD_S = 0.25
 """Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""
 
@@ -250,7 +252,8 @@ class Watch:
                 continue
             elif exit_code is not None and rank not in self.failures:
                 about = rank, local_rank, self._host.name
-                self.failures[rank] = ended_rank(*about, exit_code, files.stderr)
+                code = None if exit_code == _LOST_CODE and fork_server_ended() else exit_code
+                self.failures[rank] = ended_rank(*about, code, files.stderr)
             elif self._stays_stopped(rank, process):
                 self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))
         if self.failures != known:

@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from nanoscale.agent.link import Link
 from nanoscale.processes.lifeline import die_with
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.processes.network import is_loopback
+from nanoscale.processes.proc import is_alive
 from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
 from nanoscale.runs.failure import RankFailure, write_rank_failure
 from nanoscale.runs.job_messages import HostRanks
@@ -78,6 +79,12 @@ def start_store(host: HostRanks) -> BaseProcess:
         process = _forkserver.Process(target=_serve_store, args=arguments)
         process.start()
         return process
+
+
+def fork_server_ended() -> bool:
+    """True if the fork server has ended before the agent: the exit codes of its ranks are then lost."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid is not None and not is_alive(pid)
 
 
 def _listener(host: HostRanks) -> socket.socket:

@@ -190,8 +190,15 @@ def agent_failure(
     return replace(failure, diagnosis=diagnosis, remedy=remedy)
 
 
-def ended_rank(rank: int, local_rank: int, host: str, exit_code: int, log: Path) -> RankFailure:
-    """Return the failure of a rank that ended without a report. `log`: the file of its standard error."""
+def ended_rank(
+    rank: int, local_rank: int, host: str, exit_code: int | None, log: Path
+) -> RankFailure:
+    """Return the failure of a rank that ended without a report.
+
+    Args:
+        exit_code: None if it is lost, because the process that starts the ranks has ended.
+        log: the file of the rank's standard error.
+    """
     failure = RankFailure("ended", rank, local_rank, host, time.time(), exit_code=exit_code)
     if exit_code != -signal.SIGABRT or not log.is_file():
         return failure
@@ -475,19 +482,21 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
             "the connection to another rank was lost, and no rank reported a cause",
             "look at the ends of all ranks' logs, and at the network between the hosts",
         )
+    if failure.kind == "ended" and failure.exit_code is None:
+        return _diagnose_kill(evidence, "the process that starts this host's ranks")
     if failure.kind == "ended":
         return f"it ended with code {failure.exit_code} without a message", "its log may show more"
     return "the program raised an exception", "the traceback shows where"
 
 
-def _diagnose_kill(evidence: Evidence) -> tuple[str, str]:
+def _diagnose_kill(evidence: Evidence, who: str = "it") -> tuple[str, str]:
     free_memory = ""
     if (gib := evidence.available_gib) is not None:
         free_memory = f" ({byte_size(GIB * gib)} of host memory were free just after)"
     if evidence.oom_kills:
-        return f"the kernel's out-of-memory killer ended it{free_memory}", _LESS_HOST_MEMORY
+        return f"the kernel's out-of-memory killer ended {who}{free_memory}", _LESS_HOST_MEMORY
     return (
-        f"it was killed from outside (SIGKILL){free_memory}",
+        f"{who} was killed from outside (SIGKILL){free_memory}",
         "if nobody killed it by hand, the out-of-memory killer did: look at `dmesg`, "
         "and ask for less host memory",
     )

@@ -283,6 +283,18 @@ def test_a_killed_rank_is_the_cause(launch):
 
 
 @pytest.mark.slow
+def test_a_killed_fork_server_is_the_cause(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    os.kill(psutil.Process(job.pid(1)).ppid(), signal.SIGKILL)
+    assert job.end() == 1
+    assert (
+        "process that starts this host's ranks was killed"
+        in job.document("failure.json")["diagnosis"]
+    )
+
+
+@pytest.mark.slow
 def test_a_rank_with_a_wrong_request_exits_2_without_a_traceback(launch):
     job = launch("wrong_data")
     assert job.end() == 2

@@ -165,6 +165,7 @@ def test_of_several_causes_the_earliest_wins():
         ("torch._inductor.exc.InductorError", NO_HEADERS, 1, "Python.h", "backend.compile=off"),
         ("RuntimeError", "x.c:1: fatal error: Python.h: No such file", 1, "Python.h", "headers"),
         ("", "", 3, "ended with code 3", "log"),
+        ("", "", None, "the process that starts this host's ranks was killed", "out-of-memory"),
         ("", MISMATCH, -signal.SIGABRT, "of another size", "other shapes"),
         ("", "CUDA error: an illegal memory access", -signal.SIGABRT, "GPU operation", "BLOCKING"),
         (
