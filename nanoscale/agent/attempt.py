@@ -40,8 +40,6 @@ _STACKS_S = 2.0
 _EXIT_S = 1.0
 """The longest time for a rank that has reported its failure to exit, so that its exit code is known."""
 _REAP_S = 10.0
-_LOST_CODE = 255
-"""The exit code that multiprocessing reports for all ranks of a fork server that has ended."""
 _FORWARD_S = 0.25
 """Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""
 
@@ -252,7 +250,7 @@ class Watch:
                 continue
             elif exit_code is not None and rank not in self.failures:
                 about = rank, local_rank, self._host.name
-                code = None if exit_code == _LOST_CODE and fork_server_ended() else exit_code
+                code = None if exit_code == 255 and fork_server_ended() else exit_code
                 self.failures[rank] = ended_rank(*about, code, files.stderr)
             elif self._stays_stopped(rank, process):
                 self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))

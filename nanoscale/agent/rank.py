@@ -82,9 +82,8 @@ def start_store(host: HostRanks) -> BaseProcess:
 
 
 def fork_server_ended() -> bool:
-    """True if the fork server has ended before the agent: the exit codes of its ranks are then lost."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid is not None and not is_alive(pid)
+    """True if the fork server has ended before the agent: the exit code of each rank then reads 255."""
+    return not is_alive(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
 def _listener(host: HostRanks) -> socket.socket:

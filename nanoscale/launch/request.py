@@ -82,10 +82,8 @@ def check_request(
             config = with_fitting_micro_batch(config, hardware_of(config))
         if composed.config.checkpoint.memory_every == "auto":
             config = with_memory_interval(config, hardware_of(config))
-            key, setting = (
-                "checkpoint.memory_every",
-                Setting(config.checkpoint.memory_every, SOURCE),
-            )
+            key = "checkpoint.memory_every"
+            setting = Setting(config.checkpoint.memory_every, SOURCE)
             history = {**composed.history, key: [*composed.history[key], setting]}
             composed = replace(composed, history=history)
     check_extra(composed, config)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import counted
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import CPU, recognise
 from nanoscale.config.resolved import ResolvedConfig
@@ -71,7 +70,7 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> ObservedRun:
         raise UserError("run", "has no metrics.jsonl: it has not trained a step")
     if told.seconds is None or told.steps < LEAST_STEPS:
         needed = f"at least {LEAST_STEPS} are needed; steps are logged each train.log_every"
-        count = f"{counted(told.steps, 'step')} after the first {WARM_UP} of each start"
+        count = f"{told.steps} steps after the first {WARM_UP} of each start"
         raise UserError("run", f"has {count}, and {needed}")
     device = _device(run, config, cluster)
     # A new calibration does not start from the results of an earlier one.

@@ -141,8 +141,7 @@ class SavingPlan:
         sizes = f"{byte_size(self.bytes)}, and {byte_size(self.free)} are free in {self.root}"
         message = f"a checkpoint takes {sizes}"
         remedy = "free some space, or keep the run on another disk, or save no checkpoints"
-        elsewhere = () if self.present else ("run.root=FOLDER",)
-        advice = (*elsewhere, "checkpoint=none")
+        advice = ("run.root=FOLDER", "checkpoint=none")[bool(self.present) :]
         violation = Violation("run.root", self.root, "", message, advice, remedy)
         raise UserError("plan", f"{message}. Continue with --force", [violation])
 

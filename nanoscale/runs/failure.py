@@ -190,17 +190,10 @@ def agent_failure(
     return replace(failure, diagnosis=diagnosis, remedy=remedy)
 
 
-def ended_rank(
-    rank: int, local_rank: int, host: str, exit_code: int | None, log: Path
-) -> RankFailure:
-    """Return the failure of a rank that ended without a report.
-
-    Args:
-        exit_code: None if it is lost, because the process that starts the ranks has ended.
-        log: the file of the rank's standard error.
-    """
-    failure = RankFailure("ended", rank, local_rank, host, time.time(), exit_code=exit_code)
-    if exit_code != -signal.SIGABRT or not log.is_file():
+def ended_rank(rank: int, local_rank: int, host: str, code: int | None, log: Path) -> RankFailure:
+    """Return the failure of a rank that ended without a report. `log`: the file of its standard error."""
+    failure = RankFailure("ended", rank, local_rank, host, time.time(), exit_code=code)
+    if code != -signal.SIGABRT or not log.is_file():
         return failure
     message = abort_message(read_end(log, _STACKS_LENGTH).decode(errors="replace"))
     is_mismatch = _MISMATCH.search(message)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from nanoscale.common.errors import UserError
-from nanoscale.common.units import byte_size, listed
+from nanoscale.common.units import byte_size, numbered
 from nanoscale.runs.directory import write_json
 from nanoscale.runs.documents import read_document, read_record
 
@@ -387,5 +387,4 @@ def explained(known: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or at most four of several ranks."""
-    names = [*map(str, ranks[:4]), *(["…"] if len(ranks) > 4 else [])]
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(names)}"
+    return numbered("rank", [*ranks[:4], *(["…"] if len(ranks) > 4 else [])])

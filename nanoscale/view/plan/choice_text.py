@@ -30,14 +30,13 @@ def choice_line(choice: LayoutChoice) -> str:
     sure = sum(found.may_be_chosen for found in result.ranked)
     why = f"of the {considered} considered, the one that most probably fits"
     if sure:
-        fit, store = ("fits", "stores") if sure == 1 else ("fit", "store")
-        layouts = counted(sure, "layout")
         least = min(found.time.seconds for found in result.ranked if found.may_be_chosen)
         near = "" if plan.time.seconds < (1 + EVEN) * least else f"within {SIMPLER:.0%} of "
-        why = f"{near}the fastest of the {layouts} that {fit} with a probability of {SURE:.0%} or more"
+        fit, store = ("fits", "stores") if sure == 1 else ("fit", "store")
+        what = f"{fit} with a probability of {SURE:.0%} or more"
         if bound is not None:
-            filling = f"activations in {part} (it fills {filled:.0%})"
-            why = f"{near}the fastest of the {layouts} that {store} {filling}"
+            what = f"{store} activations in {part} (it fills {filled:.0%})"
+        why = f"{near}the fastest of the {counted(sure, 'layout')} that {what}"
     speed = f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
     return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 

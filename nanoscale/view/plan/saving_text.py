@@ -119,10 +119,9 @@ def _failure(saving: SavingPlan) -> dict[str, str]:
         ways.append(f"a restart from disk loses {duration(loss_s)} on average")
     if saving.lost_share is not None and saving.between_failures_s is not None:
         often = duration(saving.between_failures_s)
-        survived = " that the host survives" if every and saving.is_on_one_host else ""
         lost = f"{saving.lost_share:.2%}" if saving.lost_share >= 1e-4 else "less than 0.01%"
         ways.append(
-            f"with a failure every {often}{survived} (launcher.mtbf_hours), saves and repeated steps take "
+            f"with a failure every {often} (launcher.mtbf_hours), saves and repeated steps take "
             f"{lost} of the time, without the restarts themselves"
         )
     return {"failure": "; ".join(ways)} if saving.restarts and ways else {}

@@ -155,10 +155,8 @@ def _figures(run: RunDirectory, last: dict[str, Any]) -> dict[str, str]:
     """Return speed, time of a step and memory of the steady steps, or of the last one, and the plan's."""
     try:
         seen, plan = steady(run), prediction(run)
-        measured, of = (
-            seen.tokens_per_s or last["tokens_per_s"],
-            "median" if seen.tokens_per_s else "last",
-        )
+        measured = seen.tokens_per_s or last["tokens_per_s"]
+        of = "median" if seen.tokens_per_s else "last"
         samples = measured * last.get("samples_per_s", 0.0) / last["tokens_per_s"]
         per_sample = f", {samples:,.4g} samples/s" if samples else ""
         figures = {
@@ -167,18 +165,12 @@ def _figures(run: RunDirectory, last: dict[str, Any]) -> dict[str, str]:
             "memory": f"{byte_size(GIB * (seen.memory_gib or last['memory_gib']))} at the peak",
         }
         if last.get("mfu"):
-            figures["step"] += (
-                f"; at the peak of the devices it would take {duration(seconds * last['mfu'])}"
-            )
+            least_s = seconds * last["mfu"]
+            figures["step"] += f"; at the peak of the devices it would take {duration(least_s)}"
         if plan is not None:
             figures["speed"] += f", planned {plan['tokens_per_s']:,.0f}"
             if plan["hardware"]["device"] != "cpu":  # there it covers a process with its libraries
                 figures["memory"] += f", planned {byte_size(GIB * plan['memory']['allocated_gib'])}"
         return figures
-    except (
-        UserError,
-        KeyError,
-        TypeError,
-        ZeroDivisionError,
-    ):  # `runs report` names the damaged file
-        return {}
+    except (UserError, KeyError, TypeError, ZeroDivisionError):
+        return {}  # `runs report` names the damaged file
