@@ -82,10 +82,8 @@ def inspect(
 
 
 def _tokenizer_problems(folder: Path, init_from: str) -> list[str]:
-    own, made_by = (
-        Path(init_from).expanduser() / token_files.TOKENIZER,
-        folder / token_files.TOKENIZER,
-    )
+    own = Path(init_from).expanduser() / token_files.TOKENIZER
+    made_by = folder / token_files.TOKENIZER
     with suppress(OSError, ValueError):
         other = made_by if made_by.is_file() else None
         if own.is_file() and not token_files.have_same_texts(own, other):

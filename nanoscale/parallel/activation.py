@@ -170,9 +170,8 @@ class SavePolicy:
         if operation in ROUTING or self.keeps_nothing:
             return operation in ROUTING
         if operation in EXPERT_MATMULS:
-            self.expert_matmuls += (
-                1  # gate, up, and down, whose result the backward pass does not read
-            )
+            # gate, up, and down, whose result the backward pass does not read
+            self.expert_matmuls += 1
             return self.matmul_interval == 1 and self.expert_matmuls % 3 > 0
         if operation in MATMULS:
             self.matmuls += 1

@@ -25,9 +25,8 @@ def apply(layers: nn.ModuleDict, config: ResolvedConfig) -> None:
     """Compile each block of a model in place, when it first runs. Call it after `activation.apply`."""
     if config.backend.compile != "on":
         return
-    torch._dynamo.config.capture_scalar_outputs = (
-        True  # the numbers of rows of `expert.exchange_counts`
-    )
+    # the numbers of rows of `expert.exchange_counts`
+    torch._dynamo.config.capture_scalar_outputs = True
     blocks: list[nn.Module] = list(layers.values())
     for block in blocks:
         block.forward = torch.compile(block.forward)

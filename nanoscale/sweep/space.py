@@ -83,9 +83,8 @@ class Space:
                 else:
                     width = one.interval.high - one.interval.low
                     number = one.interval.low + width * share / (_PROBES - 1)
-                    values[one.key] = (
-                        str(round(number)) if one.interval.integer else f"{number:.6g}"
-                    )
+                    text = str(round(number)) if one.interval.integer else f"{number:.6g}"
+                    values[one.key] = text
             probes.append(values)
         return probes
 

@@ -105,10 +105,8 @@ def find_cause(training: Training, last_step: int) -> tuple[str, list[int]] | No
         if places:
             first = min(places)
             ranks = [rank for rank, (_, place) in enumerate(found) if place == first]
-            text = (
-                f"the first of its causes is {first[-1]}, in micro batch {first[1]} of step {step}"
-            )
-            return text + on_ranks(ranks), ranks
+            when = f"in micro batch {first[1]} of step {step}{on_ranks(ranks)}"
+            return f"the first of its causes is {first[-1]}, {when}", ranks
     return None
 
 

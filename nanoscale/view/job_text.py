@@ -162,15 +162,13 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
         words["context"] = layout.cp_method
     if config.run.from_run is not None:
         moments = " and moments" if config.run.from_optimizer else ""
-        words["begins with"] = (
-            f"weights{moments} of {config.run.from_run}, step {config.run.from_step}"
-        )
+        step = config.run.from_step
+        words["begins with"] = f"weights{moments} of {config.run.from_run}, step {step}"
     if config.model.experts:
         where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
         where += ", of tp too" if layout.ep_over_tp else ""
-        words["experts"] = (
-            f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
-        )
+        chosen = config.model.experts_per_token
+        words["experts"] = f"{config.model.experts}, {chosen} a token{where}"
     if config.lora.rank:
         words["trained"] = describe_adapters(config)
     if layout.activation_checkpointing != "none":

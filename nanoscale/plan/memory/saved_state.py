@@ -36,13 +36,12 @@ def host_bytes(config: ResolvedConfig, ranks: int) -> int:
     in_stage = config.world_size // layout.pp
     same_stage = min(ranks, in_stage)
     sizes = []
-    for rank in rank_holdings(config, _shards(config)):
+    shards = _shards(config)
+    for rank in rank_holdings(config, shards):
         params, copies = rank.trained, min(same_stage, group)
         numel, in_blocks = params.shard, params.in_blocks_shard
         if config.backend.name == "deepspeed":  # flat shards
-            numel, in_blocks = (
-                -(-it // _shards(config)) for it in (params.numel, params.in_blocks)
-            )
+            numel, in_blocks = -(-params.numel // shards), -(-params.in_blocks // shards)
         sizes.append(_bytes(config, copies * numel, copies * in_blocks))
     largest = sorted(sizes, reverse=True)[: -(-ranks // same_stage)]
     # tp does not divide all tensors, and shards of rows are rounded up.

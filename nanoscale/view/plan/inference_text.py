@@ -55,7 +55,5 @@ def inference_report(of: dict[str, Any]) -> Report:
         f"{byte_size(of['cache_bytes_per_token'])} a token",
         *([] if of["fits"] else ["does not fit"]),
     ]
-    title = (
-        f"{of['model']}, {size(of['parameters'])} parameters, {of['dtype']}, on one {of['device']}"
-    )
-    return Report(title, [Lines(lines), Table(header, rows)])
+    model = f"{of['model']}, {size(of['parameters'])} parameters, {of['dtype']}"
+    return Report(f"{model}, on one {of['device']}", [Lines(lines), Table(header, rows)])

@@ -164,9 +164,8 @@ def first_lines(plan: Prediction) -> list[Block]:
     """Return three lines: the verdict, the speed, and the duration and cost of the training."""
     time, run = plan.time, plan.training
     question = undecided(plan)
-    speed = (
-        f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {time.tokens_per_s:,.0f} in total"
-    )
+    total = f"{time.tokens_per_s:,.0f} in total"
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {total}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
     device_hours = f"{three_digits(run.device_hours)} device hours"
     length = f"{counted(run.steps, 'step')} in {duration(3600 * run.hours)}, {device_hours}{cost}"
