@@ -802,8 +802,8 @@ class Checkpoint:
     memory_every: int | Literal["auto"] = key(
         0,
         "steps between checkpoints in the memory of the hosts, from which launcher.max_restarts continues; "
-        "0: none · auto: the number that loses least time by the plan and launcher.mtbf_hours, at most the "
-        "interval on disk",
+        "0: none · auto: the number that loses least time by the plan and launcher.mtbf_hours, 0 if the "
+        "interval on disk loses less",
         unit="steps",
         at_least=0,
     )

@@ -149,16 +149,17 @@ class SavingPlan:
 def with_memory_interval(config: ResolvedConfig, hardware: Hardware) -> ResolvedConfig:
     """Return the configuration with the interval of checkpoints in memory that loses least time.
 
-    It is √(2·stall/λ) for λ failures of the job in a second (Young 1974, Daly 2006), and at most the interval
-    of the checkpoints on disk: a longer one would lose more steps than the disk does.
+    It is T = √(2·stall/λ) for λ failures of the job in a second (Young 1974, Daly 2006), and λT of the time is
+    lost. An interval D on disk loses λD/2 of it: if that is less, nothing is saved in memory.
     """
     step_s = predicted_step(config, hardware)
     stall_s = max(0.0, memory_save_s(config, hardware) - step_s)
     optimum_s = math.sqrt(2 * stall_s * between_failures_s(config, hardware))
     saving = config.checkpoint
-    on_disk_s = filter(None, (60 * (saving.every_minutes or 0.0), saving.every * step_s))
-    every = max(1, round(min([optimum_s, *on_disk_s]) / step_s))
-    return replace(config, checkpoint=replace(saving, memory_every=every))
+    intervals = filter(None, (60 * (saving.every_minutes or 0.0), saving.every * step_s))
+    gains = optimum_s < min(intervals, default=math.inf) / 2
+    memory_every = max(1, round(optimum_s / step_s)) if gains else 0
+    return replace(config, checkpoint=replace(saving, memory_every=memory_every))
 
 
 def between_failures_s(config: ResolvedConfig, hardware: Hardware) -> float:

@@ -32,8 +32,9 @@ LOST = agent_failure("n1", "it was lost")
 
 
 @contextmanager
-def elastic_supervisor(*overrides: str) -> Iterator[Supervisor]:
-    """Supervise a job for two or three hosts of the file `hosts`, without agents."""
+def elastic_supervisor(count: int, *overrides: str) -> Iterator[Supervisor]:
+    """Supervise a job for two or three of this many hosts, without agents."""
+    Path("hosts").write_text("".join(f"n{number} slots=2\n" for number in range(1, count + 1)))
     composed = changed(
         "run.name=x", "launcher=ssh", "launcher.hostfile=hosts", "launcher.nodes=2:3",
         "launcher.device=cpu", "train.global_batch=24", "train.micro_batch=auto", *overrides,
@@ -84,10 +85,8 @@ def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
         f"launcher.nodes={nodes}", "train.global_batch=8", "train.micro_batch=auto",
     )  # fmt: skip
     request = check_request(composed, devices=Devices("cpu", 2), hosts=HOSTS)
-    fleet, view = (
-        SimpleNamespace(memory_key=None, members=[Member(it) for it in HOSTS]),
-        Mock(running=True),
-    )
+    fleet: Any = SimpleNamespace(memory_key=None, members=[Member(it) for it in HOSTS])
+    view = Mock(running=True)
     with new_run(request) as lock:
         supervisor = Supervisor(
             lock, HostChoice(lock.run, fleet, request), SimpleNamespace(first=None), view
@@ -113,8 +112,7 @@ def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
 ) -> None:
     """n1 has two of three failures within an hour, and n3 a faulty GPU: two must remain, so n3 is used."""
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\nn4 slots=2\n")
-    with elastic_supervisor() as supervisor:
+    with elastic_supervisor(4) as supervisor:
 
         def names() -> list[str]:
             return [it.name for it in supervisor.hosts.choose(1)]
@@ -149,7 +147,6 @@ def test_a_run_waits_for_a_host_if_too_few_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
     polls = 0
 
     def poll(_: float) -> None:
@@ -157,7 +154,7 @@ def test_a_run_waits_for_a_host_if_too_few_are_left(
         polls += 1
         second.lost = LOST if polls < 2 else None
 
-    with elastic_supervisor() as supervisor:
+    with elastic_supervisor(3) as supervisor:
         first, second, _ = supervisor.fleet.members
         first.lost = second.lost = LOST
         monkeypatch.setattr(supervisor.fleet, "poll", poll)
@@ -172,8 +169,7 @@ def test_hosts_join_beside_an_attempt_unless_it_uses_them(
 ) -> None:
     """n1 is lost just now: the attempt must see it. n3 is left out, and connected for the next loss."""
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
-    with elastic_supervisor() as supervisor:
+    with elastic_supervisor(3) as supervisor:
         first, second, third = supervisor.fleet.members
         supervisor.hosts.members = [first, second]
         first.lost = third.lost = LOST
@@ -187,8 +183,7 @@ def test_a_spare_host_is_connected_once_a_host_is_slow(
 ) -> None:
     """It could replace the slow one: MIN hosts are needed, and all MAX are used."""
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\nn4 slots=2\n")
-    with elastic_supervisor("launcher.exclude_stragglers=1.3") as supervisor:
+    with elastic_supervisor(4, "launcher.exclude_stragglers=1.3") as supervisor:
         supervisor.hosts.choose(1)
         join: Any = supervisor.fleet.join
         for ratio, names in [(1.2, []), (1.4, ["n4"])]:
@@ -202,19 +197,14 @@ def test_a_signal_during_a_change_of_hosts_keeps_the_state_in_memory(
 ) -> None:
     """Ctrl-C comes when the ranks have stopped without a save on disk, before the next attempt."""
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
-    with elastic_supervisor() as supervisor:
+    with elastic_supervisor(3) as supervisor:
         supervisor.fleet.memory_key = b"key"
         supervisor.hosts.change = "n2 is slow: continuing", "+7% planned"
-
-        def attempt(number: int) -> Outcome:
-            assert number == 1
-            return Outcome("preempted", 75)
 
         def prepare(*_: object) -> None:
             supervisor.signals.first = signal.SIGINT
 
-        monkeypatch.setattr(supervisor, "_attempt", attempt)
+        monkeypatch.setattr(supervisor, "_attempt", lambda _: Outcome("preempted", 75))
         monkeypatch.setattr("nanoscale.launch.lifecycle.supervisor.prepare", prepare)
         outcome = supervisor.supervise(1)
         assert (outcome.state, outcome.exit_code) == ("stopped", 130)
@@ -226,7 +216,6 @@ def test_a_slow_host_is_left_out_if_the_plan_gains(
 ) -> None:
     """Two of three hosts need 1.5 times as long for a step."""
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
 
     def predicted(config: Any) -> Any:
         return SimpleNamespace(time=SimpleNamespace(seconds=6 / config.parallel.dp), fits=True)
@@ -234,7 +223,7 @@ def test_a_slow_host_is_left_out_if_the_plan_gains(
     monkeypatch.setattr("nanoscale.launch.lifecycle.host_choice.predict", predicted)
     for least, ratio, is_left_out in [(1.3, 1.4, False), (1.7, 1.6, False), (1.3, 1.6, True)]:
         overrides = f"launcher.exclude_stragglers={least}", f"run.name={least}-{ratio}"
-        with elastic_supervisor(*overrides) as supervisor:
+        with elastic_supervisor(3, *overrides) as supervisor:
             supervisor.hosts.choose(1)
             assert not supervisor.hosts.is_outdone()
             events.append(supervisor.run, "straggler", "n2 arrives late", host="n2", ratio=ratio)

@@ -155,10 +155,11 @@ def test_an_interval_in_memory_loses_least_time() -> None:
     }
     chosen = with_memory_interval(config, hardware).checkpoint.memory_every
     assert 100 < chosen == pytest.approx(min(lost, key=lost.__getitem__), abs=1)
-    often = replace(config, checkpoint=replace(config.checkpoint, every=50))
-    assert with_memory_interval(often, hardware).checkpoint.memory_every == 50
-    timed = replace(config, checkpoint=replace(config.checkpoint, every_minutes=step_s))
-    assert with_memory_interval(timed, hardware).checkpoint.memory_every == 60
+    for on_disk, expected in [(2 * chosen - 9, 0), (2 * chosen + 9, chosen)]:  # steps
+        for intervals in ({"every": on_disk}, {"every_minutes": on_disk * step_s / 60}):
+            saving = replace(config.checkpoint, **intervals)
+            found = with_memory_interval(replace(config, checkpoint=saving), hardware)
+            assert found.checkpoint.memory_every == expected
     unstalled = replace(config, parallel=replace(config.parallel, dp=8))
     fast = replace(hardware, host_bandwidth=1e12)
     assert with_memory_interval(unstalled, fast).checkpoint.memory_every == 1

@@ -66,7 +66,10 @@ class HostChoice:
             with suppress(UserError):  # the hostfile has changed
                 every = read_hostfile(self.request.composed, spares=True)
                 names = {member.name for member in self.fleet.members}
-                self.fleet.members += [_spare(it) for it in every if it.address not in names]
+                for host in every:
+                    if host.address not in names:
+                        lost = agent_failure(host.address, "it is a spare host")
+                        self.fleet.members.append(Member(host, lost=lost))
 
     @property
     def is_elastic(self) -> bool:
@@ -222,11 +225,6 @@ class HostChoice:
             config = replace(request.config, run=before.config.run, model=before.config.model)
             self._requests[key] = replace(request, config=config)
         return self._requests[key]
-
-
-def _spare(host: Host) -> Member:
-    """Return a host beyond the most that the job uses, which is not connected yet."""
-    return Member(host, lost=agent_failure(host.address, "it is a spare host"))
 
 
 def _gain(before: Request, after: Request) -> float:
