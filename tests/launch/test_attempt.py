@@ -238,6 +238,15 @@ def test_what_dies_by_our_own_hand_is_no_failure(attempt):
     assert [found.rank for found in attempt.execution.failures.values()] == [0]
 
 
+def test_a_rank_that_loses_one_that_was_killed_has_not_failed(attempt):
+    """Ctrl-C before the first step reaches the hosts one after another."""
+    attempt.signals.first = INT
+    attempt.execution.kill()
+    ended(attempt, "a", "killed")
+    ended(attempt, "b", "killed", raised(LOST, 2, "b"))
+    assert attempt._judge().exit_code == 130
+
+
 def test_times_of_hosts_are_compared_on_the_launchers_clock(attempt):
     attempt.members[0].facts = {"asked_at": 100.0, "time": 1100.5, "heard_at": 101.0}
     failing(attempt, "a", raised(ValueError("second"), 0, "a", 1200.0))

@@ -137,8 +137,10 @@ class JobExecution:
         for failure in failures:
             key = (failure.host, failure.rank)
             recorded = self.failures.get(key)
-            died = failure.kind in ("ended", "stopped")
-            after_kill = self.killing_since is not None and recorded is None and died
+            # If nothing had failed before the kill, ranks can also have lost the first ones that it ended.
+            lost = self.failing_since is None and is_consequence(failure)
+            by_kill = lost or failure.kind in ("ended", "stopped")
+            after_kill = self.killing_since is not None and recorded is None and by_kill
             if not after_kill:
                 self.failures[key] = replace(failure, time=failure.time - skew)
                 if failure.rank is not None and failure.position is not None:
