@@ -141,7 +141,8 @@ class SavingPlan:
         sizes = f"{byte_size(self.bytes)}, and {byte_size(self.free)} are free in {self.root}"
         message = f"a checkpoint takes {sizes}"
         remedy = "free some space, or keep the run on another disk, or save no checkpoints"
-        advice = ("run.root=FOLDER", "checkpoint=none")[bool(self.present) :]
+        elsewhere = () if self.present else ("run.root=FOLDER",)
+        advice = (*elsewhere, "checkpoint=none")
         violation = Violation("run.root", self.root, "", message, advice, remedy)
         raise UserError("plan", f"{message}. Continue with --force", [violation])
 
@@ -213,6 +214,7 @@ def plan_saving(
         notice_s=notice_s - 2 * step_s if notice_s and step_s else None,
         step_s=step_s,
         memory_save_s=save_s,
+        # a job on one host fails as often as the host
         is_on_one_host=failures_s == 3600 * config.launcher.mtbf_hours,
         between_failures_s=failures_s,
     )

@@ -41,11 +41,14 @@ class Checks:
     def watching(self, engine: Engine) -> Iterator[None]:
         """Check the results of all modules, and the gradients of these results."""
         hooks = [
+            stage.register_forward_pre_hook(lambda *_, at=number: self.passes.update([at]))
+            for number, stage in engine.stages.items()
+        ]
+        hooks += [
             module.register_forward_hook(partial(self._check, number, name))
-            if name
-            else stage.register_forward_pre_hook(lambda *_, at=number: self.passes.update([at]))
             for number, stage in engine.stages.items()
             for name, module in stage.named_modules()
+            if name
         ]
         try:
             yield

@@ -165,7 +165,7 @@ class Supervisor:
             events.append(self.run, "memory", text, step=source.step)
         return {"source": source and asdict(source), "peers": pair(members, address_of)}
 
-    # --- hosts before an attempt --------------------------------------------------------------------------
+    # --- hosts before an attempt ----------------------------------------------------------------------
 
     def _wait_for_hosts(self) -> None:
         """Wait until a layout fits the hosts of an elastic job, or a signal comes."""
@@ -186,10 +186,8 @@ class Supervisor:
     def _reconnect(self) -> None:
         leaving = self.hosts.leaving
         away = [it for it in self.fleet.members if not it.is_present and it.name not in leaving]
-        if (
-            self.hosts.is_elastic
-        ):  # they join beside the next attempt, or while the run waits for hosts
-            for member in away:
+        if self.hosts.is_elastic:
+            for member in away:  # they join beside the next attempt, or while the run waits
                 member.tried = -math.inf
         elif away:
             self.fleet.connect(away)
@@ -258,10 +256,9 @@ class Supervisor:
     def _conclude(self, outcome: Outcome) -> Outcome:
         self.lock.require()
         cause = outcome.failure
+        on_disk = max(self.run.checkpoint_steps(), default=0)
         # Ranks that stop for a change of hosts do not save on disk.
-        is_behind = bool(self.hosts.change) or self.memory_step > max(
-            self.run.checkpoint_steps(), default=0
-        )
+        is_behind = bool(self.hosts.change) or self.memory_step > on_disk
         # After an error that the training itself has raised, the newest state may be its cause.
         if self.fleet.memory_key and (is_behind or (cause is not None and not cause.exception)):
             lost = [node for node, it in enumerate(self.hosts.members) if not it.is_present]

@@ -93,11 +93,8 @@ def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
 
 def can_compute(verdict: Verdict) -> bool:
     """True if the verdict lets its host compute with others; a job needs folders as well."""
-    return (
-        verdict.good
-        or not verdict.needed
-        or verdict.check in ("run.root", "cache", "compile cache")
-    )
+    is_folder = verdict.check in ("run.root", "cache", "compile cache")
+    return verdict.good or not verdict.needed or is_folder
 
 
 def skew_s(facts: Message) -> float:
