@@ -24,7 +24,7 @@ from nanoscale.config.composing.frozen import load
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.processes.lifeline import die_with, end_group
 from nanoscale.rehearse.compiled_code import compiler_findings
-from nanoscale.rehearse.life import play
+from nanoscale.rehearse.life import play, told
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.rehearsals import Task, record_file, snapshot_file
@@ -104,7 +104,8 @@ class Ranks:
         self._largest = max(copy.most, self._largest if self._largest != _FIRST_COPY else 0)
         file = record_file(self._folder, copy.rank)
         if not file.is_file():
-            why = f"the process that played it ended with {code}"
+            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            why = f"the process that played it ended with {reason}"
             if copy.most > self._task.memory:
                 why = f"playing it needs more than {self._task.memory} bytes of host memory"
             write_json(file, RankRecord(copy.rank, error=why).as_json())
@@ -112,8 +113,8 @@ class Ranks:
 
 
 def _play(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
-    """Play a rank in a copy of the process, and exit."""
-    code = 1
+    """Play a rank in a copy of the process, write its record, also after an error, and exit."""
+    record = RankRecord(rank)
     try:
         die_with(os.getppid(), group=os.getpgid(0))
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -122,13 +123,14 @@ def _play(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
         record = play(config, rank, task.steps, gpu, snapshot)
         if rank == task.ranks[0]:
             record.compiler = compiler_findings(config)
+    except BaseException as error:
+        record.error = record.error or told(error)
+    try:
         write_json(record_file(folder, rank), record.as_json())
-        code = 0
-    except BaseException:
+    except BaseException:  # a copy never returns into the code of the process
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+        os._exit(1)
+    os._exit(0)
 
 
 def main(folder: Path) -> None:

@@ -37,7 +37,10 @@ def compiler_findings(config: ResolvedConfig) -> list[str]:
         small, _ = miniature(config, Path("conform"))
     except UserError as error:
         return [f"whether the compiler can trace the blocks was not tried: {error}"]
-    small = replace(small, backend=replace(small.backend, compile="on"))
+    # One stage has all blocks: a stage alone would wait for activations that no other stage sends.
+    layout = replace(small.parallel, pp=1, virtual_stages=1, layers_per_stage=None)
+    compiled = replace(small.backend, compile="on")
+    small = replace(small, parallel=layout, backend=compiled)
     traced = partial(torch.compile, backend="aot_eager", fullgraph=True)
     with Patches() as patches, identity(0, small, small.world_size):
         patches.replace(torch, "compile", traced)

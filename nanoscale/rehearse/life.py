@@ -73,12 +73,12 @@ def play(
                 if snapshot is not None and world.history is not None:
                     snapshot.write_bytes(pickle.dumps(world.history.snapshot()))
     except Exception as error:
-        record.error = _told(error)
+        record.error = told(error)
     record.seconds = time.process_time() - began
     return record
 
 
-def _told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Return an exception and its causes, with nanoscale's own frames and the innermost."""
     whole = cause = traceback.TracebackException.from_exception(error)
     while cause is not None:

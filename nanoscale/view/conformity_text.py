@@ -82,8 +82,8 @@ def _meaning(factor: float | None, degrees: dict[str, int]) -> str:
     number, is_inverse = _whole(factor)
     if number < 2:
         return ""
-    axes = listed([axis for axis, degree in degrees.items() if degree == number])
-    of_axes = f" (the degree of {axes})" if axes else ""
+    axes = [axis for axis, degree in degrees.items() if degree == number]
+    of_axes = f" (the degree of {listed(axes)})" if axes else ""
     if is_inverse:
         return f". A sum over {number} ranks is missing, or a division by {number} is done twice{of_axes}"
     return (
