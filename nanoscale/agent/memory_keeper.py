@@ -10,14 +10,14 @@ from typing import Any
 from nanoscale.processes import scratch
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.messages import Message
-from nanoscale.processes.peer_files import COMMITTED, PeerFileServer, write_committed
+from nanoscale.processes.peer_files import PeerFileServer, write_committed
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.job_messages import HostRanks
 from nanoscale.runs.memory_order import (
     MemoryOrder,
     checked_files,
+    committed_in,
     peer_of,
-    read_committed,
     source_of,
     write_order,
 )
@@ -53,8 +53,7 @@ class MemoryKeeper:
         source = source_of(order["source"])
         self._run, self._attempt, self._node = run, host.attempt, host.node_rank
         kept = set()
-        for path in self.folder.glob(f"*{COMMITTED}"):
-            about = read_committed(path)
+        for path, about in committed_in(self.folder):
             if source and (about["attempt"], about["count"]) == (source.attempt, source.count):
                 kept |= {path.name, about["file"]}
         for path in self.folder.glob("*-*.*"):
@@ -81,8 +80,7 @@ class MemoryKeeper:
         if self._run is None:
             return
         self._run.memory.mkdir(exist_ok=True)
-        for path in self.folder.glob(f"*{COMMITTED}"):
-            about = read_committed(path)
+        for path, about in committed_in(self.folder):
             # Of an earlier attempt there is only the state that this one began with, the same on all hosts.
             if about["attempt"] == self._attempt and about["node"] not in (self._node, *lost_nodes):
                 continue

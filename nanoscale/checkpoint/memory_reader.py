@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from nanoscale.checkpoint.memory_writer import boxes_of
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.errors import LostPeerError
 from nanoscale.processes.peer_files import COMMITTED, PeerFiles
-from nanoscale.runs.memory_order import MemoryOrder, MemorySource
+from nanoscale.runs.memory_order import MemoryOrder, MemorySource, read_index
 
 
 class _File:
@@ -75,9 +75,9 @@ class _Reader:
         return manifest
 
     def has_all(self, state: State) -> bool:
-        """True if the files have each element of this rank's tensors."""
+        """True if the files have each element of this rank's tensors, and none in two different parts."""
         return all(
-            sum(_common(box, chunk) for chunk in self._chunks.get(name, ())) >= prod(box.sizes)
+            _covers(self._chunks.get(name, ()), box)
             for name, value in state.items()
             for box in boxes_of(value)
         )
@@ -132,14 +132,26 @@ def _committed(folder: Path | PeerFiles, source: MemorySource) -> Iterator[dict[
     """Yield what is known of each rank's file of a checkpoint, in a folder here or on another host."""
     pattern = f"{source.attempt}-*{COMMITTED}"
     if isinstance(folder, PeerFiles):
-        documents = [bytes(folder.read(name)) for name in folder.names(pattern)]
+        indexes = [bytes(folder.read(name)) for name in folder.names(pattern)]
     else:
-        documents = [path.read_bytes() for path in sorted(folder.glob(pattern))]
-    for document in documents:
+        indexes = [path.read_bytes() for path in sorted(folder.glob(pattern))]
+    for index in indexes:
         with suppress(ValueError):  # the launcher has chosen a state without this damaged file
-            committed = json.loads(document)
+            committed = read_index(index)
             if committed["count"] == source.count:
                 yield committed
+
+
+def _covers(chunks: Iterable[Box], box: Box) -> bool:
+    """True if parts of a tensor cover each element of a box exactly once."""
+    parts = sorted((it for it in chunks if _common(it, box)), key=lambda it: it.offsets)
+    for number, part in enumerate(parts):
+        for other in islice(parts, number + 1, None):
+            if other.offsets[0] >= part.offsets[0] + part.sizes[0]:
+                break  # the later ones begin there or behind it
+            if _common(part, other):
+                return False
+    return sum(_common(it, box) for it in parts) == prod(box.sizes)
 
 
 def _common(box: Box, other: Box) -> int:

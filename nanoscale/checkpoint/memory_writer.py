@@ -35,7 +35,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.models.initialization import local_region
 from nanoscale.parallel import process_group
 from nanoscale.processes.peer_files import COMMITTED, PeerFiles, write_committed
-from nanoscale.runs.memory_order import MemoryOrder, file_name
+from nanoscale.runs.memory_order import MemoryOrder, file_name, index_with_sum
 
 T = TypeVar("T")
 Boxes = tuple[Box, ...]
@@ -183,12 +183,12 @@ class MemoryWriter:
             "sum": xxhash.xxh3_128_hexdigest(data),
             "manifest": manifest,
         }
-        text = f'{json.dumps(about)[:-1]}, "tensors": {self._index}}}'
-        write_committed(slot.committed, text)
+        index = index_with_sum(f'{json.dumps(about)[:-1]}, "tensors": {self._index}}}')
+        write_committed(slot.committed, index)
         if not self._shares.is_covered and not self._peer_lost:
-            self._send(slot, data, text)
+            self._send(slot, data, index)
 
-    def _send(self, slot: _Slot, data: memoryview, text: str) -> None:
+    def _send(self, slot: _Slot, data: memoryview, index: bytes) -> None:
         peer = self._order.peer
         assert peer is not None
         try:
@@ -196,7 +196,7 @@ class MemoryWriter:
                 self._peer = PeerFiles(peer.address, peer.port, bytes.fromhex(self._order.key))
             self._peer.remove(slot.committed.name)
             self._peer.write(slot.path.name, data)
-            self._peer.write(slot.committed.name, text.encode())
+            self._peer.write(slot.committed.name, index)
         except OSError as error:  # if the host is lost, the launcher ends this attempt
             self._peer_lost = True
             self._report(f"no further copies are sent to {peer.host}: {error}")

@@ -108,10 +108,10 @@ class PeerFiles:
         return answer
 
 
-def write_committed(path: Path, text: str | bytes) -> None:
+def write_committed(path: Path, content: bytes) -> None:
     """Replace a file at once."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.new")
-    temporary.write_bytes(text.encode() if isinstance(text, str) else text)
+    temporary.write_bytes(content)
     temporary.replace(path)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import COMMITTED
 
+_SUM_BYTES = 32
 ORDER = "order"
 """The file in the agent's folder with its `MemoryOrder`."""
 
@@ -110,10 +113,32 @@ def checked_files(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return [it for it in checked if isinstance(it, dict)], damaged
 
 
-def read_committed(path: Path) -> dict[str, Any]:
-    """Return what is known of a rank's file, from the file next to it."""
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def committed_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the indexes of ranks' files in a folder, and what each says; damaged ones are left out."""
+    for path in folder.glob(f"*{COMMITTED}"):
+        with suppress(OSError, ValueError):
+            yield path, read_index(path.read_bytes())
+
+
+def index_with_sum(text: str) -> bytes:
+    """Return the content of an index, a JSON text, with the sum of all its bytes at its end."""
+    content = text.encode()
+    return content + _sum(content)
+
+
+def read_index(content: bytes) -> dict[str, Any]:
+    """Return what an index says. Raises a ValueError if its bytes differ from their sum."""
+    text, stored_sum = content[:-_SUM_BYTES], content[-_SUM_BYTES:]
+    if _sum(text) != stored_sum:
+        raise ValueError("its bytes differ from their sum")
+    document: dict[str, Any] = json.loads(text)
     return document
+
+
+def _sum(content: bytes | memoryview) -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(content).encode()
 
 
 def _check(path: Path) -> dict[str, Any] | str:
@@ -125,15 +150,13 @@ def _check(path: Path) -> dict[str, Any] | str:
 
 
 def _checked(path: Path) -> dict[str, Any] | str:
-    import xxhash
-
-    about = read_committed(path)
+    about = read_index(path.read_bytes())
     del about["tensors"], about["manifest"]
     data: Any = b""
     if about["bytes"]:
         with (path.parent / about["file"]).open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     content = memoryview(data)[: about["bytes"]]
-    if len(content) < about["bytes"] or xxhash.xxh3_128_hexdigest(content) != about["sum"]:
+    if len(content) < about["bytes"] or _sum(content) != about["sum"].encode():
         return f"rank {about['rank']} of step {about['step']}: the bytes in memory differ from their sum"
     return about

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -37,7 +36,14 @@ from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.job_messages import HostRanks
-from nanoscale.runs.memory_order import MemoryOrder, MemoryPeer, MemorySource, write_order
+from nanoscale.runs.memory_order import (
+    MemoryOrder,
+    MemoryPeer,
+    MemorySource,
+    committed_in,
+    read_index,
+    write_order,
+)
 from nanoscale.runs.rank_context import StopFlag
 from tests.support import jobs
 from tests.support.ranks import run_ranks
@@ -147,17 +153,23 @@ def test_three_hosts_write_and_two_load_without_the_first(
 
     # One flipped bit: the other copy counts, and without one the step before it.
     (own,) = [
-        it for it in keepers[1].folder.glob("1-1-*.json") if json.loads(it.read_text())["step"] == 3
+        path
+        for path, about in committed_in(keepers[1].folder)
+        if path.match("1-1-*") and about["step"] == 3
     ]
-    data = own.with_suffix(".data")
-    content = bytearray(data.read_bytes())
-    content[40] ^= 1
-    data.write_bytes(content)
+    data, index = own.with_suffix(".data"), own.read_bytes()
+    for bit in range(8 * len(index)):
+        with pytest.raises(ValueError, match="differ from their sum"):
+            read_index(flipped(index, bit))
+    own.write_bytes(flipped(index, 1))
+    assert len(keepers[1].facts()["damaged"]) == 1
+    own.write_bytes(index)
+    content = data.read_bytes()
+    data.write_bytes(flipped(content, 320))
     members[1] = member("n1", keepers[1])
     assert len(members[1].facts["memory"]["damaged"]) == 1  # type: ignore[index]
     assert newest_in_memory(members, address_of, set()).step == 3  # type: ignore[union-attr]
     assert newest_in_memory(members[:2], address_of, set()).step == 2  # type: ignore[union-attr]
-    content[40] ^= 1
     data.write_bytes(content)
 
     # The launcher is lost: the hosts copy what they have of their own ranks to the disk.
@@ -169,11 +181,37 @@ def test_three_hosts_write_and_two_load_without_the_first(
         keeper.begin(run, host, {"source": asdict(source), "peers": [None] * 3})
         keeper.rescue()
     (run.memory / "1-9-0-0.json").write_text("{")  # a file that cannot be read counts as damaged
-    copied = newest_in_memory([], address_of, set(), run.memory)
+    damaged: list[str] = []
+    copied = newest_in_memory([], address_of, set(), run.memory, damaged.append)
+    text = "1-9-0-0.json cannot be read: its bytes differ from their sum"
+    assert damaged == [f"{run.memory}: {text}"]
     assert copied == replace(source, peers=(), folder=str(run.memory))
     empty = replace(orders[0], folder=str(tmp_path))
     ((_, _, whole, _, _),) = run_ranks(load_rank, 1, empty, copied, 1)
     assert torch.equal(whole, 3 * WHOLE)
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_whole"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], True),
+        ([((0, 0), (2, 3)), ((3, 0), (1, 3))], False),  # a hole
+        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], False),  # a row twice
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], False),  # a row twice, and one is missing
+    ],
+)
+def test_parts_in_memory_hold_each_element_once(parts: list[Any], is_whole: bool) -> None:
+    reader = memory_reader._Reader()
+    about = {"dtype": "float32", "shape": [4, 3], "boxes": parts, "start": 0}
+    reader.add(Path(), {"file": "", "tensors": {"a": about}, "manifest": {}})
+    assert reader.has_all({"a": torch.zeros(4, 3)}) == is_whole
 
 
 def test_ranks_of_a_host_divide_what_they_all_hold() -> None:
@@ -206,6 +244,10 @@ def test_copies_are_on_another_machine_and_switch(keepers: list[MemoryKeeper]) -
     assert partners(("a", ""), ("b", ""), ("c", "")) == ["n1", "n2", "n0"]
     assert partners(("a", "s"), ("b", "s"), ("c", "t"), ("d", "t")) == ["n2", "n3", "n0", "n1"]
     assert partners(("a", "s"), ("b", "s"), ("c", "s")) == ["n1", "n2", "n0"]
+    members = [member(name, keepers[0]) for name in ("n0", "n1", "n2")]
+    members[1].facts = None  # it is being reached
+    assert [it and it["host"] for it in pair(members, address_of)] == ["n2", None, "n0"]
+    assert pair([members[1]], address_of) == [None]
     assert partners(("a", ""), ("a", ""), ("b", "")) == ["n2", "n2", "n0"]
 
 

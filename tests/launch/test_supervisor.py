@@ -107,6 +107,56 @@ def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
         assert restart is None or "n1 will be taken away" in restart["message"]
 
 
+def test_a_fixed_job_continues_from_memory_once_a_lost_host_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n1 is away for more attempts than may continue from one state; no rank is started in them."""
+    monkeypatch.chdir(tmp_path)
+    hosts = (*HOSTS, Host("n3", 2))
+    composed = changed(
+        "run.name=x", "launcher=ssh", "launcher.hostfile=hosts", "launcher.max_restarts=9",
+        "checkpoint.memory_every=1", "launcher.device=cpu", "train.global_batch=24",
+    )  # fmt: skip
+    request = check_request(composed, devices=Devices("cpu", 2), hosts=hosts)
+    kept = [
+        {"attempt": 1, "count": 4, "step": 5, "node": 1, "nodes": 3, "ranks": 1, "covers": covers}
+        for covers in ([0, 1], [2])
+    ]
+    members = [
+        Member(it, facts={"machine": it.address, "port": 1, "memory": about})
+        for it, files in zip(hosts, [[], kept[:1], kept[1:]], strict=True)
+        for about in [{"port": 7, "kept": files, "damaged": [], "switch": ""}]
+    ]
+    facts, members[0].facts, members[0].lost = members[0].facts, None, LOST
+    fleet: Any = Mock(memory_key="00", members=members)
+    fleet.transport.address_of = lambda host: host.address
+    fleet.output.write_to = lambda run, number: run.attempt_logs(number).mkdir(parents=True)
+    orders: list[Any] = []
+
+    def attempt(*arguments: Any) -> Any:
+        orders.append(arguments[7])
+        outcome = Outcome("failed", 1) if members[0].lost else Outcome("completed", 0)
+        return Mock(execute=lambda: outcome, noticed=set())
+
+    def reconnect() -> None:
+        if len(orders) == 5:
+            members[0].facts, members[0].lost = facts, None
+
+    monkeypatch.setattr("nanoscale.launch.lifecycle.supervisor.Attempt", attempt)
+    with new_run(request) as lock:
+        supervisor = Supervisor(
+            lock,
+            HostChoice(lock.run, fleet, request),
+            SimpleNamespace(first=None),
+            Mock(running=True),
+        )
+        monkeypatch.setattr(supervisor, "_reconnect", reconnect)
+        assert supervisor._attempts(1).state == "completed"
+    assert orders[:5] == [None] * 5 and len(orders) == 6
+    assert orders[5]["source"]["step"] == 5
+    assert [it["host"] for it in orders[5]["peers"]] == ["n2", "n3", "n1"]
+
+
 def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

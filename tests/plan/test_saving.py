@@ -190,13 +190,14 @@ def test_an_open_interval_is_frozen_as_a_number(device: str, source: str, tmp_pa
             1.0,
             1.5,  # 0.5 s in 2.5 s
             "a restart from memory loses at most 2 steps, 2 s "
-            "(saved every 2 steps, which stalls 20.0% of the time)",
+            "(saved every 2 steps, which stalls 20.0% of the time), unless two hosts are lost within them",
         ),
         (
             ("checkpoint.memory_every=1",),
             None,
             None,
-            "a restart from memory loses at most 1 step (saved every step); "
+            "a restart from memory loses at most 1 step (saved every step), "
+            "unless two hosts are lost within them; "
             "a restart from disk loses 7.5 min on average",
         ),
     ],

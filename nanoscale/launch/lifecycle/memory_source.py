@@ -21,18 +21,24 @@ def newest_in_memory(
     address_of: AddressOf,
     refused: set[tuple[int, int]],
     copied: Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> MemorySource | None:
     """Return the newest state of which the hosts keep every part; None if there is none.
 
     Args:
         refused: attempt and count of states from which no step could be trained.
         copied: a folder of states that agents have copied to the disk.
+        report: a function that is called with a sentence for each damaged file.
     """
     nodes: dict[tuple[int, int], set[int]] = defaultdict(set)
     totals: dict[tuple[int, int], int] = {}
     steps: dict[tuple[int, int], int] = {}
     holders: dict[tuple[int, int], list[Member]] = defaultdict(list)
-    on_disk = checked_files(copied)[0] if copied is not None else []
+    on_disk, damaged = checked_files(copied) if copied is not None else ([], [])
+    reports = [(it.name, _facts(it).get("damaged", ())) for it in members]
+    for where, sentences in [*reports, (str(copied), damaged)]:
+        for sentence in sentences:
+            report(f"{where}: {sentence}")
     for member, kept in [*((it, _facts(it).get("kept", ())) for it in members), (None, on_disk)]:
         by_node: dict[tuple[int, int, int], list[dict[str, Any]]] = defaultdict(list)
         for about in kept:
@@ -56,34 +62,30 @@ def newest_in_memory(
 
 def pair(members: Sequence[Member], address_of: AddressOf) -> list[dict[str, Any] | None]:
     """Return, for each host, the one that keeps its copies: never the same machine, and another switch if
-    possible; None for a host without a partner."""
-    machines = [str(it.facts["machine"]) if it.facts else it.name for it in members]
-    switches = [
-        _facts(it).get("switch") or machine for it, machine in zip(members, machines, strict=True)
-    ]
-    for groups in (switches, machines):
-        largest = max(Counter(groups).values())
-        if 2 * largest <= len(members):
-            # In the order of groups, the host so many positions later is in another group.
-            order = sorted(range(len(members)), key=lambda node: (groups[node], node))
-            partners = {
-                node: order[(position + largest) % len(order)]
-                for position, node in enumerate(order)
-            }
-            return [
-                asdict(_peer(members[partners[node]], address_of)) for node in range(len(members))
-            ]
-    return [_other(node, members, machines, address_of) for node in range(len(members))]
-
-
-def _other(
-    node: int, members: Sequence[Member], machines: Sequence[str], address_of: AddressOf
-) -> dict[str, Any] | None:
-    others = (
-        it for it, machine in zip(members, machines, strict=True) if machine != machines[node]
+    possible; None for a host without a partner, and for one that has sent no facts."""
+    keepers = [node for node, it in enumerate(members) if "port" in _facts(it)]
+    machines = {node: str((members[node].facts or {})["machine"]) for node in keepers}
+    switches = {node: _facts(members[node])["switch"] or machines[node] for node in keepers}
+    partners = next(
+        filter(None, map(_partners, (switches, machines))),
+        {node: _other(node, machines) for node in keepers},
     )
-    other = next(others, None)
-    return None if other is None else asdict(_peer(other, address_of))
+    peers = [partners.get(node) for node in range(len(members))]
+    return [None if it is None else asdict(_peer(members[it], address_of)) for it in peers]
+
+
+def _partners(groups: dict[int, str]) -> dict[int, int | None]:
+    """Return, for each host, one of another group; empty if one group has more than half of the hosts."""
+    largest = max(Counter(groups.values()).values(), default=0)
+    if 2 * largest > len(groups):
+        return {}
+    # In the order of groups, the host so many positions later is in another group.
+    order = sorted(groups, key=lambda node: (groups[node], node))
+    return {node: order[(at + largest) % len(order)] for at, node in enumerate(order)}
+
+
+def _other(node: int, machines: dict[int, str]) -> int | None:
+    return next((it for it in machines if machines[it] != machines[node]), None)
 
 
 def _facts(member: Member) -> dict[str, Any]:

@@ -131,7 +131,8 @@ class Supervisor:
         plan = plan_launch(request.config, self.run, number, request.hosts, members[0].port)
         self._begin(plan)
         self.view.begin(plan, request.config.train.steps)
-        memory = self._memory(members) if self.fleet.memory_key else None
+        can_start = all(it.is_present for it in members)  # else no rank is started
+        memory = self._memory(members) if self.fleet.memory_key and can_start else None
         if self.hosts.change is not None:
             self._record_change(memory, ended)
         attempt = Attempt(
@@ -147,11 +148,12 @@ class Supervisor:
         """Return the state in memory to continue from, if it is the newest, and the hosts' peers."""
         address_of = self.fleet.transport.address_of
         present = [member for member in self.fleet.members if member.is_present]
-        for member in present:
-            for damage in ((member.facts or {}).get("memory") or {}).get("damaged", ()):
-                events.append(self.run, "memory", f"{member.name}: {damage}; it is not used")
+
+        def report(damage: str) -> None:
+            events.append(self.run, "memory", f"{damage}; it is not used")
+
         refused = {state for state, count in self.starts.items() if count >= _MOST_STARTS}
-        source = newest_in_memory(present, address_of, refused, self.run.memory)
+        source = newest_in_memory(present, address_of, refused, self.run.memory, report)
         if source is not None and source.step < max(self.run.checkpoint_steps(), default=0):
             source = None
         if source is None or source.folder is None:

@@ -113,8 +113,10 @@ def _failure(saving: SavingPlan) -> dict[str, str]:
         often = f"{_steps(every)}{'' if stalls is None else f', {stall}'}"
         most = counted(every, "step")
         most += f", {duration(every * saving.step_s)}" if saving.step_s else ""
-        unless = ", unless the host is lost" if saving.is_on_one_host else ""
-        ways = [f"a restart from memory loses at most {most} (saved every {often}){unless}"]
+        unless = "the host is lost" if saving.is_on_one_host else "two hosts are lost within them"
+        ways = [
+            f"a restart from memory loses at most {most} (saved every {often}), unless {unless}"
+        ]
     if loss_s is not None:
         ways.append(f"a restart from disk loses {duration(loss_s)} on average")
     if saving.lost_share is not None and saving.between_failures_s is not None:
