@@ -9,7 +9,6 @@ run has continued without the attempt; nanoscale/runs/fence.py explains why that
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
 from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
-from nanoscale.runs.directory import checkpoint_folders, checkpoint_path, sync_folder
+from nanoscale.runs.directory import checkpoint_folders, checkpoint_path, file_sum, sync_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -285,13 +284,6 @@ def find_damage(path: Path, index: int = 0, count: int = 1, *, sums: bool = True
 def sum_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Return size in bytes and XXH3-128 sum of each file, by name."""
     return {path.name: {"bytes": path.stat().st_size, "xxh3_128": file_sum(path)} for path in paths}
-
-
-def file_sum(path: Path) -> str:
-    import xxhash
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def render_manifest(manifest: dict[str, Any]) -> str:

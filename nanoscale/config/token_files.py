@@ -56,8 +56,10 @@ VALID = "valid"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 MANIFEST = "manifest.json"
-ALL_PARTS, FAILED_PARTS = "all.json", "failed.json"
-"""Files of a folder of parts: their number, once all are prepared, and why the rest cannot be prepared."""
+ALL_PARTS = "all.json"
+"""The file of a folder of parts with their number, once all are prepared."""
+REFUSED = 2
+"""The exit code of the process that prepares them if the request is wrong."""
 
 
 def answers_of(prefix: str | Path) -> Path:

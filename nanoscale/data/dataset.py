@@ -7,13 +7,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
 from nanoscale.config.objectives import has_whole_documents, is_masked, is_paired, rows_of_sample
 from nanoscale.config.schema import Data, Train
-from nanoscale.config.token_files import MANIFEST, TOKENS, MixtureSource, answers_of, sources_of
+from nanoscale.config.token_files import (
+    MANIFEST,
+    TOKENS,
+    MixtureSource,
+    answers_of,
+    manifest,
+    sources_of,
+)
 from nanoscale.config.token_formats import is_parts
 from nanoscale.config.training_phases import phases_of
 from nanoscale.data import corpus
@@ -39,6 +47,7 @@ from nanoscale.data.samples import (
 )
 from nanoscale.data.tokens.files import TokenFile, open_answers, open_tokens
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
+from nanoscale.runs.directory import file_sum
 
 _CHECKED = 1 << 22
 
@@ -207,6 +216,10 @@ class _Opener:
         train = self.train
 
         def samples(part: Path) -> Samples:
+            for name, recorded in (manifest(part) or {}).get("sums", {}).items():
+                if file_sum(part / name) != recorded:
+                    remedy = f"have its folder prepared again: rm -r -- {quote(str(folder))}"
+                    raise UserError("data", f"{part / name} is damaged (its sum differs); {remedy}")
             prefix = str(part / TOKENS)
             tokens = open_tokens("megatron", prefix)
             whole = Split(0, len(tokens.tokens))

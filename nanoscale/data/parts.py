@@ -10,7 +10,7 @@ import numpy as np
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.json_text import parse
-from nanoscale.config.token_files import ALL_PARTS, FAILED_PARTS
+from nanoscale.config.token_files import ALL_PARTS
 from nanoscale.config.token_formats import part_of
 from nanoscale.data.batch import Batch
 from nanoscale.data.loader import gathered
@@ -43,14 +43,10 @@ class Parts:
         """True if all parts that hold the samples before this position are prepared.
 
         Raises:
-            UserError: they cannot be prepared, or hold no sample.
+            UserError: they hold no sample, or are damaged.
         """
         while not self._is_all and self._samples < end:
             if not self._add_window():
-                failed = self._folder / FAILED_PARTS
-                if failed.is_file():
-                    why = parse(failed.read_bytes())["message"]
-                    raise UserError("data", f"the rest of the texts cannot be prepared: {why}")
                 return False
         if self._samples == 0:
             raise UserError("data", f"{self._folder} holds no sample of train.seq_len tokens")

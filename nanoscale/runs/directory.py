@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -364,6 +365,14 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def file_sum(path: Path) -> str:
+    """Return the XXH3-128 sum of a file."""
+    import xxhash
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import resource
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ from nanoscale.data.prepare import PreparationRequest, by_parts
 from nanoscale.data.prepare.by_parts import prepare_first, prepare_rest
 from nanoscale.data.prepare.chunks import Cursor, read_chunks
 from nanoscale.data.prepare.sources import Reading, find_sources
+from nanoscale.launch.lifecycle.data_preparation import RestOfTexts
 from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 from tests.data.texts import Silent, every_file, write_jsonl, write_parquet, write_records
@@ -284,20 +286,67 @@ def test_a_training_that_waits_is_the_one_that_does_not(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "cause"),
+    [
+        ("changed", 2, "have changed: start a new run"),
+        ("full", 1, "cannot be written: File too large"),
+    ],
+)
 def test_a_training_whose_texts_cannot_be_prepared_ends_with_the_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    fault: str, code: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A full disk takes not even the sentence that says so, so the launcher ends the ranks, which save."""
     monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(texts, "_MOST", 1000)
     monkeypatch.setattr(by_parts, "PART", 5000)
     folder = write_lines(tmp_path / "texts")
-    prepare = texts._prepared.__wrapped__
+    start = RestOfTexts._start
 
-    def prepared_and_changed(*arguments: Any) -> Path:
-        result: Path = prepare(*arguments)
-        (folder / "c.jsonl").write_text('{"text": "other"}')
-        return result
+    def start_without_disk(rest: RestOfTexts) -> Any:
+        if fault == "changed":
+            (folder / "c.jsonl").write_text('{"text": "other"}')
+            return start(rest)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            return start(rest)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(texts, "_prepared", prepared_and_changed)
-    assert nanoscale(words(tmp_path, "fails")) == 2
-    assert "have changed: start a new run" in capsys.readouterr().err
+    monkeypatch.setattr(RestOfTexts, "_start", start_without_disk)
+    assert nanoscale(words(tmp_path, "fails")) == code
+    assert cause in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_a_killed_preparation_is_started_again(
+    kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare_first(request(write_files(tmp_path / "texts"), tmp_path / "out"), Silent())
+    start, starts, said = RestOfTexts._start, [], []
+
+    def start_and_kill(rest: RestOfTexts) -> Any:
+        process = start(rest)
+        starts.append(process)
+        if len(starts) <= kills:
+            process.kill()
+        return process
+
+    monkeypatch.setattr(RestOfTexts, "_start", start_and_kill)
+    rest = RestOfTexts(folder, 1, said.append)
+    rest.follow()
+    killed = "the process that prepares the texts was killed by signal 9"
+    assert said[0] == f"{killed}; it is started again"
+    assert rest.problem == (killed if kills == 3 else "")
+    assert (folder / "all.json").is_file() == (kills == 1)
+
+
+def test_a_flipped_bit_in_a_part_is_noticed(folder: Path) -> None:
+    tokens = folder / "part-00003" / "tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(UserError, match=r"part-00003/tokens.bin is damaged .* rm -r -- "):
+        opened(folder).are_ready(10_000)

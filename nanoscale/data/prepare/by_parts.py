@@ -3,7 +3,6 @@
     NAME.parts/             request.json  manifest.json  tokenizer.json …  lock
     NAME.parts/part-00000/  tokens.bin  tokens.idx  valid.bin …  a prepared folder
     NAME.parts/all.json     written after the last part: their number
-    NAME.parts/failed.json  written if the rest cannot be prepared
 
 A part ends with the first chunk of text after which it has PART bytes, so all bytes follow from the sources and
 the settings, not from interruptions. A part that was interrupted is prepared again. The first part refuses bad
@@ -21,7 +20,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from nanoscale.common.json_text import parse
 from nanoscale.common.units import counted
 from nanoscale.config.token_files import (
     ALL_PARTS,
-    FAILED_PARTS,
     MANIFEST,
+    REFUSED,
     TEMPLATE,
     TOKENIZER,
     manifest,
@@ -190,7 +189,8 @@ class _Parts:
             of_all = {"read": progress.read, "bytes": sum(self._sizes)}
             write_document(self._folder / MANIFEST, found | of_all)
         of_part = {name: value for name, value in found.items() if name != "request"}
-        part.publish(part_of(self._folder, number), of_part | {"after": asdict(progress.cursor)})
+        of_part["after"] = asdict(progress.cursor)
+        part.publish(part_of(self._folder, number), of_part, sums=True)
         self.number += 1
         return number, progress
 
@@ -229,7 +229,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Prepare the rest of a folder for the launcher that has started this process, and end with it."""
+    """Prepare the rest of a folder for the launcher that has started this process, and end with it.
+
+    The last line that it prints says why the rest cannot be prepared.
+    """
     folder, workers, launcher = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     die_with(launcher, group=os.getpgid(0))
     os.nice(_NICENESS)
@@ -239,16 +242,14 @@ def main() -> int:
             return 0
         except LostProcessError as error:  # most often memory ran out
             if workers == 1:
-                why = f"a worker ended by {error}"
+                why, code = f"a worker ended by {error}", 1
                 break
             workers //= 2
-        except UserError as error:
-            why = str(error)
+        except UserError as error:  # a full disk is no wrong request
+            why, code = str(error), 1 if isinstance(error.__cause__, OSError) else REFUSED
             break
     print(f"the rest of the texts cannot be prepared: {why}", flush=True)
-    with suppress(OSError):
-        write_document(folder / FAILED_PARTS, {"message": why})
-    return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from nanoscale.data.prepare.encode import Encoded, Tokens
 from nanoscale.data.prepare.records import Bad
 from nanoscale.data.tokens.files import bin_path, idx_path, index_parts
 from nanoscale.processes.scratch import flock
-from nanoscale.runs.directory import sync_folder
+from nanoscale.runs.directory import file_sum, sync_folder
 
 SHOWN = 20
 """Bad records that are kept with their positions."""
@@ -107,8 +107,8 @@ class UnfinishedFolder:
             split.sync()
         write_document(self._path / "progress.json", asdict(self.progress))
 
-    def publish(self, out: Path, manifest: dict[str, Any]) -> None:
-        """Rename the complete folder to `out`."""
+    def publish(self, out: Path, manifest: dict[str, Any], *, sums: bool = False) -> None:
+        """Rename the complete folder to `out`; with `sums`, its manifest has the sums of its files."""
         self.commit()
         kept_splits = [TOKENS, *([VALID] if self.progress.valid.documents else [])]
         for name, split in self._splits.items():
@@ -120,7 +120,10 @@ class UnfinishedFolder:
                 answers_of(self._whole / name).unlink(missing_ok=True)
         names = sorted({path.name for path in self._whole.iterdir()} - {MANIFEST})
         files = {name: (self._whole / name).stat().st_size for name in names}
-        write_document(self._whole / MANIFEST, {**manifest, "files": files})
+        added: dict[str, Any] = {"files": files}
+        if sums:
+            added["sums"] = {name: file_sum(self._whole / name) for name in names}
+        write_document(self._whole / MANIFEST, manifest | added)
         self._whole.rename(out)
         sync_folder(out.parent)
         shutil.rmtree(self._path)

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from nanoscale.common.errors import UserError
 from nanoscale.common.units import duration
 from nanoscale.config.schema import Launcher
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.command import LaunchPlan
+from nanoscale.launch.lifecycle.data_preparation import RestOfTexts
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.processes.messages import Message
 from nanoscale.runs import events, failure, status
@@ -90,6 +92,8 @@ class Attempt:
     """The `memory` of the orders to launch."""
     wants_other_hosts: Callable[[], bool] = lambda: False
     """A function that returns True if the training is to stop for a change of hosts; called often."""
+    texts: RestOfTexts | None = None
+    """The preparation of texts beside the training, if some are left; its failure ends the attempt."""
     moving_since: float | None = None
     """The time when the ranks were asked to stop for a change of hosts."""
     stopping_since: float | None = None
@@ -196,6 +200,7 @@ class Attempt:
             message = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
             self._record("note", message)
         reason = self.signals.first.name if self.signals.first else "notice" if self.noticed else ""
+        reason = reason or self._texts_problem
         if self.execution.killing_since is not None:
             return
         if not reason:
@@ -248,6 +253,8 @@ class Attempt:
         if not self.execution.failures:
             if outcomes == {"completed"}:
                 return Outcome("completed", DONE)
+            if self._texts_problem and not is_asked:
+                return self._failed()
             if (self.forced is None and is_asked) or "stopped" in outcomes:
                 return asked_outcome(self.run, self.signals)
         if self.forced is not None and first_signal is signal.SIGINT:
@@ -263,7 +270,9 @@ class Attempt:
 
     def _failed(self) -> Outcome:
         failures = list(self.execution.failures.values())
-        if self.forced is not None:
+        if self._texts_problem and not (failures and self.forced is None):
+            failures = [self._lacking_texts()]
+        elif self.forced is not None:
             failures = [self._forced(self.forced)]
         elif not failures:
             host = self.plan.hosts[0].host
@@ -275,6 +284,23 @@ class Attempt:
         with suppress(OSError):
             failure.write(self.run, cause)
         return Outcome("failed", WRONG if cause.user_error else FAILED, cause)
+
+    @property
+    def _texts_problem(self) -> str:
+        """The reason why the rest of the texts cannot be prepared; "" if the user has asked for the end."""
+        return self.texts.problem if self.texts is not None and self.signals.first is None else ""
+
+    def _lacking_texts(self) -> RankFailure:
+        """Return the failure of a training whose texts cannot be prepared; the launcher's host is the first."""
+        assert self.texts is not None
+        host, texts = self.plan.hosts[0].host, self.texts
+        if texts.is_request:
+            error = UserError("data", texts.problem)
+            return RankFailure.of(error, rank=None, local_rank=None, host=host)
+        remedy = (
+            "free space on the disk of the cache (NANOSCALE_CACHE), or give the process more memory"
+        )
+        return agent_failure(host, texts.problem, remedy)
 
     def _forced(self, reason: str) -> RankFailure:
         """Return the failure of the rank that kept the others from stopping, or of the first one."""

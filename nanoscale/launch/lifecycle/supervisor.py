@@ -66,10 +66,8 @@ class Supervisor:
         Raises:
             TakenOverError: another launcher holds the run now.
         """
-        note = partial(events.append, self.run, "data")
         try:
-            with preparing_rest(self.config.data, note):
-                outcome = self._attempts(number)
+            outcome = self._attempts(number)
         except BaseException:
             self._conclude(Outcome("failed", FAILED))
             raise
@@ -135,11 +133,12 @@ class Supervisor:
         memory = self._memory(members) if self.fleet.memory_key and can_start else None
         if self.hosts.change is not None:
             self._record_change(memory, ended)
-        attempt = Attempt(
-            self.lock, plan, members, self.fleet, self.config.launcher, self.signals, self.view, memory,
-            self.hosts.is_outdone,
-        )  # fmt: skip
-        outcome = attempt.execute()
+        with preparing_rest(request.config.data, partial(events.append, self.run, "data")) as texts:
+            attempt = Attempt(
+                self.lock, plan, members, self.fleet, self.config.launcher, self.signals, self.view, memory,
+                self.hosts.is_outdone, texts,
+            )  # fmt: skip
+            outcome = attempt.execute()
         self.newly_leaving = attempt.noticed - self.hosts.leaving
         self.hosts.leaving |= attempt.noticed
         return outcome
