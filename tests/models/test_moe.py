@@ -176,8 +176,8 @@ def test_a_compiled_block_with_experts_compiles_once() -> None:
                 out = forward(x)
                 results.append((out, *torch.autograd.grad((out**2).sum(), [x, *made.parameters()])))
             for eager, other in zip(*results, strict=True):
-                # The processor's vectors decide the order of a sum: n terms round by at most n · eps. A gradient
-                # passes four products of at most `hidden` terms.
+                # The processor's vectors decide the order of a sum: n terms round by at most n · eps.
+                # A gradient passes four products of at most `hidden` terms.
                 terms = 4 * SHAPE.hidden
                 rounding = terms * torch.finfo(torch.float64).eps * eager.abs().max().item()
                 torch.testing.assert_close(other, eager, rtol=1e-12, atol=rounding)
