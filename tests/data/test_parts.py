@@ -325,7 +325,8 @@ def test_a_killed_preparation_is_started_again(
     kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = prepare_first(request(write_files(tmp_path / "texts"), tmp_path / "out"), Silent())
-    start, starts, said = RestOfTexts._start, [], []
+    start, starts = RestOfTexts._start, []
+    said: list[str] = []
 
     def start_and_kill(rest: RestOfTexts) -> Any:
         process = start(rest)
