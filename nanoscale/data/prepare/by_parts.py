@@ -245,7 +245,7 @@ def main() -> int:
                 why, code = f"a worker ended by {error}", 1
                 break
             workers //= 2
-        except UserError as error:  # a full disk is no wrong request
+        except UserError as error:  # a full disk is not a wrong request
             why, code = str(error), 1 if isinstance(error.__cause__, OSError) else REFUSED
             break
     print(f"the rest of the texts cannot be prepared: {why}", flush=True)

@@ -20,7 +20,7 @@ from nanoscale.config.token_formats import is_parts
 _SHARE = 4
 """One core of so many prepares texts, unless `data.prepare_cores` says how many."""
 _MOST_KILLS = 3
-"""How often the process may be killed before the training ends."""
+"""The number of kills of the process upon which the training ends."""
 
 
 @dataclass
