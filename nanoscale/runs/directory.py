@@ -244,7 +244,8 @@ def check_free(root: Path, name: str, *, is_running: bool = False) -> None:
     if not os.path.lexists(root / name):
         return
     run = RunDirectory(root / name)
-    verbs = ["runs watch", "runs stop"] if is_running else ["resume"] * run.config.is_file()
+    resume = "submit --resume" if run.submission.exists() else "resume"
+    verbs = ["runs watch", "runs stop"] if is_running else [resume] * run.config.is_file()
     commands = (f"nanoscale {verb} {shlex.quote(str(run.path))}" for verb in verbs)
     suggestions = (override("run.name", free_name(root, name)), *commands)
     rule = "a new run never overwrites " + ("a running" if is_running else "an old") + " one"

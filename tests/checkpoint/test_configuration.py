@@ -10,7 +10,7 @@ import pytest
 
 from nanoscale.checkpoint import configuration, store
 from nanoscale.cli.common.request import CommandLine
-from nanoscale.cli.jobs.resume import _request
+from nanoscale.cli.jobs.resume import next_request
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import compose
@@ -59,7 +59,7 @@ def further(run: RunDirectory, *overrides: str) -> None:
 def refused(run: RunDirectory, *overrides: str) -> list[Violation]:
     """Return the violations that `resume` reports with these overrides before it examines any machine."""
     try:
-        _request(run, CommandLine(overrides, run.config, trust=True))
+        next_request(run, CommandLine(overrides, run.config, trust=True))
     except UserError as error:
         return error.violations
     return []

@@ -9,7 +9,7 @@ import pytest
 
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.request import CommandLine, request_new_run
-from nanoscale.cli.jobs.resume import _request
+from nanoscale.cli.jobs.resume import next_request
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load
@@ -89,7 +89,7 @@ def test_who_set_a_key_is_written_down():
 
 def test_what_an_option_sets_stays_set_in_the_frozen_file():
     with new_run(request_new_run(CommandLine(["recipe=debug", "parallel.dp=auto"]))) as held:
-        resumed = _request(
+        resumed = next_request(
             held.run, CommandLine([], held.run.config, options=as_settings(num_gpus=2))
         )
         assert (resumed.composed.requested.launcher.devices, resumed.config.parallel.dp) == (2, 2)
@@ -172,7 +172,7 @@ def test_a_run_goes_on_on_hosts():
     run = RunDirectory.create(Path("runs").absolute(), "x")
     composed = compose(["recipe=debug", "run.name=x"])
     run.config.write_text(dump(check(composed, CPU), composed.config))
-    resumed = _request(
+    resumed = next_request(
         run, CommandLine([], run.config, options=as_settings("hosts", num_nodes="1"), trust=True)
     )
     assert [host.name for host in resumed.hosts] == ["h1"]

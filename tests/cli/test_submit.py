@@ -232,8 +232,8 @@ def test_a_batch_system_takes_a_run_and_is_asked_about_it(
         (programs / each).write_text(f"#!/bin/bash\n{answer}\n")
         (programs / each).chmod(0o755)
     assert types(*words)[0] == 0
-    run = RunDirectory(tmp_path / "runs" / "x")
-    assert (programs / "script").read_text() == run.script.read_text()
+    script = tmp_path / "runs" / "x" / f"submit.{program}"
+    assert (programs / "script").read_text() == script.read_text()
     assert nanoscale(["runs", "show", "x"]) == 0
     shown = capsys.readouterr().out
     expected = {
@@ -244,3 +244,51 @@ def test_a_batch_system_takes_a_run_and_is_asked_about_it(
     nanoscale(["runs", "stop", "x", "--timeout", "0.1"])
     called = {"pbs": "qdel 12.host\n", "lsf": "bkill -s TERM 12\n"}
     assert (programs / "called").read_text() == called[name]
+    (programs / {"pbs": "qstat", "lsf": "bjobs"}[name]).write_text("#!/bin/bash\n")  # it has ended
+    capsys.readouterr()
+    assert nanoscale(["resume", "x", "--num-nodes", "2"]) == 2
+    advice = capsys.readouterr().err.partition("type instead: nanoscale submit ")[2].split()
+    assert advice == ["--resume", "x", "launcher.nodes=2"]
+    assert types(*advice)[0] == 0
+    assert (
+        f"resume --trust {tmp_path}/runs/x launcher.nodes=2 &" in (programs / "script").read_text()
+    )
+    assert nanoscale(["runs", "show", "x"]) == 0
+    assert "continue     nanoscale submit --resume x" in capsys.readouterr().out
+
+
+def test_a_stopped_run_is_queued_again_or_left_as_it_was(
+    types: Typed, taken: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert types(*CPU, "run.name=x", "train.steps=4")[0] == 0
+    (taken / "squeue").write_text(
+        "#!/bin/bash\n[ ! -e $0.waits ] || echo '12|PENDING|None||N/A|0|'\n"
+    )
+    (taken / "scancel").write_text(
+        "#!/bin/bash\n/bin/rm $0/../squeue.waits\n".replace("$0/..", str(taken))
+    )
+    for program in ("squeue", "scancel"):
+        (taken / program).chmod(0o755)
+    (taken / "squeue.waits").touch()
+    code, _, err = types("--resume", "x")
+    assert code == 2 and "waits in SLURM's queue" in err and "nanoscale runs stop x" in err
+    assert nanoscale(["runs", "stop", "x"]) == 0
+    assert "to continue: nanoscale submit --resume x\n" in capsys.readouterr().out
+    code, out, err = types("--resume", "x", "train.steps=8", "parallel.tp=1")
+    assert code == 0 and "x is queued as job 12" in out and "train.steps: 4 → 8" in err
+    script = RunDirectory(tmp_path / "runs" / "x").script
+    assert f"resume --trust {tmp_path}/runs/x train.steps=8 parallel.tp=1 &" in script.read_text()
+    assert (
+        "\nsteps: 4" not in script.read_text()
+        and load(script.parent / "config.yaml").train.steps == 4
+    )
+    before = {path: path.read_bytes() for path in script.parent.rglob("*") if path.is_file()}
+    (taken / "sbatch").write_text("#!/bin/bash\necho 'Invalid account' >&2\nexit 1\n")
+    assert types("--resume", "x", "train.steps=9")[0] == 2
+    assert types("--resume", "x", "train.seed=1,2")[0] == 2
+    assert types("--resume", "x", "--at-once", "2")[0] == 2
+    code, _, err = types(*CPU, "run.name=x")
+    assert code == 2 and f"nanoscale submit --resume {tmp_path}/runs/x" in err
+    assert before == {
+        path: path.read_bytes() for path in script.parent.rglob("*") if path.is_file()
+    }

@@ -128,7 +128,13 @@ def test_a_job_stops_in_the_queue_and_while_it_runs(user: User) -> None:
     shown, _ = watch.communicate(timeout=LIMIT_S)
     assert watch.returncode == 130, shown
     assert other.checkpoint_steps() == [steps(other)[-1]]
-    assert f"sbatch {other.script}" in shown
+    assert "nanoscale submit --resume other" in shown and "--resume other" in printed
+    saved = steps(other)[-1]
+    more = f"train.stop_when.last_step={saved + 5}"
+    queued = user.types("submit", "--resume", "other", more).partition("queued as job ")[2]
+    again = int(queued.split()[0])
+    user.slurm.wait_state(again, "COMPLETED", limit_s=LIMIT_S)
+    assert steps(other) == list(range(1, saved + 6))
 
 
 @pytest.mark.exhaustive

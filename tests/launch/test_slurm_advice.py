@@ -20,7 +20,6 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import check
-from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.submission.batch_job import _BLAMED
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
@@ -136,16 +135,6 @@ def test_scancel_reads_it(
     (command,) = re.findall(r"type instead: (scancel .*)", capsys.readouterr().err)
     assert is_read(command.replace("--clusters=north ", ""))  # of clusters, it asks a database
     assert not is_read("scancel --signal=TRM 12")
-
-
-@needs_slurm
-@pytest.mark.parametrize("task", [None, 3])
-def test_the_sbatch_that_continues_a_run_is_read(task: int | None) -> None:
-    """Behind the script stand its own arguments, so that `--usage` must stand before it."""
-    run = run_of_a_job(Submission("12", task=task, script="a script.sbatch"), "COMPLETED")
-    sign(run.path, executed(load(run.config)))
-    *command, script = shlex.split(way_on(run))
-    assert script == "a script.sbatch" and is_read(shlex.join(command))
 
 
 def test_a_job_of_slurm_is_asked_for_as_advised(

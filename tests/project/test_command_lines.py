@@ -52,6 +52,14 @@ TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 40\n  global_batch: 4
 RECIPES = ("tiny", "llama-1b", "llama-8b")
 EXCUSED = {
     "nanoscale sweep --resume rates": "needs an interrupted sweep: tests/sweep/test_sweep.py",
+    **dict.fromkeys(
+        (
+            "nanoscale submit --resume first",
+            "nanoscale submit --resume big",
+            "nanoscale submit --resume big train.steps=4000 --num-nodes 4",
+        ),
+        "needs a run that was stopped in a queue: tests/cli/test_submit.py",
+    ),
     "nanoscale bench recipe=tiny": "measures with real ranks: tests/cli/test_bench.py",
     "nanoscale bench recipe=llama-1b": "measures with real ranks: tests/cli/test_bench.py",
     **dict.fromkeys(

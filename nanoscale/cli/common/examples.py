@@ -10,6 +10,7 @@ EXAMPLES = {
     "submit": (
         "nanoscale submit recipe=llama-8b --num-nodes 4 --num-gpus 8 --dry-run",
         "nanoscale submit recipe=tiny train.seed=1,2,3 --num-gpus 1",
+        "nanoscale submit --resume first",
     ),
     "replay": (
         "nanoscale replay first --steps 21-40",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
+from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
@@ -55,6 +57,12 @@ class CommandLine:
     """True to run the code and programs that another user's frozen configuration names, without asking."""
     one_of_many: bool = False
     """True in the first of the processes that another program has started for launcher=env."""
+
+    @property
+    def changes(self) -> list[str]:
+        """The overrides, and the options as overrides."""
+        chosen = (override(key, setting.value) for key, setting in self.options.items())
+        return [*(self.overrides or ()), *shlex.split(" ".join(chosen))]
 
     def compose(self) -> Composed:
         """Compose the configuration; addresses of data are replaced by the paths of the fetched files, and text

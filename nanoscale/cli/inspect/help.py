@@ -36,7 +36,8 @@ and `sweep` also take several values, as in train.seed=1,2,3.
   130  Ctrl-C or `nanoscale runs stop` stopped the run
 
 With --json, standard output has {"error": {"kind", "message", "violations"}}.
-`nanoscale resume RUN` continues after 1, 75 and 130.""",
+`nanoscale resume RUN` continues after 1, 75 and 130; a job of a batch system
+is queued again by `nanoscale submit --resume RUN`.""",
     "layouts": """\
 The world size is dp · tp · pp · cp, and one rank drives one device. Every
 layout trains the same model to the same losses.

@@ -69,7 +69,7 @@ def stop_run(
 ) -> int:
     """Save and stop a run, and wait for its end; cancel its waiting batch job."""
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.batch.jobs import job_of, require_known
+    from nanoscale.launch.batch.jobs import job_of, require_known, way_on
     from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
     from nanoscale.runs import lock, status
     from nanoscale.runs.directory import RunDirectory
@@ -79,7 +79,7 @@ def stop_run(
     if owner is None and job is not None and job.waits:
         begun = leave_queue(directory, job)
         if begun is None:
-            display.show(f"{job} was removed from the queue")
+            display.show(f"{job} was removed from the queue; to continue: {way_on(directory)}")
             return DONE
         job = begun
     if owner is None:
@@ -95,7 +95,9 @@ def stop_run(
     if not wait_for_end(directory, owner, job, timeout):
         display.note(f"{directory.name} is still running after {timeout:g} s")
         return FAILED
-    display.show(f"{directory.name} is {status.require(directory).state}")
+    state = status.require(directory).state
+    way = "" if state == "completed" else f"; to continue: {way_on(directory)}"
+    display.show(f"{directory.name} is {state}{way}")
     return DONE
 
 

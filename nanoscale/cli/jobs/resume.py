@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from nanoscale.cli.common.request import (
 from nanoscale.common import display
 
 if TYPE_CHECKING:
+    from nanoscale.config.machines import Host
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.runs.directory import RunDirectory
@@ -63,7 +66,7 @@ def resume(
             lock, signals = held.enter_context(RunLock(directory)), held.enter_context(Signals())
         previous = load(directory.config)
         fetched = fetch_missing(directory, previous.checkpoint.upload, dry_run=dry_run)
-        request = _request(directory, line)
+        request = next_request(directory, line)
         complete = is_complete(directory, previous, request.config)
         if complete and not dry_run:
             upload_missing(directory, request.config.checkpoint.upload)
@@ -92,17 +95,30 @@ def resume(
         )
 
 
-def _request(run: RunDirectory, line: CommandLine) -> Request:
-    """Return the request of the run's configuration with the changes, which must not make it another run."""
+def next_request(
+    run: RunDirectory,
+    line: CommandLine,
+    hosts: Callable[[Composed], tuple[Host, ...]] | None = None,
+) -> Request:
+    """Return the request of the run's configuration with the changes, which must not make it another run.
+
+    Args:
+        hosts: returns the nodes that a batch system will be asked for; None: the job starts here.
+    """
     from nanoscale.checkpoint.hf.adapters import require_base
     from nanoscale.config.composing.frozen import load
+    from nanoscale.config.rules.launcher import BATCH_NAMES
+    from nanoscale.launch.batch.allocation import nodes_of_job
     from nanoscale.launch.lifecycle.continuation import require_recorded, require_same_run
 
     def verify(composed: Composed) -> None:
+        if hosts is None and composed.config.launcher.name in BATCH_NAMES:
+            resubmission = ["nanoscale", "submit", "--resume", run.reference, *line.changes]
+            nodes_of_job(composed, shlex.join(resubmission))
         if note := require_recorded(run, composed):
             display.note(note)
 
-    request = request_job(line, verify=verify)
+    request = request_job(line, verify=verify, hosts=hosts)
     require_same_run(run, request, line.overrides or ())
     if request.config.lora.rank:
         require_base(request.config, run.checkpoints)

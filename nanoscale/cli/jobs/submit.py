@@ -23,11 +23,15 @@ from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
     from nanoscale.launch.request import Request
+    from nanoscale.runs.directory import RunDirectory
 
 
 @requesting("config", "config_dir", "num_nodes", "num_gpus", "no_preflight", "trust")
 def submit(
     line: CommandLine,
+    resume: str | None = opt.option(
+        "Continue this run, which was stopped, by a new job", metavar="RUN"
+    ),
     at_once: int | None = opt.option(
         "Limit how many runs of an array (train.seed=1,2,3) run at once", metavar="N", min=1
     ),
@@ -39,10 +43,16 @@ def submit(
     """Submit a job to SLURM, PBS or LSF; lists of values make an array (SLURM)."""
     from nanoscale.config.composing.variants import expand
     from nanoscale.config.rules.launcher import BATCH_NAMES
-    from nanoscale.launch.submission.batch_job import batch_job
+    from nanoscale.launch.submission.batch_job import BatchJob, batch_job
+    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run import launch_text as text
 
     variants = expand(line.overrides or [])
+    run = None if resume is None else RunDirectory.open(resume)
+    if run is not None:
+        unused = {"--at-once": at_once, "--config": line.config_file, "a list": len(variants) > 1}
+        opt.refuse_unused((True, "cannot be used with --resume, which continues one run", unused))
+        line = replace(line, config_file=run.config)
     first = replace(line, overrides=variants[0].words)
     if first.compose_settings().config.launcher.name in ORCHESTRATORS:
         return _write_file(line, dry_run, force, as_json)
@@ -50,13 +60,15 @@ def submit(
     line.require_startable()
     line = replace(line, trust=True)
     requests = [
-        request_for_batch(replace(line, overrides=one.words), fetch=not dry_run) for one in variants
+        request_for_batch(replace(line, overrides=one.words), fetch=not dry_run, run=run)
+        for one in variants
     ]
     refusals = Refusals(postponed=dry_run)
     requests = [planned(one, refusals, force=force, rehearse=rehearse) for one in requests]
     for request in requests:
         require_disk(request, refusals, force=force)
-    batch = batch_job(requests, at_once)
+    resumed = None if run is None else BatchJob(run.name, requests, changes=line.changes)
+    batch = resumed or batch_job(requests, at_once)
     with refusals.gather():
         batch.check()
     batch.require_one_script()
@@ -119,13 +131,33 @@ def through_batch(line: CommandLine, launchers: Sequence[str] = ("slurm",)) -> C
     return replace(line, options={key: slurm, **line.options})
 
 
-def request_for_batch(line: CommandLine, *, fetch: bool) -> Request:
-    """Return one run, checked against the nodes to request; `fetch` as in `with_weights`."""
+def request_for_batch(
+    line: CommandLine, *, fetch: bool, run: RunDirectory | None = None
+) -> Request:
+    """Return one run, new or resumed, checked against the nodes to request; `fetch` as in `with_weights`."""
     from nanoscale.launch.batch.allocation import requested_nodes
     from nanoscale.launch.preflight.by_library import with_weights
 
-    request = request_job(on_described_nodes(line), hosts=requested_nodes)
+    line = on_described_nodes(line)
+    request = _further_request(run, line) if run else request_job(line, hosts=requested_nodes)
     checked = with_weights(request.composed, request.config, fetch=fetch)
     launcher = replace(checked.launcher, devices=request.hosts[0].slots)
-    run = replace(checked.run, root=str(Path(checked.run.root).absolute()))
-    return replace(request, config=replace(checked, launcher=launcher, run=run))
+    root = Path(checked.run.root).absolute() if run is None else run.path.parent
+    home = replace(checked.run, root=str(root), name=checked.run.name if run is None else run.name)
+    return replace(request, config=replace(checked, launcher=launcher, run=home))
+
+
+def _further_request(run: RunDirectory, line: CommandLine) -> Request:
+    """Return the request of a run that exists, and show what differs from its previous one."""
+    from nanoscale.cli.jobs.launching import show_changes
+    from nanoscale.cli.jobs.resume import next_request
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.batch.allocation import requested_nodes
+    from nanoscale.launch.lifecycle.continuation import completion, is_complete
+
+    previous = load(run.config)
+    request = next_request(run, line, requested_nodes)
+    if is_complete(run, previous, request.config):
+        raise UserError("run", completion(run))
+    show_changes(previous, request.config)
+    return request

@@ -44,6 +44,25 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     violation = forms.nodes_violation(composed)
     if violation is not None:
         refuse([violation])
+    names = nodes_of_job(composed)
+    least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
+    if least > len(names):
+        message = f"is more than the {len(names)} nodes of this job ({','.join(names)})"
+        composed.refuse("launcher.nodes", message, f"launcher.nodes={len(names)}")
+    used = names[:most]
+    slots = _ranks_per_node(composed, len(used), os.environ.get("SLURM_GPUS_ON_NODE"))
+    return tuple(Host(name, slots) for name in used)
+
+
+def nodes_of_job(composed: Composed, resubmission: str | None = None) -> list[str]:
+    """Return the names of the nodes of the job that this process is a part of.
+
+    Args:
+        resubmission: the command that queues a run again; None: the run is new.
+
+    Raises:
+        UserError: this is not a job of the batch system, or its nodes are unknown.
+    """
     system = SYSTEMS[composed.config.launcher.name]
     try:
         names = system.hosts(os.environ)
@@ -54,14 +73,10 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
         message = f"starts ranks within a {system.title} job, and this shell is not in one"
         remedy = f"{system.interactive}; to queue a training, type "
         remedy += "`nanoscale submit` instead of `nanoscale train`"
+        if resubmission is not None:
+            composed.refuse("launcher.name", message, resubmission)
         composed.refuse("launcher.name", message, remedy=remedy)
-    least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
-    if least > len(names):
-        message = f"is more than the {len(names)} nodes of this job ({','.join(names)})"
-        composed.refuse("launcher.nodes", message, f"launcher.nodes={len(names)}")
-    used = names[:most]
-    slots = _ranks_per_node(composed, len(used), os.environ.get("SLURM_GPUS_ON_NODE"))
-    return tuple(Host(name, slots) for name in used)
+    return names
 
 
 def require_one_launcher() -> None:

@@ -16,7 +16,6 @@ from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.runs import lock, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
-from nanoscale.runs.trust import is_own
 
 ASK_S = 2.0
 """Seconds between two queries to a batch system, which serves many users."""
@@ -107,11 +106,10 @@ def output_of(run: RunDirectory, one: Submission) -> Path | None:
 
 
 def way_on(run: RunDirectory) -> str:
-    """Return the command that continues an ended run: never a script that another user's folder names."""
-    one = submission.read(run)
-    if one is None or one.script is None or not is_own(run):
-        return shlex.join(["nanoscale", "resume", run.reference])
-    return SYSTEMS[one.system].submission_command(one.script, one.task)
+    """Return the command that continues an ended run, where it was launched: here, or by a batch system."""
+    one = submission.find(run)
+    verb = ["resume"] if one is None or one.script is None else ["submit", "--resume"]
+    return shlex.join(["nanoscale", *verb, run.reference])
 
 
 def job_of(run: RunDirectory, previous: Job | None = None) -> Job | None:

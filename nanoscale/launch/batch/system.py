@@ -170,12 +170,6 @@ class BatchSystem:
         """Return the lines that end a batch script; after the time limit they submit it again."""
         return _REQUEUE.format(python=python, run=run)
 
-    def submission_command(self, script: str, task: int | None = None) -> str:
-        """Return the command that submits a script again."""
-        tasks = [] if task is None else [task]
-        arguments = shlex.join(self.arguments(script, tasks))
-        return f"{self.program} {arguments or f'< {shlex.quote(script)}'}"
-
 
 def query(
     command: Sequence[str],

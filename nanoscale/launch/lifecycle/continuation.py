@@ -34,6 +34,7 @@ from nanoscale.config.reference import mapping_around
 from nanoscale.config.resolved import ResolvedConfig, differences
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, shown
+from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.request import Request
 from nanoscale.runs import events, metrics, status
 from nanoscale.runs.directory import RunDirectory
@@ -264,12 +265,12 @@ def completion(run: RunDirectory) -> str:
     if step := ended_early(run, config):
         return (
             f"the run is complete: train.stop_when ended it at step {step} of {steps}; to continue, type\n"
-            f"  nanoscale resume {shlex.quote(run.reference)} "
+            f"  {way_on(run)} "
             "train.stop_when.patience=0 train.stop_when.eval_loss=null train.stop_when.last_step=null"
         )
     return (
         f"the run is complete: it trained {counted(steps, 'step')}; to train longer, type\n"
-        f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}"
+        f"  {way_on(run)} train.steps={2 * steps}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.common.units import listed
 from nanoscale.config.machines import Host
 from nanoscale.config.values.forms import elastic, node_range
+from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.hosts.hosts import read_hostfile
@@ -147,7 +147,7 @@ class HostChoice:
         self.left_out.add(host)
         text = (
             f"{host} is left out of later attempts: {reason}. To use it again, stop the run and type "
-            f"nanoscale resume {shlex.quote(self.run.reference)}"
+            f"{way_on(self.run)}"
         )
         events.append(self.run, "left out", text, host=host)
 

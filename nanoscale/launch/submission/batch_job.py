@@ -11,6 +11,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.resolved import differences
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override, refuse, shown
+from nanoscale.launch.batch.jobs import require_inactive
 from nanoscale.launch.batch.system import BatchError, BatchSystem
 from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.lifecycle.prepare import (
@@ -52,6 +53,8 @@ class BatchJob:
     requests: Sequence[Request]
     at_once: int | None = None
     """For an array, the number of runs at the same time."""
+    changes: Sequence[str] | None = None
+    """The overrides of a run that exists and is resumed; None: the runs are new."""
 
     @property
     def system(self) -> BatchSystem:
@@ -70,7 +73,7 @@ class BatchJob:
         """The path of the script, which may not exist yet."""
         if self.is_array:
             return RunDirectory(self.root / f"{self.name}{ARRAY}").script
-        return self.requests[0].run.script
+        return self.requests[0].run.path / f"submit.{self.system.program}"
 
     @property
     def script(self) -> str:
@@ -85,10 +88,13 @@ class BatchJob:
         """Check that the runs can be created. Writes nothing.
 
         Raises:
-            UserError: a name is used or invalid, or no run can be created under run.root.
+            UserError: a name is used or invalid, no run can be created under run.root, or the run
+                to resume is active.
         """
         if self.is_array:
             check_new_runs(self.requests, self.name)
+        elif self.changes is not None:
+            require_inactive(self.requests[0].run)
         else:
             check_new_run(self.requests[0].config)
 
@@ -100,19 +106,19 @@ class BatchJob:
 
     def _script(self, one: Request) -> str:
         if not self.is_array:
-            return batch_script(one.config, one.run)
+            return batch_script(one.config, one.run, self.changes or ())
         count = len(self.requests)
         return array_script(one.config, self.path.parent, self.name, count, self.at_once)
 
     def submit(self) -> Submission:
-        """Create the run directories and submit them; if they are refused, they are removed.
+        """Create the run directories of new runs and submit the job. If it is refused, nothing is changed.
 
         Raises:
             UserError: a run cannot be created, or the batch system is not installed here or refused.
         """
         script = self.script
         with removed_on_error(self.root) as made:
-            for request in self.requests:
+            for request in self.requests if self.changes is None else ():
                 with new_run(request) as lock:
                     made.append(lock.run.path)
             if self.is_array:
@@ -120,10 +126,14 @@ class BatchJob:
                 made.append(self.path.parent)
                 runs = "".join(f"{request.run.path}\n" for request in self.requests)
                 write_atomically(runs_list(self.path.parent), runs)
+            previous = self.path.read_bytes() if self.path.exists() else None
             write_atomically(self.path, script)
             try:
                 job = self.system.submit(self.path)
-            except BatchError as error:
+            except (BatchError, UserError) as error:
+                self.path.unlink()
+                if previous is not None:
+                    write_atomically(self.path, previous)
                 raise refused(error, self.system, self.requests[0].composed) from error
         for number, request in enumerate(self.requests):
             task = number if self.is_array else None
@@ -155,8 +165,10 @@ def _refuse_unlike(one: Request, other: Request) -> None:
     refuse(violations)
 
 
-def refused(error: BatchError, system: BatchSystem, composed: Composed | None = None) -> UserError:
+def refused(error: Exception, system: BatchSystem, composed: Composed | None = None) -> UserError:
     """Return a batch system's message as an error, with the key of a configuration that it may be about."""
+    if isinstance(error, UserError):  # the system is not installed here
+        return error
     message = str(error).replace("Batch job submission failed: ", "")
     if composed is not None and system.name == "slurm":
         for pattern, key, command in _BLAMED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from nanoscale.config.resolved import ResolvedConfig
@@ -38,18 +39,20 @@ run=${{runs[$SLURM_ARRAY_TASK_ID]}}
 """
 
 
-def batch_script(config: ResolvedConfig, run: RunDirectory) -> str:
+def batch_script(config: ResolvedConfig, run: RunDirectory, changes: Sequence[str] = ()) -> str:
     """Return the script of one run.
 
     Args:
         config: checked, with the number of ranks on a node in `launcher.devices`.
+        changes: overrides of a run that is resumed.
 
     Raises:
         UserError: a path cannot be written into it.
     """
     system = SYSTEMS[config.launcher.name]
     options = system.options(config, run.name, run.logs)
-    return _script(config, system, options, run.logs, shlex.quote(str(run.path)))
+    path = shlex.quote(str(run.path))
+    return _script(config, system, options, run.logs, path, changes=changes)
 
 
 def array_script(
@@ -75,13 +78,15 @@ def runs_list(folder: Path) -> Path:
 
 def _script(
     config: ResolvedConfig, system: BatchSystem, options: list[str], logs: Path, run: str,
-    choose: str = "",
+    choose: str = "", changes: Sequence[str] = (),
 ) -> str:  # fmt: skip
     settings = config.launcher.slurm if system.name == "slurm" else config.launcher.batch
     # Anybody who can change the run's config.yaml can change this script as well.
     python = shlex.join([config.cluster.python or sys.executable, "-P"])
     # `run` is quoted, or a variable of the script.
-    launch = f"{python} -m nanoscale resume --trust" + f" {run} &\n"
+    launch = " ".join(
+        [python, "-m nanoscale resume --trust", run, *map(shlex.quote, changes), "&\n"]
+    )
     exports, path = "", source_path({})
     if config.cluster.python is None and path is not None:
         exports = f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}\n"

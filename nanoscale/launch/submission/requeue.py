@@ -23,7 +23,7 @@ def requeue(run: RunDirectory) -> str:
     if job is None or count >= most:
         return f"the job was queued again {counted(count, 'time')} already; it is not queued again"
     try:
-        submitted = SYSTEMS[job.system].submit(Path(run.script))
+        submitted = SYSTEMS[job.system].submit(Path(job.script or run.script))
     except (UserError, BatchError) as error:
         return f"the job cannot be queued again: {error}"
     submission.write(run, replace(submitted, requeues=count + 1))

@@ -147,7 +147,7 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
         *([f"  nanoscale generate {shlex.quote(run.reference)} --prompt 'Once'"] if writes else []),
         f"  nanoscale eval {shlex.quote(run.reference)}",
         f"  nanoscale checkpoints export {shlex.quote(run.reference)} --format hf",
-        f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}",
+        f"  {way_on(run)} train.steps={2 * steps}",
     ]
 
 

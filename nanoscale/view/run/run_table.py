@@ -14,7 +14,7 @@ from nanoscale.common.units import clock
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.violations import nearest_key, shown
-from nanoscale.launch.batch.jobs import Job, in_words, output_of
+from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
 from nanoscale.runs import events, failure, lock, metrics, status
 from nanoscale.runs.changes import TAGS_KEY, current_tags, read_tags
 from nanoscale.runs.directory import RunDirectory
@@ -276,6 +276,8 @@ def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> N
         cause = document["failure"]
         rows["failure"] = f"{cause['diagnosis']} (rank {cause['rank']} on {cause['host']})"
         rows["log"] = str(run.path / cause["log"])
+    if document["state"] != "completed" and not (document["in_progress"] or (job and job.is_there)):
+        rows["continue"] = way_on(run)
     for label, value in rows.items():
         display.show(f"{label:<12} {value}")
     for event in document["events"]:
