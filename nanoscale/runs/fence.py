@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,10 @@ from pathlib import Path
 
 from nanoscale.runs.directory import RunDirectory
 
+MISSING_S = 30.0
+"""Seconds for a folder that is out of sight to come back, as after a hiccup of a network file system."""
 _MISSING = (errno.ENOENT, errno.ESTALE)
+_PAUSE_S = 0.1
 
 
 class FencedError(OSError):
@@ -55,7 +59,20 @@ def end(run: RunDirectory) -> None:
 def require(workspace: Path) -> None:
     """Raise a FencedError if the run has continued without the attempt that has this workspace.
 
-    It is a MissingFolderError if the run was not taken over, but its folder does not exist any more.
+    It is a MissingFolderError if the run was not taken over, but its folder was out of sight for MISSING_S.
+    """
+    deadline = time.monotonic() + MISSING_S
+    while True:
+        try:
+            return _require(workspace)
+        except MissingFolderError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE_S)
+
+
+def _require(workspace: Path) -> None:
+    """Raise the error of `require` at once.
 
     The folder is modified, not only read: a client of a network file system could answer from its cache.
     """
@@ -67,7 +84,8 @@ def require(workspace: Path) -> None:
         for folder in (workspace.parents[1], workspace.parent):
             if not folder.exists():
                 raise MissingFolderError(
-                    f"{folder} was deleted or renamed while the run was running"
+                    f"{folder} was deleted or renamed while the run was running, or its file system was out "
+                    f"of sight for {MISSING_S:g} s"
                 ) from None
         others = sorted(workspace.parent.glob(".attempt-*"))[:1]
         running = "".join(f" ({other.name[1:].replace('-', ' ')} is running)" for other in others)

@@ -40,6 +40,7 @@ from nanoscale.common.units import clock
 from nanoscale.processes.proc import kernel_id, start_ticks
 from nanoscale.processes.scratch import flock
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.fence import MISSING_S
 from nanoscale.runs.trust import is_own
 
 BEAT_S = 3.0
@@ -128,7 +129,8 @@ class RunLock:
         self._name = f"{_FREE_NAME}.{uuid.uuid4().hex[:12]}"
         self._folder = self._handle = -1
         self._last_beat = 0.0
-        self._lost = False
+        self._loss: TakenOverError | None = None
+        self._missing_since: float | None = None
         self.heard: float | None = None
         """The last heartbeat of a previous holder that died, UNIX seconds; None: it released the run."""
         self._was_in_place = False
@@ -158,17 +160,20 @@ class RunLock:
     def lost(self) -> bool:
         """True if another launcher has taken the run, or its folder was moved."""
         # Nobody takes it within PATIENCE_BEATS of our last heartbeat.
-        if not self._lost and _now() - self._last_beat > 1.5 * BEAT_S:
+        if self._loss is None and _now() - self._last_beat > 1.5 * BEAT_S:
             self._beat()
-        return self._lost
+        return self._loss is not None
 
     def require(self) -> None:
         """Raise a TakenOverError if another launcher has taken the run, or its folder does not exist any
-        more."""
-        if not self._is_in_place():
-            raise _missing_folder(self.run, self._folder)
-        if self.lost:
-            raise _taken_over(self.run, owner(self.run))
+        more. While the folder is out of sight, this waits for it."""
+        self._was_in_place = True
+        self._beat()
+        while self._missing_since is not None and self._loss is None:
+            time.sleep(_POLL_S)
+            self._beat()
+        if self._loss is not None:
+            raise self._loss
 
     def _acquire(self) -> None:
         dead_token: _Token | None = None
@@ -247,12 +252,28 @@ class RunLock:
         try:
             os.utime(self._name, dir_fd=self._folder)
             self._last_beat = now
-            in_place = self._is_in_place()
-            self._lost = self._lost or (self._was_in_place and not in_place)
-            self._was_in_place = in_place
+            is_missing = not self._is_in_place()
+            if is_missing and not self._was_in_place:
+                return  # it is yet to be moved there
         except OSError as error:
-            # If the file server does not answer, nobody else can take the run either.
-            self._lost = self._lost or error.errno in _MISSING
+            if error.errno not in _MISSING:
+                return  # if the file server does not answer, nobody else can take the run either
+            is_missing = True
+        self._was_in_place = True
+        if not is_missing:
+            self._missing_since = None
+        elif self._loss is None:
+            self._missing_since = self._missing_since or now
+            self._loss = self._loss_if_certain(now - self._missing_since)
+
+    def _loss_if_certain(self, missing_s: float) -> TakenOverError | None:
+        """Return the error for a run that this launcher has lost; None while its folder may come back."""
+        with suppress(OSError):
+            if _read_token(self._folder).name != self._name:
+                return _taken_over(self.run, owner(self.run))
+        if (what := _change_of(self._folder)) is None and missing_s > MISSING_S:
+            what = f"out of sight for {MISSING_S:g} s, as if its file system were not mounted,", ""
+        return None if what is None or self._is_in_place() else _missing_folder(self.run, *what)
 
     def _is_in_place(self) -> bool:
         """True if the folder of this lock is still at the run's path."""
@@ -450,13 +471,19 @@ def _held(run: RunDirectory, owner: Owner) -> UserError:
     )
 
 
-def _missing_folder(run: RunDirectory, folder: int) -> TakenOverError:
-    """Return the error for a run whose folder was deleted or renamed; `folder` is a descriptor of it."""
-    path = ""
+def _change_of(folder: int) -> tuple[str, str] | None:
+    """Return what happened to an open folder, and its new path if it was renamed; None if it is unknown."""
     with suppress(OSError):
-        if os.fstat(folder).st_nlink:  # none: it was deleted
-            path = str(Path(f"/proc/self/fd/{folder}").readlink())
-    what = f"renamed to {path}" if path else "deleted"
+        if not os.fstat(folder).st_nlink:
+            return "deleted", ""
+        path = Path(f"/proc/self/fd/{folder}").readlink()
+        if os.path.samestat(path.stat(), os.fstat(folder)):
+            return f"renamed to {path}", str(path)
+    return None
+
+
+def _missing_folder(run: RunDirectory, what: str, path: str) -> TakenOverError:
+    """Return the error for a run whose folder was deleted, or renamed to `path`, or is out of sight."""
     what += " while the run was running; its ranks were terminated"
     message = f"the folder of the run {run.name!r} was {what}"
     suggestions = (f"nanoscale resume {shlex.quote(path)}",) if path else ()

@@ -14,8 +14,11 @@ from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.fence import FencedError, MissingFolderError
 
 
-def test_a_folder_that_is_gone_is_no_other_attempt(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_no_other_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both were diagnosed as a run that has continued without the rank."""
+    monkeypatch.setattr(fence, "MISSING_S", 0.0)
     run = RunDirectory.create(tmp_path, "x")
     fence.begin(run, 1)
     fence.begin(run, 2)
@@ -28,6 +31,23 @@ def test_a_folder_that_is_gone_is_no_other_attempt(tmp_path: Path) -> None:
             fence.require(run.workspace(2))
         one = RankFailure.of(missing.value, rank=0, local_rank=0, host="h")
         diagnosis, remedy = diagnose(one, Evidence())
-        assert diagnosis == f"{folder} was deleted or renamed while the run was running"
+        assert diagnosis.startswith(f"{folder} was deleted or renamed while the run was running")
         assert "rename it back" in remedy
     assert one.time <= time.time()
+
+
+def test_a_folder_that_comes_back_ends_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.create(tmp_path, "x")
+    fence.begin(run, 1)
+    run.path.rename(tmp_path / "elsewhere")
+    looks = iter((False, False, True))
+
+    def sleep(_: float) -> None:
+        if next(looks):
+            (tmp_path / "elsewhere").rename(run.path)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    fence.require(run.workspace(1))
+    assert next(looks, None) is None

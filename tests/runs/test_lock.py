@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -225,6 +226,46 @@ def test_a_taken_run_is_known_before_anything_is_written(run):
         with pytest.raises(lock.TakenOverError, match="taken over by process .* on thief"):
             held.require()
     assert tokens(run) == ["lock.dead"] and not token.exists()
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_folder_out_of_sight_is_waited_for(run, monkeypatch, tmp_path, is_stale):
+    """A file system is not mounted for a moment, or its open folders are stale."""
+    elsewhere, looks = tmp_path / "elsewhere", iter((False, False, True))
+    monkeypatch.setattr(lock, "_change_of", lambda _: None)
+    monkeypatch.setattr(lock, "BEAT_S", 1e9)  # no beats but the test's
+
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with RunLock(run) as held:
+
+        def hide():
+            run.path.rename(elsewhere)
+            monkeypatch.setattr(os, "utime", stale if is_stale else utime)
+
+        def sleep(_):
+            if next(looks):
+                elsewhere.rename(run.path)
+                monkeypatch.setattr(os, "utime", utime)
+
+        utime = os.utime
+        held.require()
+        hide()
+        held._beat()
+        assert not held.lost
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", sleep)
+            held.require()
+        assert next(looks, None) is None and not held.lost
+        hide()
+        monkeypatch.setattr(lock, "MISSING_S", -1.0)
+        with pytest.raises(lock.TakenOverError, match="was out of sight for") as caught:
+            held.require()
+        assert "renamed" not in caught.value.message
+        elsewhere.rename(run.path)
+        assert held.lost
+        monkeypatch.setattr(os, "utime", utime)
 
 
 @pytest.mark.skipif(
