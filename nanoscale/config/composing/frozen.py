@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from copy import deepcopy
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from nanoscale.config.composing.interpolation import escape, unescape
 from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config
-from nanoscale.config.values.convert import to_config, unknown_key
+from nanoscale.config.values.convert import convert, unknown_key
 from nanoscale.config.values.forms import elastic
-from nanoscale.config.values.yaml_file import parse, read, read_text, to_yaml
+from nanoscale.config.values.yaml_file import YamlDocument, parse, read, read_text, to_yaml
 from nanoscale.config.violations import refuse
 
 HEADER = """\
@@ -56,15 +57,55 @@ def dump(config: Config, requested: Config | None = None) -> str:
     return text + (RESOLVED + to_yaml({"resolved": opened}) if opened else "")
 
 
+_LATER_SECTIONS = {"guard", "hooks"}
+"""Sections that files of the first versions lack."""
+_REMOVED = {
+    "checkpoint.asynchronous": (("auto",), "`auto` was removed on 2026-11-22"),
+    "cluster.pythons": (({},), "was removed on 2026-11-27: cluster.python serves all hosts"),
+    "launcher.slurm.container": ((None,), "is launcher.container since 2026-11-26"),
+    "launcher.slurm.container_runtime": (
+        ("pyxis",),
+        "is launcher.container_runtime since 2026-11-26",
+    ),
+    "launcher.slurm.container_mounts": (([],), "is launcher.container_mounts since 2026-11-26"),
+}
+"""Keys and values of earlier versions: the values that a file may lose, and the sentence about other ones."""
+
+
+def without_removed(document: YamlDocument) -> YamlDocument:
+    """Return a document without the removed keys that have their former default.
+
+    Raises:
+        UserError: such a key has another value.
+    """
+    content, violations = deepcopy(dict(document.content)), []
+    for key, (lost, sentence) in _REMOVED.items():
+        *sections, name = key.split(".")
+        section: Any = content
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(content.get("resolved"), dict):
+            content["resolved"].pop(key, None)
+        if not isinstance(section, dict) or name not in section:
+            continue
+        if section[name] in lost:
+            del section[name]
+        elif key not in reference.declared():
+            violations.append(Violation(key, section[name], document.source(key), sentence))
+    if violations:
+        refuse(violations)
+    return replace(document, content=content)
+
+
 def load(path: Path) -> ResolvedConfig:
     """Read a frozen configuration.
 
     Raises:
-        UserError: the file is damaged or was not written by this version; the line is named.
+        UserError: the file is damaged, or a version wrote it whose keys this one lacks; the line is named.
     """
-    document = read(path)
-    sections = [name for name in reference.sections() if name and "." not in name]
-    missing = [name for name in sections if not isinstance(document.content.get(name), dict)]
+    document = without_removed(read(path))
+    sections = {name for name in reference.sections() if name and "." not in name} - _LATER_SECTIONS
+    missing = sorted(name for name in sections if not isinstance(document.content.get(name), dict))
     if missing:
         message = f"is not a complete configuration: it has no {', '.join(missing)}"
         refuse([Violation("", str(path), document.name, message)], kind="run")
@@ -72,7 +113,14 @@ def load(path: Path) -> ResolvedConfig:
         sources = {name: document.source(f"resolved.{name}") for name in unknown}
         refuse([unknown_key(name, value, sources[name]) for name, value in unknown.items()])
     content = {name: value for name, value in document.content.items() if name != "resolved"}
-    return resolved(to_config(unescape("", content), document.source))
+    config, violations = convert(unescape("", content), document.source)
+    if violations:
+        newer = "; a newer version of nanoscale may have written the file"
+        refuse([
+            replace(it, message=it.message + newer * it.message.startswith("unknown key"))
+            for it in violations
+        ])  # fmt: skip
+    return resolved(config)
 
 
 def read_values(path: Path, names: Iterable[str]) -> dict[str, Any]:

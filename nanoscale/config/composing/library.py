@@ -148,7 +148,7 @@ class Library:
         )
 
     def _load(self, config: str) -> YamlDocument:
-        from nanoscale.config.composing.frozen import reopen, unknown_names
+        from nanoscale.config.composing.frozen import reopen, unknown_names, without_removed
         from nanoscale.config.values.other_trainers import refuse_foreign
         from nanoscale.config.values.yaml_file import YamlDocument, read
 
@@ -182,6 +182,7 @@ class Library:
                     last += [f"{chosen}/{option}"] if option is not None else []
             return replace(document, content={"defaults": [SCHEMA, *entries, *last]})
         if group == RECIPE:
+            document = without_removed(document)
             for name, value in unknown_names(document.content).items():
                 source = document.source(f"resolved.{name}")
                 self.violations.append(unknown_key(name, value, source))
