@@ -171,6 +171,8 @@ def _options(
 _EXCESS = re.compile(r"Value error, |, unable to parse.*|\.?( \(Possible options: .*\))?$")
 """Parts of Typer's messages to leave out. Typer passes on pydantic's sentences."""
 _UNKNOWN = "unknown option of this command"
+_SAME_OPTION = {"-c": "--config", "--config-path": "--config-dir"}
+"""Options of other programs, and the options here that take the same value."""
 _NOT_A_CHOICE = re.compile(r"Invalid value for '(\S+)': '(.*?)' is not one of (.+)")
 
 
@@ -193,13 +195,33 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
             return UserError("usage", f"{len(unknown)} things are wrong", unknown)
         if first.suggestions or first.message != _UNKNOWN:
             return UserError("usage", f"{first.key}: {first.message}", unknown)
-    if message.startswith("No such command 'version'"):
-        option, what, advice = "version", "is an option", ("nanoscale --version",)
+        what, advice = (
+            first.message,
+            (f"{context.command_path if context else 'nanoscale'} --help",),
+        )
+    if command := re.match(r"No such command '(.*?)'", message):
+        option, what = command[1], "unknown command"
+        advice = _commands_like(option, vars(error)["ctx"])
     if not advice:
         return UserError("usage", message)
     shown = f"{option} {wrong}" if choice else option
     violation = Violation(str(option), wrong, "command line", what, advice)
     return UserError("usage", f"{shown}: {what}", [violation])
+
+
+def _commands_like(word: str, context: typer.Context) -> tuple[str, ...]:
+    """Return commands that an unknown one may have meant; an override or the name of a recipe is trained."""
+    from nanoscale.config.composing.library import Library
+    from nanoscale.config.violations import nearest
+
+    path, names = context.command_path, list(vars(context.command)["commands"])
+    near = [f"{path} {name}" for name in nearest(word, names)]
+    if path == "nanoscale":
+        recipes = nearest(word, Library().options("recipe"), 1)
+        near += [f"nanoscale train recipe={name}" for name in recipes]
+        near = [f"nanoscale train {shlex.quote(word)}"] if "=" in word else near
+        near = ["nanoscale --version"] if word == "version" else near
+    return tuple(near) or (f"{path} --help",)
 
 
 def _unknown_options(
@@ -224,9 +246,9 @@ def _unknown_option(
 
     value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
     if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
-        advice = (f"nanoscale config from-deepspeed {shlex.quote(value)}",)
+        advice = f"nanoscale config from {shlex.quote(value)}"
         what = f"{_UNKNOWN}; a recipe is made of DeepSpeed's JSON"
-        return Violation(option, value, "command line", what, advice)
+        return Violation(option, value, "command line", what, (advice,))
     first, _, rest = dashed.rpartition("-")
     known = [name for one in _parameters(context) for name in one.opts]
     near = [
@@ -236,10 +258,12 @@ def _unknown_option(
         or not name.startswith(f"{first}-")
         or nearest(rest, [name.removeprefix(f"{first}-")])
     ]
-    near = [dashed] if dashed in near else near
+    same = _SAME_OPTION.get(dashed, dashed)
+    near = [same] if same in known else near
     options = [_with_value(name, value, context) for name in near]
-    more, note = ((), "") if dashed in near else _as_overrides(option, value, arguments)
+    more, note = ((), "") if same in near else _as_overrides(option, value, arguments)
     what = _UNKNOWN + (f"; it {note}" if note else "")
+    options = [] if note and more else options
     return Violation(option, None, "command line", what, (*options, *more))
 
 
@@ -276,7 +300,10 @@ def _as_overrides(
     name = option.lstrip("-").replace("-", "_")
     meant = equivalent(name)
     if arguments[0] not in _CONFIGURED:
-        return (), "" if meant is None or meant.about else meant.note
+        about = (
+            "" if meant is None or not meant.about else f"is a key of trainings: {meant.about[0]}"
+        )
+        return (), about or (meant.note if meant is not None else "")
     word, library = f"{name}={'true' if value is None else value}", Library()
     asked = read_words([word], library)
     if not asked.violations:

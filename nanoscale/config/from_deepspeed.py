@@ -324,7 +324,8 @@ def _precision(settings: Mapping[str, Any], result: Translation) -> None:
 
 def _types(settings: Mapping[str, Any], result: Translation) -> None:
     """Take the types of the optimizer and the scheduler. Of an unknown type, refuse the parameters too."""
-    unknown_optimizer = f"is not an optimizer here; there are {listed([*OPTIMIZERS])}"
+    unknown_optimizer = f"is not an optimizer here; there are {listed([*OPTIMIZERS])}. "
+    unknown_optimizer += "Unless optimizer=NAME is chosen, AdamW trains"
     unknown_schedule = f"is not a schedule here; there are {', '.join(_SCHEDULERS)}"
     for section, own_name, message in (
         ("optimizer", by_other_name, unknown_optimizer),
@@ -340,6 +341,8 @@ def _types(settings: Mapping[str, Any], result: Translation) -> None:
             continue
         result.refuse(f"{section}.type", kind, message)
         for path, value in flat(values.get("params", {}), f"{section}.params.").items():
+            if path in _KEYS or path == "optimizer.params.betas":
+                continue  # it has the same key with any optimizer or schedule
             result.handled.add(path)
             if value != "auto":
                 result.refuse(path, value, _NO_KEY)

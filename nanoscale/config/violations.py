@@ -21,7 +21,14 @@ name."""
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, ...]:
     """Return the candidates that `word` may have meant, best first; none if nothing is near."""
-    return _best(((_likeness(word, name), name) for name in sorted(candidates)), count)
+    ordered = sorted(candidates, key=lambda name: (_difference(word, name), name))
+    return _best(((_likeness(word, name), name) for name in ordered), count)
+
+
+def _difference(a: str, b: str) -> int:
+    """Return the difference of two names that end with a digit; 0 for others."""
+    ends = [int(name[-1]) for name in (a, b) if name[-1:].isdecimal()]
+    return abs(ends[0] - ends[1]) if len(ends) == 2 else 0
 
 
 def nearest_key(

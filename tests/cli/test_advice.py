@@ -279,12 +279,57 @@ def test_an_unsupported_family_is_trained_with_its_own_code(tmp_path: Path, caps
     assert violations(["config", "show", *wrong["suggestions"][0].split()], capsys) == []
 
 
+@pytest.mark.parametrize(
+    ("typed", "advised"),
+    [
+        ("fine-tune", "nanoscale train recipe=finetune"),
+        ("recipe=debug", "nanoscale train recipe=debug"),
+        ("/nope", "nanoscale --help"),
+        ("runs lst", "nanoscale runs ls"),
+        ("runs ls --frobnicate", "nanoscale runs ls --help"),
+        ("train -c x.yaml", "--config x.yaml"),
+        ("train --config-path x", "--config-dir x"),
+        ("train recipe=debug --cfg job", "nanoscale config show --help"),
+        ("train recipe=debug --info", "nanoscale config show --help"),
+        ("train recipe=debug -m train.seed=1,2", "nanoscale sweep --help"),
+        ("train recipe=debug --verbose", "nanoscale runs logs --help"),
+        ("train zero=stage4", "zero=stage3 or zero=stage2 or zero=stage1"),
+        ("train recipe=debug zero.reshard_after_forward=true", "zero=stage3"),
+        (
+            "train recipe=debug optimizer=sgd optimizer.beta2=0.9",
+            "optimizer=adamw or optimizer.beta2=0.95",
+        ),
+    ],
+)
+def test_words_of_other_programs_are_understood(typed: str, advised: str, capsys: Capsys) -> None:
+    assert run(typed.split()) == 2
+    assert capsys.readouterr().err.partition("type instead: ")[2].rstrip() == advised
+
+
+@pytest.mark.parametrize(
+    ("typed", "reported"),
+    [
+        ("train /nope", "remedy: a file is given as recipe=FILE"),
+        ("generate first --compile", "it is a key of trainings: backend.compile"),
+        ("plan --beams 4", "it is an option of `nanoscale generate`: --beams N"),
+        ("train --config empty.yaml", "--config=empty.yaml: is empty"),
+    ],
+)
+def test_what_has_no_override_is_explained(
+    typed: str, reported: str, capsys: Capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").touch()
+    assert run(typed.split()) == 2
+    assert reported in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--deepspeed", "--deepspeed_config"])
 def test_the_file_of_deepspeed_is_translated(option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text('{"train_batch_size": 8}')
+    Path("ds.json").write_text('{"train_batch_size": 8, "gradient_accumulation_steps": 2}')
     assert run(["train", "recipe=debug", option, "ds.json"]) == 2
     line = capsys.readouterr().err.partition("type instead: ")[2].strip()
-    assert line == "nanoscale config from-deepspeed ds.json"
+    assert line == "nanoscale config from ds.json"
     assert run(shlex.split(line)[1:]) == 0
     assert "train.global_batch=8" in capsys.readouterr().err

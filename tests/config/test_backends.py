@@ -9,6 +9,7 @@ import pytest
 from nanoscale.cli.main import main
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
+from nanoscale.config.rules import Devices
 from nanoscale.config.rules.backends import DEEPSPEED, OUTSIDE, table
 from tests.config.test_rules import DS, LAWS, checked, violations
 
@@ -103,3 +104,14 @@ def test_config_show_deepspeed(capsys):
     shown = json.loads(said(capsys, 0, *words, "zero=stage2-offload", DS))
     assert shown["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert "backend=deepspeed" in said(capsys, 2, *words)
+
+
+def test_the_native_backend_returns_unused_memory_too():
+    """The loop does it for both backends."""
+    for words in ([], [DS]):
+        assert (
+            checked(
+                *words, "backend.empty_cache=5", on=Devices("cuda", 1, ("NVIDIA H100",))
+            ).backend.empty_cache
+            == 5
+        )

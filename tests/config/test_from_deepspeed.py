@@ -212,3 +212,15 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["config", "from-deepspeed", str(file), "--out", str(tmp_path / "mine.yaml")]
     assert nanoscale(line) == 2 and "File exists" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+def test_an_unknown_optimizer_keeps_its_rate() -> None:
+    params = {"lr": 0.001, "weight_decay": 0.2, "betas": [0.8, 0.9], "rho": 2}
+    settings = {"optimizer": {"type": "Sam", "params": params}, "train_batch_size": 8}
+    translation = translate(settings, strict=False)
+    kept = {key: value for key, value in translation.values.items() if key.startswith("optimizer.")}
+    assert kept == {
+        "optimizer.lr": 0.001, "optimizer.weight_decay": 0.2, "optimizer.beta1": 0.8, "optimizer.beta2": 0.9
+    }  # fmt: skip
+    lost = dict(translation.became)
+    assert "AdamW trains" in lost["optimizer.type"] and "no key" in lost["optimizer.params.rho"]

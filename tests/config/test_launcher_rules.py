@@ -158,7 +158,9 @@ REFUSED = [
     (f"{SLURM} 'launcher.slurm.time=\"1:30\"'", "launcher.slurm.time", "",
      ["launcher.slurm.time=1:30:00", "launcher.slurm.time=0:01:30"]),
     *((f"{SLURM} 'launcher.slurm.time=\"{text}\"'", "launcher.slurm.time", "", TIMES)
-      for text in ("1h", "1:60:00", "1-24:00", "")),
+      for text in ("1:60:00", "1-24:00", "", "d")),
+    *((f"{SLURM} 'launcher.slurm.time=\"{text}\"'", "launcher.slurm.time", "", [f"launcher.slurm.time={limit}"])
+      for text, limit in (("8h", "8:00:00"), ("90 min", "1:30:00"), ("1d12h5m", "36:05:00"))),
     ("launcher=slurm 'launcher.slurm.time=\"0\"'", "launcher.slurm.time", "above 0", None),
     ("launcher=slurm 'launcher.slurm.time=\"2\"'", "launcher.slurm.signal_before_s", "120 s", None),
     (f"launcher=slurm {MOUNTS.format('/data:/data')}", "launcher.container_mounts", "", None),

@@ -292,6 +292,8 @@ def test_the_hosts_of_a_job_of_pbs_and_lsf(tmp_path: Path) -> None:
     assert SYSTEMS["pbs"].hosts({"PBS_NODEFILE": file}) == ["h2", "h1"]
     assert SYSTEMS["lsf"].hosts({"LSB_DJOB_HOSTFILE": file}) == ["h2", "h1"]
     assert SYSTEMS["lsf"].hosts({"LSB_MCPU_HOSTS": "h1 8 h2 8"}) == ["h1", "h2"]
+    slurms_qsub = {"PBS_JOBID": "7", "SLURM_JOB_NODELIST": "s1"}
+    assert SYSTEMS["pbs"].hosts(slurms_qsub) == ["s1"]
     assert SYSTEMS["pbs"].hosts({}) is SYSTEMS["lsf"].hosts({}) is None
 
 

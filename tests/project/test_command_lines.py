@@ -54,7 +54,6 @@ EXCUSED = {
     "nanoscale sweep --resume rates": "needs an interrupted sweep: tests/sweep/test_sweep.py",
     **dict.fromkeys(
         (
-            "nanoscale submit --resume first",
             "nanoscale submit --resume big",
             "nanoscale submit --resume big train.steps=4000 --num-nodes 4",
         ),
@@ -444,6 +443,7 @@ EXCUSED_EXAMPLES = {
     "nanoscale eval first --tasks hellaswag --limit 100": "needs the hub: tests/generate/test_harness.py",
     "nanoscale init": "asks questions: tests/cli/test_init.py",
     "nanoscale runs stop first": "needs a running job: tests/cli/test_stop_and_resume.py",
+    "nanoscale submit --resume first": "needs a run that was stopped in a queue: tests/cli/test_submit.py",
     "nanoscale runs explain first": "needs a running job: tests/runs/test_position.py",
     "nanoscale runs rm first": "asks a question: tests/cli/test_remove.py",
     "nanoscale top --root /shared/runs --web": "serves until it is stopped: tests/cli/test_top.py",

@@ -76,6 +76,11 @@ def compose(
             message = "is a file that does not exist"
             missing = Violation("--config", str(config_file), "option --config", message)
             asked.violations.append(missing)
+        elif config_file.is_file() and config_file.stat().st_size == 0:
+            message = "is empty, and a frozen configuration has every key"
+            asked.violations.append(
+                Violation("--config", str(config_file), "option --config", message)
+            )
         if RECIPE in asked.choices:
             message = (
                 "is of a new run: the configuration of a run, or of --config, has every key already"

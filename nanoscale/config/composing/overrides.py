@@ -321,7 +321,10 @@ def _unreadable(word: str, library: Library) -> Violation:
     name = key.lstrip("+~")
     if not equals:
         meanings = tuple(_meanings(word, library))
-        return Violation(word, None, COMMAND_LINE, "is not KEY=VALUE", meanings)
+        files = "a file is given as recipe=FILE, data.path=FILE or model.init_from=FOLDER"
+        return Violation(
+            word, None, COMMAND_LINE, "is not KEY=VALUE", meanings, files if is_path(word) else ""
+        )
     if parsed(f"{key}={quoted(value)}") is None:
         names = tuple(to_override(near, value) for near in nearest_key(name, reference.declared()))
         return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)

@@ -70,7 +70,7 @@ _DEEPSPEEDS = [
     *(
         f"backend.{name}"
         for name in reference.members(Backend)
-        if name not in ("name", "compile", "attention")
+        if name not in ("name", "compile", "attention", "empty_cache")
     ),
 ]
 

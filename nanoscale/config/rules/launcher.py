@@ -251,6 +251,10 @@ _TIME = re.compile(
     r"|(?P<days>[0-9]+)-(?P<dh>[01]?[0-9]|2[0-3])(:(?P<dm>[0-5]?[0-9])(:(?P<ds>[0-5]?[0-9]))?)?"
 )
 _SHORT_TIME = re.compile(r"([0-9]+):([0-9]+)")
+_LONG_TIME = re.compile(
+    r"(?:([0-9]+) ?d[a-z]*)?,? ?(?:([0-9]+) ?h[a-z]*)?,? ?(?:([0-9]+) ?m[a-z]*)?", re.IGNORECASE
+)
+"""Days, hours and minutes with their units, as in `1d12h` and `8 hours`."""
 _OPTION = re.compile(r"--([a-z-]+)")
 _KEYS = {
     "account": "launcher.slurm.account",
@@ -317,6 +321,10 @@ def _check_settings(
             # SLURM reads `1:30` as minutes and seconds, people as hours and minutes.
             first, second = int(short[1]), int(short[2])
             meant = [f"{first}:{second:02}:00", f"0:{first:02}:{second:02}"]
+        if (long := _LONG_TIME.fullmatch(text)) and text:
+            days, hours, minutes = (int(part or 0) for part in long.groups())
+            hours, minutes = divmod((days * 24 + hours) * 60 + minutes, 60)
+            meant = [f"{hours}:{minutes:02}:00"]
         resolution.refuse(key, message, *(f"{key}={time}" for time in meant))
     elif limit == 0:
         resolution.refuse(key, "must be above 0", f"{key}=null")

@@ -68,7 +68,8 @@ OF_JOB = of_kind("config",
     only_with("precision.loss_scale", _SCALED),
     only_with("precision.loss_scale_window", _SCALED),
     only_with("precision.fp8_recipe", {"precision.fp8": True}),
-    *(only_with(f"optimizer.{name}", {"optimizer.name": optimizers_with(name)}) for name in KEYS),
+    *(only_with(f"optimizer.{name}", {"optimizer.name": (one, *others)}, f"optimizer={one}")
+        for name in KEYS for one, *others in (optimizers_with(name),)),
 )  # fmt: skip
 OF_TEXT = of_kind("data",
     *(only_with(f"data.{name}", {"data.source": other_than("random", "hooks")}, "data=megatron")

@@ -75,7 +75,7 @@ def only_with(key: str, where: Where, *instead: str) -> Rule:
     value = attrgetter(key)
     return Rule(key, (key, *where),
         lambda config: value(config) == usual or concerns(config),
-        message, (reset(key), *instead))  # fmt: skip
+        message, (*instead, reset(key)))  # fmt: skip
 
 
 def ignored(choice: str) -> str:

@@ -44,7 +44,8 @@ class Pbs(BatchSystem):
         return states
 
     def hosts(self, env: Mapping[str, str]) -> list[str] | None:
-        return _lines(env.get("PBS_NODEFILE"))
+        # SLURM's qsub sets no PBS_NODEFILE.
+        return _lines(env.get("PBS_NODEFILE")) or SlurmSystem().hosts(env)
 
     def options(self, config: ResolvedConfig, name: str, logs: Path) -> list[str]:
         launcher, settings = config.launcher, config.launcher.batch
