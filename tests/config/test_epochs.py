@@ -18,6 +18,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import times_seen, training_samples
+from nanoscale.config.values.provenance import Setting
 from nanoscale.data import samples
 from nanoscale.data.dataset import open_data
 from nanoscale.view.job_text import data_warning
@@ -175,6 +176,9 @@ def test_a_recipes_batch_is_halved_for_a_small_file_but_not_that_of_a_run():
     tuned_train = check(replace(config, config=tuned), CPU).train
     assert (tuned_train.global_batch, tuned_train.steps) == (4, 15)
     recipe, _, _ = config.source("train.global_batch").rpartition(":")
+    history = config.history | {"train.global_batch": [Setting(8, "mine.yaml:3")]}
+    own = replace(config, config=tuned, history=history)
+    assert check(own, CPU).train.global_batch == 8  # only packaged recipes are shortened
     of_run = replace(config, config=tuned, unasked=config.unasked | {recipe})
     frozen_train = check(of_run, CPU).train
     assert (frozen_train.global_batch, frozen_train.steps) == (8, 8)

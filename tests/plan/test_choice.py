@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
+from nanoscale.config.reference import alternatives, declared, value_of
 from nanoscale.config.rules import Devices, Host
+from nanoscale.config.violations import override
 from nanoscale.launch.request import check_request
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import SURE, filled_share, predict
 from nanoscale.plan.search.choice import SOURCE
 from nanoscale.plan.search.search import search
-from nanoscale.plan.search.search_space import search_space, to_type
+from nanoscale.plan.search.search_space import SEARCHED, search_space, to_type
 from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.verdict import remedy
 
@@ -51,20 +54,40 @@ def test_the_chosen_layout_surely_fits_all_devices(count):
     assert f": within 1% of the fastest of the {layouts} that fit" in line
 
 
-@pytest.mark.parametrize(
-    ("word", "key", "value"),
-    [
-        ("parallel.tp=4", "tp", 4),
-        ("parallel.pp=2", "pp", 2),
-        ("parallel.dp=2", "dp", 2),
-        ("parallel.activation_checkpointing=full", "activation_checkpointing", "full"),
-        ("parallel.schedule=gpipe", "schedule", "gpipe"),
-    ],
-)
-def test_a_key_that_the_user_sets_is_held(word, key, value):
-    config = request_of(h100(8), word).config
-    assert getattr(config.parallel, key) == value
-    assert config.world_size == 8
+UNCHOSEN = ("parallel.layers_per_stage", "zero.nvme_path")
+HELD = ("parallel.dp", *(it for it in SEARCHED if it not in UNCHOSEN))
+
+
+@pytest.mark.parametrize("key", HELD)
+def test_a_key_that_the_user_sets_is_held_or_refused(key):
+    """A choice of the plan beside it never replaces it without a word."""
+    accepted = 0
+    for value in values_of(key):
+        try:
+            config = request_of(h100(4), override(key, value), recipe="debug").config
+        except UserError as error:
+            assert any(it.key.split(".")[0] == key.split(".")[0] for it in error.violations)
+            continue
+        accepted += 1
+        assert (value_of(config, key), config.world_size) == (value, 4)
+    assert accepted
+
+
+def values_of(key):
+    """List values of each kind that a key admits."""
+    values: list[object] = []
+    for kind in alternatives(declared()[key].annotation):
+        values += {bool: [True, False], int: [1, 2, 4]}.get(kind, [])
+        values += (
+            [it for it in get_args(kind) if it != "auto"] if get_origin(kind) is Literal else []
+        )
+    return values
+
+
+def test_virtual_stages_need_no_schedule():
+    """The schedule and the degree follow from them."""
+    layout = request_of(h100(8), "parallel.virtual_stages=2", recipe="llama-1b").config.parallel
+    assert (layout.schedule, layout.virtual_stages, layout.pp > 1) == ("interleaved-1f1b", 2, True)
 
 
 def test_a_zero_stage_of_the_user_is_held_when_the_layout_is_chosen_again(tmp_path):

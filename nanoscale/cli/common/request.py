@@ -17,6 +17,7 @@ from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import counted
+from nanoscale.config.reference import value_of
 from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
@@ -233,6 +234,16 @@ def _other_machine(request: Request) -> str | None:
     return None if {device, None} & known else " and ".join(sorted(set(here.names)))
 
 
+def _note_shortened(request: Request) -> None:
+    """Say which values of a packaged recipe are smaller in this job, because its data is small."""
+    for key in ("train.global_batch", "train.seq_len", "scheduler.warmup_steps"):
+        settings = request.composed.history.get(key, [])
+        recipes = [it.value for it in settings if it.source.startswith("nanoscale/recipes/")]
+        value = value_of(request.config, key)
+        if recipes and not request.composed.by_user(key) and value < recipes[-1]:
+            display.note(f"the recipe's {key}={recipes[-1]} is shortened to {value} for this data")
+
+
 def request_new_run(
     line: CommandLine, refusals: Refusals | None = None, *, force: bool = False,
     rehearse: bool = False, fetch: bool = True, saves: bool = True, continues: bool = False,
@@ -255,6 +266,7 @@ def request_new_run(
 
     refusals = refusals or Refusals()
     checked = request_job(line, verify=verify)
+    _note_shortened(checked)
     composed, launcher = checked.composed, checked.config.launcher
     is_for_gpus = composed.config.cluster.reference and launcher.device == "cpu"
     if is_for_gpus and composed.config.launcher.device == "auto" and not checked.hosts:

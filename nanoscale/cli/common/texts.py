@@ -64,7 +64,7 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
 
 def _of_folder(composed: Composed, folder: Path) -> dict[str, Setting]:
     """Return keys that follow from a prepared folder: the labels and their names, the token that hides others,
-    and the length of samples, if it is a recipe's and longer than the model's or the file's."""
+    and the length of samples, if it is a packaged recipe's and longer than the model's or the file's."""
     train, model, data = composed.config.train, composed.config.model, composed.config.data
     if (document := manifest(folder)) is None:
         return {}
@@ -78,7 +78,7 @@ def _of_folder(composed: Composed, folder: Path) -> dict[str, Setting]:
             values["model.hf_config"] = {"id2label": named}
     if train.objective == "masked" and train.mask_token is None:
         values["train.mask_token"] = _mask_token(folder)
-    if model.init_from is not None and not composed.by_hand("train.seq_len"):
+    if model.init_from is not None and not composed.by_user("train.seq_len"):
         longest = min(train.seq_len, model.max_seq_len)
         if data.packing == "stream" and not has_whole_documents(train):
             tokens = int(document["train"]["tokens"] * (1 - 2 * data.valid_fraction)) - 1

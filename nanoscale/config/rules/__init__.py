@@ -121,6 +121,9 @@ def check(
         compiled = replace(resolution.config, backend=replace(backend, compile="on"))
         possible = all(rule.holds(compiled) for rule in RULES if "backend.compile" in rule.reads)
         backend = replace(backend, compile="on" if device == "cuda" and possible else "off")
+    is_open = not searched.isdisjoint(("parallel.pp", "parallel.schedule"))
+    if parallel.virtual_stages == "auto" or not is_open:
+        parallel = replace(parallel, virtual_stages=pipeline.virtual_stages(parallel))
     saving = config.checkpoint
     if saving.memory_every == "auto":
         saving = replace(saving, memory_every=1)  # until the plan chooses
@@ -128,7 +131,7 @@ def check(
         resolution.config,
         checkpoint=saving,
         run=run,
-        parallel=replace(parallel, virtual_stages=pipeline.virtual_stages(parallel)),
+        parallel=parallel,
         backend=backend,
         launcher=resolve_ranks(resolution, launcher, device, ranks),
         scheduler=training.resolve_scheduler(resolution.config),

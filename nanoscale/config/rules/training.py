@@ -124,8 +124,8 @@ def resolve_train(resolution: Resolution) -> Train:
 
 
 def _is_of_recipe(resolution: Resolution, key: str) -> bool:
-    """True if a recipe set a key: not the command line, nor the frozen configuration of a run."""
-    return resolution.composed.asked_for(key) and not resolution.composed.by_hand(key)
+    """True if a packaged recipe set a key: neither the user nor the frozen configuration of a run."""
+    return resolution.composed.asked_for(key) and not resolution.composed.by_user(key)
 
 
 def _with_steps(config: Config, train: Train) -> Train:

@@ -128,6 +128,11 @@ class Composed:
         """True if the command line set a key."""
         return self.source(key).startswith(COMMAND_LINE)
 
+    def by_user(self, key: str) -> bool:
+        """True if the command line or a recipe of the user set a key: no packaged recipe or default."""
+        is_packaged = self.source(key).startswith("nanoscale/")
+        return self.by_hand(key) or (self.asked_for(key) and not is_packaged)
+
     def by_hand_around(self, key: str) -> bool:
         """True if the command line set a key, anything in it, or a section or mapping that contains it."""
         around = key.split(".")

@@ -20,7 +20,7 @@ from nanoscale.config.layout import (
     V_SHAPED,
     usual_virtual_stages,
 )
-from nanoscale.config.reference import with_values
+from nanoscale.config.reference import value_of, with_values
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.devices import copies
 from nanoscale.config.rules.layout import expert_ranks
@@ -46,6 +46,9 @@ KEPT: tuple[Kept, ...] = ("every-2nd-matmul", "attention")
 INTERVALS = (2, 3, 4, 8)
 """Values of `parallel.checkpoint_every` that are tried."""
 USUAL: Schedule = "1f1b"
+_INTERLEAVED: Schedule = "interleaved-1f1b"
+_OPTIONS = ("checkpoint_every", "selective_keep")
+"""Keys of `parallel` that some modes of recomputation read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,14 @@ def recomputations(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resol
     """Yield the configuration with more and more recomputation."""
     modes = _choices(space, "activation_checkpointing", RECOMPUTATION)
     changed = (_recomputing(config, mode, keep_options=True) for mode in modes)
-    return _legal(changed, _RECOMPUTED, {_MICRO_BATCH})
+    kept = (it for it in changed if _keeps_options(space, it))
+    return _legal(kept, _RECOMPUTED, {_MICRO_BATCH})
+
+
+def _keeps_options(space: SearchSpace, config: ResolvedConfig) -> bool:
+    """True if the mode of recomputation has a use for the options that are held."""
+    pairs = ((f"parallel.{name}", getattr(config.parallel, name)) for name in _OPTIONS)
+    return all(value == value_of(space.base, key) for key, value in pairs if key in space.held)
 
 
 def kept_products(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
@@ -154,8 +164,10 @@ def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[Resolve
     """Yield the configuration with the options that are tried if nothing else fits: recomputation `sqrt`, then
     host memory."""
     if "parallel.activation_checkpointing" not in space.held:
-        yield from _legal([_recomputing(config, "sqrt")], _RECOMPUTED, {_MICRO_BATCH})
-        config = _recomputing(config, "full")
+        if _keeps_options(space, rooted := _recomputing(config, "sqrt")):
+            yield from _legal([rooted], _RECOMPUTED, {_MICRO_BATCH})
+        if _keeps_options(space, whole := _recomputing(config, "full", keep_options=True)):
+            config = whole
     if "zero.offload_optimizer" not in space.held:
         config = replace(config, zero=replace(config.zero, offload_optimizer="cpu"))
         yield from _legal([config], {"zero.offload_optimizer"}, {_MICRO_BATCH})
@@ -243,12 +255,12 @@ def _pipeline(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCo
     base = space.base.parallel
     for pp in _choices(space, "pp", divisors(space.world // config.parallel.tp)):
         is_held = "parallel.schedule" in space.held
-        if is_held and pp == 1 and base.schedule != USUAL:
-            continue  # the schedule that the user set would have no meaning
+        is_cut = "parallel.virtual_stages" in space.held and base.virtual_stages > 1
+        if pp == 1 and (is_cut or (is_held and base.schedule != USUAL)):
+            continue  # what the user set would have no meaning
         if pp <= LONGEST_PIPELINE:
-            schedule = base.schedule if pp > 1 and is_held else USUAL
-            keeps = schedule not in ONE_STAGE and "parallel.virtual_stages" in space.held
-            virtual = base.virtual_stages if keeps else usual_virtual_stages(schedule)
+            schedule = base.schedule if pp > 1 and is_held else _INTERLEAVED if is_cut else USUAL
+            virtual = base.virtual_stages if is_cut else usual_virtual_stages(schedule)
             yield _laid_out(config, pp=pp, schedule=schedule, virtual_stages=virtual)
 
 

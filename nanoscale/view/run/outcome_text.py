@@ -112,8 +112,11 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     checkpoints = run.checkpoint_steps()
     figures = {} if last is None else _figures(run, last)
     lines = [" ".join(words), f"  run         {run.path}"]
+    kept: object = run.checkpoint(checkpoints[-1]) if checkpoints else None
+    if kept is None and outcome.state == "completed":
+        kept = "none was saved: the trained weights are lost"
     known = {
-        "checkpoint": checkpoints and run.checkpoint(checkpoints[-1]),
+        "checkpoint": kept,
         "logs": run.attempt_logs(now.attempt),
         "profile": run.profile.exists() and run.profile,
         "report": run.report.exists() and run.report,
