@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +38,7 @@ from nanoscale.train.loop import Training
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
 
-_SAVED = STEPS - 1
+_SAVED = 2
 """The step of the checkpoint from which the other layout resumes."""
 _LIMITS = {"loss": 1e-9, "gradient": 1e-9, "grad_norm": 1e-9, "update": 1e-6}
 """The largest relative differences of rounding. An update divides by roots of tiny squares."""
@@ -69,9 +68,8 @@ def run(context: RankContext) -> str:
     """
     task = read_json(context.run.task)
     folder = RunDirectory(Path(task["folder"]))
-    process_group.join(
-        context.world_size, torch.device("cpu"), 120.0, even_alone=context.config.offloads
-    )
+    # One process has a group too, in which a user's collectives are right.
+    process_group.join(context.world_size, torch.device("cpu"), 120.0, even_alone=True)
     result: dict[str, Any] = {}
     if task["compares"]:
         result = compare_with_layout(context.config, folder)
@@ -94,7 +92,7 @@ def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> No
     records += [recorder.step() for _ in range(STEPS - _SAVED)]
     at = recorder.engine.coordinates
     if at.dp == at.cp == at.tp == 0:  # all others have the same whole tensors
-        _write_records(folder.path / f"records-{at.pp:03d}.safetensors", records)
+        torch.save([vars(record) for record in records], folder.path / f"records-{at.pp:03d}.pt")
     process_group.gather(None)
 
 
@@ -109,42 +107,20 @@ def compare_with_layout(config: ResolvedConfig, folder: RunDirectory) -> dict[st
     result = compare(layout, single, limits)
     if result["first_difference"] is None:
         (stored,) = list_checkpoints(folder.checkpoints)
-        recorder = RecordedTraining(config, folder, 0)
+        recorder = RecordedTraining(config, folder, 0, _SAVED)
         state = recorder.engine.empty_state()
         sharded.load(stored, state)
         recorder.engine.load_state(state)
-        recorder.skip(_SAVED)
-        resumed = compare([recorder.step()], single[_SAVED:], limits, STEPS)
-        result["resumed"] = resumed
+        later = single[_SAVED:]
+        steps = [recorder.step() for _ in later]
+        result["resumed"] = compare(steps, later, limits, _SAVED + 1)
     return result
-
-
-def _write_records(file: Path, records: list[StepRecord]) -> None:
-    tensors = {}
-    for number, record in enumerate(records):
-        tensors[f"{number} figures"] = torch.tensor(
-            [record.loss, record.grad_norm], dtype=torch.float64
-        )
-        for kind in ("gradients", "updates"):
-            for name, tensor in getattr(record, kind).items():
-                tensors[f"{number} {kind} {name}"] = tensor.contiguous()
-    save_file(tensors, file)
-
-
-def _stored_records(file: Path) -> list[StepRecord]:
-    records: dict[int, StepRecord] = {}
-    for key, tensor in sorted(load_file(file).items()):
-        number, kind, name = (*key.split(" "), "")[:3]
-        if kind == "figures":
-            records[int(number)] = StepRecord(*tensor.tolist())
-        else:
-            getattr(records[int(number)], kind)[name] = tensor
-    return [records[number] for number in sorted(records)]
 
 
 def read_records(folder: Path) -> list[StepRecord]:
     """Return the records of all stages as records of the whole model."""
-    stages = [_stored_records(file) for file in sorted(folder.glob("records-*.safetensors"))]
+    files = sorted(folder.glob("records-*.pt"))
+    stages = [[StepRecord(**record) for record in torch.load(file)] for file in files]
     for records in stages[1:]:
         for whole, stage in zip(stages[0], records, strict=True):
             whole.gradients.update(stage.gradients)
@@ -155,10 +131,12 @@ def read_records(folder: Path) -> list[StepRecord]:
 class RecordedTraining:
     """A training of one rank that returns the record of each step."""
 
-    def __init__(self, config: ResolvedConfig, folder: RunDirectory, rank: int) -> None:
+    def __init__(
+        self, config: ResolvedConfig, folder: RunDirectory, rank: int, step: int = 0
+    ) -> None:
         self.engine = NativeEngine(config, torch.device("cpu"))
         self._clip = config.optimizer.clip_norm
-        self._progress = Progress()
+        self._progress = Progress(step, step * config.train.global_batch)
         self._training = Training(
             workspace=folder.workspace(1),
             config=config,
@@ -173,11 +151,6 @@ class RecordedTraining:
         )
         self._gradients: dict[str, Tensor] = {}
         self.engine.before_update(self._read_gradients)
-
-    def skip(self, steps: int) -> None:
-        """Continue after these steps."""
-        self._progress.step = steps
-        self._progress.consumed_samples = steps * self.engine.config.train.global_batch
 
     def step(self) -> StepRecord:
         """Train a step."""
@@ -290,7 +263,7 @@ def compare(
         differences = list(_differences(ours, reference))
         wrong = [it for it in differences if not it["relative"] <= limits[it["what"]]]
         if wrong:
-            first = {"step": step, **wrong[0]}
+            first = {"step": step, "begin": first_step, **wrong[0]}
             if first["what"] == "loss":  # the parameter shows where it comes from
                 gradients = (it for it in wrong if it["what"] == "gradient")
                 first["then"] = next(gradients, None)
@@ -322,7 +295,8 @@ def _tensors(
     what: str, name: str, ours: dict[str, Tensor], reference: dict[str, Tensor], least: float
 ) -> dict[str, Any]:
     """Return the relative difference of a parameter's tensors, and their ratio if they are parallel."""
-    a, b = ours[name].double().flatten(), reference[name].double().flatten()
+    b = reference[name].double().flatten()
+    a = ours[name].double().flatten() if name in ours else torch.zeros_like(b)
     norm = b.norm().item()
     relative = (a - b).norm().item() / max(norm, least, 1e-300)
     scale = (a @ b).item() / norm**2 if norm else 0.0

@@ -22,25 +22,28 @@ _PHASES = {
     "grad_norm": "the norm over all ranks; each gradient is equal",
     "update": "the optimizer; the gradients are equal",
 }
+_BETWEEN = (
+    "the code between the steps, such as a callback: the step before is equal, "
+    "so weights, buffers or modes changed after it"
+)
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Yield the sentences for people; the last one says what the comparison cannot show."""
-    name = layout_name(result)
-    resumed = result["resumed"]
-    if (first := result["first_difference"]) is not None:
-        yield f"{name}: differs from one process. {_difference(first, result)}"
-    else:
-        yield f"{name}: equal to {result['largest']:.0e}"
-    if resumed is not None and (first := resumed["first_difference"]) is not None:
-        yield f"resumed in one process: differs. {_difference(first, result)}"
-    elif resumed is not None:
-        yield f"resumed in one process from step {result['steps'] - 1}: equal to {resumed['largest']:.0e}"
+    name, resumed = layout_name(result), result["resumed"]
+    for run, compared in {name: result, "resumed in one process from step 2": resumed}.items():
+        if compared is None:
+            continue
+        if (first := compared["first_difference"]) is not None:
+            yield f"{run}: differs from one process. {_difference(first, result['layout'])}"
+        else:
+            yield f"{run}: equal to {compared['largest']:.0e}"
     left_out = result["left_out"]
     lacks = f", and the small job lacks {listed(left_out)}" if left_out else ""
     yield (
         f"Compared: losses, gradient norms, each gradient and update of {result['steps']} steps in fp64 on "
-        f"this CPU. Not shown: GPU kernels, lower precision and large sizes{lacks}"
+        "this CPU. Not run: GPU kernels, lower precision, compiled blocks, large sizes, files of data, "
+        f"evaluations, checkpoints in the background or in memory, rollbacks, exports and DeepSpeed{lacks}"
     )
 
 
@@ -50,9 +53,13 @@ def layout_name(result: dict[str, Any]) -> str:
     return f"{degrees or 'one rank'}, ZeRO {result['zero_stage']}"
 
 
-def _difference(first: dict[str, Any], result: dict[str, Any]) -> str:
-    degrees = result["layout"]
-    text = f"In step {first['step']}, {_named(first)}: look at {_PHASES[first['what']]}"
+def _difference(first: dict[str, Any], degrees: dict[str, int]) -> str:
+    where = _PHASES[first["what"]]
+    if first["what"] == "loss" and first["step"] > first["begin"]:
+        where = _BETWEEN
+    elif first["step"] == first["begin"] > 1:
+        where = "what the checkpoint lacks, or what is lost while it is loaded"
+    text = f"In step {first['step']}, {_named(first)}: look at {where}"
     text += _meaning(first["factor"], degrees)
     if then := first.get("then"):
         text += f". In the same step, {_named(then)}"
@@ -62,6 +69,11 @@ def _difference(first: dict[str, Any], result: dict[str, Any]) -> str:
 def _named(difference: dict[str, Any]) -> str:
     what = _WHAT[difference["what"]].format(parameter=difference["parameter"])
     factor = difference["factor"]
+    if factor == 0:
+        reached = (
+            "no gradient reaches this parameter" if "gradient" in what else "nothing reaches it"
+        )
+        return f"{what} is 0 in the layout, so {reached}"
     if factor is None or abs(factor - 1) <= _EXACT:
         return f"{what} differs by {difference['relative']:.2g} of its size"
     number, is_inverse = _whole(factor)

@@ -22,7 +22,7 @@ def test_a_right_layout_is_equal(tmp_path, monkeypatch, capsys):
     assert run(["conform", *JOB, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["equal"] and 0 < result["largest"] < 1e-11
-    assert result["layout"] == {"dp": 2}
+    assert result["layout"] == {"dp": 3}
     assert result["resumed"]["first_difference"] is None
     assert not list(tmp_path.iterdir())
 
@@ -34,32 +34,33 @@ def test_a_job_whose_loss_is_wrong_is_not_launched(tmp_path, monkeypatch, capsys
     words = ("hooks.path=hooks.py", "train.objective=hooks", "train.steps=2")
     assert run(["train", *JOB, *words, "--conform"]) == 1
     error = capsys.readouterr().err
-    assert "dp 2, ZeRO 3: differs from one process. In step 1, the loss is 2 times" in error
+    assert "dp 3, ZeRO 3: differs from one process. In step 1, the loss is 3 times" in error
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("factor", "meaning"),
+    ("changes", "meaning"),
     [
-        (
-            1 / 2,
-            "A sum over 2 ranks is missing, or a division by 2 is done twice (the degree of dp)",
-        ),
-        (3.0, "A sum over 3 ranks is done twice, or a division by 3 is missing"),
-        (0.7, "the gradient of embed.weight is 0.7 times as large as in one process"),
+        ({"factor": 1 / 2}, "A sum over 2 ranks is missing, or a division by 2 is done twice (the degree"),
+        ({"factor": 3.0}, "A sum over 3 ranks is done twice, or a division by 3 is missing"),
+        ({"factor": 0.7}, "the gradient of embed.weight is 0.7 times as large as in one process"),
+        ({"factor": 0.0}, "embed.weight is 0 in the layout, so no gradient reaches this parameter"),
+        ({"what": "loss"}, "look at the forward pass"),
+        ({"what": "loss", "step": 2}, "look at the code between the steps, such as a callback"),
     ],
-)
-def test_a_factor_is_explained_also_if_it_is_no_degree(factor, meaning):
+)  # fmt: skip
+def test_a_difference_is_explained_also_if_its_factor_is_no_degree(changes, meaning):
     first = {
         "step": 1,
+        "begin": 1,
         "what": "gradient",
         "parameter": "embed.weight",
         "relative": 1.0,
-        "factor": factor,
     }
-    result = {"first_difference": first, "resumed": None, "layout": {"dp": 2}, "zero_stage": 0}
-    (sentence, _) = sentences(result | {"steps": 3, "left_out": []})
-    assert meaning in sentence
+    first |= {"factor": None, **changes}
+    result = {"first_difference": first, "layout": {"dp": 2}, "zero_stage": 0}
+    (sentence, last) = sentences(result | {"steps": 4, "left_out": [], "resumed": None})
+    assert meaning in sentence and "Not run: " in last
 
 
 def test_deepspeed_is_refused_with_the_backend_to_type(capsys):

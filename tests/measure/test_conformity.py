@@ -24,11 +24,12 @@ from tests.support.rows import exhaustive, usual_rows
 
 
 def train_layout(rank: int, config: ResolvedConfig, folder: Path) -> None:
-    process_group.join(config.world_size, torch.device("cpu"), 120.0, even_alone=config.offloads)
+    process_group.join(config.world_size, torch.device("cpu"), 120.0, even_alone=True)
     conformity.record_layout(config, RunDirectory(folder), rank)
 
 
 def train_alone(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, Any]:
+    process_group.join(1, torch.device("cpu"), 120.0, even_alone=True)
     return conformity.compare_with_layout(config, RunDirectory(folder))
 
 
@@ -96,13 +97,13 @@ BUGS = {
 from nanoscale.backends.native import NativeEngine
 NativeEngine._scale = property(lambda self: 1.0)
 """,
-        "gradient", "embed.weight", 0.5, stage=3,
+        "gradient", "embed.weight", 1 / 3, stage=3,
     ),
     "a gradient divided twice by the optimizer": Bug(
         OPTIMIZER.format(change="p.grad.div_(config.parallel.dp)").replace(
             "class", "from nanoscale.parallel import process_group\n\nclass"
         ).replace("config.parallel.dp)", "process_group.world_size())"),
-        "update", "embed.weight", 0.5,
+        "update", "embed.weight", 1 / 3,
     ),
     "a forgotten sum over tp": Bug(
         LOSS + """
@@ -116,9 +117,21 @@ tensor.partial_grad = tensor.replicated_grad
         'len(targets), generator=torch.Generator().manual_seed(int(os.environ["RANK"])))'),
         "loss",
     ),
-    "dropout that differs": Bug(
-        LOSS.replace("logits, targets, reduction", "F.dropout(logits, 0.1), targets, reduction"),
-        "loss",
+    "dp and tp confused": Bug(
+        LOSS + """
+from nanoscale.backends.native import NativeEngine
+NativeEngine._scale = property(lambda self: float(self.config.parallel.tp))
+""",
+        "gradient", "embed.weight", 2 / 3, layout={"dp": 2, "tp": 2}, stage=3,
+    ),
+    "the third micro batch": Bug(
+        LOSS + """
+from nanoscale.backends.native import NativeEngine
+def accumulate(self, batches, real=NativeEngine._accumulate):
+    real(self, batches[:2] + [batches[0] for _ in batches[2:]])
+NativeEngine._accumulate = accumulate
+""",
+        "loss", changes={"micro_batch": 1},
     ),
     "positions that restart on each rank of cp": Bug(
         LOSS + """
@@ -217,6 +230,13 @@ def test_wrong_code_is_found_and_named(tmp_path: Path, bug: Bug) -> None:
         assert first["parameter"] == bug.parameter
     if bug.factor is not None:
         assert first["factor"] == pytest.approx(bug.factor, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_callback_may_communicate(tmp_path: Path) -> None:
+    text = "import torch\nimport torch.distributed as dist\n"
+    text += "def on_step_end(moment):\n    dist.all_reduce(torch.ones(1))\n"
+    assert compared(with_bug(tmp_path, Bug(text, "")), tmp_path)["first_difference"] is None
 
 
 # --- right layouts --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from nanoscale.common import display
 def conform(line: CommandLine, as_json: opt.AsJson = False) -> int:
     """Compare a job's layout with one process, in fp64 on this CPU.
 
-    The job is made small: few narrow blocks of the same kinds, and degrees of at most 2. It trains three steps
+    The job is made small: few narrow blocks of the same kinds, and degrees of at most 4. It trains four steps
     in its layout and in one process. Losses, gradient norms, and each parameter's gradients and updates are
     compared, also after a resume in one process. Your own code (hooks) takes part. The exit code is 1 if
     something differs.

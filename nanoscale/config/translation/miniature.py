@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from nanoscale.config.schema import (
 )
 from nanoscale.config.violations import refuse
 
-STEPS = 3
+STEPS = 4
 MOST_RANKS = 16
 _SEQ = 16
 
@@ -38,30 +41,36 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
     if config.backend.name == "deepspeed":
         why = "does not compute in fp64, with which layouts are compared"
         refuse([Violation("backend.name", "deepspeed", "", why, ("backend=native",))])
-    train, optimizer, scheduler, data = (
-        config.train,
-        config.optimizer,
-        config.scheduler,
-        config.data,
-    )
+    *others, last = _layouts(config)
+    fitting = (layout for layout in others if _broken_rule(_small(config, layout, root)) is None)
+    small = _small(config, next(fitting, last), root)
+    if (broken := _broken_rule(small)) is not None:
+        refuse([broken])
+    optimizer = config.optimizer
     lacks = {
-        "train.phases": bool(train.phases),
+        "parallel.dp_replicate": small.parallel.dp_replicate < min(2, config.parallel.dp_replicate),
+        "train.phases": bool(config.train.phases),
+        "train.eval_tasks": bool(config.train.eval_tasks),
         "precision.fp8": config.precision.fp8,
         "backend.compile": config.backend.compile == "on",
         "lora.base=nf4": bool(config.lora.rank) and config.lora.base == "nf4",
         "optimizer=adamw8bit": optimizer.name == "adamw8bit",
         "optimizer.moments_dtype": optimizer.moments_dtype != "params",
     }
-    layout = _layout(config)
-    lacks["parallel.dp_replicate"] = layout.dp_replicate != min(2, config.parallel.dp_replicate)
+    return small, [key for key, is_lost in lacks.items() if is_lost]
+
+
+def _small(config: ResolvedConfig, layout: ResolvedParallel, root: Path) -> ResolvedConfig:
+    """Return the small job in a small layout."""
+    train, optimizer, scheduler = config.train, config.optimizer, config.scheduler
     model = _model(config, layout)
     layout = replace(layout, layers_per_stage=_layers_per_stage(config, layout))
     if layout.layers_per_stage is not None:
         model = replace(model, layers=sum(layout.layers_per_stage))
     rows = rows_of_sample(train)
     micro_batch = rows * min(2, max(1, train.micro_batch // rows))
-    accumulation = 2 * layout.pp if layout.pp > 1 else min(2, config.accumulation)
-    small = replace(
+    accumulation = 2 * layout.pp if layout.pp > 1 else min(3, config.accumulation)
+    return replace(
         config,
         run=Run(name="conform", root=str(root)),
         model=model,
@@ -71,7 +80,7 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
         backend=Backend(),
         optimizer=replace(
             optimizer,
-            name="adamw" if lacks["optimizer=adamw8bit"] else optimizer.name,
+            name="adamw" if optimizer.name == "adamw8bit" else optimizer.name,
             moments_dtype="params",
         ),
         scheduler=replace(
@@ -82,8 +91,8 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
             decay_steps=None if scheduler.decay_steps is None else min(1, scheduler.decay_steps),
         ),
         data=replace(
-            data,
-            source="hooks" if data.source == "hooks" else "random",
+            config.data,
+            source="hooks" if config.data.source == "hooks" else "random",
             path=None,
             valid_path=None,
             mixture={},
@@ -98,16 +107,21 @@ def miniature(config: ResolvedConfig, root: Path) -> tuple[ResolvedConfig, list[
             seq_len=_SEQ,
             phases={},
             statistics_every=0,
+            eval_tasks=[],
             distill_top_k=min(4, train.distill_top_k),
             mask_token=None if train.mask_token is None else min(train.mask_token, model.vocab - 1),
         ),
     )
+
+
+def _broken_rule(small: ResolvedConfig) -> Violation | None:
+    """Return the first rule that a small job breaks; None if there is none."""
     for rule in RULES:
         if not rule.key.startswith("lora.") and not rule.holds(small):
             text = rule.message
             message = text.format(c=small) if isinstance(text, str) else text(small)
-            refuse([Violation(rule.key, value_of(small, rule.key), "the small job", message)])
-    return small, [key for key, is_lost in lacks.items() if is_lost]
+            return Violation(rule.key, value_of(small, rule.key), "the small job", message)
+    return None
 
 
 def in_one_process(config: ResolvedConfig) -> ResolvedConfig:
@@ -124,30 +138,37 @@ def in_one_process(config: ResolvedConfig) -> ResolvedConfig:
 # --- the layout -----------------------------------------------------------------------------------
 
 
-def _layout(config: ResolvedConfig) -> ResolvedParallel:
-    """Return the layout in which every degree above 1 is 2, on at most MOST_RANKS ranks."""
+def _layouts(config: ResolvedConfig) -> Iterator[ResolvedParallel]:
+    """Yield layouts on at most MOST_RANKS ranks: first those whose axes differ in degree, last degrees of 2."""
     layout = config.parallel
-    tp, pp, cp, ep, replicas, shards = (
-        min(2, degree)
-        for degree in (
-            *(layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_replicate),
-            layout.dp // layout.dp_replicate,
-        )
-    )
-    if replicas * shards * tp * pp * cp > MOST_RANKS:
-        replicas = 1
-    return replace(
-        layout,
-        dp=replicas * shards,
-        dp_replicate=replicas,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        virtual_stages=min(2, layout.virtual_stages),
-        checkpoint_every=min(2, layout.checkpoint_every),
-        tp_overlap=False,  # the small job is not compiled, and needs no GPUs
-    )
+    shards = layout.dp // layout.dp_replicate
+    every_rank = shards * layout.cp * layout.tp // layout.expert_tp  # that ep can divide
+    tp, pp = min(2, layout.tp), min(2, layout.pp)
+    has_long_ring = layout.cp >= 4 or (layout.tp > 1 == layout.dp)
+    has_part = 1 < layout.ep < every_rank  # experts are held by several ranks each
+    most_shards = 4 if has_part and layout.cp == 1 else 3
+    for cp, replicas, dp in product(
+        (1,) if layout.cp == 1 else (4, 2) if has_long_ring else (2,),
+        (2, 1) if layout.dp_replicate > 1 else (1,),
+        (most_shards, 2) if shards > 1 else (1,),
+    ):
+        ranks = dp * cp * (tp if layout.ep_over_tp else 1)
+        if replicas * dp * tp * pp * cp <= MOST_RANKS:
+            degrees: dict[str, Any] = {
+                "dp": replicas * dp,
+                "dp_replicate": replicas,
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+            }
+            yield replace(
+                layout,
+                **degrees,
+                ep=max(2, ranks // 2) if has_part else ranks if layout.ep > 1 else 1,
+                virtual_stages=min(2, layout.virtual_stages),
+                checkpoint_every=min(2, layout.checkpoint_every),
+                tp_overlap=False,  # the small job is not compiled, and needs no GPUs
+            )
 
 
 def _layers_per_stage(config: ResolvedConfig, layout: ResolvedParallel) -> list[int] | None:
@@ -171,8 +192,13 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
     is_grouped = layout.activation_checkpointing == "sqrt" or layout.checkpoint_every > 1
     kinds = 1 + bool(model.experts and model.dense_layers)
     layers = max(stages, kinds, 2, 4 if is_grouped else 0)
-    kv_heads = 4 if model.kv_head_count > 2 else model.kv_head_count
-    is_multiple = model.heads > model.kv_head_count
+    divisor = layout.tp * (layout.cp if layout.cp_method == "ulysses" else 1)
+    heads = 6 if 6 % divisor == 0 else 2 * divisor
+    kv_heads = min(2, model.kv_head_count)
+    if model.heads == model.kv_head_count:
+        kv_heads = heads
+    elif model.kv_head_count > 2:
+        kv_heads = next(count for count in (heads // 2, heads // 3) if count % divisor == 0)
     window = model.sliding_window
     if window is not None:
         window = 5 if window < seq_len else _SEQ
@@ -185,13 +211,13 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
     small = replace(
         model,
         layers=layers,
-        hidden=32,
-        heads=kv_heads * (2 if is_multiple else 1),
+        hidden=48,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         **latent,
         ffn=32 if model.experts else 48,
-        experts=(8 if has_groups else 4) if model.experts else 0,
+        experts=math.lcm(8 if has_groups else 4, layout.ep) if model.experts else 0,
         experts_per_token=min(2, model.experts_per_token),
         expert_groups=4 if has_groups else 1,
         expert_groups_per_token=min(2, model.expert_groups_per_token),
@@ -223,7 +249,8 @@ def _model(config: ResolvedConfig, layout: ResolvedParallel) -> Model:
 def _hf_document(document: dict[str, Any], small: Model) -> dict[str, Any]:
     """Return config.json of a small model of the same class."""
     limits = {name: getattr(small, key) for key, names in SIZES.items() for name in names}
-    limits |= dict.fromkeys(EXPERTS, 4) | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    limits |= dict.fromkeys(EXPERTS, small.experts or 4)
+    limits |= {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
     limits |= {name: small.vocab - 1 for name in document if name.endswith("_token_id")}
     limits |= {"sliding_window": 5}
     result = {
