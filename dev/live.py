@@ -30,6 +30,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import psutil
+
 from nanoscale.processes import scratch
 from nanoscale.runs.directory import read_json
 from nanoscale.runs.goodput import goodput
@@ -410,13 +412,28 @@ def soak(minutes: int) -> None:
         hooks.write_text(PAUSE)
         live = Live(nodes, Path(name), (*ELASTIC, f"hooks.path={hooks}"))
         kinds = [kind for kind in FAULTS if kind != "launcher killed"]
+        most: list[int] = []
         for minute in range(minutes):
             began = time.monotonic()
             live.strike(kinds[minute % len(kinds)])
             time.sleep(max(0.0, began + 60.0 - time.monotonic()))
+            held = held_by(live.launch.process.pid)
+            most = [*map(max, held, most or held)]
+            print(f"the launcher holds {_HELD.format(*held)}", flush=True)
         live.end()
         table(live.struck)
         compare(live, Path(name))
+        print(f"the launcher held at most {_HELD.format(*most)}")
+
+
+_HELD = "{} descriptors, {} threads, {} MiB, {} processes"
+
+
+def held_by(pid: int) -> tuple[int, int, int, int]:
+    """Return the descriptors, threads, MiB of resident memory, and child processes of a process."""
+    process = psutil.Process(pid)
+    resident = process.memory_info().rss >> 20
+    return process.num_fds(), process.num_threads(), resident, len(process.children())
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from nanoscale.config.rules import check
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.processes import Process, adopt_orphans, end_all, members
 from nanoscale.launch.lifecycle.command import local_host
+from nanoscale.launch.transport.transport import Ssh
 from nanoscale.processes.messages import MARK
 from tests.support.recipes import changed
 
@@ -87,6 +88,35 @@ def test_the_agent_ends_if_the_launcher_is_interrupted_while_it_waits_for_that(
     with pytest.raises(KeyboardInterrupt), fleet:
         agent = fleet.members[0].process
     assert agent is not None and not psutil.pid_exists(agent.pid)
+
+
+def test_repeated_attempts_to_reach_a_host_keep_no_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("n1 slots=1")
+    composed = changed("launcher=ssh", "launcher.hostfile=hosts", "launcher.device=cpu")
+    config = check(composed, Devices("cpu", 2), (Host("n1", 1),))
+    away = [sys.executable, "-c", "import sys; sys.exit('ssh: connect to host n1: timed out')"]
+    monkeypatch.setattr(Ssh, "commands", lambda *_: [tuple(away)])
+    monkeypatch.setattr(Ssh, "cleanup_command", lambda *_: None)
+
+    def descriptors_and_children() -> tuple[int, int]:
+        return len([*Path("/proc/self/fd").iterdir()]), len(psutil.Process().children())
+
+    def try_again() -> None:
+        fleet.join(fleet.members, 0.0)
+        while fleet.members[0].is_present:
+            fleet.poll(0.05)
+
+    with Fleet(config, [Host("n1", 1)], tmp_path) as fleet:
+        while fleet.members[0].is_present:
+            fleet.poll(0.05)
+        try_again()
+        before = descriptors_and_children()
+        for _ in range(4):
+            try_again()
+        assert descriptors_and_children() == before
 
 
 def test_hosts_need_a_folder_of_runs_that_can_be_written(tmp_path: Path) -> None:

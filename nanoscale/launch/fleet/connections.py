@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nanoscale.config.machines import Host
 from nanoscale.launch.fleet.processes import OrphanCleanup, Process, end_all
+from nanoscale.launch.fleet.processes import members as members_of
 from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
 from nanoscale.launch.transport.transport import Command, Transport
 from nanoscale.processes.messages import MARK, Message, Sender, Unpacker
@@ -131,7 +132,7 @@ class Connections:
         self._environment = {**transport.environment(os.environ), MARK: mark}
         self._cleanup = OrphanCleanup()
         self._processes: list[Process] = []
-        """All processes that were ever started."""
+        """The started processes, until they are over and reaped."""
         self._selector = selectors.DefaultSelector()
         self._by_name: dict[str, Member] = {}
         """The members by their names, and by the first part of these."""
@@ -143,6 +144,7 @@ class Connections:
     def start(self, members: Sequence[Member]) -> None:
         """Start the agents of these hosts. A host is lost if its command cannot be started."""
         self._cleanup.finish()
+        self._processes = [it for it in self._processes if not self._reap(it)]
         hosts = [member.host for member in members]
         self._by_name = {it.name.partition(".")[0]: it for it in members} | self._by_name
         self._by_name |= {member.name: member for member in members}
@@ -164,6 +166,7 @@ class Connections:
             self.hang_up(member)
             if member.process is not None and not self._transport.is_reverse:
                 member.process.kill()
+                member.process.close()
         try:
             process = Process(command, self._environment)
         except OSError as error:
@@ -180,6 +183,14 @@ class Connections:
             source.sender = Sender(process.stdin.fileno())
         self._register(process.stdout, source, carries_messages=isinstance(source, Member))
         self._register(process.stderr, source, carries_messages=False)
+
+    def _reap(self, process: Process) -> bool:
+        """Reap a command that is over; True if so. Orders may go through an open standard input."""
+        pipes = (process.stdin, process.stdout, process.stderr)[self._transport.is_reverse :]
+        is_over = all(pipe.closed for pipe in pipes) and process.exit_code() is not None
+        if is_over := is_over and not members_of([process.pid], ""):
+            process.reap()
+        return is_over
 
     def _register(self, stream: object, source: Source, *, carries_messages: bool) -> None:
         self._selector.register(stream, selectors.EVENT_READ, (source, carries_messages))  # type: ignore[arg-type]
@@ -198,6 +209,8 @@ class Connections:
                 data = os.read(key.fd, _READ_BYTES)
             if not data:
                 self._selector.unregister(key.fileobj)
+                if not isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()  # type: ignore[union-attr]
             yield *key.data, data
 
     def accept(self, members: Sequence[Member]) -> Iterator[Member]:
@@ -223,7 +236,7 @@ class Connections:
     def drain(self, member: Member) -> bytes:
         """Return the rest of the standard error of a process that has ended, if it is the member's alone."""
         output = b""
-        if member.process is None or self._transport.is_reverse:
+        if member.process is None or self._transport.is_reverse or member.process.stderr.closed:
             return output
         self._forget(member.process.stderr)
         os.set_blocking(member.process.stderr.fileno(), False)

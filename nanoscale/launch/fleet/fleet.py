@@ -299,16 +299,10 @@ class Fleet:
                 if code is not None or now - member.closed_at > _LAST_OUTPUT_S:
                     self.output.note(member, self._connections.drain(member))
                     self._mark_lost(member, *self._explain(member, code))
-            elif (
-                member.facts is not None
-                and not self.transport.is_local
-                and now - member.last_heard > limit
-            ):
-                self._mark_lost(
-                    member,
-                    f"the host stopped responding: no heartbeat for {limit:g} s (launcher.lost_after_s)",
-                    "check that it is up, and check the network between it and the launcher",
-                )
+            elif member.facts and not self.transport.is_local and now - member.last_heard > limit:
+                text = f"no heartbeat for {limit:g} s (launcher.lost_after_s)"
+                remedy = "check that it is up, and check the network between it and the launcher"
+                self._mark_lost(member, f"the host stopped responding: {text}", remedy)
 
     def _mark_lost(self, member: Member, diagnosis: str, remedy: str) -> None:
         member.lost = agent_failure(member.name, diagnosis, remedy, member.exit_code)

@@ -63,11 +63,15 @@ class Process:
             with suppress(ProcessLookupError):
                 (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
 
-    def reap(self) -> None:
+    def close(self) -> None:
+        """Close the pipes, which otherwise stay open after the command has ended."""
         for pipe in (self.stdin, self.stdout, self.stderr):
             with suppress(OSError):
                 pipe.close()
-        self._popen.wait()
+
+    def reap(self) -> None:
+        self.close()
+        self._code = self._popen.wait()
 
 
 class OrphanCleanup:
@@ -103,10 +107,10 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
 
 
 def members(sessions: Sequence[int], mark: str) -> list[int]:
-    """List living processes of the sessions, or processes with the mark that left their session."""
+    """List living processes of the sessions, and those with the mark, unless it is empty, that left them."""
     import psutil
 
-    marked = set(lifeline.marked(mark))
+    marked = set(lifeline.marked(mark)) if mark else set()
     return [pid for pid in psutil.pids() if pid in marked or _is_of(sessions, pid)]
 
 

@@ -66,10 +66,10 @@ def pair(members: Sequence[Member], address_of: AddressOf) -> list[dict[str, Any
     keepers = [node for node, it in enumerate(members) if "port" in _facts(it)]
     machines = {node: str((members[node].facts or {})["machine"]) for node in keepers}
     switches = {node: _facts(members[node])["switch"] or machines[node] for node in keepers}
-    partners = next(
-        filter(None, map(_partners, (switches, machines))),
-        {node: _other(node, machines) for node in keepers},
-    )
+    partners: dict[int, int | None] = _partners(switches) or _partners(machines)
+    for node in keepers:
+        others = (it for it in keepers if machines[it] != machines[node])
+        partners.setdefault(node, next(others, None))
     peers = [partners.get(node) for node in range(len(members))]
     return [None if it is None else asdict(_peer(members[it], address_of)) for it in peers]
 
@@ -82,10 +82,6 @@ def _partners(groups: dict[int, str]) -> dict[int, int | None]:
     # In the order of groups, the host so many positions later is in another group.
     order = sorted(groups, key=lambda node: (groups[node], node))
     return {node: order[(at + largest) % len(order)] for at, node in enumerate(order)}
-
-
-def _other(node: int, machines: dict[int, str]) -> int | None:
-    return next((it for it in machines if machines[it] != machines[node]), None)
 
 
 def _facts(member: Member) -> dict[str, Any]:
