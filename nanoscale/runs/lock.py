@@ -466,9 +466,8 @@ def _unlockable(path: Path, error: OSError) -> UserError:
 def _held(run: RunDirectory, owner: Owner) -> UserError:
     suggestions = (_command("logs", run, "--follow"), _command("stop", run))
     violation = Violation("RUN", run.name, "", "has one launcher at a time", suggestions)
-    return UserError(
-        "run", f"the run {run.name!r} is already running: {owner} holds it", [violation]
-    )
+    message = f"the run {run.name!r} is already running: {owner} holds it"
+    return UserError("run", message, [violation])
 
 
 def _change_of(folder: int) -> tuple[str, str] | None:

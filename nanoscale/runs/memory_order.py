@@ -80,9 +80,8 @@ def read_order() -> MemoryOrder | None:
     if folder is None or not (Path(folder) / ORDER).is_file():
         return None
     content = json.loads((Path(folder) / ORDER).read_text(encoding="utf-8"))
-    return MemoryOrder(
-        **{**content, "peer": peer_of(content["peer"]), "source": source_of(content["source"])}
-    )
+    content |= {"peer": peer_of(content["peer"]), "source": source_of(content["source"])}
+    return MemoryOrder(**content)
 
 
 def peer_of(content: dict[str, Any] | None) -> MemoryPeer | None:

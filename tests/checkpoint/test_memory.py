@@ -184,7 +184,7 @@ def test_three_hosts_write_and_two_load_without_the_first(
     damaged: list[str] = []
     copied = newest_in_memory([], address_of, set(), run.memory, damaged.append)
     text = "1-9-0-0.json cannot be read: its bytes differ from their sum"
-    assert damaged == [f"{run.memory}: {text}"]
+    assert damaged == [f"{run.memory}: {text}; it is not used"]
     assert copied == replace(source, peers=(), folder=str(run.memory))
     empty = replace(orders[0], folder=str(tmp_path))
     ((_, _, whole, _, _),) = run_ranks(load_rank, 1, empty, copied, 1)

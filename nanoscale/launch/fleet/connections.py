@@ -151,8 +151,7 @@ class Connections:
         if self._reverse is None:
             commands = self._transport.commands(hosts)
         else:
-            addresses = self._reverse.addresses(hosts)
-            launcher = Session(addresses, str(self._key_file.path))
+            launcher = Session(self._reverse.addresses(hosts), str(self._key_file.path))
             commands = self._transport.commands(hosts, launcher)
         groups: dict[Command, list[Member]] = {}
         for member, command in zip(members, commands, strict=True):

@@ -99,9 +99,7 @@ class Fleet:
 
     def _quit_agents(self) -> None:
         """Let idle agents exit by themselves: they remove their files."""
-        present = [
-            member for member in self.members if member.is_present and member.facts is not None
-        ]
+        present = [it for it in self.members if it.is_present and it.facts is not None]
         self.send(present, "quit", rescue=self.rescue)
         deadline = time.monotonic() + (_EXIT_S if self.rescue is None else _RESCUE_S)
         while present and time.monotonic() < deadline:

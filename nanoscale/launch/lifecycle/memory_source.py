@@ -38,7 +38,7 @@ def newest_in_memory(
     reports = [(it.name, _facts(it).get("damaged", ())) for it in members]
     for where, sentences in [*reports, (str(copied), damaged)]:
         for sentence in sentences:
-            report(f"{where}: {sentence}")
+            report(f"{where}: {sentence}; it is not used")
     for member, kept in [*((it, _facts(it).get("kept", ())) for it in members), (None, on_disk)]:
         by_node: dict[tuple[int, int, int], list[dict[str, Any]]] = defaultdict(list)
         for about in kept:
@@ -56,8 +56,9 @@ def newest_in_memory(
     attempt, count = max(complete)
     peers = tuple(_peer(it, address_of) for it in holders[attempt, count])
     is_copied = any((it["attempt"], it["count"]) == (attempt, count) for it in on_disk)
-    folder = str(copied) if is_copied else None
-    return MemorySource(attempt, count, steps[attempt, count], peers, folder)
+    return MemorySource(
+        attempt, count, steps[attempt, count], peers, str(copied) if is_copied else None
+    )
 
 
 def pair(members: Sequence[Member], address_of: AddressOf) -> list[dict[str, Any] | None]:

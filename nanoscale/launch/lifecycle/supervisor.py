@@ -147,10 +147,7 @@ class Supervisor:
         """Return the state in memory to continue from, if it is the newest, and the hosts' peers."""
         address_of = self.fleet.transport.address_of
         present = [member for member in self.fleet.members if member.is_present]
-
-        def report(damage: str) -> None:
-            events.append(self.run, "memory", f"{damage}; it is not used")
-
+        report = partial(events.append, self.run, "memory")
         refused = {state for state, count in self.starts.items() if count >= _MOST_STARTS}
         source = newest_in_memory(present, address_of, refused, self.run.memory, report)
         if source is not None and source.step < max(self.run.checkpoint_steps(), default=0):
