@@ -51,7 +51,6 @@ COMMANDS = {
     "config-from-deepspeed": ("config", "from-deepspeed", "ds.json"),
     "recipes-ls": ("recipes", "ls"),
     "recipes-show": ("recipes", "show", "tiny"),
-    "init": ("init", "new", "--task", "pretrain", "--name", "mine"),
     "data-prepare": ("data", "prepare", "a.txt", "--out", "corpus", "--tokenizer", "byte"),
     "data-inspect": ("data", "inspect", "corpus"),
     "doctor": ("doctor", "--quick"),

@@ -49,14 +49,11 @@ VERBS = {
     "checkpoints": "inspect.checkpoints",
     "config": "inspect.config",
     "recipes": "inspect.recipes",
-    "init": "jobs.init",
     "help": "inspect.help",
 }
 """The file of each verb, which holds a Typer `app` of sub-commands, or a function of that name."""
 
-_CONFIGURED = VERBS.keys() - {
-    "data", "generate", "runs", "top", "checkpoints", "recipes", "init", "help",
-}  # fmt: skip
+_CONFIGURED = VERBS.keys() - {"data", "generate", "runs", "top", "checkpoints", "recipes", "help"}
 """Verbs that take overrides."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -209,18 +206,24 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     return UserError("usage", f"{shown}: {what}", [violation])
 
 
+_MOVED = {
+    "version": ["nanoscale --version"],
+    "init": ["nanoscale recipes ls", "nanoscale recipes copy tiny"],  # a verb until 2026-11-28
+}
+
+
 def _commands_like(word: str, context: typer.Context) -> tuple[str, ...]:
     """Return commands that an unknown one may have meant; an override or the name of a recipe is trained."""
     from nanoscale.config.composing.library import Library
-    from nanoscale.config.violations import nearest
+    from nanoscale.config.violations import nearest, override
 
     path, names = context.command_path, list(vars(context.command)["commands"])
     near = [f"{path} {name}" for name in nearest(word, names)]
     if path == "nanoscale":
         recipes = nearest(word, Library().options("recipe"), 1)
-        near += [f"nanoscale train recipe={name}" for name in recipes]
+        near += [f"nanoscale train {override('recipe', name)}" for name in recipes]
         near = [f"nanoscale train {shlex.quote(word)}"] if "=" in word else near
-        near = ["nanoscale --version"] if word == "version" else near
+        near = _MOVED.get(word, near)
     return tuple(near) or (f"{path} --help",)
 
 

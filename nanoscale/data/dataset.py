@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
@@ -218,7 +218,7 @@ class _Opener:
         def samples(part: Path) -> Samples:
             for name, recorded in (manifest(part) or {}).get("sums", {}).items():
                 if file_sum(part / name) != recorded:
-                    remedy = f"have its folder prepared again: rm -r -- {quote(str(folder))}"
+                    remedy = f"have its folder prepared again: rm -r -- {shlex.quote(str(folder))}"
                     raise UserError("data", f"{part / name} is damaged (its sum differs); {remedy}")
             prefix = str(part / TOKENS)
             tokens = open_tokens("megatron", prefix)

@@ -16,7 +16,6 @@ from nanoscale.cli.common import texts
 from nanoscale.cli.common.request import CommandLine
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
-from nanoscale.config.composing import first_recipe
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.config.token_files import times_seen
@@ -168,7 +167,3 @@ def test_a_classifier_of_names_is_trained_and_exported(
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.id2label == {0: "bad", 1: "positive"}
     assert model.config.label2id == {"bad": 0, "positive": 1}
-
-
-def test_init_and_the_package_know_the_same_tasks() -> None:
-    assert {*first_recipe.TASKS} == {"pretrain", *TASKS}

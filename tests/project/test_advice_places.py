@@ -39,7 +39,6 @@ TYPED_BACK = {
     "cli/jobs/generate.py": "cli/test_advice_on_files.py",
     "cli/main.py": "cli/test_advice.py",
     "cli/inspect/recipes.py": "cli/test_advice.py",
-    "cli/jobs/init.py": "cli/test_init.py",
     "launch/lifecycle/continuation.py": "cli/test_advice_on_files.py",
     "cli/inspect/run_changes.py": "cli/test_remove.py",
     "cli/inspect/run_output.py": "cli/test_runs.py",

@@ -441,7 +441,6 @@ EXCUSED_EXAMPLES = {
     "nanoscale doctor --hostfile hosts --quick": "needs hosts: tests/cluster",
     "nanoscale bench recipe=llama-1b --steps 20": "measures with real ranks: tests/cli/test_bench.py",
     "nanoscale eval first --tasks hellaswag --limit 100": "needs the hub: tests/generate/test_harness.py",
-    "nanoscale init": "asks questions: tests/cli/test_init.py",
     "nanoscale runs stop first": "needs a running job: tests/cli/test_stop_and_resume.py",
     "nanoscale submit --resume first": "needs a run that was stopped in a queue: tests/cli/test_submit.py",
     "nanoscale runs explain first": "needs a running job: tests/runs/test_position.py",
@@ -483,7 +482,7 @@ def test_the_examples_of_every_help_run(
             monkeypatch.chdir(tmp_path)
             for name in ("ds_config.json", "axolotl.yml", "train.sh"):
                 shutil.copy(example_files / name, tmp_path)
-        elif command.startswith("data") or command == "init":
+        elif command.startswith("data"):
             for folder in ("corpus", "chats"):
                 shutil.rmtree(folder, ignore_errors=True)
         typed = placed(line, f"help-{command}", here)

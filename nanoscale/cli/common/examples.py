@@ -72,10 +72,6 @@ EXAMPLES = {
     "recipes ls": ("nanoscale recipes ls",),
     "recipes show": ("nanoscale recipes show llama-8b",),
     "recipes copy": ("nanoscale recipes copy llama-8b recipes/mine.yaml",),
-    "init": (
-        "nanoscale init",
-        "nanoscale init --task lora --model ./Qwen3-0.6B --data texts/ --name mine",
-    ),
     "help": ("nanoscale help overrides", "nanoscale help train"),
 }
 """Command → lines that can be typed."""
