@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError
@@ -16,13 +17,23 @@ Note = Callable[..., None]
 """A function that records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
 ATTEMPT = "attempt"
 """The kind of the event that begins an attempt."""
+_KEPT: dict[Path, list[Object]] = {}
 STOP = "stop"
 """The kind of the event that `nanoscale runs stop` records before it sends a signal."""
 
 
 def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
-    """Record an event now; `fields` are stored in addition to `time`, `kind` and `message`."""
-    jsonlines.append(run.events, {"time": time.time(), "kind": kind, "message": message, **fields})
+    """Record an event now; `fields` are stored in addition to `time`, `kind` and `message`.
+
+    An event that cannot be written, as while the disk is full, is kept, and written before the next one.
+    """
+    kept = _KEPT.setdefault(run.events, [])
+    kept.append({"time": time.time(), "kind": kind, "message": message, **fields})
+    try:
+        while kept:
+            jsonlines.append(run.events, event := kept.pop(0))
+    except OSError:
+        kept.insert(0, event)
 
 
 def read(run: RunDirectory) -> list[Object]:

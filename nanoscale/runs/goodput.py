@@ -100,7 +100,9 @@ class _Timeline:
         elif kind == events.ATTEMPT:
             self._resumed, heard = 0, event.get("heard")
             # Nobody recorded the end of the attempt before.
-            if self.name in ("starting", "training"):
+            if self.name in ("starting", "training") or (
+                self.name == _LEAVING and heard is not None
+            ):
                 self._cause = "a launcher that was killed"
                 self._begin("queued" if heard is None else "repairing", max(self._last, heard or 0))
         elif kind in ("resumed", "rollback"):

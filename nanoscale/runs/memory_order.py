@@ -109,7 +109,7 @@ def checked_files(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     with ThreadPoolExecutor() as threads:
         checked = [*threads.map(_check, sorted(folder.glob(f"*{COMMITTED}")))]
     damaged = [it for it in checked if isinstance(it, str)]
-    return [it for it in checked if isinstance(it, dict)], damaged
+    return [it for it in checked if isinstance(it, dict) and it], damaged
 
 
 def committed_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -141,9 +141,11 @@ def _sum(content: bytes | memoryview) -> bytes:
 
 
 def _check(path: Path) -> dict[str, Any] | str:
-    """Return what a rank's file is, or a sentence if it cannot be used."""
+    """Return what a rank's file is, or a sentence if it cannot be used; nothing if it was removed."""
     try:
         return _checked(path)
+    except FileNotFoundError:  # a rank has just removed it
+        return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path.name} cannot be read: {error}"
 

@@ -164,6 +164,11 @@ def test_three_hosts_write_and_two_load_without_the_first(
     own.write_bytes(flipped(index, 1))
     assert len(keepers[1].facts()["damaged"]) == 1
     own.write_bytes(index)
+    data.rename(
+        data.with_name("hidden")
+    )  # a rank that lives on removes its file meanwhile: no damage
+    assert keepers[1].facts()["damaged"] == []
+    data.with_name("hidden").rename(data)
     content = data.read_bytes()
     data.write_bytes(flipped(content, 320))
     members[1] = member("n1", keepers[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import sys
 import time
@@ -90,7 +92,7 @@ def test_the_agent_ends_if_the_launcher_is_interrupted_while_it_waits_for_that(
     assert agent is not None and not psutil.pid_exists(agent.pid)
 
 
-def test_repeated_attempts_to_reach_a_host_keep_no_descriptors(
+def test_repeated_attempts_to_reach_a_host_keep_no_descriptors_and_say_what_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,6 +102,7 @@ def test_repeated_attempts_to_reach_a_host_keep_no_descriptors(
     away = [sys.executable, "-c", "import sys; sys.exit('ssh: connect to host n1: timed out')"]
     monkeypatch.setattr(Ssh, "commands", lambda *_: [tuple(away)])
     monkeypatch.setattr(Ssh, "cleanup_command", lambda *_: None)
+    said: list[str] = []
 
     def descriptors_and_children() -> tuple[int, int]:
         return len([*Path("/proc/self/fd").iterdir()]), len(psutil.Process().children())
@@ -110,13 +113,34 @@ def test_repeated_attempts_to_reach_a_host_keep_no_descriptors(
             fleet.poll(0.05)
 
     with Fleet(config, [Host("n1", 1)], tmp_path) as fleet:
+        fleet.report = said.append
         while fleet.members[0].is_present:
             fleet.poll(0.05)
         try_again()
         before = descriptors_and_children()
         for _ in range(4):
             try_again()
-        assert descriptors_and_children() == before
+        assert descriptors_and_children() == before and not said
+        assert "suspended" not in str(fleet.members[0].lost)
+        fleet.join(fleet.members, 0.0)
+        fleet._last_check -= 60.0  # as if this process had been stopped
+        while fleet.members[0].is_present:
+            fleet.poll(0.05)
+        assert "the launcher was suspended for more than 5 s" in fleet.members[0].lost.diagnosis
+        fleet._suspended = -math.inf
+
+        def none_left(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        for function in ("subprocess.Popen", "os.open"):
+            with monkeypatch.context() as patch:
+                patch.setattr(function, none_left)
+                try_again()
+                try_again()
+        assert len(said) == 2
+        assert all(
+            "Too many open files; raise the limit of open files: ulimit" in it for it in said
+        )
 
 
 def test_hosts_need_a_folder_of_runs_that_can_be_written(tmp_path: Path) -> None:

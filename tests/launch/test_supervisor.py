@@ -169,12 +169,14 @@ def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
 
         assert names() == ["n1", "n2", "n3"] and not supervisor.fleet.members[3].is_present
 
-        def fail(host: str, at: float, exception: str = "") -> None:
-            cause: Any = SimpleNamespace(host=host, time=at, exception=exception)
+        def fail(host: str, at: float, exception: str = "", diagnosis: str = "") -> None:
+            about = {"exception": exception, "diagnosis": diagnosis}
+            cause: Any = SimpleNamespace(host=host, time=at, **about)
             supervisor.hosts.leave_out_faulty(cause)
 
         for at in (0, 1):
             fail("n2", at, "nanoscale.train.stability.NonFiniteError")
+            fail("n2", at, diagnosis="the launcher was suspended for 10 s, upon which …")
         for host, at in [("n1", 0), ("n1", 4000), ("n2", 4001), ("n3", 4002), ("n1", 4003)]:
             fail(host, at)
             assert names() == ["n1", "n2", "n3"]

@@ -171,3 +171,11 @@ def test_the_metric_agrees_with_what_is_known_afterwards(run: RunDirectory) -> N
         for step, at, took in ((1, 40, 30.0), (2, 50, 10.0), (4, 70, 10.0))
     ]
     assert shares[-1] == pytest.approx(40 / 70)
+
+
+def test_a_launcher_killed_after_its_ranks_had_stopped_is_a_failure(run: RunDirectory) -> None:
+    """Its ranks record an end when they lose it; only a launcher that exits releases the run."""
+    happen(run, (0, "attempt", {}), (10, "running", {}), (50, "end", {"outcome": "stopped"}))
+    happen(run, (80, "attempt", {"heard": BEGAN + 52}), (90, "running", {}), (100, "end", {}))
+    end(run, 100)
+    assert seconds(run) == {"starting": 22, "lost": 40, "training": 10, "repairing": 28}

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nanoscale.runs import jsonlines, metrics
+from nanoscale.runs import events, jsonlines, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Tail
 from nanoscale.runs.tail import FileTail, LineSplitter, LineTail, read_end
@@ -143,3 +144,15 @@ def test_nothing_is_appended_through_a_link(tmp_path):
     with pytest.raises(OSError, match="events.jsonl"):
         jsonlines.append(tmp_path / "events.jsonl", {"a": 1})
     assert theirs.read_text() == "kept\n"
+
+
+def test_events_of_a_full_disk_are_written_later(tmp_path, monkeypatch):
+    run = RunDirectory.create(tmp_path, "r")
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: write(handle, data[:9]))  # the disk is full
+        events.append(run, "restart", "first")
+        events.append(run, "attempt", "second")
+    assert events.read(run) == []
+    events.append(run, "running", "third")
+    assert [it["message"] for it in events.read(run)] == ["first", "second", "third"]

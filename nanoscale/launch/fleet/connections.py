@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import selectors
@@ -21,6 +22,7 @@ from nanoscale.processes.messages import MARK, Message, Sender, Unpacker
 from nanoscale.processes.session import Session
 from nanoscale.runs.failure import RankFailure, agent_failure
 
+MORE_OPEN_FILES = "raise the limit of open files: ulimit -n 65536"
 _READ_BYTES = 1 << 20
 
 
@@ -170,8 +172,10 @@ class Connections:
             process = Process(command, self._environment)
         except OSError as error:
             text = f"{command[0]} cannot be started: {error}"
+            is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+            remedy = MORE_OPEN_FILES if is_limit else "install it"
             for member in members:
-                member.lost = agent_failure(member.name, text, "install it")
+                member.lost = agent_failure(member.name, text, remedy)
             return
         self._processes.append(process)
         for member in members:

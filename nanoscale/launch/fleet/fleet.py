@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 from nanoscale.config.machines import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.agent_output import AgentOutput
-from nanoscale.launch.fleet.connections import Connections, KeyFile, Member
+from nanoscale.launch.fleet.connections import MORE_OPEN_FILES, Connections, KeyFile, Member
 from nanoscale.launch.fleet.processes import adopt_orphans
 from nanoscale.launch.transport.connection_errors import explain
 from nanoscale.launch.transport.transport import transport_of
@@ -33,6 +34,7 @@ _LAST_OUTPUT_S = 2.0
 _CHECK_S = 0.1
 """Seconds between two checks of all hosts, however much output some of them send."""
 _STALL_S = 1.5
+SUSPENDED = "the launcher was suspended"
 
 
 class Fleet:
@@ -63,6 +65,11 @@ class Fleet:
         """The key of the agents' servers of checkpoints in memory; None: there are none."""
         self.rescue: list[int] | None = None
         """The lost hosts, if agents copy checkpoints in memory to the disk at their exit; None: they do not."""
+        self.report: Callable[[str], None] = lambda _: None
+        """A function that is called once with each reason why no command can be started for an absent host."""
+        self._reported = set[str]()
+        self._suspended = -math.inf
+        """The time at which this launcher continued after a pause in which its agents ended."""
         self._last_check = time.monotonic()
         self._closing = threading.Event()
         self.transport = transport_of(config)
@@ -145,9 +152,17 @@ class Fleet:
         now, limit_s = time.monotonic(), self._launcher.connect_timeout_s
         every_s = self.join_every_s if every_s is None else every_s
         due = [it for it in members if not it.is_present and now - it.tried > every_s]
-        if due:
-            self.connect(due)
+        try:
+            if due:
+                self.connect(due)
+        except OSError as error:  # the file that hosts look for cannot be opened
+            for member in due:
+                text = f"its agent cannot be started: {error}"
+                member.tried, member.lost = now, agent_failure(member.name, text, MORE_OPEN_FILES)
         for member in due:
+            if member.lost is not None and member.lost.diagnosis not in self._reported:
+                self._reported.add(member.lost.diagnosis)
+                self.report(f"{member.name}: {member.lost.diagnosis}; {member.lost.remedy}")
             member.is_joining = True
             self._prepare(member)
         for member in (it for it in self.members if it.is_joining):
@@ -283,10 +298,13 @@ class Fleet:
 
     def _check_losses(self) -> None:
         now = time.monotonic()
-        if now - self._last_check > _STALL_S:  # the launcher was suspended, not the agents
+        pause_s = now - self._last_check
+        if pause_s > _STALL_S:  # the launcher was suspended, not the agents
             for member in self.members:
                 member.last_heard = max(member.last_heard, now)
         limit = self._launcher.lost_after_s
+        if pause_s > limit and not self.transport.is_local:
+            self._suspended = now
         for member in self.members:
             if not member.is_present or member.said_bye:
                 continue
@@ -314,6 +332,9 @@ class Fleet:
         )
 
     def _explain(self, member: Member, code: int | None, limit_s: float = 0.0) -> tuple[str, str]:
+        if time.monotonic() - self._suspended < _EXIT_S:
+            text = f"{SUSPENDED} for more than {self._launcher.lost_after_s:g} s (launcher.lost_after_s)"
+            return text, "find out what stopped it; the agents had ended the job by then"
         output = member.output.decode(errors="replace")
         return explain(member.host, self.transport, code, output, limit_s)
 

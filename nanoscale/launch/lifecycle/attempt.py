@@ -108,6 +108,7 @@ class Attempt:
     """The time of the question of `runs explain` that is not answered yet."""
 
     def __post_init__(self) -> None:
+        self._record = partial(events.append, self.run)
         order_for = partial(
             LaunchOrder,
             run=str(self.run.path),
@@ -235,11 +236,6 @@ class Attempt:
         self.fleet.send(self.members, "stop", attempt=self.plan.attempt)
         message = f"{reason}: stopping after the current step; Ctrl-C again to kill"
         self._record("signal", message, signal=reason)
-
-    def _record(self, kind: str, message: str, **fields: Any) -> None:
-        """Record an event; a full disk must not end ranks that are to save and stop."""
-        with suppress(OSError):
-            events.append(self.run, kind, message, **fields)
 
     def _force(self, reason: str) -> None:
         self.forced = reason

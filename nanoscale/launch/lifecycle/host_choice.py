@@ -14,7 +14,7 @@ from nanoscale.config.machines import Host
 from nanoscale.config.values.forms import elastic, node_range
 from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.fleet.connections import Member
-from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.fleet.fleet import SUSPENDED, Fleet
 from nanoscale.launch.hosts.hosts import read_hostfile
 from nanoscale.launch.lifecycle.prepare import replace_configuration
 from nanoscale.launch.preflight.preflight import obstacle
@@ -121,7 +121,8 @@ class HostChoice:
         """Leave out a host with two of the newest failures, and hosts with faulty GPUs, if enough remain."""
         self._read_reports()
         reasons = dict(self._faults)
-        if cause is not None and not cause.exception.startswith(_DIVERGED):
+        is_own = cause is None or cause.diagnosis.startswith(SUSPENDED)  # no host is the cause
+        if cause is not None and not is_own and not cause.exception.startswith(_DIVERGED):
             self._causes.append(cause)
             causes = (it for it in self._causes if it.host == cause.host)
             if sum(cause.time - it.time < _CAUSES_S for it in causes) > 1:

@@ -54,6 +54,7 @@ class Supervisor:
         note = partial(events.append, self.run, "note")
         self.newly_leaving = set[str]()
         """Hosts of the newest attempt that will be taken away."""
+        self.fleet.report = note
         self.notifier = Notifier(self.config.launcher, self.run, note)
         self.memory_step = 0
         """The step of the newest state in memory from which an attempt has continued."""
