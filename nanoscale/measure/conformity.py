@@ -1,15 +1,18 @@
 """The comparison of a layout with one process: the job of the ranks of `nanoscale conform`.
 
-Ranks of the layout write the losses, gradients and updates of each step. Then one process trains the same
-steps, resumes from the layout's checkpoint, and compares all of them.
+Ranks of the layout write the losses, gradients and updates of each step, and train the last steps once more
+from their checkpoint. Then one process trains the same steps, resumes from this checkpoint, and compares all
+of them.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,31 +20,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.native import NativeEngine
-from nanoscale.checkpoint import sharded
-from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config.objectives import is_distilled, is_masked, is_paired
+from nanoscale.common.errors import UserError
+from nanoscale.config.objectives import is_distilled, is_masked, is_paired, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.translation.miniature import STEPS
+from nanoscale.config.translation.miniature import SAVED, STEPS
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
-from nanoscale.data.dataset import Dataset, open_data
+from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.samples import ENDLESS, Masked, Pairs, RandomSamples, Samples
 from nanoscale.metrics.meter import Meter
 from nanoscale.parallel import process_group
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.checkpointing import Progress
+from nanoscale.train.job import restore
 from nanoscale.train.loop import Training
 
-if TYPE_CHECKING:
-    from nanoscale.runs.rank_context import RankContext
-
-_SAVED = 2
-"""The step of the checkpoint from which the other layout resumes."""
-_LIMITS = {"loss": 1e-9, "gradient": 1e-9, "grad_norm": 1e-9, "update": 1e-6}
+_LIMITS = dict.fromkeys(("loss", "gradient", "grad_norm", "metric"), 1e-9) | {"update": 1e-6}
 """The largest relative differences of rounding. An update divides by roots of tiny squares."""
+_METRICS = ("loss", "grad_norm", "lr", "tokens")
+"""Metrics that are equal in each layout, in addition to the metrics of evaluations."""
 _PARALLEL = 1e-6
 """Tensors count as parallel if what is not along the other is a smaller share: 1 - cosine < 1e-12."""
 _SMALL = 1e-5
@@ -59,6 +60,8 @@ class StepRecord:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Before clipping."""
     updates: dict[str, Tensor] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    """The metrics that callbacks get."""
 
 
 def run(context: RankContext) -> str:
@@ -70,79 +73,117 @@ def run(context: RankContext) -> str:
     folder = RunDirectory(Path(task["folder"]))
     # One process has a group too, in which a user's collectives are right.
     process_group.join(context.world_size, torch.device("cpu"), 120.0, even_alone=True)
-    result: dict[str, Any] = {}
-    if task["compares"]:
-        result = compare_with_layout(context.config, folder)
-    else:
-        record_layout(context.config, folder, context.rank)
+    work = compare_with_layout if task["compares"] else record_layout
+    result = work(context.config, folder, context.rank)
     if context.rank == 0:
         write_json(context.run.result, result)
     process_group.leave()
     return "completed"
 
 
-def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> None:
-    """Train the steps in a layout; ranks write their records and a checkpoint into a run directory."""
-    recorder = RecordedTraining(config, folder, rank)
-    records = [recorder.step() for _ in range(_SAVED)]
+def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
+    """Train the steps in a layout, and those after the checkpoint once more from there; return what was found.
+
+    Ranks write their records and the checkpoint into a run directory.
+    """
     if rank == 0:
         fence.begin(folder, 1)
     process_group.gather(None)
-    sharded.save(folder.workspace(1), recorder.engine.state(), {"step": _SAVED})
-    records += [recorder.step() for _ in range(STEPS - _SAVED)]
-    at = recorder.engine.coordinates
-    if at.dp == at.cp == at.tp == 0:  # all others have the same whole tensors
-        torch.save([vars(record) for record in records], folder.path / f"records-{at.pp:03d}.pt")
-    process_group.gather(None)
+    recorder = RecordedTraining(config, folder, rank)
+    recorder.write("records", STEPS)
+    recorder.training.checkpoints.finish()
+    findings = [*recorder.findings, *_sample_findings(recorder.engine, recorder.numbers)]
+    state = recorder.saved
+    del recorder
+    gc.collect()
+    refused = None
+    try:
+        restored = RecordedTraining(config, folder, rank, restores=True)
+    except UserError as error:  # raised by some ranks alone if their data differ
+        refused = str(error)
+    if refused := _first_of_all(refused):
+        findings.append(f"this layout cannot resume from its checkpoint: {refused}")
+        return {"findings": findings}
+    restored.write("restored", STEPS - SAVED)
+    if name := _first_of_all(_changed(state, restored.saved)):
+        findings.append(f"a run that is resumed in its layout after step {SAVED} begins the next step with "
+            f"another {name} than the run that was saved")  # fmt: skip
+    return {"findings": findings}
 
 
-def compare_with_layout(config: ResolvedConfig, folder: RunDirectory) -> dict[str, Any]:
+def compare_with_layout(
+    config: ResolvedConfig, folder: RunDirectory, rank: int = 0
+) -> dict[str, Any]:
     """Train the steps in one process, and compare with the records of a layout."""
-    layout = read_records(folder.path)
-    recorder = RecordedTraining(config, folder, 0)
+    recorder = RecordedTraining(config, folder, rank)
     single = [recorder.step() for _ in range(STEPS)]
     limits = _LIMITS
     if config.model.source != "own" or config.train.objective == "hooks":
         limits = {what: 1e4 * limit for what, limit in _LIMITS.items()}  # may compute parts in fp32
-    result = compare(layout, single, limits)
+    result = compare(read_records(folder.path, "records"), single, limits)
     if result["first_difference"] is None:
-        (stored,) = list_checkpoints(folder.checkpoints)
-        recorder = RecordedTraining(config, folder, 0, _SAVED)
-        state = recorder.engine.empty_state()
-        sharded.load(stored, state)
-        recorder.engine.load_state(state)
-        later = single[_SAVED:]
-        steps = [recorder.step() for _ in later]
-        result["resumed"] = compare(steps, later, limits, _SAVED + 1)
+        later, first = single[SAVED:], SAVED + 1
+        if restored := read_records(folder.path, "restored"):
+            result["restored"] = compare(restored, later, limits, first)
+        recorder = RecordedTraining(config, folder, rank, restores=True)
+        result["resumed"] = compare([recorder.step() for _ in later], later, limits, first)
     return result
 
 
-def read_records(folder: Path) -> list[StepRecord]:
+def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
+    """Return the name of the first tensor of this rank that differs by more than rounding."""
+    for name in dict.fromkeys([*before, *after]):
+        a, b = before.get(name), after.get(name)
+        if a is None or b is None or a.shape != b.shape or not (a - b).norm() <= 1e-12 * a.norm():
+            return name
+    return None
+
+
+def _first_of_all(name: str | None) -> str | None:
+    """Return the first rank's name that is not None, on every rank."""
+    return next(filter(None, process_group.gather(name)), None)
+
+
+def _sample_findings(engine: NativeEngine, numbers: list[int]) -> list[str]:
+    """Return a sentence if an epoch repeats samples or leaves some out; each rank has read these numbers."""
+    shares = sorted(dict(process_group.gather((engine.dp_rank, numbers))).items())
+    order = np.concatenate([np.reshape(read, (STEPS, -1)) for _, read in shares], 1).flatten()
+    size = _epoch(engine.config)
+    for epoch in (1, 2) if len(order) else ():
+        if left := {*range(size)} - {*order[(epoch - 1) * size : epoch * size].tolist()}:
+            return [f"epoch {epoch} of the samples leaves out {len(left)} of {size} samples, such as number "
+                f"{min(left)}, and repeats others: look at the order of the samples and at the share of each "
+                "data-parallel rank"]  # fmt: skip
+    return []
+
+
+def read_records(folder: Path, name: str) -> list[StepRecord]:
     """Return the records of all stages as records of the whole model."""
-    files = sorted(folder.glob("records-*.pt"))
+    files = sorted(folder.glob(f"{name}-*.pt"))
     stages = [[StepRecord(**record) for record in torch.load(file)] for file in files]
     for records in stages[1:]:
         for whole, stage in zip(stages[0], records, strict=True):
             whole.gradients.update(stage.gradients)
             whole.updates.update(stage.updates)
-    return stages[0]
+    return stages[0] if stages else []
 
 
 class RecordedTraining:
     """A training of one rank that returns the record of each step."""
 
     def __init__(
-        self, config: ResolvedConfig, folder: RunDirectory, rank: int, step: int = 0
+        self, config: ResolvedConfig, folder: RunDirectory, rank: int, *, restores: bool = False
     ) -> None:
+        context = RankContext(folder, config, rank, 0, config.world_size, "", 1, StopFlag())
         self.engine = NativeEngine(config, torch.device("cpu"))
+        data = small_data(config)
         self._clip = config.optimizer.clip_norm
-        self._progress = Progress(step, step * config.train.global_batch)
-        self._training = Training(
-            workspace=folder.workspace(1),
+        self.training = Training(
+            workspace=context.workspace,
             config=config,
             engine=self.engine,
-            data=small_data(config),
-            progress=self._progress,
+            data=data,
+            progress=restore(context, self.engine, data) if restores else Progress(),
             rank=rank,
             meter=Meter(config, config.world_size, torch.device("cpu")),
             sinks=[],
@@ -150,20 +191,75 @@ class RecordedTraining:
             callbacks=make_callbacks(config, folder.path, rank, self.engine),
         )
         self._gradients: dict[str, Tensor] = {}
+        samples = getattr(data.train, "_samples", None)
+        self.numbers: list[int] = samples.read if isinstance(samples, SmallSamples) else []
+        """The numbers of the random samples that this rank has read."""
+        self.saved: dict[str, Tensor] = {}
+        """This rank's state before the first update after the checkpoint."""
+        self.findings: list[str] = []
         self.engine.before_update(self._read_gradients)
 
+    def write(self, name: str, steps: int) -> None:
+        """Train steps; the ranks that hold a stage's tensors first write their records."""
+        records = [self.step() for _ in range(steps)]
+        at = self.engine.coordinates
+        if at.dp == at.cp == at.tp == 0:  # all others have the same whole tensors
+            folder = self.training.workspace.parents[1]
+            torch.save([vars(record) for record in records], folder / f"{name}-{at.pp:03d}.pt")
+        process_group.gather(None)
+
     def step(self) -> StepRecord:
-        """Train a step."""
-        before = self._weights()
-        result = self._training.advance()
+        """Train a step as `Training.run` does: log, evaluate, call the user's functions, save."""
+        training, before = self.training, self._weights()
+        training.meter.begin()
+        result = training.advance()
+        step = training.progress.step
+        training.meter.end(step)
         after, norm = self._weights(), result.grad_norm.item()
         loss = sum(process_group.gather(result.loss_sum.item())) / float(result.tokens)
         factor = 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
         # Undone before they are gathered: a wrong norm clips each rank's shards differently.
         gradients = {name: whole(value / factor) for name, value in self._gradients.items()}
         updates = {name: after[name] - value for name, value in before.items()}
-        self._training.callbacks.call("on_step_end", self._progress.step, metrics=None)
-        return StepRecord(loss, norm, gradients, updates)
+        metrics = training.step_log.gather(result, training.learning_rate(step))
+        evaluates = step == SAVED and bool(training.data.valid)
+        if evaluates:
+            metrics |= self._evaluate()
+        names = [name for name in metrics if name in _METRICS or name.startswith("eval_")]
+        figures = {name: float(metrics[name]) for name in names}
+        training.callbacks.call("on_step_end", step, metrics=metrics if step < STEPS else None)
+        if evaluates:
+            training.callbacks.call("on_evaluation", step, metrics=metrics)
+        if step == SAVED and process_group.world_size() > 1:
+            training.save(waits=False)
+        return StepRecord(loss, norm, gradients, updates, figures)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate; what changes by it is a finding."""
+        before = self._state()
+        result = self.training.evaluator.evaluate()
+        if name := _first_of_all(_changed(before, self._state())):
+            self.findings.append(f"the evaluation changes {name}")
+        return result
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return copies of this rank's weights, buffers and modes, and of all numbers of its optimizer."""
+        values: dict[str, Any] = dict(self.engine.parameters())
+        for stage in self.engine.stages.values():
+            values |= {f"buffer {name}": value for name, value in stage.named_buffers()}
+            values |= {
+                f"mode of {name or 'the model'}": it.training for name, it in stage.named_modules()
+            }
+        optimizer = self.engine._torch_optimizer()
+        for number, group in enumerate(optimizer.param_groups):
+            named = {name: value for name, value in group.items() if name != "params"}
+            for at, parameter in enumerate(group["params"]):
+                states = optimizer.state.get(parameter, {}).items()
+                named |= {f"{name} of tensor {at}": value for name, value in states}
+            values |= {f"{name} in optimizer group {number}": it for name, it in named.items()}
+        values["number of consumed samples"] = self.training.progress.consumed_samples
+        copies = {name: _copy(value) for name, value in values.items()}
+        return {name: copy for name, copy in copies.items() if copy is not None}
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: whole(value) for name, value in self.engine.parameters()}
@@ -171,6 +267,16 @@ class RecordedTraining:
     def _read_gradients(self) -> None:
         named = self.engine.parameters()
         self._gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        if self.training.progress.step == SAVED:
+            self.saved = self._state()
+
+
+def _copy(value: Any) -> Tensor | None:
+    """Return a copy of a number, or of this rank's part of a tensor, in fp64; None for other values."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    with suppress(TypeError, ValueError, RuntimeError):
+        return torch.as_tensor(local).detach().double().clone()
+    return None
 
 
 @torch.no_grad()
@@ -188,7 +294,23 @@ def small_data(config: ResolvedConfig) -> Dataset:
         own = function(config, "data")
         return open_data(config.data, config.train, config.model.vocab, own)
     kind = SmallPairs if is_paired(config.train) else SmallSamples
-    return Dataset(None, Loader(kind(config), config.train.seed), (), "", "random samples")
+    train, valid = (_Loader(kind(config, split), config.train.seed) for split in (0, 1))
+    return Dataset(None, train, (Validation("", 1.0, valid),), "", "random samples")
+
+
+class _Loader(Loader):
+    """Random samples; one process evaluates each one alone, so that no row only fills a batch."""
+
+    def valid_batches(
+        self, samples: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterator[tuple[Batch, int]]:
+        rows = self.rows if process_group.world_size() == 1 else micro_batch
+        return super().valid_batches(samples, dp_rank, dp, rows)
+
+
+def _epoch(config: ResolvedConfig) -> int:
+    """Return the number of random samples, of which the steps train two epochs and a few more."""
+    return 2 * config.train.global_batch // rows_of_sample(config.train) - 1
 
 
 class SmallSamples:
@@ -196,21 +318,23 @@ class SmallSamples:
 
     rows = 1
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, split: int) -> None:
         train, vocab = config.train, config.model.vocab
-        self._config = config
+        self._config, self._split = config, split
+        self.read: list[int] = []
         self._rows: Samples = RandomSamples(
-            0, ENDLESS, train.seq_len, train.seed, vocab, train.labels
+            split, ENDLESS, train.seq_len, train.seed, vocab, train.labels
         )
         if is_masked(train):
             self._rows = Masked(self._rows, train, vocab)
 
     def __len__(self) -> int:
-        return len(self._rows) // 2
+        return _epoch(self._config)
 
     def batch(self, numbers: list[int]) -> Batch:
         """Return samples by number."""
         config, train = self._config, self._config.train
+        self.read += numbers
         numbers = [self.rows * number + i for number in numbers for i in range(self.rows)]
         batch, documents, references = self._rows.batch(numbers), None, None
         inputs, targets = batch.inputs, batch.targets.copy()
@@ -225,7 +349,7 @@ class SmallSamples:
             targets[position >= lengths[:, None]] = IGNORED
         if is_paired(train):
             references = np.array([-10 * each.random() for each in dice])
-        elif is_distilled(train):
+        elif is_distilled(train) and self._split == 0:
             likely = [_likely_tokens(each, inputs.shape[1], config) for each in dice]
             references = np.array(likely)
         return Batch(inputs, targets, documents, references)
@@ -283,6 +407,8 @@ def _differences(ours: StepRecord, reference: StepRecord) -> Iterator[dict[str, 
     for name in names:
         if reference.gradients[name].norm() > _NOISE * norm:
             yield _tensors("update", name, ours.updates, reference.updates, 0.0)
+    for name, value in reference.figures.items():
+        yield _numbers("metric", ours.figures[name], value) | {"parameter": name}
 
 
 def _numbers(what: str, ours: float, reference: float) -> dict[str, Any]:

@@ -15,35 +15,46 @@ _WHAT = {
     "gradient": "the gradient of {parameter}",
     "grad_norm": "the gradient norm",
     "update": "the update of {parameter}",
+    "metric": "the logged {parameter}",
 }
 _PHASES = {
     "loss": "the forward pass, or a mean over the tokens of one rank or micro batch",
     "gradient": "the backward pass, or the reduction of gradients",
     "grad_norm": "the norm over all ranks; each gradient is equal",
     "update": "the optimizer; the gradients are equal",
+    "metric": "the evaluation, or what the log gathers from the ranks; losses, gradients and updates are equal",
 }
 _BETWEEN = (
-    "the code between the steps, such as a callback: the step before is equal, "
+    "the code between the steps, such as a callback, the evaluation or a checkpoint: the step before is equal, "
     "so weights, buffers or modes changed after it"
 )
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Yield the sentences for people; the last one says what the comparison cannot show."""
-    name, resumed = layout_name(result), result["resumed"]
-    for run, compared in {name: result, "resumed in one process from step 2": resumed}.items():
+    name, saved = layout_name(result), result["saved_step"]
+    runs = {
+        name: result,
+        "resumed in the layout": result["restored"],
+        "resumed in one process": result["resumed"],
+    }
+    for run, compared in runs.items():
         if compared is None:
             continue
+        where = f" from step {saved}" if compared is not result else ""
         if (first := compared["first_difference"]) is not None:
-            yield f"{run}: differs from one process. {_difference(first, result['layout'])}"
+            yield f"{run}{where}: differs from one process. {_difference(first, result['layout'])}"
         else:
-            yield f"{run}: equal to {compared['largest']:.0e}"
+            yield f"{run}{where}: equal to {compared['largest']:.0e}"
+    for finding in result["findings"]:
+        yield f"{name}: {finding}"
     left_out = result["left_out"]
     lacks = f", and the small job lacks {listed(left_out)}" if left_out else ""
     yield (
-        f"Compared: losses, gradient norms, each gradient and update of {result['steps']} steps in fp64 on "
-        "this CPU. Not run: GPU kernels, lower precision, compiled blocks, large sizes, files of data, "
-        f"evaluations, checkpoints in the background or in memory, rollbacks, exports and DeepSpeed{lacks}"
+        f"Compared: losses, gradient norms, each gradient and update of {result['steps']} steps, samples, an "
+        "evaluation, a checkpoint and the metrics of callbacks, in fp64 on this CPU. Not run: GPU kernels, "
+        "lower precision, compiled blocks, large sizes, files of data, checkpoints in memory, rollbacks, "
+        f"exports and DeepSpeed{lacks}"
     )
 
 

@@ -22,7 +22,8 @@ def test_a_right_layout_is_equal(tmp_path, monkeypatch, capsys):
     assert run(["conform", *JOB, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["equal"] and 0 < result["largest"] < 1e-11
-    assert result["layout"] == {"dp": 3}
+    assert result["layout"] == {"dp": 3} and result["findings"] == []
+    assert result["restored"]["first_difference"] is None
     assert result["resumed"]["first_difference"] is None
     assert not list(tmp_path.iterdir())
 
@@ -47,6 +48,7 @@ def test_a_job_whose_loss_is_wrong_is_not_launched(tmp_path, monkeypatch, capsys
         ({"factor": 0.0}, "embed.weight is 0 in the layout, so no gradient reaches this parameter"),
         ({"what": "loss"}, "look at the forward pass"),
         ({"what": "loss", "step": 2}, "look at the code between the steps, such as a callback"),
+        ({"what": "metric", "parameter": "eval_loss"}, "the logged eval_loss differs by 1 of its size"),
     ],
 )  # fmt: skip
 def test_a_difference_is_explained_also_if_its_factor_is_no_degree(changes, meaning):
@@ -58,9 +60,10 @@ def test_a_difference_is_explained_also_if_its_factor_is_no_degree(changes, mean
         "relative": 1.0,
     }
     first |= {"factor": None, **changes}
-    result = {"first_difference": first, "layout": {"dp": 2}, "zero_stage": 0}
-    (sentence, last) = sentences(result | {"steps": 4, "left_out": [], "resumed": None})
-    assert meaning in sentence and "Not run: " in last
+    result = {"first_difference": first, "layout": {"dp": 2}, "zero_stage": 0, "findings": ["more"]}
+    result |= {"steps": 4, "saved_step": 2, "left_out": [], "restored": None, "resumed": None}
+    (sentence, finding, last) = sentences(result)
+    assert meaning in sentence and finding == "dp 2, ZeRO 0: more" and "Not run: " in last
 
 
 def test_deepspeed_is_refused_with_the_backend_to_type(capsys):

@@ -23,9 +23,9 @@ from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive, usual_rows
 
 
-def train_layout(rank: int, config: ResolvedConfig, folder: Path) -> None:
+def train_layout(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, Any]:
     process_group.join(config.world_size, torch.device("cpu"), 120.0, even_alone=True)
-    conformity.record_layout(config, RunDirectory(folder), rank)
+    return conformity.record_layout(config, RunDirectory(folder), rank)
 
 
 def train_alone(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, Any]:
@@ -35,9 +35,9 @@ def train_alone(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, An
 
 def compared(config: ResolvedConfig, folder: Path) -> dict[str, Any]:
     small, _ = miniature(config, folder)
-    run_ranks(train_layout, small.world_size, small, folder)
+    layout, *_ = run_ranks(train_layout, small.world_size, small, folder)
     (result,) = run_ranks(train_alone, 1, in_one_process(small), folder)
-    return result
+    return layout | result
 
 
 # --- wrong code -----------------------------------------------------------------------------------
@@ -132,6 +132,19 @@ def accumulate(self, batches, real=NativeEngine._accumulate):
 NativeEngine._accumulate = accumulate
 """,
         "loss", changes={"micro_batch": 1},
+    ),
+    "rows of an evaluation that only fill a batch": Bug(
+        LOSS + """
+from nanoscale.train import evaluations
+def validate(engine, batches, real=evaluations.validate):
+    return real(engine, [(batch, len(batch)) for batch, _ in batches])
+evaluations.validate = validate
+""",
+        "metric", "eval_loss",
+    ),
+    "a callback that reads metrics": Bug(
+        STEP + '    if moment.metrics and os.environ["RANK"] == "1":\n        weights.data.mul_(1.5)\n',
+        "loss",
     ),
     "positions that restart on each rank of cp": Bug(
         LOSS + """
@@ -232,11 +245,43 @@ def test_wrong_code_is_found_and_named(tmp_path: Path, bug: Bug) -> None:
         assert first["factor"] == pytest.approx(bug.factor, rel=1e-9)
 
 
+FINDINGS = (
+    STEP
+    + """
+import torch.distributed as dist
+from nanoscale.backends.native import NativeEngine
+from nanoscale.data import loader
+from nanoscale.train import evaluations
+
+def on_evaluation(moment):
+    dist.all_reduce(torch.ones(1))
+
+def validate(engine, batches, real=evaluations.validate):
+    engine.parameters()[0][1].data.mul_(1 + 1e-9)
+    return real(engine, batches)
+evaluations.validate = validate
+
+def sample_indices(*args, real=loader.sample_indices):
+    numbers = real(*args)
+    numbers[numbers == 3] = 4
+    return numbers
+loader.sample_indices = sample_indices
+
+def load_state(self, state, real=NativeEngine.load_state):
+    real(self, state)
+    self.optimizer.param_groups[0]["eps"] *= 1.1
+NativeEngine.load_state = load_state
+"""
+)
+
+
 @pytest.mark.slow
-def test_a_callback_may_communicate(tmp_path: Path) -> None:
-    text = "import torch\nimport torch.distributed as dist\n"
-    text += "def on_step_end(moment):\n    dist.all_reduce(torch.ones(1))\n"
-    assert compared(with_bug(tmp_path, Bug(text, "")), tmp_path)["first_difference"] is None
+def test_state_and_samples_are_findings_and_a_callback_may_communicate(tmp_path: Path) -> None:
+    result = compared(with_bug(tmp_path, Bug(FINDINGS, "")), tmp_path)
+    changes, samples, lost = result["findings"]
+    assert changes == "the evaluation changes embed.weight"
+    assert "epoch 1 of the samples leaves out 1 of 23 samples, such as number 3" in samples
+    assert "begins the next step with another eps in optimizer group 0" in lost
 
 
 # --- right layouts --------------------------------------------------------------------------------
@@ -256,7 +301,9 @@ USUAL = (
 def test_a_right_layout_is_equal(tmp_path: Path, row: Any) -> None:
     result = compared(row_config(tmp_path, row, "fp64"), tmp_path)
     assert result["first_difference"] is None, result
-    assert result["resumed"]["first_difference"] is None, result
+    for how in ("restored", "resumed"):
+        assert result[how]["first_difference"] is None, result
+    assert result["findings"] == []
     assert result["largest"] < 1e-11
 
 

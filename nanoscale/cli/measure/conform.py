@@ -15,9 +15,9 @@ def conform(line: CommandLine, as_json: opt.AsJson = False) -> int:
     """Compare a job's layout with one process, in fp64 on this CPU.
 
     The job is made small: few narrow blocks of the same kinds, and degrees of at most 4. It trains four steps
-    in its layout and in one process. Losses, gradient norms, and each parameter's gradients and updates are
-    compared, also after a resume in one process. Your own code (hooks) takes part. The exit code is 1 if
-    something differs.
+    in its layout and in one process. Losses, gradient norms, each parameter's gradients and updates, and an
+    evaluation are compared, also after a resume in both. Your own code (hooks) takes part. The exit code is 1
+    if something differs.
     """
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.view.conformity_text import sentences

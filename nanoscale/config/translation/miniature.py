@@ -17,6 +17,7 @@ from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig, Resolv
 from nanoscale.config.rules import RULES
 from nanoscale.config.schema import (
     Backend,
+    Guard,
     Launcher,
     Model,
     Precision,
@@ -25,6 +26,10 @@ from nanoscale.config.schema import (
 from nanoscale.config.violations import refuse
 
 STEPS = 4
+SAVED = 2
+"""The step of the evaluation and of the checkpoint from which the job resumes."""
+EVALUATED = 5
+"""The samples of an evaluation, which no number of ranks divides."""
 MOST_RANKS = 16
 _SEQ = 16
 
@@ -97,7 +102,8 @@ def _small(config: ResolvedConfig, layout: ResolvedParallel, root: Path) -> Reso
             valid_path=None,
             mixture={},
         ),
-        checkpoint=ResolvedCheckpoint(memory_every=0),
+        checkpoint=ResolvedCheckpoint(memory_every=0, asynchronous=config.checkpoint.asynchronous),
+        guard=Guard(every=0),  # a difference of replicas is a difference from one process
         launcher=Launcher(device="cpu", threads=1, preflight=False, env=config.launcher.env),
         train=replace(
             train,
@@ -107,6 +113,7 @@ def _small(config: ResolvedConfig, layout: ResolvedParallel, root: Path) -> Reso
             seq_len=_SEQ,
             phases={},
             statistics_every=0,
+            eval_samples=EVALUATED,
             eval_tasks=[],
             distill_top_k=min(4, train.distill_top_k),
             mask_token=None if train.mask_token is None else min(train.mask_token, model.vocab - 1),

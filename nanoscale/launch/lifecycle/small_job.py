@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.translation.miniature import STEPS, in_one_process, miniature
+from nanoscale.config.translation.miniature import SAVED, STEPS, in_one_process, miniature
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.launch.lifecycle.one_shot_job import run_one_shot_job
 from nanoscale.processes.messages import CONFORMITY
@@ -23,15 +23,18 @@ def conform(config: ResolvedConfig, say: Callable[[str], None]) -> dict[str, Any
     """
     with unwinding(), TemporaryDirectory(prefix="nanoscale-conform-") as name:
         small, lacks = miniature(config, Path(name))
-        run_one_shot_job(CONFORMITY, small, (), {"folder": name, "compares": False}, say)
+        task = {"folder": name, "compares": False}
+        findings = run_one_shot_job(CONFORMITY, small, (), task, say)["findings"]
         task = {"folder": name, "compares": True}
         result = run_one_shot_job(CONFORMITY, in_one_process(small), (), task, say)
     layout = small.parallel
-    resumed = result.pop("resumed", None)
+    again = {how: result.pop(how, None) for how in ("restored", "resumed")}
+    compared = [result, *filter(None, again.values())]
     return {
-        "equal": result["first_difference"] is None and not (resumed or {}).get("first_difference"),
+        "equal": not findings and all(it["first_difference"] is None for it in compared),
         **result,
-        "resumed": resumed,
+        **again,
+        "findings": findings,
         "layout": {
             axis: getattr(layout, axis)
             for axis in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
@@ -40,5 +43,6 @@ def conform(config: ResolvedConfig, say: Callable[[str], None]) -> dict[str, Any
         "zero_stage": small.zero.stage,
         "world_size": small.world_size,
         "steps": STEPS,
+        "saved_step": SAVED,
         "left_out": lacks,
     }
