@@ -90,6 +90,7 @@ def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> di
         fence.begin(folder, 1)
     process_group.gather(None)
     recorder = RecordedTraining(config, folder, rank)
+    recorder.saves = True
     recorder.write("records", STEPS)
     recorder.training.checkpoints.finish()
     findings = [*recorder.findings, *_sample_findings(recorder.engine, recorder.numbers)]
@@ -197,6 +198,8 @@ class RecordedTraining:
         self.saved: dict[str, Tensor] = {}
         """This rank's state before the first update after the checkpoint."""
         self.findings: list[str] = []
+        self.saves = False
+        """True in the layout, which writes the checkpoint."""
         self.engine.before_update(self._read_gradients)
 
     def write(self, name: str, steps: int) -> None:
@@ -230,7 +233,7 @@ class RecordedTraining:
         training.callbacks.call("on_step_end", step, metrics=metrics if step < STEPS else None)
         if evaluates:
             training.callbacks.call("on_evaluation", step, metrics=metrics)
-        if step == SAVED and process_group.world_size() > 1:
+        if step == SAVED and self.saves:
             training.save(waits=False)
         return StepRecord(loss, norm, gradients, updates, figures)
 
@@ -244,20 +247,22 @@ class RecordedTraining:
 
     def _state(self) -> dict[str, Tensor]:
         """Return copies of this rank's weights, buffers and modes, and of all numbers of its optimizer."""
-        values: dict[str, Any] = dict(self.engine.parameters())
-        for stage in self.engine.stages.values():
-            values |= {f"buffer {name}": value for name, value in stage.named_buffers()}
-            values |= {
-                f"mode of {name or 'the model'}": it.training for name, it in stage.named_modules()
-            }
         optimizer = self.engine._torch_optimizer()
+        values: dict[str, Any] = {
+            "number of consumed samples": self.training.progress.consumed_samples
+        }
+        for name, parameter in self.engine.parameters():
+            moments = optimizer.state.get(parameter, {}).items()
+            values |= {name: parameter} | {f"{key} of {name}": value for key, value in moments}
+        for stage in self.engine.stages.values():
+            modes = (
+                (name or "the model", module.training) for name, module in stage.named_modules()
+            )
+            values |= {f"buffer {name}": value for name, value in stage.named_buffers()}
+            values |= {f"mode of {name}": mode for name, mode in modes}
         for number, group in enumerate(optimizer.param_groups):
-            named = {name: value for name, value in group.items() if name != "params"}
-            for at, parameter in enumerate(group["params"]):
-                states = optimizer.state.get(parameter, {}).items()
-                named |= {f"{name} of tensor {at}": value for name, value in states}
-            values |= {f"{name} in optimizer group {number}": it for name, it in named.items()}
-        values["number of consumed samples"] = self.training.progress.consumed_samples
+            named = ((name, value) for name, value in group.items() if name != "params")
+            values |= {f"{name} in optimizer group {number}": value for name, value in named}
         copies = {name: _copy(value) for name, value in values.items()}
         return {name: copy for name, copy in copies.items() if copy is not None}
 
@@ -294,18 +299,8 @@ def small_data(config: ResolvedConfig) -> Dataset:
         own = function(config, "data")
         return open_data(config.data, config.train, config.model.vocab, own)
     kind = SmallPairs if is_paired(config.train) else SmallSamples
-    train, valid = (_Loader(kind(config, split), config.train.seed) for split in (0, 1))
+    train, valid = (Loader(kind(config, split), config.train.seed) for split in (0, 1))
     return Dataset(None, train, (Validation("", 1.0, valid),), "", "random samples")
-
-
-class _Loader(Loader):
-    """Random samples; one process evaluates each one alone, so that no row only fills a batch."""
-
-    def valid_batches(
-        self, samples: int, dp_rank: int, dp: int, micro_batch: int
-    ) -> Iterator[tuple[Batch, int]]:
-        rows = self.rows if process_group.world_size() == 1 else micro_batch
-        return super().valid_batches(samples, dp_rank, dp, rows)
 
 
 def _epoch(config: ResolvedConfig) -> int:

@@ -308,6 +308,14 @@ def test_a_right_layout_is_equal(tmp_path: Path, row: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_job_of_one_rank_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    result = compared(make_config(tmp_path, dp=1, data=Data("random")), tmp_path)
+    assert result["findings"] == []
+    assert result["restored"]["first_difference"] is None
+    assert result["resumed"]["first_difference"] is None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [exhaustive(name) for name in ("dpo", "orpo", "distill")])
 def test_an_objective_is_equal_in_a_layout(tmp_path: Path, objective: Any) -> None:
     config = make_config(tmp_path, dp=2, parallel={"tp": 2}, stage=3, data=Data("random"))
