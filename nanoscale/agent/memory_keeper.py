@@ -24,21 +24,25 @@ from nanoscale.runs.memory_order import (
 
 
 class MemoryKeeper:
-    """The keeper of this host's checkpoints in memory, from the first attempt to the end of the agent."""
+    """The keeper of this host's checkpoints in memory, from the first attempt to the end of the agent.
 
-    def __init__(self, key: str) -> None:
+    Args:
+        has_peers: True if the job has other hosts, which need a server.
+    """
+
+    def __init__(self, key: str, has_peers: bool = True) -> None:
         self._key = key
         self.folder = scratch.make(str(scratch.SHARED_MEMORY))
         os.environ[MEMORY] = str(self.folder)
         self._run: RunDirectory | None = None
         self._attempt = self._node = 0
-        self._server = PeerFileServer(self.folder, bytes.fromhex(key))
+        self._server = PeerFileServer(self.folder, bytes.fromhex(key)) if has_peers else None
 
     def facts(self) -> dict[str, Any]:
-        """Return the port of the server, and what is kept, with every byte compared with its sum; JSON."""
+        """Return the port of the server (0: none) and what is kept, with every byte compared with its sum."""
         kept, damaged = checked_files(self.folder)
         return {
-            "port": self._server.port,
+            "port": self._server.port if self._server else 0,
             "kept": kept,
             "damaged": damaged,
             "switch": os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
@@ -94,4 +98,4 @@ class MemoryKeeper:
 def keeper_for(order: Message, present: MemoryKeeper | None) -> MemoryKeeper | None:
     """Return the keeper for an order to prepare; None if the job keeps nothing in memory."""
     key = order.get("memory_key")
-    return None if key is None else present or MemoryKeeper(key)
+    return None if key is None else present or MemoryKeeper(key, order["has_peers"])

@@ -119,7 +119,7 @@ def load(order: MemoryOrder, source: MemorySource, state: State) -> dict[str, An
     folders = [Path(it) for it in (order.folder, source.folder) if it is not None]
     manifests = [reader.add(it, about) for it in folders for about in _committed(it, source)]
     if not manifests or not reader.has_all(state):
-        for peer in source.peers:
+        for peer in filter(lambda it: it.port, source.peers):
             files = PeerFiles(peer.address, peer.port, bytes.fromhex(order.key))
             manifests += [reader.add(files, it) for it in _committed(files, source)]
     if not manifests or not reader.has_all(state):

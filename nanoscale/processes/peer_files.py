@@ -11,13 +11,13 @@ import json
 import os
 import re
 import socket
-import socketserver
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoscale.processes.messages import HandshakeError, admit, introduce, receive
+from nanoscale.processes.listener import AuthenticatedListener
+from nanoscale.processes.messages import HandshakeError, introduce, receive
 
 COMMITTED = ".json"
 """The suffix of a file that is replaced at once, when all of it has arrived; others are written in place."""
@@ -26,7 +26,10 @@ _PATIENCE_S = 10.0
 """Seconds for a handshake."""
 _LIMIT_S = 30.0
 """Seconds without progress after which the other end is lost."""
-_MOST_CONNECTIONS = 4096
+_UNTRUSTED = 1024
+"""Clients in a handshake at the same time: in another layout, all ranks of a job connect to each host."""
+_CHECK_S = 1.0
+"""Seconds between two searches for handshakes that last too long."""
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 24
 _BLOCK = 1 << 20
@@ -36,29 +39,19 @@ class PeerFileServer:
     """A server of the files of one folder, in threads, until this process ends."""
 
     def __init__(self, folder: Path, key: bytes) -> None:
-        slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._folder = folder
+        self._listener = AuthenticatedListener(key, _UNTRUSTED)
+        self.port = self._listener.port
+        threading.Thread(target=self._listen, name="memory", daemon=True).start()
 
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                if slots.acquire(blocking=False):
-                    with suppress(OSError, HandshakeError, ValueError, KeyError, TypeError):
-                        _serve(self.request, folder, key)
-                    slots.release()
-
-        dual = socket.has_dualstack_ipv6()
-
-        class Server(socketserver.ThreadingTCPServer):
-            address_family = socket.AF_INET6 if dual else socket.AF_INET
-            daemon_threads, request_queue_size = True, 1024
-
-            def server_bind(self) -> None:
-                if dual:
-                    self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                super().server_bind()
-
-        self._server = Server(("", 0), Handler)
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="memory", daemon=True).start()
+    def _listen(self) -> None:
+        while True:
+            for connection, _ in self._listener.accept(_CHECK_S):
+                thread = threading.Thread(
+                    target=_serve, args=(connection, self._folder), daemon=True
+                )
+                with suppress(RuntimeError):  # no further thread can start
+                    thread.start()
 
 
 class PeerFiles:
@@ -115,20 +108,14 @@ def write_committed(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def _serve(connection: socket.socket, folder: Path, key: bytes) -> None:
-    connection.settimeout(_PATIENCE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    handshake = admit(connection, key)
-    needed = next(handshake)
-    with suppress(StopIteration):
-        while True:
-            needed = handshake.send(receive(connection, needed))
-    connection.settimeout(None)  # a rank is silent until its next checkpoint
-    while (request := _receive(connection)) is not None:
-        try:
-            _handle(connection, folder, request)
-        except FileNotFoundError as error:
-            _send(connection, {"error": str(error)})
+def _serve(connection: socket.socket, folder: Path) -> None:
+    """Serve a rank, which is silent until its next checkpoint, until it hangs up."""
+    with connection, suppress(OSError, ValueError, KeyError, TypeError):
+        while (request := _receive(connection)) is not None:
+            try:
+                _handle(connection, folder, request)
+            except FileNotFoundError as error:
+                _send(connection, {"error": str(error)})
 
 
 def _handle(connection: socket.socket, folder: Path, request: dict[str, Any]) -> None:

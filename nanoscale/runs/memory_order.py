@@ -32,6 +32,7 @@ class MemoryPeer:
     host: str
     address: str
     port: int
+    """The port of its server; 0: a job on one host has none."""
 
 
 @dataclass(frozen=True)

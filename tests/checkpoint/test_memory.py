@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -30,7 +33,7 @@ from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.parallel import process_group
 from nanoscale.plan.memory.saved_state import shared_memory_bytes
-from nanoscale.processes import scratch
+from nanoscale.processes import listener, peer_files, scratch
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import PeerFiles, PeerFileServer
 from nanoscale.runs.directory import RunDirectory
@@ -272,6 +275,43 @@ def test_a_server_admits_only_its_job_and_its_folder(tmp_path: Path) -> None:
         files.read("1-0.data")
     with pytest.raises(ConnectionError):
         files.read("../secret")
+
+
+def test_strangers_get_no_thread_and_one_deadline_for_all_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(peer_files, "_CHECK_S", 0.1)
+    server = PeerFileServer(tmp_path, KEY)
+    threads = threading.active_count()
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+    challenges = [stranger.recv(32) for stranger in strangers]  # all of them are accepted
+    assert {len(it) for it in challenges} == {32} and threading.active_count() == threads
+    assert PeerFiles("127.0.0.1", server.port, KEY).names("*") == []
+    slow = strangers[0]
+    slow.settimeout(0.1)
+    for _ in range(20):  # a byte each 0.1 s: a limit for each byte would never end it
+        with suppress(TimeoutError):
+            assert slow.recv(1) == b""
+            break
+        slow.send(b"x")
+    else:
+        raise AssertionError("the stranger is still connected")
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_job_on_one_host_has_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY, "")
+    monkeypatch.setattr("nanoscale.agent.memory_keeper.PeerFileServer", None)
+    keeper = MemoryKeeper(KEY.hex(), has_peers=False)
+    try:
+        assert pair([member("n0", keeper)], address_of) == [None]
+        order = MemoryOrder(str(keeper.folder), KEY.hex(), 2, 0, 1, 1, None, None)
+        with pytest.raises(LostPeerError):  # and asks nobody
+            memory_reader.load(order, MemorySource(1, 0, 1, (peer(0, keeper),)), {})
+    finally:
+        scratch.remove(keeper.folder)
 
 
 def train_rank(rank: int, path: Path, folder: str) -> None:

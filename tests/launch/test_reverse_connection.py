@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nanoscale.agent.link import Link
-from nanoscale.launch.fleet import reverse_connection
 from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
+from nanoscale.processes import listener as listeners
 from nanoscale.processes.messages import HandshakeError, introduce
 
 KEY = b"k" * 32
@@ -90,7 +90,7 @@ def test_who_has_another_key_is_refused_by_both_ends(listener: ReverseListener) 
 
 
 def test_no_stranger_lives_long(listener: ReverseListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reverse_connection, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(listeners, "_PATIENCE_S", 0.05)
     stranger = connect(listener)
     serve(listener, lambda _: len(listener._untrusted) == 1)
     serve(listener, lambda _: not listener._untrusted)

@@ -193,6 +193,7 @@ class Fleet:
             "cache_dir": self._config.data.cache_dir,
             "master_addr": self.master_addr,
             "memory_key": self.memory_key,
+            "has_peers": len(self.members) > 1,
         }
         if not self.transport.is_local:
             self._key_file.write()
