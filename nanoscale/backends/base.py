@@ -19,6 +19,7 @@ from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
 from nanoscale.config.objectives import is_distilled, is_paired
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models import lora
@@ -65,6 +66,7 @@ class Engine(ABC):
         self.device = device
         fp16 = config.precision.compute == "fp16"
         self.scaling = LossScale(config.precision) if fp16 else None
+        self._row_step = row_step(config)
         self.before_norm: Callable[[], None] = lambda: None
         """A function that each rank calls in every step before the gradients' norm, which all ranks compute."""
 
@@ -342,9 +344,10 @@ class Engine(ABC):
     def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        Documents, or None, are the ends `[batch, documents]` in the whole sequence. References, or None, are
-        int64.
+        Rows that end with padding are as long as the longest of the micro batch. Documents, or None, are the
+        ends `[batch, documents]` in the whole sequence. References, or None, are int64.
         """
+        batch = batch if self._row_step is None else batch.trimmed(self._row_step)
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         documents, references = (
             None if it is None else torch.from_numpy(it) for it in (batch.ends(), batch.references)

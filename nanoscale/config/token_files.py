@@ -152,6 +152,19 @@ def times_seen(config: Config) -> float | None:
     return samples_after(train, train.steps) / (samples * rows_of_sample(train))
 
 
+def row_tokens(config: Config) -> float | None:
+    """Return the mean tokens of a row of one document, of pairs or texts with labels.
+
+    None: rows hold several documents, or it is not known.
+    """
+    data, train = config.data, config.train
+    if _form(data, train) not in ("pairs", "classify") or not training_samples(data, train):
+        return None
+    tokens = open_index(data, str(data.path))
+    documents = tokens.document_at(tokens.count - 1) + 1
+    return min(float(train.seq_len), tokens.count / documents - 1)
+
+
 def training_samples(data: Data, train: Train) -> int | None:
     """Return the samples of one epoch; None if they are not known before the launch.
 

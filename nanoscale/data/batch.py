@@ -61,6 +61,12 @@ class Batch:
             return self
         return self._changed(lambda array: array.reshape(-1, length, *array.shape[2:]))
 
+    def trimmed(self, multiple: int) -> Self:
+        """Return the rows up to the last column with a loss, rounded up to a multiple of this length."""
+        columns = (self.targets != IGNORED).any(axis=0).nonzero()[0]
+        length = -(-(int(columns.max(initial=0)) + 1) // multiple) * multiple
+        return self._changed(lambda array: array[:, :length] if array.ndim > 1 else array)
+
     def _changed(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
         present = {name: array for name, array in vars(self).items() if array is not None}
         return replace(self, **{name: change(array) for name, array in present.items()})

@@ -14,6 +14,7 @@ from nanoscale.config.hardware.data_sheets import peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.token_files import row_tokens
 from nanoscale.config.training_phases import phase_at, phases_of
 from nanoscale.metrics import waits
 
@@ -64,7 +65,9 @@ class Meter:
         Args:
             recomputed: all FLOPs over the model's, for `hfu`; None: unknown.
         """
-        self._seq_len, self._recomputed = config.train.seq_len, recomputed
+        # Padding is no work: speeds count the tokens of documents.
+        self._row_tokens = row_tokens(config) or config.train.seq_len
+        self._recomputed = recomputed
         # The active experts of a model=hf are not known.
         is_known = not has_experts(config.model.hf_config)
         self._train, self._flops_per_token = config.train, {}
@@ -105,7 +108,8 @@ class Meter:
         `mfu` is defined in Chowdhery et al. 2022 (PaLM), appendix B.
         """
         step_time = self._busy / self._steps
-        tokens_per_s = samples * self._seq_len / self._busy
+        samples_per_s = samples / self._busy
+        tokens_per_s = samples_per_s * self._row_tokens
         mfu = None
         if self._peak is not None and self._flops_per_token:
             mfu = tokens_per_s * self._flops / self._samples / self._peak
@@ -116,7 +120,7 @@ class Meter:
         return {
             "step_time_s": step_time,
             "tokens_per_s": tokens_per_s,
-            "samples_per_s": tokens_per_s / self._seq_len,
+            "samples_per_s": samples_per_s,
             "mfu": mfu,
             "hfu": mfu * self._recomputed if mfu and self._recomputed else None,
             **({"data_wait": data_wait} if data_wait >= _SHORTEST_WAIT else {}),

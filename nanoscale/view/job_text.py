@@ -12,8 +12,9 @@ from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.layout import stage_layers
 from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.rules.layout import row_step
 from nanoscale.config.schema import Hooks, Parallel, Precision, Zero
-from nanoscale.config.token_files import times_seen
+from nanoscale.config.token_files import row_tokens, times_seen
 from nanoscale.config.values.hooks import PARAMETERS, HookError, read
 
 Document = dict[str, Any]
@@ -145,6 +146,8 @@ def settings(config: ResolvedConfig) -> dict[str, str]:
         "zero": _zero(config),
         "compile": config.backend.compile,
     }
+    if (tokens := row_tokens(config)) is not None:
+        words["padding"] = _padding(config, tokens)
     if config.hooks.path is not None:
         words["hooks"] = _hooks(config.hooks)
     if config.backend.extra:
@@ -183,6 +186,14 @@ def _data(config: ResolvedConfig) -> str:
     seen = [seen_text(times)] if (times := times_seen(config)) is not None else []
     tokens = [] if data.source in ("random", "hooks") else [f"tokens by {data.tokenizer}"]
     return ", ".join([source, *tokens, *seen])
+
+
+def _padding(config: ResolvedConfig, tokens: float) -> str:
+    seq_len = config.train.seq_len
+    share = f"{100 * (1 - tokens / seq_len):.0f}% of rows of {seq_len:,} tokens"
+    if row_step(config) is None:
+        return f"{share}, which are computed too: a shorter train.seq_len is faster"
+    return f"{share}; rows are cut to the longest one of a micro batch"
 
 
 def _hooks(hooks: Hooks) -> str:

@@ -15,13 +15,25 @@ from torch.nn import functional as F
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.common.errors import UserError
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schema import Backend, Checkpoint, Data, DataSource, Lora, PhaseSettings
+from nanoscale.config.rules.layout import row_step
+from nanoscale.config.schema import (
+    Backend,
+    Checkpoint,
+    Data,
+    DataSource,
+    Lora,
+    Optimizer,
+    PhaseSettings,
+)
+from nanoscale.config.token_files import row_tokens
 from nanoscale.data.dataset import open_data
 from nanoscale.data.sampler import sample_indices
 from nanoscale.models.initialization import initialize
 from nanoscale.models.preferences import Objective
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.train.job import make_engine
+from nanoscale.view.job_text import settings
 from tests.support import hf_models
 from tests.support.jobs import (
     SAMPLES,
@@ -163,11 +175,12 @@ def our_model() -> Transformer:
 
 LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({}, 0),
-    ({"dp": 2}, 3),
+    ({"dp": 2, "cut": True}, 3),
     ({"tp": 2, "sequence_parallel": False}, 0),
     (ZBV, 1),
-    ({"cp": 2, "dp": 2}, 1),
+    ({"cp": 2, "dp": 2, "cut": True}, 1),
 ]
+"""With `cut`, rows have much padding, which is cut off before the model."""
 OTHER_LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"dp": 4}, 0),
     ({"tp": 2, "dp": 2}, 2),
@@ -180,19 +193,26 @@ OTHER_LAYOUTS: list[tuple[dict[str, Any], int]] = [
 @pytest.mark.parametrize(
     ("objective", "degrees", "stage"),
     [("dpo", *layout) for layout in LAYOUTS]
-    + [("orpo", {}, 0), ("orpo", {"tp": 2, "dp": 2}, 2)]
+    + [("orpo", {}, 0), ("orpo", {"tp": 2, "dp": 2, "cut": True}, 2)]
     + [exhaustive("dpo", *layout) for layout in OTHER_LAYOUTS]
     + [exhaustive("orpo", *layout) for layout in [*LAYOUTS, *OTHER_LAYOUTS]],
     ids=str,
 )
 def test_every_layout_equals_a_plain_loop(
-    tmp_path: Path, objective: str, degrees: dict[str, Any], stage: int
-) -> None:
+    tmp_path: Path, objective: str, degrees: dict[str, Any], stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     documents = write_pairs(tmp_path)
+    is_cut, degrees = "cut" in degrees, {it: degrees[it] for it in degrees if it != "cut"}
     config = make_config(
         tmp_path, dp=degrees.get("dp", 1), stage=stage, parallel=degrees, micro_batch=2
     )
     config = with_objective(config, tmp_path, objective)
+    assert row_step(config) == (None if config.parallel.pp > 1 else 64)
+    if is_cut:  # no document is longer than a row
+        monkeypatch.setitem(globals(), "TRAINED", [*range(len(LENGTHS))])
+        shape, long = replace(config.model, max_seq_len=128), replace(config.train, seq_len=128)
+        config = replace(config, model=shape, train=long)
     run = make_run(config)
     train(run, config)
     expected = plain_loop(documents, objective, our_model())
@@ -356,3 +376,28 @@ def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
     whole = next(iter(opened.train.micro_batches(16, 8, 0, 1, 8)))
     assert whole.references is not None
     assert whole.references[::2].tolist() == taken
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [({}, 64), ({"optimizer": Optimizer(qk_clip=100.0)}, 128), ({"precision": "fp32"}, 64)],
+    ids=str,
+)
+def test_the_model_gets_no_padding_beyond_the_longest_row(
+    tmp_path: Path, changes: dict[str, Any], length: int
+) -> None:
+    """Speeds count the tokens of documents alone, and the dry run says how much is padding."""
+    write_pairs(tmp_path)
+    config = with_objective(make_config(tmp_path, micro_batch=2, **changes), tmp_path, "dpo")
+    shape, long = replace(config.model, max_seq_len=128), replace(config.train, seq_len=128)
+    config = replace(config, model=shape, train=long)
+    engine = make_engine(config, torch.device("cpu"))
+    data = open_data(config.data, config.train, SHAPE.vocab)
+    (batch, *_) = data.train.micro_batches(0, SAMPLES, 0, 1, 2)
+    inputs, targets, _, references = engine._local_batch(batch)
+    assert inputs.shape == targets.shape == (2, length) and references is not None
+    assert int((targets != -100).sum()) == int((batch.targets != -100).sum())
+    lengths = [length - 1 for pair in LENGTHS for length in pair]
+    assert row_tokens(config) == pytest.approx(sum(lengths) / len(lengths))
+    share = 100 * (1 - sum(lengths) / len(lengths) / 128)
+    assert f"{share:.0f}% of rows of 128 tokens" in settings(config)["padding"]

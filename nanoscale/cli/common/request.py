@@ -235,13 +235,13 @@ def _other_machine(request: Request) -> str | None:
 
 
 def _note_shortened(request: Request) -> None:
-    """Say which values of a packaged recipe are smaller in this job, because its data is small."""
+    """Say which values of a packaged recipe are smaller in this job: it is short, or its data is small."""
     for key in ("train.global_batch", "train.seq_len", "scheduler.warmup_steps"):
         settings = request.composed.history.get(key, [])
         recipes = [it.value for it in settings if it.source.startswith("nanoscale/recipes/")]
         value = value_of(request.config, key)
         if recipes and not request.composed.by_user(key) and value < recipes[-1]:
-            display.note(f"the recipe's {key}={recipes[-1]} is shortened to {value} for this data")
+            display.note(f"the recipe's {key}={recipes[-1]} is shortened to {value} for this job")
 
 
 def request_new_run(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from nanoscale.common.units import counted, listed
 from nanoscale.config.layout import SPLIT_BACKWARD
+from nanoscale.config.objectives import is_paired
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
 from nanoscale.config.schema import Config, Model
 
@@ -93,6 +94,10 @@ def _undivided_heads(config: Config) -> str:
 
 # --- the sequence ---------------------------------------------------------------------------------
 
+_TILE, _ROW = 16, 64
+"""Tokens of which a rank's part of a cut row, and a cut row, are multiples: products in fp8 need the former,
+and few lengths mean few compilations."""
+
 
 def _shares(config: Config) -> int:
     """Return into how many shares tp divides the sequence; tp that must change implies nothing for it."""
@@ -105,6 +110,21 @@ def sequence_step(config: Config) -> int:
     layout = config.parallel
     chunks = 2 if layout.cp_method == "ring" and layout.cp > 1 else 1
     return layout.cp * math.lcm(chunks, _shares(config))
+
+
+def row_step(config: Config) -> int | None:
+    """Return the multiple to which rows with padding at their ends are cut; None if they stay whole.
+
+    They stay whole if a pipeline needs equal shapes, if frequencies depend on the length of the sequence, and
+    if the training counts padding too.
+    """
+    layout, model, train = config.parallel, config.model, config.train
+    scaling = model.rope_scaling.kind if model.rope_scaling is not None else ""
+    counts_all = model.balance != "none" or config.optimizer.qk_clip is not None
+    is_padded = is_paired(train) or train.objective == "classify"
+    if not is_padded or layout.pp > 1 or scaling in ("dynamic", "longrope") or counts_all:
+        return None
+    return math.lcm(sequence_step(config), _TILE * layout.cp * layout.tp, _ROW)
 
 
 def _undivided_sequence(config: Config) -> str:
