@@ -65,7 +65,7 @@ class Meter:
         Args:
             recomputed: all FLOPs over the model's, for `hfu`; None: unknown.
         """
-        # Padding is no work: speeds count the tokens of documents.
+        # Speeds count the tokens of documents, and not padding.
         self._row_tokens = row_tokens(config) or config.train.seq_len
         self._recomputed = recomputed
         # The active experts of a model=hf are not known.

@@ -180,7 +180,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     (ZBV, 1),
     ({"cp": 2, "dp": 2, "cut": True}, 1),
 ]
-"""With `cut`, rows have much padding, which is cut off before the model."""
+# `cut`: rows have much padding, which is cut off before the model.
 OTHER_LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"dp": 4}, 0),
     ({"tp": 2, "dp": 2}, 2),
