@@ -8,6 +8,7 @@ of them.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,10 +44,12 @@ _LIMITS = dict.fromkeys(("loss", "gradient", "grad_norm", "metric"), 1e-9) | {"u
 """The largest relative differences of rounding. An update divides by roots of tiny squares."""
 _METRICS = ("loss", "grad_norm", "lr", "tokens")
 """Metrics that are equal in each layout, in addition to the metrics of evaluations."""
+_COMPILED = dict.fromkeys(_LIMITS, 1e-5) | {"update": math.inf}
+"""The limits in fp32. An update is a difference of weights, of which rounding leaves little."""
 _PARALLEL = 1e-6
 """Tensors count as parallel if what is not along the other is a smaller share: 1 - cosine < 1e-12."""
 _SMALL = 1e-5
-"""Gradients below this share of the whole gradient's norm are compared with this share."""
+"""Gradients below this share of the whole gradient's norm are compared with this share; in fp32 with 0.1."""
 _NOISE = 1e-10
 """A gradient below this share of the whole gradient's norm may be rounding alone, and its update too."""
 
@@ -74,6 +77,8 @@ def run(context: RankContext) -> str:
     # One process has a group too, in which a user's collectives are right.
     process_group.join(context.world_size, torch.device("cpu"), 120.0, even_alone=True)
     work = compare_with_layout if task["compares"] else record_layout
+    if context.config.precision.compute == "fp32":
+        work = record_in_fp32
     result = work(context.config, folder, context.rank)
     if context.rank == 0:
         write_json(context.run.result, result)
@@ -129,6 +134,16 @@ def compare_with_layout(
         recorder = RecordedTraining(config, folder, rank, restores=True)
         result["resumed"] = compare([recorder.step() for _ in later], later, limits, first)
     return result
+
+
+def record_in_fp32(config: ResolvedConfig, folder: RunDirectory, rank: int) -> dict[str, Any]:
+    """Train the steps in a layout; with compiled blocks, compare them with the steps without."""
+    name = f"compile-{config.backend.compile}"
+    RecordedTraining(config, folder, rank).write(name, STEPS)
+    if config.backend.compile == "off":
+        return {"findings": []}
+    layout, eager = (read_records(folder.path, it) for it in (name, "compile-off"))
+    return compare(layout, eager, _COMPILED, least=0.1)
 
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
@@ -372,6 +387,7 @@ def compare(
     single: list[StepRecord],
     limits: dict[str, float],
     first_step: int = 1,
+    least: float = _SMALL,
 ) -> dict[str, Any]:
     """Return the largest relative difference of records, and the first that is more than rounding.
 
@@ -379,7 +395,7 @@ def compare(
     """
     largest = 0.0
     for step, (ours, reference) in enumerate(zip(layout, single, strict=True), first_step):
-        differences = list(_differences(ours, reference))
+        differences = list(_differences(ours, reference, least))
         wrong = [it for it in differences if not it["relative"] <= limits[it["what"]]]
         if wrong:
             first = {"step": step, "begin": first_step, **wrong[0]}
@@ -392,12 +408,12 @@ def compare(
     return {"largest": largest, "first_difference": None}
 
 
-def _differences(ours: StepRecord, reference: StepRecord) -> Iterator[dict[str, Any]]:
+def _differences(ours: StepRecord, reference: StepRecord, least: float) -> Iterator[dict[str, Any]]:
     yield _numbers("loss", ours.loss, reference.loss)
     names = list(reference.gradients)
     norm = torch.stack([it.norm() for it in reference.gradients.values()]).norm().item()
     for name in names:
-        yield _tensors("gradient", name, ours.gradients, reference.gradients, _SMALL * norm)
+        yield _tensors("gradient", name, ours.gradients, reference.gradients, least * norm)
     yield _numbers("grad_norm", ours.grad_norm, reference.grad_norm)
     for name in names:
         if reference.gradients[name].norm() > _NOISE * norm:

@@ -24,6 +24,7 @@ _PHASES = {
     "update": "the optimizer; the gradients are equal",
     "metric": "the evaluation, or what the log gathers from the ranks; losses, gradients and updates are equal",
 }
+_COMPILED = {"loss": "the forward pass of compiled blocks", "gradient": "their backward pass"}
 _BETWEEN = (
     "the code between the steps, such as a callback, the evaluation or a checkpoint: the step before is equal, "
     "so weights, buffers or modes changed after it"
@@ -33,6 +34,7 @@ _BETWEEN = (
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Yield the sentences for people; the last one says what the comparison cannot show."""
     name, saved = layout_name(result), result["saved_step"]
+    other = "the layout without torch.compile" if result["compiled"] else "one process"
     runs = {
         name: result,
         "resumed in the layout": result["restored"],
@@ -43,41 +45,49 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
             continue
         where = f" from step {saved}" if compared is not result else ""
         if (first := compared["first_difference"]) is not None:
-            yield f"{run}{where}: differs from one process. {_difference(first, result['layout'])}"
+            yield f"{run}{where}: differs from {other}. {_difference(first, result, other)}"
         else:
             yield f"{run}{where}: equal to {compared['largest']:.0e}"
     for finding in result["findings"]:
         yield f"{name}: {finding}"
     left_out = result["left_out"]
     lacks = f", and the small job lacks {listed(left_out)}" if left_out else ""
+    steps = f"of {result['steps']} steps"
+    compared = f"and update {steps}, samples, an evaluation, a checkpoint and metrics of callbacks, in fp64"
+    not_run = "compiled blocks, large sizes, data files, checkpoints in memory, rollbacks, exports, DeepSpeed"
+    if result["compiled"]:
+        compared = f"{steps} and an evaluation, with compiled blocks and without, in fp32"
+        not_run = "large sizes, the job's optimizer, and what is compared without --compile"
     yield (
-        f"Compared: losses, gradient norms, each gradient and update of {result['steps']} steps, samples, an "
-        "evaluation, a checkpoint and the metrics of callbacks, in fp64 on this CPU. Not run: GPU kernels, "
-        "lower precision, compiled blocks, large sizes, files of data, checkpoints in memory, rollbacks, "
-        f"exports and DeepSpeed{lacks}"
+        f"Compared: losses, gradient norms, each gradient {compared} on this CPU. "
+        f"Not run: GPU kernels, lower precision, {not_run}{lacks}"
     )
 
 
 def layout_name(result: dict[str, Any]) -> str:
     """Return the small job's layout, as in `dp 2 · tp 2, ZeRO 3`."""
     degrees = " · ".join(f"{axis} {degree}" for axis, degree in result["layout"].items())
-    return f"{degrees or 'one rank'}, ZeRO {result['zero_stage']}"
+    compiled = ", compiled" if result.get("compiled") else ""
+    return f"{degrees or 'one rank'}, ZeRO {result['zero_stage']}{compiled}"
 
 
-def _difference(first: dict[str, Any], degrees: dict[str, int]) -> str:
+def _difference(first: dict[str, Any], result: dict[str, Any], other: str) -> str:
     where = _PHASES[first["what"]]
-    if first["what"] == "loss" and first["step"] > first["begin"]:
+    if result["compiled"]:
+        where = _COMPILED.get(first["what"], where)
+    elif first["what"] == "loss" and first["step"] > first["begin"]:
         where = _BETWEEN
     elif first["step"] == first["begin"] > 1:
         where = "what the checkpoint lacks, or what is lost while it is loaded"
-    text = f"In step {first['step']}, {_named(first)}: look at {where}"
-    text += _meaning(first["factor"], degrees)
+    text = f"In step {first['step']}, {_named(first, other)}: look at {where}"
+    if not result["compiled"]:
+        text += _meaning(first["factor"], result["layout"])
     if then := first.get("then"):
-        text += f". In the same step, {_named(then)}"
+        text += f". In the same step, {_named(then, other)}"
     return text
 
 
-def _named(difference: dict[str, Any]) -> str:
+def _named(difference: dict[str, Any], other: str) -> str:
     what = _WHAT[difference["what"]].format(parameter=difference["parameter"])
     factor = difference["factor"]
     if factor == 0:
@@ -89,7 +99,7 @@ def _named(difference: dict[str, Any]) -> str:
         return f"{what} differs by {difference['relative']:.2g} of its size"
     number, is_inverse = _whole(factor)
     shown = f"{'1/' * is_inverse}{number}" if number else f"{factor:.6g}"
-    return f"{what} is {shown} times as large as in one process"
+    return f"{what} is {shown} times as large as in {other}"
 
 
 def _whole(factor: float | None) -> tuple[int, bool]:

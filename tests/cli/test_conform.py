@@ -62,6 +62,7 @@ def test_a_difference_is_explained_also_if_its_factor_is_no_degree(changes, mean
     first |= {"factor": None, **changes}
     result = {"first_difference": first, "layout": {"dp": 2}, "zero_stage": 0, "findings": ["more"]}
     result |= {"steps": 4, "saved_step": 2, "left_out": [], "restored": None, "resumed": None}
+    result |= {"compiled": False}
     (sentence, finding, last) = sentences(result)
     assert meaning in sentence and finding == "dp 2, ZeRO 0: more" and "Not run: " in last
 

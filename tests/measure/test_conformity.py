@@ -12,7 +12,7 @@ import torch
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Data, Hooks, Optimizer
-from nanoscale.config.translation.miniature import in_one_process, miniature
+from nanoscale.config.translation.miniature import in_fp32, in_one_process, miniature
 from nanoscale.measure import conformity
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
@@ -31,6 +31,11 @@ def train_layout(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, A
 def train_alone(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, Any]:
     process_group.join(1, torch.device("cpu"), 120.0, even_alone=True)
     return conformity.compare_with_layout(config, RunDirectory(folder))
+
+
+def train_in_fp32(rank: int, config: ResolvedConfig, folder: Path) -> dict[str, Any]:
+    process_group.join(config.world_size, torch.device("cpu"), 120.0, even_alone=True)
+    return conformity.record_in_fp32(config, RunDirectory(folder), rank)
 
 
 def compared(config: ResolvedConfig, folder: Path) -> dict[str, Any]:
@@ -282,6 +287,31 @@ def test_state_and_samples_are_findings_and_a_callback_may_communicate(tmp_path:
     assert changes == "the evaluation changes embed.weight"
     assert "epoch 1 of the samples leaves out 1 of 23 samples, such as number 3" in samples
     assert "begins the next step with another eps in optimizer group 0" in lost
+
+
+COMPILED = (
+    LOSS
+    + """
+import torch
+from nanoscale.models import transformer
+def forward(self, hidden, *rest, real=transformer.Block.forward):
+    result = real(self, hidden, *rest)
+    return result * 1.1 if torch.compiler.is_compiling() else result
+transformer.Block.forward = forward
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [LOSS, COMPILED], ids=["right", "wrong"])
+def test_compiled_blocks_compute_what_others_do(tmp_path: Path, text: str) -> None:
+    small, _ = miniature(with_bug(tmp_path, Bug(text, "", layout={"tp": 2})), tmp_path)
+    for compiled in (False, True):
+        config = in_fp32(small, compiled=compiled)
+        result, _ = run_ranks(train_in_fp32, small.world_size, config, tmp_path)
+    first = result["first_difference"]
+    assert (first and (first["what"], first["step"])) == (("loss", 1) if text == COMPILED else None)
+    assert result["largest"] is None or 0 < result["largest"] < 1e-5
 
 
 # --- right layouts --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
 
 
-def compared(config: ResolvedConfig) -> dict[str, Any] | None:
+def compared(config: ResolvedConfig, *, compiled: bool = False) -> dict[str, Any] | None:
     """Return the document of `conform --json`; None if a rank failed, which is reported.
 
     Raises:
@@ -22,7 +22,7 @@ def compared(config: ResolvedConfig) -> dict[str, Any] | None:
 
     with saying() as say:
         try:
-            return conform(config, say)
+            return conform(config, say, compiled=compiled)
         except OneShotJobError as error:
             display.note(f"error: in the small job, {error}")
             return None

@@ -11,7 +11,13 @@ from nanoscale.common import display
 
 
 @requesting("config", "config_dir", *HOSTS, "trust")
-def conform(line: CommandLine, as_json: opt.AsJson = False) -> int:
+def conform(
+    line: CommandLine,
+    compiled: bool = opt.option(
+        "Compare compiled blocks with blocks that are not, in fp32", "--compile", default=False
+    ),
+    as_json: opt.AsJson = False,
+) -> int:
     """Compare a job's layout with one process, in fp64 on this CPU.
 
     The job is made small: few narrow blocks of the same kinds, and degrees of at most 4. It trains four steps
@@ -24,7 +30,7 @@ def conform(line: CommandLine, as_json: opt.AsJson = False) -> int:
 
     line = on_described_hosts(line)
     request = request_job(line, devices=planned_devices, hosts=planned_hosts)
-    result = compared(request.config)
+    result = compared(request.config, compiled=compiled)
     if result is None:
         return FAILED
     if as_json:

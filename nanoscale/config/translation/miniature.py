@@ -121,6 +121,23 @@ def _small(config: ResolvedConfig, layout: ResolvedParallel, root: Path) -> Reso
     )
 
 
+def in_fp32(config: ResolvedConfig, *, compiled: bool) -> ResolvedConfig:
+    """Return the same job in fp32, with SGD, whose updates do not amplify rounding.
+
+    Raises:
+        UserError: its blocks cannot be compiled.
+    """
+    result = replace(
+        config,
+        precision=Precision("fp32", "fp32", "fp32"),
+        backend=replace(config.backend, compile="on" if compiled else "off"),
+        optimizer=replace(config.optimizer, name="sgd", lr=1e-3),
+    )
+    if (broken := _broken_rule(result)) is not None:
+        refuse([broken])
+    return result
+
+
 def _broken_rule(small: ResolvedConfig) -> Violation | None:
     """Return the first rule that a small job breaks; None if there is none."""
     for rule in RULES:

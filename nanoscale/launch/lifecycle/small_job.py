@@ -8,14 +8,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.translation.miniature import SAVED, STEPS, in_one_process, miniature
+from nanoscale.config.translation.miniature import SAVED, STEPS, in_fp32, in_one_process, miniature
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.launch.lifecycle.one_shot_job import run_one_shot_job
 from nanoscale.processes.messages import CONFORMITY
 
 
-def conform(config: ResolvedConfig, say: Callable[[str], None]) -> dict[str, Any]:
+def conform(
+    config: ResolvedConfig, say: Callable[[str], None], *, compiled: bool = False
+) -> dict[str, Any]:
     """Train the small job in its layout and in one process; return the document of `conform --json`.
+
+    Args:
+        compiled: compare the layout with compiled blocks and the layout without, in fp32.
 
     Raises:
         UserError: the job cannot be made small, or a rank found an error in the request.
@@ -23,10 +28,14 @@ def conform(config: ResolvedConfig, say: Callable[[str], None]) -> dict[str, Any
     """
     with unwinding(), TemporaryDirectory(prefix="nanoscale-conform-") as name:
         small, lacks = miniature(config, Path(name))
+        first, second = small, in_one_process(small)
+        if compiled:
+            first, second = (in_fp32(small, compiled=it) for it in (False, True))
+            lacks = [key for key in lacks if key != "backend.compile"]
         task = {"folder": name, "compares": False}
-        findings = run_one_shot_job(CONFORMITY, small, (), task, say)["findings"]
+        findings = run_one_shot_job(CONFORMITY, first, (), task, say)["findings"]
         task = {"folder": name, "compares": True}
-        result = run_one_shot_job(CONFORMITY, in_one_process(small), (), task, say)
+        result = run_one_shot_job(CONFORMITY, second, (), task, say)
     layout = small.parallel
     again = {how: result.pop(how, None) for how in ("restored", "resumed")}
     compared = [result, *filter(None, again.values())]
@@ -35,6 +44,7 @@ def conform(config: ResolvedConfig, say: Callable[[str], None]) -> dict[str, Any
         **result,
         **again,
         "findings": findings,
+        "compiled": compiled,
         "layout": {
             axis: getattr(layout, axis)
             for axis in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
