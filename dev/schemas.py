@@ -91,7 +91,7 @@ def documents() -> dict[str, list[Any]]:
     os.chdir(folder)
     Path("a.txt").write_text("one line\n" * 4000)
     Path("a.jsonl").write_text('{"prompt": "def"}\n')
-    Path("ds.json").write_text('{"train_batch_size": 8}')
+    Path("ds.json").write_text('{"train_batch_size": 8, "gradient_clipping": 1.0}')
     try:
         for name, first in COMMANDS.items():
             found[name] = [_printed(words) for words in (first, *OTHERS.get(name, ()))]

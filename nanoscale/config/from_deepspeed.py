@@ -126,6 +126,8 @@ class Translation:
     became: list[tuple[str, str]] = field(default_factory=list)
     """Each setting, by its path, and what it became."""
     violations: list[Violation] = field(default_factory=list)
+    dp: int | None = None
+    """The data-parallel degree of the job; None if it is not known."""
     handled: set[str] = field(default_factory=set)
     """The paths of the settings that are dealt with."""
 

@@ -72,7 +72,13 @@ OPTIMIZERS = {
         compiled=True,
         package="torchao",
         deepspeed=False,
-        other_names=("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"),
+        other_names=(
+            "adamw_bnb_8bit",
+            "adamw_8bit",
+            "paged_adamw_8bit",
+            "adamw_torch_8bit",
+            "ao_adamw_8bit",
+        ),
     ),
     "lion": UpdateRule(
         keys=("beta1", "beta2"),

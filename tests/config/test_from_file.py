@@ -186,7 +186,6 @@ VALUES: dict[str, dict[str, Any]] = {
         "train.epochs": 2.0,
         "data.packing": "whole",
         "precision.compute": "bf16",
-        "checkpoint.at_end": False,
         "logger.wandb": "online",
         "logger.tensorboard": "on",
         "scheduler.name": "linear",
@@ -196,13 +195,15 @@ VALUES: dict[str, dict[str, Any]] = {
 }
 NONE = "no counterpart"
 BECAME = {
-    "axolotl.yml": {"lora_dropout": NONE, "datasets.path": "data prepare hf:someone/pairs",
+    "axolotl.yml": {"lora_dropout": NONE, "load_in_4bit": "lora.base=nf4",
+                    "(data)": "type `nanoscale data prepare hf:someone/pairs --out data --pairs --tokenizer "
+                    "meta-llama/Meta-Llama-3-8B-Instruct` first",
                     "special_tokens.pad_token": "not needed", "wandb_project": "not set"},
     "titan.toml": {"(parallel.schedule=interleaved-1f1b)": "left out: does not concern"},
     "accelerate.yaml": {"fsdp_config.fsdp_auto_wrap_policy": "not needed"},
     "factory.yaml": {"pissa_init": NONE, "(global batch)": "assumes 1 data-parallel rank"},
     "megatron.sh": {"data-path": "$1 is a variable; set data.path=…", "split": "data.valid_fraction"},
-    "args.json": {"max_steps": "not set"},
+    "args.json": {"max_steps": "not set", "fp16": "off"},
     "words.txt": {"(global batch)": "2 · 1 · 4"},
     "ds.json": {"optimizer.type": f"{NONE}: is not an optimizer here"},
 }  # fmt: skip
@@ -220,6 +221,10 @@ def test_a_file_becomes_a_recipe(
     became = {it["setting"]: it["became"] for it in document["became"]}
     for setting, text in BECAME[name].items():
         assert text in became[setting]
+    is_part = name in ("accelerate.yaml", "ds.json")  # of a job, without its length
+    assert ("this recipe trains" in str(document["verdict"])) != is_part
+    assert document["verdict"][-1] == "next: nanoscale train recipe=./mine.yaml"
+    assert (document["became"][0]["setting"] == "(model)") == is_part
     # the weights of a model are not here: everything else is accepted
     assert nanoscale(["config", "show", "recipe=./mine.yaml", "model.init_from=null"]) == 0
 
@@ -245,7 +250,7 @@ def test_another_file_is_refused(
         ("empty.sh", b"", "is not recognized"),
         (
             "kto.yaml",
-            b"base_model: a\nadapter: lora\nrl: kto\n",
+            b"base_model: a\nadapter: lora\nsequence_len: 8\nrl: kto\n",
             "this way of training is not here",
         ),
         ("binary.sh", b"\xff\x00", "is not UTF-8 text"),
@@ -263,6 +268,114 @@ def test_another_file_is_refused(
     assert nanoscale(["config", "from", "absent.yml"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "title"),
+    [
+        ("tune.yaml", "model: {_component_: a}\noptimizer: {_component_: b, lr: 3e-4}\noutput_dir: x",
+         "torchtune's YAML"),
+        ("swift.sh", "swift sft --model a --tuner_type lora --learning_rate 1e-4 --model_author c",
+         "ms-swift's arguments"),
+        ("lit.yaml", "out_dir: a\ncheckpoint_dir: b\ndata: {class_path: c}\ntrain: {epochs: 2}",
+         "litgpt's YAML"),
+        ("nemo.yaml", "step_scheduler: {num_epochs: 1}\nmodel: {_target_: a}\noptimizer: {lr: 1e-5}",
+         "NeMo AutoModel's"),
+        ("olmo.json", '{"model": {"_CLASS_": "a"}, "trainer": {"_CLASS_": "b"}, "learning_rate": 1}',
+         "OLMo-core's"),
+        ("nano.yaml", "general: {run: a}\nparallelism: {dp: 2, pp_engine: 1f1b}\nmodel: {model_config: {}}",
+         "nanotron's"),
+        ("rl.toml", "max_steps = 5\n[optim]\nlr = 1e-5\n[model]\nname = 'a'\n", "prime-rl's TOML"),
+        ("config_registry.py", "def llama3_8b(): pass", "is a program, as torchtitan's registry"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_read_is_named(
+    name: str,
+    content: str,
+    title: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capsys,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(content)
+    assert nanoscale(["config", "from", name, "--out", "mine.yaml"]) == 2
+    assert title in capsys.readouterr().err and not Path("mine.yaml").exists()
+
+
+HF = "model_name_or_path: gpt2\nlearning_rate: 1e-5\nmax_steps: 9\n"
+TITAN = "[training]\nsteps = 10\nlocal_batch_size = 1\n"
+AXOLOTL = "base_model: gpt2\nsequence_len: 64\nmax_steps: 9\nmicro_batch_size: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "values"),
+    [
+        ("a.yaml", HF + "deepspeed: configs/x.json", {"zero.stage": 3, "backend.reduce_bucket": 5000}),
+        ("a.yaml", HF + "deepspeed: ds_z2.json", {"zero.stage": 2, "backend.name": "deepspeed"}),
+        ("a.toml", TITAN, {"scheduler.name": "linear", "scheduler.min_ratio": 0.0}),
+        ("a.toml", TITAN + "[lr_scheduler]\ndecay_ratio = 0.8\n",
+         {"scheduler.name": "wsd", "scheduler.decay_steps": 8}),
+        ("a.toml", TITAN + "[validation]\nseq_len = 7\n", {"train.seq_len": None}),
+        ("a.yaml", "distributed_type: FSDP\nparallelism_config: {parallelism_config_dp_shard_size: 2,"
+         " parallelism_config_dp_replicate_size: 2, parallelism_config_tp_size: 4}\n",
+         {"parallel.dp": 4, "parallel.dp_replicate": 2, "parallel.tp": 4}),
+        ("a.yaml", AXOLOTL + "dp_shard_size: 4\n", {"parallel.dp": 4, "train.global_batch": 4}),
+        ("a.yaml", AXOLOTL + "expert_parallel_size: 8\n", {"parallel.ep": 8, "train.global_batch": 8}),
+        ("a.yaml", AXOLOTL + "warmup_steps: 0.1\n", {"scheduler.warmup": 0.1}),
+        ("a.yaml", AXOLOTL + "optimizer: adamw_torch_8bit\nactivation_offloading: true\n"
+         "gradient_checkpointing: true\n",
+         {"optimizer.name": "adamw8bit", "parallel.offload_activations": True}),
+        ("a.yaml", HF + "save_strategy: 'no'\nsave_steps: 5\n",
+         {"checkpoint.every": None, "checkpoint.every_minutes": 0, "checkpoint.at_end": None}),
+        ("a.yaml", HF + "generation_config: {max_length: 7, seed: 3}\n",
+         {"train.seq_len": None, "train.seed": 42}),
+    ],
+)  # fmt: skip
+def test_a_setting_is_not_lost(
+    name: str,
+    content: str,
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capsys,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(content)
+    zero = {"stage": 3, "reduce_bucket_size": 5e3}
+    Path("x.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    assert nanoscale(["config", "from", name, "--json"]) == 0
+    present = json.loads(capsys.readouterr().out)["values"]
+    assert {key: present.get(key) for key in values} == values
+
+
+def test_what_lines_say_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": f"d/{i}", "config": "c", "split": "s"} for i in range(25)]
+    settings = {
+        "model_name_or_path": "gpt2", "learning_rate": 1e-5, "lr_scheduler_type": "cosine",
+        "model_revision": "x", "chat_template": "{{ x }}", "dataset_mixture": {"datasets": rows}, "bf16": True,
+        "fp16": False,
+    }  # fmt: skip
+    Path("a.json").write_text(json.dumps(settings))
+    assert nanoscale(["config", "from", "a.json", "--json"]) == 0
+    became = {it["setting"]: it["became"] for it in json.loads(capsys.readouterr().out)["became"]}
+    assert "(lr_scheduler_type=linear, not in the file)" not in became and became["fp16"] == "off"
+    assert "has no key" in became["model_revision"] and "--chat-template" in became["chat_template"]
+    command = became["(data)"].partition("`")[2].partition("`")[0]
+    sources = " ".join(f"hf:d/{i}:c:s" for i in range(25))
+    options = "--out data --chat --chat-template FILE --tokenizer gpt2"
+    assert command == f"nanoscale data prepare {sources} {options}"
+    Path("b.yaml").write_text(HF + "deepspeed: own.json\n")
+    assert nanoscale(["config", "from", "b.yaml"]) == 2
+    assert "is not beside the file" in capsys.readouterr().err
+    Path("c.yaml").write_text(
+        HF + "per_device_train_batch_size: 1\ntensor_parallel_size: 8\npipeline_parallel_size: 64\n"
+    )
+    assert nanoscale(["config", "from", "c.yaml"]) == 0
+    assert "error: `train` refuses this recipe: parallel.pp=64" in capsys.readouterr().err
+
+
 def test_a_script_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
@@ -272,5 +385,5 @@ def test_a_script_is_not_run(
     )
     assert nanoscale(["config", "from", "x.sh"]) == 0
     assert [it.name for it in tmp_path.iterdir()] == ["x.sh"]
-    Path("x.sh").write_text("A=$B$B\nB=$A$A\npython t.py --learning_rate $A\n")
+    Path("x.sh").write_text("A=$B$B\nB=$A$A\npython t.py --learning_rate $A --max_steps 3\n")
     assert nanoscale(["config", "from", "x.sh"]) == 0  # variables that name each other end

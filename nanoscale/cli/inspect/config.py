@@ -88,11 +88,12 @@ def from_file(
     Reads the files of axolotl, torchtitan, accelerate, LLaMA-Factory, Megatron, DeepSpeed and transformers, and
     shell scripts with their options. Nothing of a file is run.
     """
-    from nanoscale.config.translation.from_file import convert_file
+    from nanoscale.config.translation.from_file import convert_file, verdict
 
     kind, translation = convert_file(file, dp)
-    display.note(f"{file} is {kind.title}")
-    _show_translation(file, translation, out, as_json=as_json)
+    translation.became.insert("(model)" in dict(translation.became), (str(file), kind.title))
+    lines = verdict(translation, file, out)
+    _show_translation(file, translation, out, lines, as_json=as_json)
 
 
 @app.command("from-deepspeed")
@@ -109,9 +110,14 @@ def from_deepspeed(
 
 
 def _show_translation(
-    file: Path, translation: Translation, out: Path | None, *, as_json: bool
+    file: Path,
+    translation: Translation,
+    out: Path | None,
+    verdict: list[str] | None = None,
+    *,
+    as_json: bool,
 ) -> None:
-    """Write or print the recipe, and show what became of each setting."""
+    """Write or print the recipe, and show what became of each setting, and whether `train` accepts it."""
     from nanoscale.config.values.convert import convert
     from nanoscale.config.values.yaml_file import to_yaml
     from nanoscale.config.violations import refuse
@@ -128,12 +134,15 @@ def _show_translation(
             raise UserError("usage", f"--out {out}: {error.strerror}") from error
     if as_json:
         became = [{"setting": path, "became": text} for path, text in translation.became]
-        print_json({"values": translation.values, "became": became})
+        said = {} if verdict is None else {"verdict": verdict}
+        print_json({"values": translation.values, "became": became} | said)
         return
     if out is None:
         print_yaml(text)
     for path, what in translation.became:
         display.note(f"{path}  →  {what}")
+    for line in verdict or ():
+        display.note(line)
 
 
 @app.command("backends")

@@ -38,11 +38,12 @@ class Equivalent:
         return tuple(dict.fromkeys(names))
 
 
-def equivalent(name: str) -> Equivalent | None:
-    """Return the equivalent of a name of another trainer; None for a name that is not in the table."""
+def equivalent(name: str, parts: int = 1) -> Equivalent | None:
+    """Return the equivalent of a name of another trainer, found by at least this number of its dotted parts;
+    None for a name that is not in the table."""
     table = _byspelling()
     whole = spelling(name)
-    while whole and whole not in table:
+    while whole and (whole not in table or whole.count(".") + 1 < parts):
         whole = whole.partition(".")[2]
     return table.get(whole)
 

@@ -29,7 +29,9 @@ class Kind(NamedTuple):
     name: str
     title: str
     marks: str
+    sections: str = ""
     defaults: Mapping[str, Any] = {}
+    unread: str = ""
 
 
 @cache
@@ -41,6 +43,9 @@ def kinds() -> tuple[Kind, ...]:
 
 def read_settings(file: Path) -> dict[str, Any]:
     """Read a file as what its ending says, JSON, TOML or YAML, and otherwise as options. Raises UserErrors."""
+    if file.suffix == ".py":
+        why = "as torchtitan's registry of configurations: Python is not read, and nothing of a file is run"
+        raise UserError("usage", f"{file} is a program, {why}")
     if file.suffix == ".json":
         return read_json(file)
     text = read_text(file)
@@ -50,16 +55,18 @@ def read_settings(file: Path) -> dict[str, Any]:
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise UserError("usage", f"{file} is not TOML: {error}") from error
     if file.suffix in (".yaml", ".yml"):
-        return yaml_file.parse(text, str(file)).content
+        content = yaml_file.parse(text, str(file)).content
+        inner = content.get("MODEL_ARGS")  # Megatron's
+        return content | inner if isinstance(inner, dict) else content
     return read_json(file) if text.lstrip().startswith("{") else _options(text)
 
 
 def kind_of(settings: Mapping[str, Any]) -> Kind | None:
-    """Return the kind of a file's settings; None if it is none of `kinds`."""
-    paths = [spelling(path) for path in flat_settings(settings)]
-    names = {path[i:] for path in paths for i, one in enumerate(f".{path}") if one == "."}
-    names |= {spelling(name) for name in settings}
-    return next((it for it in kinds() if names & {*map(spelling, it.marks.split())}), None)
+    """Return the first kind of which a file has at least two marks; None if it is none of `kinds`."""
+    names: set[str] = set()
+    for path in map(spelling, flat_settings(settings)):
+        names |= {path[:i] for i, one in enumerate(f"{path}.") if one == "."}
+    return next((it for it in kinds() if len(names & {*map(spelling, it.marks.split())}) > 1), None)
 
 
 def refuse_foreign(file: Path) -> None:
@@ -68,15 +75,18 @@ def refuse_foreign(file: Path) -> None:
     with suppress(UserError):
         kind = kind_of(read_settings(file))
     if kind is not None:
-        message = f"is {kind.title}; a recipe is made of it"
-        advice = (f"nanoscale config from {shlex.quote(str(file))}",)
+        message = f"is {kind.title}; " + (kind.unread or "a recipe is made of it")
+        advice = () if kind.unread else (f"nanoscale config from {shlex.quote(str(file))}",)
         refuse([Violation("", str(file), str(file), message, advice)])
 
 
-def refuse_unknown(file: Path, settings: Mapping[str, Any]) -> NoReturn:
-    """Refuse a file of no kind."""
-    what = "is not recognized; these are read: " + listed([it.title for it in kinds()])
-    if settings.keys() & {"defaults", *reference.sections()}:
+def refuse_unread(file: Path, settings: Mapping[str, Any], kind: Kind | None) -> NoReturn:
+    """Refuse a file that is not read, by its kind if it has one."""
+    titles = listed([it.title for it in kinds() if not it.unread])
+    what = f"is not recognized; these are read: {titles}"
+    if kind is not None:
+        what = f"is {kind.title}, which is not read: {kind.unread}. These are read: {titles}"
+    elif settings.keys() <= {"defaults", *reference.sections()} and settings:
         path = str(file) if file.is_absolute() else f"./{file}"
         what = f"is a recipe already: nanoscale train {override('recipe', path)}"
     raise UserError("usage", f"{file} {what}")
