@@ -16,8 +16,8 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
-    from nanoscale.config.from_deepspeed import Translation
     from nanoscale.config.schema import Config
+    from nanoscale.config.translation.conversion import Translation
     from nanoscale.config.values.provenance import Composed
 
 _ForeignFile = Annotated[Path, typer.Argument(help="Read this file", show_default=False)]
@@ -104,7 +104,8 @@ def from_deepspeed(
     as_json: opt.AsJson = False,
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
-    from nanoscale.config.from_deepspeed import read_json, translate
+    from nanoscale.config.translation.deepspeed_json import translate
+    from nanoscale.config.values.other_trainers import read_json
 
     _show_translation(file, translate(read_json(file), dp), out, as_json=as_json)
 

@@ -1,42 +1,30 @@
-"""Configurations of other trainers in nanoscale's keys, by `values/equivalents.yaml`.
-
-A name is looked up with its kind first (`axolotl.rl`).
-"""
+"""Recipes of configurations of other trainers, and what `train` says of them."""
 
 from __future__ import annotations
 
-import math
-import re
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.devices import Devices, cores
-from nanoscale.common.errors import UserError, Violation
-from nanoscale.config import from_deepspeed, reference
+from nanoscale.common.errors import UserError
+from nanoscale.config import reference
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.composing.library import ROOT, Library
-from nanoscale.config.from_deepspeed import Translation, read_json
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-from nanoscale.config.objectives import PAIRED
 from nanoscale.config.rules import backends, check, data, layout, numbers, only_with, pipeline
+from nanoscale.config.translation.conversion import Conversion, Translation
+from nanoscale.config.translation.deepspeed_json import translate
 from nanoscale.config.values import yaml_file
-from nanoscale.config.values.convert import convert, fits
-from nanoscale.config.values.equivalents import Equivalent, equivalent, spelling
+from nanoscale.config.values.convert import convert
 from nanoscale.config.values.other_trainers import (
     Kind,
-    flat_settings,
     kind_of,
+    read_json,
     read_settings,
     refuse_unread,
-    typed_value,
 )
 from nanoscale.config.violations import override, shown
-
-_OFF = ("false", "0", "no", "none", "null", "disabled", "")
 
 
 def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
@@ -46,16 +34,20 @@ def convert_file(file: Path, dp: int | None = None) -> tuple[Kind, Translation]:
     if kind is None or kind.unread:
         refuse_unread(file, settings, kind)
     if kind.name == "deepspeed":
-        result = from_deepspeed.translate(settings, dp, strict=False)
+        result = translate(settings, dp, strict=False)
         if result.values.get("parallel.tp", 1) != 1:
             result.values["parallel.sequence_parallel"] = False
     else:
-        result = _Conversion(kind, settings, file.parent).run(dp)
+        result = Conversion(kind, settings, file.parent).run(dp, _deepspeed_values)
     _drop_refused(result)
     if not result.values.keys() & {"model.init_from", "model.layers", "model.name"}:
         which = "set model.init_from=NAME or model=NAME; otherwise model=debug trains"
         result.became.insert(0, ("(model)", f"the file names no model that is known here: {which}"))
     return kind, result
+
+
+def _deepspeed_values(file: Path) -> dict[str, Any]:
+    return translate(read_json(file), strict=False).values
 
 
 def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
@@ -74,8 +66,7 @@ def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
         shape = "qwen3-30b-a3b" if values.get("parallel.ep", 1) > 1 else "llama-8b"
         words = [f"model={shape}", "model.init_from=null"]
         lines = [f"{name} is not here: the rules see the shape of model={shape}"]
-    count = _copy(values) * (result.dp or _least_dp(values))
-    gpus = Devices("cuda", count, ("NVIDIA H100 80GB HBM3",) * count, cores())
+    gpus = Devices("cuda", result.ranks, ("NVIDIA H100 80GB HBM3",) * result.ranks, cores())
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "translated.yaml"
         recipe.write_text(yaml_file.to_yaml(reference.nested(values)), encoding="utf-8")
@@ -99,361 +90,6 @@ def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
     return [*lines, f"next: {train}"]
 
 
-def _copy(values: Mapping[str, Any]) -> int:
-    return math.prod(values.get(f"parallel.{it}", 1) for it in ("tp", "pp", "cp"))
-
-
-def _least_dp(values: Mapping[str, Any]) -> int:
-    least = (values.get(f"parallel.{it}", 1) for it in ("ep", "dp_replicate"))
-    return int(values.get("parallel.dp") or math.lcm(*least))
-
-
-def _in_batches(value: float, values: Mapping[str, int]) -> int:
-    return math.ceil(value / values["train.global_batch"])
-
-
-_DERIVED: dict[str, tuple[str, Callable[[Any, Mapping[str, Any]], Any]]] = {
-    "min_lr": ("scheduler.min_ratio", lambda value, its: round(value / its["optimizer.lr"], 6)),
-    "train_samples": ("train.steps", _in_batches),
-    "lr_warmup_samples": ("scheduler.warmup_steps", _in_batches),
-    "eval_iters": ("train.eval_samples", lambda value, its: value * its["train.global_batch"]),
-    "distributed_timeout_minutes": ("launcher.collective_timeout_s", lambda value, _: value * 60),
-    "decay_ratio": ("scheduler.decay_steps", lambda value, its: round(value * its["train.steps"])),
-}
-"""Names whose values follow from other keys, in this order: the key, and a function of value and keys."""
-_OF_PAIRS = re.compile("chosen|rejected|max_prompt_length")
-"""Names and columns that files on pairs of answers have."""
-_SHARDS = ("data_parallel_shard_degree", "dp_shard_size", "parallelism_config_dp_shard_size")
-
-
-def _said(note: str) -> str:
-    """Return a note of the table as what became of a setting."""
-    return note.removeprefix("is ").replace("does not exist here", "no counterpart")
-
-
-def _refuse_other_task(path: str, value: Any, became: str, kind: Kind) -> None:
-    """Refuse a way of training that is not here: the other keys would make a recipe for another one."""
-    meant = equivalent(f"{kind.name}.{path}")
-    if meant and "train.objective" in meant.about and became.startswith("no counterpart"):
-        told = "there are supervised fine-tuning, dpo, orpo, distill, classify and masked"
-        wrong = Violation(path, value, "", f"this way of training is not here: {told}")
-        raise UserError("config", f"{path}={shown(value)}: {wrong.message}", [wrong])
-
-
-class _Conversion:
-    """The settings of one file on their way into keys."""
-
-    def __init__(self, kind: Kind, settings: Mapping[str, Any], folder: Path = Path()) -> None:
-        self.kind, self.folder = kind, folder
-        self.settings = flat = flat_settings(settings)
-        if "model.flavor" in flat:  # torchtitan's size of model.name
-            flat["model.flavor"] = f"{flat.get('model.name')} {flat['model.flavor']}"
-        self.names = {spelling(path).rpartition(".")[2]: path for path in self.settings}
-        self.became: dict[str, str] = {}
-        self.off: dict[str, Any] = {}
-        """Keys of flags that are off; flags that are on win over them, and keys win over flags."""
-        self.flags: dict[str, Any] = {}
-        self.keys: dict[str, Any] = {}
-        self.rows: set[int] = set()
-        """Rows of the table that settings of the file have, by their identity."""
-        self.sources = _sources(settings)
-
-    def run(self, dp: int | None) -> Translation:
-        for path, value in self.settings.items():
-            self.became[path] = self._take(path, value)
-            _refuse_other_task(path, value, self.became[path], self.kind)
-        self._correct_flags()
-        self._add_defaults()
-        values = self.off | self.flags | self.keys
-        self._add_deepspeed(values)
-        self._objective(values)
-        degree = self._batches(values, dp)
-        self._derive(values)
-        self._finish(values)
-        order = [key for key in reference.declared() if key in values]
-        values = {key: values[key] for key in order}
-        return Translation(values, [*self.became.items()], dp=degree)
-
-    def _take(self, path: str, value: Any) -> str:
-        """Take a setting as keys; return what it became."""
-        if value in (None, "", [], {}) or (value == -1 and not isinstance(value, bool)):
-            return "not set"
-        top = path.partition(".")[0]
-        is_known = top == path or top in self.kind.sections.split()
-        meant = equivalent(f"{self.kind.name}.{path}", 1 if is_known else 2)
-        while meant is None and "." in path:  # a note on the whole section
-            path = path.rpartition(".")[0]
-            meant = equivalent(f"{self.kind.name}.{path}")
-            meant = None if meant and (meant.keys or meant.overrides) else meant
-        if meant is None:
-            return "no counterpart"
-        self.rows.add(id(meant))
-        if isinstance(value, str) and "$" in value:
-            which = f"; set {meant.keys[0]}=…" if meant.keys else ""
-            return f"not known: {value} is a variable{which}"
-        if meant.keys:
-            return self._as_key(meant, value)
-        if meant.overrides:
-            return self._as_flag(meant, value)
-        if shown(value).lower() in _OFF:
-            return "off, as here"
-        return _said(meant.note) if meant.note else f"see {meant.about[0]}"
-
-    def _as_key(self, meant: Equivalent, value: Any) -> str:
-        key = next((it for it in meant.keys if fits(it, value)), meant.keys[0])
-        if key == "data.path":
-            return self._as_data(value)
-        if key == "recipe":
-            return "no counterpart"
-        if isinstance(value, str) and not fits(key, value):
-            value = typed_value([value])
-        if isinstance(value, float) and value.is_integer() and not fits(key, value):
-            value = int(value)
-        if not fits(key, value):
-            rule = reference.declared()[key]
-            return f"no counterpart: {key} must be {rule.type} {rule.bounds}".strip()
-        self.keys[key] = value
-        if key in ("launcher.devices", "launcher.nodes"):
-            return "for the global batch alone: a job takes the devices that there are"
-        return f"{key}={shown(value)}"
-
-    def _as_data(self, value: Any) -> str:
-        self.keys["data.source"] = "megatron"
-        if not self.sources:
-            self.sources = [str(it) for it in (value if isinstance(value, list) else [value])]
-        (first, *others) = self.sources
-        if not others and (first.startswith(("/", ".", "~")) or Path(first).exists()):
-            self.keys["data.path"] = first
-            return f"data.path={first}"
-        return (
-            f"{len(self.sources)} sources, which are prepared first"
-            if others
-            else "is prepared first"
-        )
-
-    def _as_flag(self, meant: Equivalent, value: Any) -> str:
-        texts = [shown(it).lower() for it in (value if isinstance(value, list) else [value])]
-        result = []
-        for text in filter(None, texts):
-            first = meant.overrides.get(text.split()[0])
-            words = meant.overrides.get(text, meant.overrides.get("") if first is None else first)
-            for word in (words or "").split():
-                self._set(self.off if text in _OFF else self.flags, word)
-            known = ", ".join(filter(None, meant.overrides))
-            why = _said(meant.note) or f"no counterpart: {text} is none of {known}"
-            why = "off, as here" if text in _OFF else why
-            result.append(words or (why if words is None else "as here"))
-        return ", ".join(dict.fromkeys(result))
-
-    def _set(self, values: dict[str, Any], word: str) -> None:
-        """Set the key of an override, or the keys of an option of a group."""
-        name, _, text = word.partition("=")
-        if name in Library.groups():
-            usual, chosen = _option(name, text)
-            values |= usual | values | chosen
-        else:
-            value = yaml_file.parse(word.replace("=", ": ", 1), word).content[name]
-            is_list = isinstance(value, list)
-            values[name] = [*(values.get(name) or []), *value] if is_list else value
-
-    def _correct_flags(self) -> None:
-        """Leave out of what flags became the keys that other settings of the file set otherwise."""
-        final = self.off | self.flags | self.keys
-        for path, text in self.became.items():
-            is_off = shown(self.settings[path]).lower() in _OFF
-            words = [it for it in text.split() if "=" in it]
-            if not words or " ".join(words) != text.replace(",", ""):
-                continue
-            lost = [
-                it for it in words if it.partition("=")[0] in (self.flags if is_off else self.keys)
-            ]
-            left = [
-                it
-                for it in words
-                if it not in lost or shown(final[it.partition("=")[0]]) == it.partition("=")[2]
-            ]
-            if is_off and any(it.partition("=")[0] in Library.groups() for it in words):
-                usual = {
-                    key for key in self.off if key.partition(".")[0] == words[0].partition("=")[0]
-                }
-                left = [] if usual & self.flags.keys() else left
-            if left != words:
-                self.became[path] = (
-                    " ".join(left) or "off" if is_off else " ".join(left) or "set by another name"
-                )
-
-    def _add_defaults(self) -> None:
-        known = {*self.off, *self.flags, *self.keys}
-        for name, value in self.kind.defaults.items():
-            new = _Conversion(self.kind, {})
-            text = new._take(name, value)
-            if new.rows & self.rows:
-                continue  # the file sets it by one of its names
-            added = new.off | new.flags | new.keys
-            derived = {key for it, (key, _) in _DERIVED.items() if spelling(it) in self.names}
-            if missing := {key: it for key, it in added.items() if key not in known | derived}:
-                self.off |= missing
-                self.became[f"({name}={shown(value)}, not in the file)"] = text
-
-    def _add_deepspeed(self, values: dict[str, Any]) -> None:
-        """Add the keys of DeepSpeed's JSON, which is in the file or beside it, that the file leaves open."""
-        path = next(
-            (self.names[it] for it in ("deepspeed", "deepspeedconfigfile") if it in self.names), ""
-        )
-        name = self.settings.get(path)
-        if not isinstance(name, str) or not name:
-            return
-        files = (Path(name), self.folder / name, self.folder / Path(name).name)
-        file = next((it for it in files if it.is_file()), None)
-        if file is not None:
-            added = from_deepspeed.translate(read_json(file), strict=False).values
-            open_keys = {"precision.compute": ("auto", "fp32"), "scheduler.min_ratio": (0.0,)}
-            for key, value in added.items():
-                if key not in values and value not in open_keys.get(key, ()):
-                    values[key] = value
-            self.became[path] = f"backend=deepspeed, with the settings of {file}"
-        elif stage := re.search(r"z(?:ero)?[-_]?(?:stage)?[-_]?([0-3])", name):
-            values.setdefault("zero.stage", int(stage[1]))
-            self.became[path] = (
-                f"backend=deepspeed zero.stage={stage[1]}, by its name: {name} is not beside the file"
-            )
-        else:
-            message = "is not beside the file, and the stage of ZeRO is in it"
-            raise UserError("usage", f"{path}={name}: {message}. Copy it to {self.folder}")
-
-    def _objective(self, values: dict[str, Any]) -> None:
-        is_paired = "train.preference_beta" in values or _OF_PAIRS.search(str(self.settings))
-        if is_paired and "train.objective" not in values:
-            values["train.objective"] = "orpo" if "orpo" in str(self.settings).lower() else "dpo"
-            self.became["(pairs)"] = f"train.objective={values['train.objective']} is assumed"
-
-    def _batches(self, values: dict[str, Any], dp: int | None) -> int | None:
-        """Set the global batch: micro batch · accumulation · data-parallel degree; return the degree."""
-        devices, nodes = values.pop("launcher.devices", None), values.pop("launcher.nodes", 1)
-        shards = next((it for name in _SHARDS if (it := self._number(name)) and it > 0), None)
-        if dp is None and shards:
-            dp = values["parallel.dp"] = shards * values.get("parallel.dp_replicate", 1)
-        if dp is None and devices:
-            is_total = "numprocesses" in self.names
-            dp = max(1, devices * (1 if is_total else nodes) // _copy(values))
-        micro = values.get("train.micro_batch")
-        if values.get("train.objective") in PAIRED and micro:
-            path = next(it for it in self.became if self.became[it] == f"train.micro_batch={micro}")
-            micro = values["train.micro_batch"] = 2 * micro
-            self.became[path] = f"train.micro_batch={micro} (two sequences of each pair)"
-        if micro is None or "train.global_batch" in values:
-            return dp
-        steps = self._number("gradient_accumulation_steps") or 1
-        degree = dp or _least_dp(values)
-        values["train.global_batch"] = batch = micro * steps * degree
-        why = f"{micro} · {steps} · {degree}"
-        if dp is None:
-            ranks = "1 data-parallel rank" if degree == 1 else f"{degree} data-parallel ranks"
-            why += f"; assumes {ranks}, and --dp N says another number"
-        self.became["(global batch)"] = f"train.global_batch={batch} ({why})"
-        return dp
-
-    def _number(self, name: str) -> Any:
-        value = self.settings.get(self.names.get(spelling(name), ""))
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-    def _derive(self, values: dict[str, Any]) -> None:
-        for name, (key, function) in _DERIVED.items():
-            if (value := self._number(name)) is None or key in self.keys:
-                continue
-            if name == "decay_ratio":
-                if values.get("scheduler.name") != "linear":
-                    continue
-                values["scheduler.name"] = "wsd"  # which decays linearly, at the end
-            with suppress(KeyError, ZeroDivisionError):
-                result = function(value, values)
-                if fits(key, result):
-                    values[key] = result
-                    decay = "scheduler=wsd " if name == "decay_ratio" else ""
-                    self.became[self.names[spelling(name)]] = f"{decay}{key}={shown(result)}"
-
-    def _finish(self, values: dict[str, Any]) -> None:
-        """Resolve what two settings say together."""
-        if "train.steps" in values and values.pop("train.epochs", None):
-            self.became["(epochs)"] = "not needed: train.steps decides"
-        for strategy, key in (
-            ("savestrategy", "checkpoint.every"),
-            ("evalstrategy", "train.eval_every"),
-        ):
-            if str(self.settings.get(self.names.get(strategy, ""))).lower() in ("no", "false"):
-                values.pop(key, None)
-        if values.get("scheduler.warmup_steps"):
-            values.pop("scheduler.warmup", None)
-        if values.get("precision.compute") != "fp32":
-            values.pop("precision.tf32", None)
-        if values.get("logger.project"):
-            values.setdefault("logger.wandb", "online")
-        if "model.layers" in values:  # keys of the default option return to the schema's
-            for key, value in _option("model", "debug")[0].items():
-                values.setdefault(key, value)
-        if self.kind.name == "megatron" and (hidden := values.get("model.hidden")):
-            gated = values.get("model.mlp") == "swiglu"
-            values["model.ffn"] = self.keys.get("model.ffn") or (
-                hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden
-            )
-        if self.kind.name != "accelerate" and "data.path" not in values:
-            values["data.source"] = self.flags.get("data.source", "megatron")
-            if values["data.source"] == "megatron":
-                values["data.path"] = "data"
-                self.became["(data)"] = f"data.path=data: type `{self._preparation(values)}` first"
-                values.pop("data.tokenizer", None)  # the folder has it
-
-    def _preparation(self, values: Mapping[str, Any]) -> str:
-        """Return the command that prepares the data."""
-        sources = [it if Path(it).suffix else f"hf:{it}" for it in self.sources] or ["FILE"]
-        is_paired = values.get("train.objective") in PAIRED
-        is_text = self.kind.name in ("torchtitan", "megatron") or _is_pretraining(self.settings)
-        form = "--pairs" if is_paired else "" if is_text else "--chat"
-        tokenizer = values.get("data.tokenizer") or values.get("model.init_from") or "TOKENIZER"
-        template = self.settings.get("chat_template") if self.kind.name == "hf" else None
-        words = ["nanoscale data prepare", *map(shlex.quote, sources), "--out data", form]
-        words += [
-            "--chat-template FILE" if template else "",
-            f"--tokenizer {shlex.quote(tokenizer)}",
-        ]
-        return " ".join(filter(None, words))
-
-
-def _is_pretraining(settings: Mapping[str, Any]) -> bool:
-    return settings.get("stage") == "pt" or any(
-        it.startswith("pretraining_dataset") for it in settings
-    )
-
-
-def _sources(settings: Mapping[str, Any]) -> list[str]:
-    """Return the data sets that a list of the file names, as `data prepare` writes them after `hf:`."""
-    mixture = settings.get("dataset_mixture")
-    listed = mixture if isinstance(mixture, Mapping) else settings
-    shares = settings.get("dataset_mixer")
-    rows = listed.get("datasets") or listed.get("pretraining_dataset") or []
-    rows = [{"id": it} for it in shares] if isinstance(shares, Mapping) else rows
-    rows = rows if isinstance(rows, list) else []
-    if isinstance(shares := settings.get("dataset_mixer_list"), list):
-        rows = [{"id": it} for it in shares[::2]]
-    if isinstance(name := settings.get("dataset_name"), str):
-        rows = [
-            {
-                "id": name,
-                "config": settings.get("dataset_config"),
-                "split": settings.get("dataset_train_split"),
-            }
-        ]
-    result = []
-    for row in rows:
-        name = row.get("id") or row.get("path") if isinstance(row, Mapping) else None
-        if not isinstance(name, str):
-            continue
-        config, split = row.get("config") or row.get("name"), row.get("split")
-        parts = [name, config, split or "train"] if config else [name, split]
-        result.append(":".join(str(it) for it in parts if it))
-    return list(dict.fromkeys(result))
-
-
 _RULES = (
     *(*only_with.OF_LAYOUT, *only_with.OF_JOB, *only_with.OF_TEXT, *layout.RULES, *pipeline.RULES),
     *(*layout.EXECUTION, *numbers.RULES, *numbers.PRECISION, *numbers.ATTENTION),
@@ -464,7 +100,7 @@ _RULES = (
 def _drop_refused(result: Translation) -> None:
     """Drop keys that rules refuse beside the others, whatever the machine and the data."""
     for rule in _RULES * 2:  # a key that was dropped may have been needed by another
-        dp = {"parallel.dp": result.dp or _least_dp(result.values)}
+        dp = {"parallel.dp": result.least_dp}
         config, _ = convert(reference.nested(dp | result.values), str)
         reads_shape = any(it.startswith("model.") for it in rule.reads)
         if (
@@ -476,16 +112,3 @@ def _drop_refused(result: Translation) -> None:
         text = rule.message if isinstance(rule.message, str) else rule.message(config)
         name = f"({rule.key}={shown(result.values.pop(rule.key))})"
         result.became.append((name, f"left out: {text.format(c=config)}"))
-
-
-def _option(group: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schema's values of the keys that the default option of a group sets, and an option's keys."""
-    library = Library()
-    entries = library.serve(ROOT).content["defaults"]
-    usual = next(it[group] for it in entries if isinstance(it, dict) and group in it)
-    keys = {f"{group}.{key}" for key in library.serve(f"{group}/{usual}").content}
-    content = library.serve(f"{group}/{name}").content
-    before = {key: reference.declared()[key].default for key in keys if key in reference.declared()}
-    key = f"{group}.name"
-    named = {key: name} if key in reference.declared() and fits(key, name) else {}
-    return before, named | {f"{group}.{key}": it for key, it in reference.flat(content).items()}

@@ -27,6 +27,8 @@ class Equivalent:
     """The command to run, if no override means the same."""
     note: str = ""
     """The difference from here; empty if there is none."""
+    fault: str = ""
+    """The reason why other values of a DeepSpeed JSON than those of `overrides` cannot be honored."""
 
     @property
     def about(self) -> tuple[str, ...]:
@@ -83,4 +85,4 @@ def _equivalent(row: Any) -> Equivalent:
     commands = [f"nanoscale config explain {row['explain']}"] if "explain" in row else []
     commands += [row["run"]] if "run" in row else []
     keys, overrides = tuple(row.get("keys", "").split()), row.get("values", {})
-    return Equivalent(keys, overrides, tuple(commands), row.get("note", ""))
+    return Equivalent(keys, overrides, tuple(commands), row.get("note", ""), row.get("fault", ""))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.json_text import parse
 from nanoscale.common.units import listed
 from nanoscale.config import reference
-from nanoscale.config.from_deepspeed import read_json, read_text
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.equivalents import spelling
 from nanoscale.config.violations import override, refuse
@@ -39,6 +39,37 @@ def kinds() -> tuple[Kind, ...]:
     """Return the kinds in the order in which they are recognized."""
     table = yaml_file.read(Path(__file__).with_suffix(".yaml")).content
     return tuple(Kind(name, **row) for name, row in table.items())
+
+
+_MOST_BYTES = 16 << 20
+
+
+def read_text(path: Path) -> str:
+    """Read a file of settings. Raises a UserError if it is not a text of at most 16 MiB."""
+    if path.is_fifo() and path.parts[1:2] != ("dev",):  # the shell's <(…) is in /dev/fd
+        raise UserError("usage", f"{path} is a pipe, and the settings are read from a file")
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            what = f"has more than {_MOST_BYTES >> 20} MiB: too much for settings"
+            raise UserError("usage", f"{path} {what}")
+        return text.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError("usage", f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError("usage", f"{path} is not UTF-8 text") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises a UserError if the file holds none."""
+    try:
+        content = parse(read_text(path))
+    except ValueError as error:
+        raise UserError("usage", f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError("usage", f"{path} holds no JSON object")
+    return content
 
 
 def read_settings(file: Path) -> dict[str, Any]:
