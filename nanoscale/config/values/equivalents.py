@@ -28,7 +28,7 @@ class Equivalent:
     note: str = ""
     """The difference from here; empty if there is none."""
     fault: str = ""
-    """The reason why other values of a DeepSpeed JSON than those of `overrides` cannot be honored."""
+    """The reason why a value of a DeepSpeed JSON that `overrides` lacks cannot be honored."""
 
     @property
     def about(self) -> tuple[str, ...]:
