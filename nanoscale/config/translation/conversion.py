@@ -106,22 +106,23 @@ class Conversion:
         if "model.flavor" in flat:  # torchtitan's size of model.name
             flat["model.flavor"] = f"{flat.get('model.name')} {flat['model.flavor']}"
         self.names = {spelling(path).rpartition(".")[2]: path for path in self.settings}
-        self.became: dict[str, str] = {}
-        self.off: dict[str, Any] = {}
-        """Keys of flags that are off; flags that are on win over them, and keys win over flags."""
-        self.flags: dict[str, Any] = {}
-        self.keys: dict[str, Any] = {}
+        self.became = dict.fromkeys(flat, "")
+        self.values: dict[str, Any] = {}
+        self.locked: set[str] = set()
+        """Keys that others do not change: values win over flags, and both over flags that are off."""
         self.rows: set[int] = set()
         """Rows of the table that settings of the file have, by their identity."""
         self.sources = _sources(settings)
 
     def run(self, dp: int | None, read_deepspeed: Callable[[Path], dict[str, Any]]) -> Translation:
-        for path, value in self.settings.items():
-            self.became[path] = self._take(path, value)
-            _refuse_other_task(path, value, self.became[path], self.kind)
-        self._correct_flags()
+        for turn in sorted({*map(self._turn, self.settings)}):
+            for path in (it for it in self.settings if self._turn(it) == turn):
+                value = self.settings[path]
+                self.became[path] = self._take(path, value)
+                _refuse_other_task(path, value, self.became[path], self.kind)
+            self.locked |= self.values.keys()
         self._add_defaults()
-        values = self.off | self.flags | self.keys
+        values = self.values
         self._add_deepspeed(values, read_deepspeed)
         self._objective(values)
         degree = self._batches(values, dp)
@@ -131,13 +132,23 @@ class Conversion:
         values = {key: values[key] for key in order}
         return Translation(values, [*self.became.items()], dp=degree)
 
+    def _turn(self, path: str) -> int:
+        """Return when a setting is taken: values first, then flags, then flags that are off."""
+        meant = self._meaning(path)
+        if meant is None or meant.keys or not meant.overrides:
+            return 0
+        return 2 if shown(self.settings[path]).lower() in _OFF else 1
+
+    def _meaning(self, path: str) -> Equivalent | None:
+        top = path.partition(".")[0]
+        is_known = top == path or top in self.kind.sections.split()
+        return equivalent(f"{self.kind.name}.{path}", 1 if is_known else 2)
+
     def _take(self, path: str, value: Any) -> str:
         """Take a setting as keys; return what it became."""
         if value in (None, "", [], {}) or (value == -1 and not isinstance(value, bool)):
             return "not set"
-        top = path.partition(".")[0]
-        is_known = top == path or top in self.kind.sections.split()
-        meant = equivalent(f"{self.kind.name}.{path}", 1 if is_known else 2)
+        meant = self._meaning(path)
         while meant is None and "." in path:  # a note on the whole section
             path = path.rpartition(".")[0]
             meant = equivalent(f"{self.kind.name}.{path}")
@@ -170,18 +181,18 @@ class Conversion:
         if not fits(key, value):
             rule = reference.declared()[key]
             return f"no counterpart: {key} must be {rule.type} {rule.bounds}".strip()
-        self.keys[key] = value
+        self.values[key] = value
         if key in ("launcher.devices", "launcher.nodes"):
             return "for the global batch alone: a job takes the devices that there are"
         return f"{key}={shown(value)}"
 
     def _as_data(self, value: Any) -> str:
-        self.keys["data.source"] = "megatron"
+        self.values["data.source"] = "megatron"
         if not self.sources:
             self.sources = [str(it) for it in (value if isinstance(value, list) else [value])]
         (first, *others) = self.sources
         if not others and (first.startswith(("/", ".", "~")) or Path(first).exists()):
-            self.keys["data.path"] = first
+            self.values["data.path"] = first
             return f"data.path={first}"
         return (
             f"{len(self.sources)} sources, which are prepared first"
@@ -195,62 +206,38 @@ class Conversion:
         for text in filter(None, texts):
             first = meant.overrides.get(text.split()[0])
             words = meant.overrides.get(text, meant.overrides.get("") if first is None else first)
-            for word in (words or "").split():
-                self._set(self.off if text in _OFF else self.flags, word)
             known = ", ".join(filter(None, meant.overrides))
             why = _said(meant.note) or f"no counterpart: {text} is none of {known}"
-            why = "off, as here" if text in _OFF else why
-            result.append(words or (why if words is None else "as here"))
-        return ", ".join(dict.fromkeys(result))
+            if words is not None:
+                lost = "off" if text in _OFF else "set by another name" if words else "as here"
+                result += [it for it in words.split() if self._set(it)] or [lost]
+            else:
+                result.append("off, as here" if text in _OFF else why)
+        return " ".join(dict.fromkeys(result))
 
-    def _set(self, values: dict[str, Any], word: str) -> None:
-        """Set the key of an override, or the keys of an option of a group."""
+    def _set(self, word: str) -> bool:
+        """Set the key of an override, or the keys of an option of a group, unless another setting wins."""
         name, _, text = word.partition("=")
+        usual: dict[str, Any] = {}
         if name in Library.groups():
-            usual, chosen = _option(name, text)
-            values |= usual | values | chosen
+            usual, new = _option(name, text)
+            new = {} if new.keys() <= self.locked or usual.keys() & self.locked else new
         else:
             value = yaml_file.parse(word.replace("=", ": ", 1), word).content[name]
-            is_list = isinstance(value, list)
-            values[name] = [*(values.get(name) or []), *value] if is_list else value
-
-    def _correct_flags(self) -> None:
-        """Leave out of what flags became the keys that other settings of the file set otherwise."""
-        final = self.off | self.flags | self.keys
-        for path, text in self.became.items():
-            is_off = shown(self.settings[path]).lower() in _OFF
-            words = [it for it in text.split() if "=" in it]
-            if not words or " ".join(words) != text.replace(",", ""):
-                continue
-            lost = [
-                it for it in words if it.partition("=")[0] in (self.flags if is_off else self.keys)
-            ]
-            left = [
-                it
-                for it in words
-                if it not in lost or shown(final[it.partition("=")[0]]) == it.partition("=")[2]
-            ]
-            if is_off and any(it.partition("=")[0] in Library.groups() for it in words):
-                usual = {
-                    key for key in self.off if key.partition(".")[0] == words[0].partition("=")[0]
-                }
-                left = [] if usual & self.flags.keys() else left
-            if left != words:
-                self.became[path] = (
-                    " ".join(left) or "off" if is_off else " ".join(left) or "set by another name"
-                )
+            before = self.values.get(name) or [] if name not in self.locked else []
+            new = {name: [*before, *value] if isinstance(value, list) else value}
+        new = {key: it for key, it in new.items() if key not in self.locked}
+        self.values |= ({**usual, **self.values} if new else {}) | new
+        return bool(new)
 
     def _add_defaults(self) -> None:
-        known = {*self.off, *self.flags, *self.keys}
+        derived = {key for it, (key, _) in _DERIVED.items() if spelling(it) in self.names}
         for name, value in self.kind.defaults.items():
             new = Conversion(self.kind, {})
             text = new._take(name, value)
-            if new.rows & self.rows:
-                continue  # the file sets it by one of its names
-            added = new.off | new.flags | new.keys
-            derived = {key for it, (key, _) in _DERIVED.items() if spelling(it) in self.names}
-            if missing := {key: it for key, it in added.items() if key not in known | derived}:
-                self.off |= missing
+            missing = {it: new.values[it] for it in new.values if it not in self.locked | derived}
+            if missing and not new.rows & self.rows:  # no name of the file has the same row
+                self.values |= missing
                 self.became[f"({name}={shown(value)}, not in the file)"] = text
 
     def _add_deepspeed(
@@ -322,7 +309,7 @@ class Conversion:
 
     def _derive(self, values: dict[str, Any]) -> None:
         for name, (key, function) in _DERIVED.items():
-            if (value := self._number(name)) is None or key in self.keys:
+            if (value := self._number(name)) is None or key in self.locked:
                 continue
             if name == "decay_ratio":
                 if values.get("scheduler.name") != "linear":
@@ -356,11 +343,13 @@ class Conversion:
                 values.setdefault(key, value)
         if self.kind.name == "megatron" and (hidden := values.get("model.hidden")):
             gated = values.get("model.mlp") == "swiglu"
-            values["model.ffn"] = self.keys.get("model.ffn") or (
-                hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden
+            values["model.ffn"] = (
+                values.get("model.ffn")
+                if "model.ffn" in self.locked
+                else (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)
             )
         if self.kind.name != "accelerate" and "data.path" not in values:
-            values["data.source"] = self.flags.get("data.source", "megatron")
+            values.setdefault("data.source", "megatron")
             if values["data.source"] == "megatron":
                 values["data.path"] = "data"
                 self.became["(data)"] = f"data.path=data: type `{self._preparation(values)}` first"
@@ -388,32 +377,29 @@ def _is_pretraining(settings: Mapping[str, Any]) -> bool:
     )
 
 
+_SOURCE = ("id path dataset_name", "config name dataset_config", "split dataset_train_split")
+"""The names of a source's dataset, configuration and split."""
+
+
 def _sources(settings: Mapping[str, Any]) -> list[str]:
     """Return the data sets that a list of the file names, as `data prepare` writes them after `hf:`."""
     mixture = settings.get("dataset_mixture")
-    listed = mixture if isinstance(mixture, Mapping) else settings
-    shares = settings.get("dataset_mixer")
-    rows = listed.get("datasets") or listed.get("pretraining_dataset") or []
-    rows = [{"id": it} for it in shares] if isinstance(shares, Mapping) else rows
-    rows = rows if isinstance(rows, list) else []
+    lists = mixture if isinstance(mixture, Mapping) else settings
+    rows = (
+        settings.get("dataset_mixer") or lists.get("datasets") or lists.get("pretraining_dataset")
+    )
     if isinstance(shares := settings.get("dataset_mixer_list"), list):
-        rows = [{"id": it} for it in shares[::2]]
-    if isinstance(name := settings.get("dataset_name"), str):
-        rows = [
-            {
-                "id": name,
-                "config": settings.get("dataset_config"),
-                "split": settings.get("dataset_train_split"),
-            }
-        ]
+        rows = shares[::2]
+    rows = [settings] if not rows or isinstance(rows, str) else [*rows]  # of shares, the names
     result = []
     for row in rows:
-        name = row.get("id") or row.get("path") if isinstance(row, Mapping) else None
-        if not isinstance(name, str):
-            continue
-        config, split = row.get("config") or row.get("name"), row.get("split")
-        parts = [name, config, split or "train"] if config else [name, split]
-        result.append(":".join(str(it) for it in parts if it))
+        row = row if isinstance(row, Mapping) else {"id": row}
+        name, config, split = (
+            [row[it] for it in words.split() if row.get(it)] for words in _SOURCE
+        )
+        if name:
+            parts = [*name, *config, *(split or (["train"] if config else []))]
+            result.append(":".join(map(str, parts)))
     return list(dict.fromkeys(result))
 
 

@@ -69,13 +69,13 @@ class _DeepSpeed(Conversion):
         self.settings = dict(sorted(flat.items(), key=lambda it: it[0].startswith("scheduler")))
 
     def translate(self, dp: int | None) -> Translation:
-        self.keys["backend.name"] = "deepspeed"
+        self.values["backend.name"] = "deepspeed"
         self._precision()
         self._accumulation(dp)
         for path, value in self.settings.items():
-            if path not in self.became:
+            if not self.became.get(path):
                 self.became[path] = self._take(path, value)
-        values = self.keys
+        values = self.values
         if values.get("scheduler.name", "cosine") != "cosine":
             values["scheduler.min_ratio"] = 0.0
             if "scheduler.params.warmup_type" not in self.settings:
@@ -101,21 +101,28 @@ class _DeepSpeed(Conversion):
         if value == "":
             return "not set"
         if path == "optimizer.type":
-            return self._optimizer(str(value))
+            name = by_other_name(str(value))
+            row, value = Equivalent(keys=("optimizer.name",)), name or value
         if path == "optimizer.params.betas" and value != "auto":
-            return self._betas(path, value)
+            if not isinstance(value, list) or len(value) != 2:
+                return self._refuse(path, value, "must be a list of two numbers")
+            self.values |= {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
+            return f"optimizer.beta1={value[0]} optimizer.beta2={value[1]}"
         if path == "fp16.initial_scale_power" and type(value) is int and 0 <= value < 128:
-            self.keys["precision.loss_scale"] = 2.0**value
+            self.values["precision.loss_scale"] = 2.0**value
             return f"precision.loss_scale={2.0**value:g}"
         if row is not None and row.keys:
             if value == "auto":
                 return f"left to nanoscale ({row.keys[0]})"
             became = self._as_key(row, value)
             message = became.removeprefix("no counterpart: ")
-            return became if message == became else self._refuse(path, value, message)
+            if message == became:
+                return became
+            unknown = path == "optimizer.type"
+            return self._refuse(path, value, _UNKNOWN_OPTIMIZER if unknown else message)
         if row is not None and text in row.overrides:
             for word in row.overrides[text].split():
-                self._set(self.keys, word)
+                self._set(word)
             return row.overrides[text] or "as here"
         return self._without_key(path, value)
 
@@ -136,70 +143,51 @@ class _DeepSpeed(Conversion):
         self.extra[path] = value
         return "backend.extra, as it is"
 
-    def _optimizer(self, kind: str) -> str:
-        if (name := by_other_name(kind)) is None:
-            return self._refuse("optimizer.type", kind, _UNKNOWN_OPTIMIZER)
-        self.keys["optimizer.name"] = name
-        return f"optimizer.name={name}"
-
-    def _betas(self, path: str, value: Any) -> str:
-        if not isinstance(value, list) or len(value) != 2:
-            return self._refuse(path, value, "must be a list of two numbers")
-        self.keys |= {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
-        return f"optimizer.beta1={value[0]} optimizer.beta2={value[1]}"
-
     def _precision(self) -> None:
         """Take the dtype; settings of the other dtype are not needed."""
         enabled = {it: self.settings.get(f"{it}.enabled", False) for it in ("bf16", "fp16")}
         on = [name for name, value in enabled.items() if value is True]
         compute = on[0] if on else "auto" if "auto" in enabled.values() else "fp32"
-        self.keys["precision.compute"] = compute
+        self.values["precision.compute"] = compute
         for path, value in self.settings.items():
             name, _, leaf = path.partition(".")
-            if (
-                leaf == "enabled"
-                and name in enabled
-                and not isinstance(value, bool)
-                and value != "auto"
-            ):
-                self.became[path] = self._refuse(path, value, 'must be true, false or "auto"')
-            elif leaf == "enabled" and name in enabled:
-                self.became[path] = f"precision.compute={compute}"
+            if name in enabled and leaf == "enabled":
+                is_known = isinstance(value, bool) or value == "auto"
+                wrong = 'must be true, false or "auto"'
+                became = f"precision.compute={compute}"
+                self.became[path] = became if is_known else self._refuse(path, value, wrong)
             elif leaf and (name == "fp16" != compute or (name == "bf16" and not enabled["bf16"])):
                 self.became[path] = f"not needed: precision.compute is {compute}"
 
     def _accumulation(self, dp: int | None) -> None:
         """Take the accumulation, which follows here from the batches and the data-parallel degree."""
-        for path in (_BATCH, _MICRO, _ACCUMULATION):
+        names = (_ACCUMULATION, _BATCH, _MICRO)
+        for path in names:
             value = self.settings.get(path, "auto")
             if value != "auto" and (type(value) is not int or value < 1):
-                message = 'must be an integer, at least 1, or "auto"'
-                self.became[path] = self._refuse(path, value, message)
-                self.became.setdefault(_ACCUMULATION, "not known")
-        steps = self.settings.get(_ACCUMULATION)
-        if steps is None or _ACCUMULATION in self.became:
-            return
-        batch, micro = (
-            None if (it := self.settings.get(name)) == "auto" else it for name in (_BATCH, _MICRO)
-        )
+                self.became[path] = self._refuse(
+                    path, value, 'must be an integer, at least 1, or "auto"'
+                )
+                return
+        steps, batch, micro = (self.settings.get(it) for it in names)
+        batch, micro = (None if it == "auto" else it for it in (batch, micro))
         became, wrong = "not needed: it follows from the batches", ""
-        if steps == "auto":
+        if steps in (None, "auto"):
             pass
         elif batch and micro:
-            product = f"{micro}·{steps}" + (f"·{dp} = {micro * steps * dp}" if dp else "")
-            if batch % (micro * steps) or dp not in (None, batch // (micro * steps)):
-                which = "·dp is not" if dp else " does not divide"
-                names = f"{_MICRO}·{_ACCUMULATION}{which} {_BATCH} ({product}, {batch})"
-                wrong = f"contradicts the batches: {names}; remove one of the three"
+            product = micro * steps * (dp or 1)
+            if batch % product or (dp and batch != product):
+                what = f"{micro}·{steps}" + (f"·{dp} = {product}" if dp else " does not divide it")
+                wrong = f"contradicts the batches ({what}, {batch}); remove one of the three"
         elif dp is None:
-            wrong = "gives a batch only with the data-parallel degree, which a DeepSpeed JSON does not hold: "
-            wrong += "give it with --dp N"
-        elif micro:
-            self.keys["train.global_batch"] = steps * dp * micro
-            became = f"train.global_batch={steps * dp * micro} (with dp {dp})"
+            wrong = "gives a batch only with the data-parallel degree: give it with --dp N"
         elif batch and batch % (steps * dp):
             wrong = f"and dp {dp} do not divide {_BATCH}={batch}"
-        elif batch:
-            self.keys["train.micro_batch"] = batch // (steps * dp)
-            became = f"train.micro_batch={batch // (steps * dp)} (with dp {dp})"
-        self.became[_ACCUMULATION] = self._refuse(_ACCUMULATION, steps, wrong) if wrong else became
+        elif batch or micro:
+            key = "train.global_batch" if micro else "train.micro_batch"
+            self.values[key] = micro * steps * dp if micro else batch // (steps * dp)
+            became = f"{key}={self.values[key]} (with dp {dp})"
+        if steps is not None:
+            self.became[_ACCUMULATION] = (
+                self._refuse(_ACCUMULATION, steps, wrong) if wrong else became
+            )

@@ -57,6 +57,8 @@ def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
     elsewhere: a model that is not here has the shape of a packaged one.
     """
     values = {it: value for it, value in result.values.items() if not it.startswith("logger.")}
+    if values.pop("train.epochs", None):  # the data say how many steps these are
+        values["train.steps"] = 1_000_000
     words, name = [], values.get("model.init_from")
     lines = []
     try:

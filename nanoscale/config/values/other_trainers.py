@@ -41,30 +41,10 @@ def kinds() -> tuple[Kind, ...]:
     return tuple(Kind(name, **row) for name, row in table.items())
 
 
-_MOST_BYTES = 16 << 20
-
-
-def read_text(path: Path) -> str:
-    """Read a file of settings. Raises a UserError if it is not a text of at most 16 MiB."""
-    if path.is_fifo() and path.parts[1:2] != ("dev",):  # the shell's <(…) is in /dev/fd
-        raise UserError("usage", f"{path} is a pipe, and the settings are read from a file")
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            what = f"has more than {_MOST_BYTES >> 20} MiB: too much for settings"
-            raise UserError("usage", f"{path} {what}")
-        return text.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError("usage", f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError("usage", f"{path} is not UTF-8 text") from error
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises a UserError if the file holds none."""
     try:
-        content = parse(read_text(path))
+        content = parse(yaml_file.read_text(path, str(path)))
     except ValueError as error:
         raise UserError("usage", f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -79,7 +59,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         raise UserError("usage", f"{file} is a program, {why}")
     if file.suffix == ".json":
         return read_json(file)
-    text = read_text(file)
+    text = yaml_file.read_text(file, str(file))
     if file.suffix == ".toml":
         try:
             return tomllib.loads(text)

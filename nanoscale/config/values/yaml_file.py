@@ -52,12 +52,15 @@ def read_text(path: Path, name: str) -> str:
     """Return the text of a YAML file that is not parsed yet. Raises UserError like `read`."""
     if path.is_dir():
         _refuse(name, "is a folder; a YAML file is needed")
+    if path.is_fifo() and path.parts[1:2] != ("dev",):  # the shell's <(…) is in /dev/fd
+        _refuse(name, "is a pipe; a file is needed")
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
         _refuse(name, f"cannot be read: {reason(error)}")
     if len(raw) > LARGEST_FILE:
-        _refuse(name, f"has {len(raw)} bytes; a configuration has at most {LARGEST_FILE}")
+        _refuse(name, f"has more than {LARGEST_FILE} bytes, the most of a configuration")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
