@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
 
 from nanoscale.config import reference
+from nanoscale.config.deepspeed import SAME
 from nanoscale.config.rules.backends import OUTSIDE, table
-from nanoscale.config.values.equivalents import equivalents
+from nanoscale.config.translation.from_file import convert_file
+from nanoscale.config.values.equivalents import Equivalent, equivalent
 from nanoscale.config.values.other_trainers import kinds
+from nanoscale.config.values.yaml_file import to_yaml
 from nanoscale.config.violations import shown
 from nanoscale.runs.metrics import METRICS
 
@@ -45,8 +49,10 @@ nothing of a file is run. The recipe also has what the other trainer does by def
 micro batch · accumulation · data-parallel degree. If the file does not say how many devices there are, the
 degree is 1, and `--dp N` sets another one.
 
-Names with dots mean this only in that section, or in that kind of file: `hf` is transformers'
-TrainingArguments.
+Files of {unread} are named and refused.
+
+The command also says whether `nanoscale train` accepts the recipe, and what to type next. Below are the main
+names of each trainer; `nanoscale config explain NAME` answers every name of the table.
 """
 
 
@@ -101,27 +107,47 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def render_equivalents() -> str:
-    """Return the page with the names of other trainers and their equivalents."""
-    titles = "\n".join(f"- {kind.title}" for kind in kinds())
-    parts = [EQUIVALENTS.format(titles=titles)]
-    source = (DOCS.parent / "nanoscale/config/values/equivalents.yaml").read_text("utf-8")
-    sections = [block.partition("\n") for block in source.split("\n\n")[1:]]
-    table = equivalents()
-    for title, _, content in sections:
-        parts.append(f"\n## {title.strip('# ').capitalize()}\n\n| theirs | here |\n|---|---|")
-        lines = (line for line in table if re.search(rf"^{re.escape(line)}:", content, re.M))
-        for line in lines:
-            meant = table[line]
-            values: dict[str, list[str]] = {}
-            for value, words in meant.overrides.items():
-                values.setdefault(words, []).append(value or "any other value")
-            cells = [f"`{key}`" for key in meant.keys]
-            cells += [f"`{words}` ({', '.join(theirs)})" for words, theirs in values.items()]
-            cells += [f"`{command}`" for command in meant.commands]
-            cells += [meant.note] if meant.note else []
-            names = " ".join(f"`{name}`" for name in line.split())
-            parts.append(f"| {names} | {'; '.join(cells).replace('|', '/')} |")
+    """Return the page on files of other trainers: the main names of each, and an example."""
+    read = [kind for kind in kinds() if not kind.unread]
+    titles = "\n".join(f"- {kind.title}" for kind in read)
+    unread = [
+        kind.title.partition("'")[0]
+        for kind in kinds()
+        if kind.unread and kind.name != "factory_v1"
+    ]
+    parts = [EQUIVALENTS.format(titles=titles, unread=f"{', '.join(unread[:-1])} and {unread[-1]}")]
+    for kind in read:
+        parts.append(
+            f"\n## {kind.title[0].upper()}{kind.title[1:]}\n\n| theirs | here |\n|---|---|"
+        )
+        for name in kind.main.split():
+            path = f"{kind.name}.{name}"
+            meant = equivalent(path, path.count(".") + 1) or equivalent(path)
+            key = SAME.get(name) if kind.name == "deepspeed" else None
+            parts.append(f"| `{name}` | {f'`{key}`' if key else _here(meant)} |")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / kind.file
+            file.write_text(kind.example, encoding="utf-8")
+            recipe = to_yaml(convert_file(file)[1].recipe).rstrip()
+        language = file.suffix.removeprefix(".")
+        parts.append(f"\n`nanoscale config from {kind.file} --out mine.yaml` makes of\n")
+        parts.append(
+            f"```{language}\n{kind.example.rstrip()}\n```\n\nthe recipe\n\n```yaml\n{recipe}\n```"
+        )
     return "\n".join(parts) + "\n"
+
+
+def _here(meant: Equivalent | None) -> str:
+    """Return the cell of a name's equivalent."""
+    assert meant is not None
+    values: dict[str, list[str]] = {}
+    for value, words in meant.overrides.items():
+        values.setdefault(words, []).append(value or "any other value")
+    cells = [f"`{key}`" for key in meant.keys]
+    cells += [f"`{words}` ({', '.join(theirs)})" for words, theirs in values.items() if words]
+    cells += [f"`{command}`" for command in meant.commands]
+    cells += [meant.note] if meant.note else []
+    return "; ".join(cells or [meant.fault]).replace("|", "/")
 
 
 def render_index() -> str:

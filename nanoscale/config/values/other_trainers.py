@@ -32,6 +32,9 @@ class Kind(NamedTuple):
     sections: str = ""
     defaults: Mapping[str, Any] = {}
     unread: str = ""
+    main: str = ""
+    file: str = ""
+    example: str = ""
 
 
 @cache
