@@ -366,6 +366,15 @@ def test_what_lines_say_is_true(
     sources = " ".join(f"hf:d/{i}:c:s" for i in range(25))
     options = "--out data --chat --chat-template FILE --tokenizer gpt2"
     assert command == f"nanoscale data prepare {sources} {options}"
+    Path("long.yaml").write_text(
+        AXOLOTL + f"rl: dpo\ndatasets: [{{path: {'a' * 5000}, type: alpaca}}]\n"
+    )
+    assert nanoscale(["config", "from", "long.yaml"]) == 0
+    assert "is a form of records that is not read" in capsys.readouterr().err.replace(
+        "→  a form", "is a form"
+    )
+    Path("long.yaml").write_text(HF + f"deepspeed: {'z3' * 3000}\n")
+    assert nanoscale(["config", "from", "long.yaml"]) == 0
     Path("b.yaml").write_text(HF + "deepspeed: own.json\n")
     assert nanoscale(["config", "from", "b.yaml"]) == 2
     assert "is not beside the file" in capsys.readouterr().err

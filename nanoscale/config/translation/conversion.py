@@ -6,6 +6,7 @@ A name is looked up with its kind first (`axolotl.rl`).
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -191,7 +192,9 @@ class Conversion:
         if not self.sources:
             self.sources = [str(it) for it in (value if isinstance(value, list) else [value])]
         (first, *others) = self.sources
-        if not others and (first.startswith(("/", ".", "~")) or Path(first).exists()):
+        # False, and no error, for a name that no file can have
+        is_here = os.path.exists(first)  # noqa: PTH110
+        if not others and (first.startswith(("/", ".", "~")) or is_here):
             self.values["data.path"] = first
             return f"data.path={first}"
         return (
@@ -250,7 +253,7 @@ class Conversion:
         if not isinstance(name, str) or not name:
             return
         files = (Path(name), self.folder / name, self.folder / Path(name).name)
-        file = next((it for it in files if it.is_file()), None)
+        file = next((it for it in files if os.path.isfile(it)), None)  # noqa: PTH113 - as above
         if file is not None:
             open_keys = {"precision.compute": ("auto", "fp32"), "scheduler.min_ratio": (0.0,)}
             added = read(file).items()
@@ -288,7 +291,8 @@ class Conversion:
             dp = max(1, devices * (1 if is_total else nodes) // _copy(values))
         micro = values.get("train.micro_batch")
         if values.get("train.objective") in PAIRED and micro:
-            path = next(it for it in self.became if self.became[it] == f"train.micro_batch={micro}")
+            became = f"train.micro_batch={micro}"
+            path = next((it for it in self.became if self.became[it] == became), "(pairs)")
             micro = values["train.micro_batch"] = 2 * micro
             self.became[path] = f"train.micro_batch={micro} (two sequences of each pair)"
         if micro is None or "train.global_batch" in values:
@@ -372,9 +376,8 @@ class Conversion:
 
 
 def _is_pretraining(settings: Mapping[str, Any]) -> bool:
-    return settings.get("stage") == "pt" or any(
-        it.startswith("pretraining_dataset") for it in settings
-    )
+    is_text = settings.get("stage") == "pt" or settings.get("datasets.type") == "completion"
+    return is_text or any(it.startswith("pretraining_dataset") for it in settings)
 
 
 _SOURCE = ("id path dataset_name", "config name dataset_config", "split dataset_train_split")
