@@ -17,7 +17,14 @@ from pathlib import Path
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.memory_keeper import MemoryKeeper
-from nanoscale.agent.rank import RankFiles, RankLogs, fork_server_ended, start_rank, start_store
+from nanoscale.agent.rank import (
+    RankFiles,
+    RankLogs,
+    fork_server_ended,
+    fork_server_failure,
+    start_rank,
+    start_store,
+)
 from nanoscale.processes.network import interface_towards, is_loopback
 from nanoscale.processes.proc import available_gib, is_stopped, oom_kills
 from nanoscale.runs import position
@@ -83,9 +90,8 @@ def attempt(
             positions = watch.positions
     except Exception as error:
         traceback.print_exc()
-        failures.append(
-            RankFailure.of(error, rank=None, local_rank=None, host=host.name, kind="agent")
-        )
+        failure = RankFailure.of(error, rank=None, local_rank=None, host=host.name, kind="agent")
+        failures.append(fork_server_failure(link.scratch, host.name) or failure)
         outcome = "failed"
     link.is_starting = False
     evidence = Evidence(oom_kills() - killed_before, available_gib())

@@ -20,6 +20,7 @@ from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
 from nanoscale.agent.memory_keeper import MemoryKeeper, keeper_for
 from nanoscale.agent.notice import watch
+from nanoscale.agent.rank import record_fork_server_failure
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import scratch
@@ -127,6 +128,7 @@ def cores_per_rank(cores: int, ranks: int) -> dict[str, str]:
 
 def _start_fork_server(job: Job | str, folder: Path) -> None:
     os.environ[SCRATCH] = str(folder)
+    record_fork_server_failure(None)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
     if job in JOBS and job != BANDWIDTH:
         # It is half of torch's import, and an optimizer or FSDP2 imports it in any case.

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
@@ -23,12 +23,12 @@ from pathlib import Path
 
 from nanoscale import worker
 from nanoscale.agent.link import Link
-from nanoscale.processes.lifeline import die_with
+from nanoscale.processes.lifeline import SCRATCH, die_with
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.processes.network import is_loopback
 from nanoscale.processes.proc import is_alive
 from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
-from nanoscale.runs.failure import RankFailure, write_rank_failure
+from nanoscale.runs.failure import RankFailure, read_rank_failure, write_rank_failure
 from nanoscale.runs.job_messages import HostRanks
 from nanoscale.runs.rank_context import STOP_SIGNALS
 from nanoscale.runs.tail import FileTail
@@ -38,6 +38,7 @@ _BACKLOG = 2048
 """Connections that wait for the store to accept them: all ranks connect at the same time."""
 _END_BYTES = 1 << 20
 """The last bytes of a stream, which are always sent."""
+_FORK_SERVER_FAILURE = "fork-server.json"
 _forkserver = get_context("forkserver")
 
 
@@ -84,6 +85,21 @@ def start_store(host: HostRanks) -> BaseProcess:
 def fork_server_ended() -> bool:
     """True if the fork server has ended before the agent: the exit code of each rank then reads 255."""
     return not is_alive(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+
+
+def fork_server_failure(folder: Path, host: str) -> RankFailure | None:
+    """Return the error of an import with which the last fork server ended; None if it had none."""
+    failure = read_rank_failure(folder / _FORK_SERVER_FAILURE)
+    return failure and replace(failure, host=host)
+
+
+def record_fork_server_failure(error: BaseException | None) -> None:
+    """Write this error for the agent, or remove the last one."""
+    path = Path(os.environ[SCRATCH]) / _FORK_SERVER_FAILURE
+    path.unlink(missing_ok=True)
+    if error is not None:
+        failure = RankFailure.of(error, rank=None, local_rank=None, host="", kind="agent")
+        write_rank_failure(path, failure)
 
 
 def _listener(host: HostRanks) -> socket.socket:

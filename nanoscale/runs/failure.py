@@ -176,7 +176,7 @@ def digest(
         message=cause.message,
         traceback=cause.traceback,
         diagnosis=diagnosis,
-        remedy=remedy,
+        remedy=remedy.replace(f" {_RUN}/", f" {run.path}/"),
         log=str(log_file.relative_to(run.path)),
         user_error=cause.user_error,
         also_failed=tuple(sorted(failed - {cause.rank})),
@@ -304,6 +304,8 @@ def _distance_from_cause(failure: RankFailure) -> int:
 TORCH_BUILDS = "see https://pytorch.org/get-started/locally"
 
 _LESS_HOST_MEMORY = "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage"
+_RUN = "RUN"
+"""The run directory in a remedy, which `digest` fills in."""
 _TEST_DEVICES = (
     "test the devices of that host, or leave it out with --exclude; resume from a checkpoint"
 )
@@ -383,9 +385,10 @@ _BY_TEXT = (
     ),
     (
         r"ReplicaError",
-        "tensors that several ranks hold equally are different: a device or its memory has made an error, or "
-        "code treats the ranks differently",
-        _TEST_DEVICES,
+        "tensors that several ranks hold equally are different: code treats the ranks differently, or a device "
+        "or its memory has made an error",
+        f"first `nanoscale conform --config {_RUN}/config.yaml`, which finds code that treats ranks "
+        f"differently; if it finds nothing, {_TEST_DEVICES}",
     ),
     (
         _MISMATCH.pattern,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.link import Link
+from nanoscale.agent.rank import record_fork_server_failure
 from nanoscale.config.schema import Launcher, Run
 from nanoscale.processes.messages import Unpacker
 from nanoscale.processes.network import ReservedPort
@@ -133,6 +134,17 @@ def test_a_rank_that_exits_with_0_before_its_job_returns_has_failed(hosts):
     assert ended.outcome == "killed"
     ((rank, code),) = [(failure.rank, failure.exit_code) for failure in ended.failures]
     assert (rank, code) == (1, 0)
+
+
+def test_an_import_that_ends_the_fork_server_is_the_cause(hosts, monkeypatch):
+    def start_store(_host):
+        monkeypatch.setenv("NANOSCALE_SCRATCH", str(hosts.links[-1].scratch))
+        record_fork_server_failure(RuntimeError("libtorch"))
+        raise EOFError
+
+    monkeypatch.setattr("nanoscale.agent.attempt.start_store", start_store)
+    (failure,) = hosts.attempt(0, sum_ranks).failures
+    assert (failure.kind, failure.host, failure.message) == ("agent", "n0", "libtorch")
 
 
 @pytest.mark.parametrize("hosts", [(2,)], indirect=True)

@@ -220,6 +220,12 @@ def test_the_document_names_rank_host_log_and_who_else_failed(tmp_path):
     )
 
 
+def test_code_is_compared_before_devices_are_blamed_for_replicas_that_differ(tmp_path):
+    found = digest(RunDirectory(tmp_path), 1, [failed(0, 1.0, "ReplicaError", "rank 0")], {})
+    first = f"first `nanoscale conform --config {tmp_path}/config.yaml`"
+    assert found.remedy.startswith(first) and "test the devices" in found.remedy
+
+
 def test_a_users_error_comes_out_as_it_went_in(tmp_path):
     run = RunDirectory.create(tmp_path, "x")
     error = UserError(

@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -105,6 +106,41 @@ def test_ranks_in_different_collectives_are_listed_with_their_lines():
     assert text.index("rank 3 at parallel/ddp.py:37") < text.index(
         "ranks 0, 1 and 2 at train/loop.py:1"
     )
+
+
+def test_the_line_of_the_users_own_file_is_shown(tmp_path):
+    """Frames of libraries that it calls are not, nor code that torch.compile has generated."""
+    hooks, compiled = tmp_path / "hooks-ab.py", tmp_path / "torchinductor_root" / "cx.py"
+    names = {"take": lambda: position.of_frames(frames())}
+
+    def frames():
+        found: list[tuple[FrameType, int]] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            found.insert(0, (frame, frame.f_lineno))
+            frame = frame.f_back
+        return found
+
+    for file, text in (
+        (compiled, "def call():\n    return take()\n"),
+        (hooks, "def on_step_end(moment):\n    return call()\n"),
+        (ROOT / "nanoscale/train/callbacks.py", "def call_hook():\n    return on_step_end(1)\n"),
+    ):
+        exec(compile(text, str(file), "exec"), names)
+    found = names["call_hook"]()  # type: ignore[call-arg]
+    line = "hooks-ab.py:2 in on_step_end < train/callbacks.py:2 in call_hook"
+    assert (found.line, found.in_user_code) == (line, True)
+
+
+def test_without_a_majority_the_rank_in_the_users_own_code_is_named():
+    log = at(waits=True, step=4)
+    hook = replace(at(waits=True, line="hooks-ab.py:3 in on_step_end"), in_user_code=True)
+    rank, text = different_collectives({0: hook, 1: log})  # type: ignore[misc]
+    assert rank == 0 and text.endswith("rank 0 called it in the user's own code")
+    rank, text = different_collectives({0: hook}, [1])  # type: ignore[misc]
+    assert rank == 0 and "rank 1 got data of another size" in text
+    assert different_collectives({0: log}, [1])[0] == 1  # type: ignore[index]
+    assert different_collectives({0: hook, 1: hook, 2: log})[0] == 2  # type: ignore[index]
 
 
 def _hang(file, ready):
