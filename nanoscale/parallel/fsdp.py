@@ -25,6 +25,7 @@ copied to the device before it is gathered, and its reduced gradient back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,11 +81,31 @@ def shard(
         # The backward begins with these two: freeing them and gathering them again at once would be wasteful.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
+    if config.precision.reduce in ("bf16", "fp16"):
+        _add_in_fp32(model, TORCH_DTYPES[config.precision.reduce])
     # FSDP2 gathers one block ahead if the host is ahead; with ep the host waits in every block.
     if config.zero.prefetch > 1 or experts is not None:
         _prefetch(list(model.layers.values()), config.zero.prefetch)
     if config.parallel.pp == 1 and config.model.source == "own":
         _free_buffers_before_loss(model)
+
+
+def _add_in_fp32(model: nn.Module, reduce_dtype: torch.dtype) -> None:
+    """Make FSDP2 add the gradients of micro batches that wait for their reduction in fp32, and send them in
+    `reduce_dtype`; by itself it adds them in the dtype of the reduction, and each sum is rounded."""
+
+    def separate(group: Any, init: Callable[[], None]) -> None:
+        init()
+        group._reduce_dtype = reduce_dtype  # of what is sent
+        for parameter in group.fsdp_params:
+            parameter.reduce_dtype = torch.float32  # of what is added
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    group._init_mp_dtypes = partial(separate, group, group._init_mp_dtypes)
 
 
 def _prefetch(layers: list[Any], depth: int) -> None:

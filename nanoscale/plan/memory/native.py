@@ -179,7 +179,7 @@ def _sharded(setting: MemorySetting, params: RankParameters, acts: InFlightActiv
     """Return the events of FSDP2 without a pipeline: a unit's gradients are reduced when they are complete."""
     several, stage2, gathers = setting.micro_batches > 1, setting.stage >= 2, setting.stage == 3
     sharded = int(setting.states.gradients * params.trained.shard)
-    before = several * (sharded if stage2 else setting.reduce * params.trained.numel)
+    before = several * (sharded if stage2 else setting.accumulated * params.trained.numel)
     how = _Sharding(several, gathers, not several or stage2, sharded, before)
     start = _sharded_start(setting, params, acts) | {"gradients": before}
     if gathers:
@@ -342,7 +342,7 @@ def _pipelined(setting: MemorySetting, params: RankParameters, acts: InFlightAct
     Weights and gradients are unsharded during all micro batches, and gradients are reduced after the last.
     """
     compute, reduce, trained = setting.compute, setting.reduce, params.trained
-    waiting = reduce * trained.numel
+    waiting = setting.accumulated * trained.numel
     sharded = int(setting.states.gradients * trained.shard)
     most = max(1, *acts.micro_batches)
     per_micro_batch, kept_by_loss = acts.activations // most, acts.loss_kept
@@ -467,7 +467,7 @@ def _explain(
         "optimizer": f"{moments} · {trained}; {setting.config.optimizer.name}'s states",
         "compute copies": f"{setting.compute} B · {params.numel:,}: unsharded weights in the compute "
         f"dtype, {in_addition}",
-        "gradients": f"{states.gradients:g} B · {trained} after the reduction; {setting.reduce} B · "
+        "gradients": f"{states.gradients:g} B · {trained} after the reduction; {setting.accumulated} B · "
         f"{params.trained.numel:,} before it; at '{phase.name}' in addition the unit being computed",
         "units in flight": f"{setting.compute} B · (2 · {params.block:,} of a block + {params.rest:,} "
         f"of the root), or the head's {params.head:,}",

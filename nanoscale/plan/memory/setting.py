@@ -26,6 +26,8 @@ class MemorySetting:
     """Bytes of a number in products."""
     reduce: int
     """Bytes of a gradient in a reduction across ranks."""
+    accumulated: int
+    """Bytes of a gradient to which micro batches are added before its reduction: at least those of fp32."""
     flat: bool
     """True for DeepSpeed's flat buffers, in place of FSDP2."""
     single: bool
@@ -86,6 +88,7 @@ def setting_of(config: ResolvedConfig) -> MemorySetting:
         run=run,
         compute=compute,
         reduce=DTYPES[precision.reduce].bytes,
+        accumulated=max(4, DTYPES[precision.reduce].bytes),
         flat=deepspeed,
         single=single,
         shards=config.parallel.dp * layout.cp // layout.dp_replicate if stage else 1,
