@@ -27,7 +27,7 @@ class MemorySetting:
     reduce: int
     """Bytes of a gradient in a reduction across ranks."""
     accumulated: int
-    """Bytes of a gradient to which micro batches are added before its reduction: at least those of fp32."""
+    """Bytes of a gradient to which micro batches are added before its reduction: 4 or more."""
     flat: bool
     """True for DeepSpeed's flat buffers, in place of FSDP2."""
     single: bool
