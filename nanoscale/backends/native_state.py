@@ -73,6 +73,9 @@ class NativeState:
             if name.startswith("optimizer.")
         }
         load_state(self.trained, self.optimizer, moments)
+        if any(name.endswith(f".{AVERAGE}") for name in moments):
+            device = local_tensor(self.trained[0][1]).device
+            vars(self.optimizer)["average_has_begun"] = torch.ones(1, device=device)
         self._update_compute_copy()
 
     @contextmanager

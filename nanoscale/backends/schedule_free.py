@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanoscale.backends import one_pass
+from nanoscale.backends.gradients import local_tensor
 from nanoscale.config.optimizers import AVERAGE
 
 
@@ -65,15 +66,25 @@ def _update(
 
 @torch.no_grad()
 def update_averages(optimizer: Optimizer, decay: float) -> None:
-    """Move the moving average of every parameter towards its weights; it begins as the first step's weights."""
+    """Move the moving average of every parameter towards its weights; it begins as those of the first step that
+    is not skipped."""
+    if not optimizer.state:
+        return
+    first = next(iter(optimizer.state))
+    has_begun: Tensor | None = getattr(optimizer, "average_has_begun", None)
+    if has_begun is None:  # 1 after a checkpoint with averages
+        has_begun = torch.zeros(1, device=local_tensor(first).device)
+        vars(optimizer)["average_has_begun"] = has_begun
     for parameter, state in optimizer.state.items():
         if AVERAGE not in state:
             state[AVERAGE] = initial_average(parameter)
-        one_pass.run(_towards, optimizer, [state[AVERAGE]], [parameter], 1 - decay)
+        one_pass.run(_towards, optimizer, [state[AVERAGE]], [parameter, has_begun], 1 - decay)
+    one_pass.keep(has_begun, torch.ones_like(has_begun), one_pass.flag(optimizer))
 
 
-def _towards(average: Tensor, weights: Tensor, share: Tensor) -> tuple[Tensor]:
-    return (average + (weights.to(average) - average) * share,)
+def _towards(average: Tensor, weights: Tensor, has_begun: Tensor, share: Tensor) -> tuple[Tensor]:
+    weights = weights.to(average)
+    return (torch.where(has_begun > 0, average + (weights - average) * share, weights),)
 
 
 def initial_average(parameter: Tensor) -> Tensor:

@@ -308,6 +308,10 @@ class Prefetched:
         """True if the samples before this position can be read now."""
         return self._source.are_ready(end)
 
+    def close(self) -> None:
+        """Wait until the thread reads no more: its source may have another reader after a rollback."""
+        self._reader.shutdown(cancel_futures=True)
+
     def _read(self, *step: int) -> list[Batch]:
         return list(self._source.micro_batches(*step))
 

@@ -24,6 +24,7 @@ from nanoscale.config.model_math import describe_adapters, recomputed_factor
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.hooks import function
 from nanoscale.data.dataset import Dataset, open_data
+from nanoscale.data.loader import Prefetched
 from nanoscale.data.parts import Parts
 from nanoscale.metrics import waits
 from nanoscale.metrics.meter import Meter
@@ -106,6 +107,8 @@ def run(context: RankContext) -> str:
                 explain(context, training, data, error)
             if not isinstance(error, LossSpikeError) or config.train.on_spike != "rollback":
                 raise
+            if isinstance(training.samples, Prefetched):
+                training.samples.close()
             if (memory := training.checkpoints.memory) is not None:
                 memory.forget()
             progress = roll_back(context, training, data, error, rollbacks)

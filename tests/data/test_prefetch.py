@@ -53,6 +53,9 @@ def test_every_step_has_its_own_samples_and_the_next_is_read_meanwhile() -> None
     assert tokens(ahead.micro_batches(44, 8, 1, 2, 2)) == [44, 44], "in another layout"
     assert source.asked[:2] == [8, 12] and source.asked.count(12) == 1
     assert get_ident() not in source.threads and len(source.threads) == 1
+    ahead.close()  # after a rollback, another reader has the source
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        ahead.micro_batches(0, 4, 0, 1, 4)
 
 
 def test_a_failure_belongs_to_the_step_whose_samples_could_not_be_read() -> None:
