@@ -66,8 +66,8 @@ def _update(
 
 @torch.no_grad()
 def update_averages(optimizer: Optimizer, decay: float) -> None:
-    """Move the moving average of every parameter towards its weights; it begins as those of the first step that
-    is not skipped."""
+    """Move the moving average of every parameter towards its weights; it begins as the weights after the first
+    step that is not skipped."""
     if not optimizer.state:
         return
     first = next(iter(optimizer.state))
