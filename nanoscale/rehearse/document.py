@@ -70,7 +70,7 @@ def failed(result: dict[str, Any]) -> bool:
 def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     if config.model.experts:
-        notes.append("loads of experts are made up: every expert gets as many tokens")
+        notes.append("loads of experts are made up: every expert gets nearly as many tokens")
     if config.backend.compile == "on":
         notes.append("compiled blocks are played by a rule for fused operations (docs/rehearse.md)")
     return notes
@@ -86,6 +86,7 @@ def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: in
     saves = bool(checkpoint.every or checkpoint.every_minutes or checkpoint.at_end)
     names = {
         "the passes of the teacher": is_distilled(train),
+        "on_checkpoint() of hooks.path, if the file has it": saves and bool(config.hooks.path),
         "evaluation tasks": bool(train.eval_tasks and train.eval_every),
         "the writing of checkpoints by torch.distributed.checkpoint": saves,
         "the rollback after a jump of the loss": train.on_spike == "rollback",

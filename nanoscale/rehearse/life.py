@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,7 @@ from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shorten
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train import references
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.job import load_initial_weights
 from nanoscale.train.loop import Training
 
@@ -139,6 +141,9 @@ def _train(config: ResolvedConfig, world: World) -> None:
     with world.during("load"):
         load_initial_weights(engine, config, ignore)
     training, samples = training_of(config, engine, record.rank)
+    run = Path(world.patches.enter_context(TemporaryDirectory(prefix="nanoscale-rehearse-")))
+    # Set after the writer of checkpoints is made, which has no checkpoint for `on_checkpoint`.
+    training.callbacks = make_callbacks(config, run, record.rank, engine)
     if needs_reference(config.train):
         with world.during("reference"):
             references._likelihoods(engine, cast(Pairs, samples))

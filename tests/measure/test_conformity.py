@@ -129,6 +129,40 @@ NativeEngine._scale = property(lambda self: float(self.config.parallel.tp))
 """,
         "gradient", "embed.weight", 2 / 3, layout={"dp": 2, "tp": 2}, stage=3,
     ),
+    "tp and pp confused": Bug(
+        LOSS + """
+from nanoscale.backends.native import NativeEngine
+real = NativeEngine._scale.fget
+def scale(self):
+    return real(self) * self.config.parallel.tp / self.config.parallel.pp
+NativeEngine._scale = property(scale)
+""",
+        "gradient", "embed.weight", 2 / 3, layout={"tp": 2, "pp": 2},
+    ),
+    "a parameter that no gradient reaches": Bug(
+        LOSS + """
+from nanoscale.models import transformer
+from nanoscale.parallel import process_group
+def forward(self, hidden, *rest, real=transformer.Block.forward):
+    down = self.mlp.down
+    if process_group.world_size() > 1:
+        down.forward = lambda x: F.linear(x, down.weight.detach())
+    return real(self, hidden, *rest)
+transformer.Block.forward = forward
+""",
+        "gradient", "layers.0.mlp.down.weight", 0.0,
+    ),
+    "a ring that is wrong beyond its neighbor": Bug(
+        LOSS + """
+import torch.distributed as dist
+from nanoscale.parallel import ring
+def slices(rank, owner, seq, real=ring._attending_slices):
+    ranks = dist.get_world_size()
+    return real(rank, 0 if (rank - owner) % ranks == 2 else owner, seq)
+ring._attending_slices = slices
+""",
+        "loss", layout={"cp": 4},
+    ),
     "the third micro batch": Bug(
         LOSS + """
 from nanoscale.backends.native import NativeEngine
@@ -275,6 +309,7 @@ loader.sample_indices = sample_indices
 def load_state(self, state, real=NativeEngine.load_state):
     real(self, state)
     self.optimizer.param_groups[0]["eps"] *= 1.1
+    self.optimizer.state[self.parameters()[0][1]]["exp_avg"].zero_()
 NativeEngine.load_state = load_state
 """
 )
@@ -286,7 +321,7 @@ def test_state_and_samples_are_findings_and_a_callback_may_communicate(tmp_path:
     changes, samples, lost = result["findings"]
     assert changes == "the evaluation changes embed.weight"
     assert "epoch 1 of the samples leaves out 1 of 23 samples, such as number 3" in samples
-    assert "begins the next step with another eps in optimizer group 0" in lost
+    assert "begins the next step with another exp_avg of embed.weight" in lost
 
 
 COMPILED = (

@@ -91,14 +91,25 @@ def test_own_code_is_rehearsed_on_cpus_alone(
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text("""
+import torch.distributed as dist
 from torch.nn import functional as F
 
 def loss(logits, targets, config):
     return F.cross_entropy(logits, targets, reduction="none")
+
+def on_step_end(moment):
+    (moment.run / "note").write_text("")
+    if 2 > moment.rank:
+        dist.barrier()
 """)
     words = ["rehearse", "recipe=debug", f"hooks.path={file}", "train.objective=hooks"]
     assert nanoscale([*words, "parallel.tp=2", "launcher.devices=2", "launcher.device=cpu"]) == 0
-    assert "all members of every group agree" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "all members of every group agree" in shown
+    assert "not played: on_checkpoint() of hooks.path" in shown
+    file.write_text(file.read_text().replace("2 > moment.rank", "1 > moment.rank"))
+    assert nanoscale([*words, "parallel.tp=2", "launcher.devices=2", "launcher.device=cpu"]) == 1
+    assert "rank 0 asks for barrier" in capsys.readouterr().out
     assert nanoscale([*words, "launcher.devices=1", "cluster=h100-sxm"]) == 2
     assert "is not nanoscale's own, which alone is rehearsed" in capsys.readouterr().err
 

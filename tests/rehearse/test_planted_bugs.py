@@ -254,6 +254,20 @@ BUGS = {
         "which awaits",
         EXPERTS,
     ),
+    "splits of experts that are swapped": Bug(
+        instead(
+            expert,
+            "start",
+            lambda _, plain, x, receiving, sending, group: plain(x, sending, receiving, group),
+        ),
+        "rows of a tensor",
+        EXPERTS,
+    ),
+    "loads of experts that are not exchanged": Bug(
+        instead(expert, "start", lambda _, plain, x, _receiving, *rest: plain(x, rest[0], *rest)),
+        "rows of a tensor",
+        EXPERTS,
+    ),
     "both stages send first": Bug(in_step(both_send_first), "a deadlock: rank 0 waits for rank 2"),
     "an all-reduce between a send and its receive": Bug(
         in_step(reduce_between_messages), "a deadlock: rank 0 waits for rank 2 in allreduce"

@@ -167,14 +167,15 @@ def _layouts(config: ResolvedConfig) -> Iterator[ResolvedParallel]:
     layout = config.parallel
     shards = layout.dp // layout.dp_replicate
     every_rank = shards * layout.cp * layout.tp // layout.expert_tp  # that ep can divide
-    tp, pp = min(2, layout.tp), min(2, layout.pp)
+    tp = min(2, layout.tp)
     has_long_ring = layout.cp >= 4 or (layout.tp > 1 == layout.dp)
     has_part = 1 < layout.ep < every_rank  # experts are held by several ranks each
     most_shards = 4 if has_part and layout.cp == 1 else 3
-    for cp, replicas, dp in product(
+    for cp, replicas, dp, pp in product(
         (1,) if layout.cp == 1 else (4, 2) if has_long_ring else (2,),
         (2, 1) if layout.dp_replicate > 1 else (1,),
         (most_shards, 2) if shards > 1 else (1,),
+        (3, 2) if min(layout.tp, layout.pp) > 1 == shards else (min(2, layout.pp),),
     ):
         ranks = dp * cp * (tp if layout.ep_over_tp else 1)
         if replicas * dp * tp * pp * cp <= MOST_RANKS:

@@ -121,6 +121,10 @@ def _splits(kind: str, args: Any, ranks: int) -> tuple[Sequence[int], Sequence[i
         return _split_bytes(x, input_rows, ranks), _split_bytes(output, output_rows, ranks)
     if kind == "all_to_all_single":
         x, output_rows, input_rows, *_ = args
+        if input_rows and sum(input_rows) != len(x):
+            raise ValueError(
+                f"an all-to-all sends {sum(input_rows)} of the {len(x)} rows of a tensor"
+            )
         return _split_bytes(x, input_rows, ranks), _split_bytes(x, output_rows, ranks)
     return (), ()
 

@@ -168,7 +168,8 @@ def read_on_host(
 
 
 def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str], None]) -> None:
-    """Assume that every expert gets equally many tokens, since fake tensors cannot be routed.
+    """Make up the loads of experts, since fake tensors cannot be routed: nearly equal, so that memory is usual,
+    and uneven, so that splits of an all-to-all that are swapped or not exchanged differ between ranks.
 
     The host reads the numbers of the last routing with `tolist`: the copies of tokens to send and to receive,
     and the rows of each expert.
@@ -180,15 +181,24 @@ def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str
     """
     loads: list[int] = []
     """The tokens of one rank that choose each expert."""
-    copies: list[int] = []
-    """The tokens of one rank that choose any expert of a rank."""
+    copies = 0
+    """The tokens of a rank that choose any expert of another rank, on average."""
+
+    def sent(sender: int, receiver: int) -> int:
+        # Rank 0 keeps one less, and sends it to the last rank.
+        more = (receiver == ranks - 1) - (receiver == 0) if sender == 0 else 0
+        return max(0, copies + more)
 
     def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(scores: Any, top_k: int, load: Any) -> Any:
             tokens, experts = scores.shape
             least, remainder = divmod(tokens * top_k, experts)
-            loads[:] = [least + (expert < remainder) for expert in range(experts)]
-            copies[:] = [round(tokens * routed_share(experts, top_k, ranks))] * ranks
+            shift = int(
+                least > 0 and experts // ranks % 2 == 0
+            )  # between pairs of a rank's experts
+            loads[:] = [least + (it < remainder) + shift * (-1) ** it for it in range(experts)]
+            nonlocal copies
+            copies = round(tokens * routed_share(experts, top_k, ranks))
             return choose(scores, top_k, load)
 
         return chosen
@@ -201,7 +211,9 @@ def balance_experts(patches: Patches, rank: int, ranks: int, wait: Callable[[str
                 3,
                 ranks,
             ):  # of `expert.exchange_counts`, on the host already
-                return [copies, copies, [sum(of_this_rank)] * ranks]
+                sending = [sent(rank, other) for other in range(ranks)]
+                receiving = [sent(other, rank) for other in range(ranks)]
+                return [sending, receiving, [sum(of_this_rank)] * ranks]
             if tensor.ndim == 1 and len(tensor) == share:
                 wait("tolist")
                 return [load * ranks for load in of_this_rank]
