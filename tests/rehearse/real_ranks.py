@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
 from nanoscale.rehearse.life import play, resume
@@ -62,10 +63,21 @@ class Recorder(LiveMemory):
 def measured(rank: int, configs: list[ResolvedConfig], steps: int = 2) -> list[Measured]:
     """Train and resume each configuration for some steps, as a rehearsal does."""
     process_group.join(configs[0].world_size, torch.device("cpu"), 60.0)
-    with even_loads() as patches:
-        disk = Disk()
-        disk.patch(patches)
-        return [_measured(shortened(config, steps), rank, disk) for config in configs]
+    results = []
+    for config in configs:
+        with even_loads(moves=_is_first_of_experts(rank, config)) as patches:
+            disk = Disk()
+            disk.patch(patches)
+            results.append(_measured(shortened(config, steps), rank, disk))
+    return results
+
+
+def _is_first_of_experts(rank: int, config: ResolvedConfig) -> bool:
+    """Return True for the first rank of a group whose ranks have different experts."""
+    parallel, own = config.parallel, coordinates(rank, config.parallel)
+    columns = parallel.tp // parallel.expert_tp
+    place = (own.dp * parallel.cp + own.cp) * columns + own.tp % columns
+    return parallel.ep > 1 and place % parallel.ep == 0
 
 
 def _measured(config: ResolvedConfig, rank: int, disk: Disk) -> Measured:
