@@ -26,6 +26,7 @@ from nanoscale.data import open_data
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.inspect import inspect
 from nanoscale.data.prepare import chunks
+from nanoscale.data.prepare.render import RecordError, Template
 from nanoscale.data.tokens.files import open_tokens
 from nanoscale.data.tokens.tokenizer import train_bpe
 from tests.data.texts import WORDS, Interrupter, every_file, prepared, texts
@@ -380,3 +381,51 @@ def test_questions_with_answers_are_the_same_as_chats(tmp_path, settings, name, 
     settings["field"] = "data.chat" if name == "nested" else "messages"
     prepared(tmp_path / "b", file, **settings)
     assert marked(tmp_path / "a") == marked(tmp_path / "b")
+
+
+SPECIAL = ("[gMASK]", "<|user|>", "<|assistant|>", "<|end|>", "</think>")
+
+
+def turns_template(header: str = "<|ROLE|>", end: str = "") -> Template:
+    """Return a template whose turns begin with a header and a line break, and end with a text."""
+    role, asked = header.replace("ROLE", "{{ m.role }}"), header.replace("ROLE", "assistant")
+    turns = f"{{% for m in messages %}}{role}\n{{{{ m.content }}}}{end}{{% endfor %}}"
+    asks = f"{{% if add_generation_prompt %}}{asked}\n{{% endif %}}"
+    return Template(f"[gMASK]{turns}{asks}{{# </think> #}}", (), SPECIAL)
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"),
+    [
+        (turns_template(), "<|user|>"),  # as GLM's
+        (turns_template(end="\n"), "\n<|user|>"),
+        (turns_template(end="<|end|>"), "<|end|>"),
+        (turns_template(header="ROLE:", end=" "), " "),  # nothing ends it
+    ],
+)
+def test_every_answer_learns_its_end(template: Template, ending: str) -> None:
+    """Where the next message's first token ends an answer, the last answer gets it too."""
+    turns = [{"role": it, "content": text} for text in ("1", "2") for it in ("user", "assistant")]
+    chat = template.chat(turns)
+    assert [chat.text[begin:end] for begin, end in chat.answers] == [f"1{ending}", f"2{ending}"]
+    assert chat.text.endswith(f"2{ending}")
+
+
+def test_a_thought_may_have_the_tags_that_the_template_reads() -> None:
+    template = turns_template()
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a</think>2"}]
+    template.refuse_special(turns)
+    for wrong in ("a<|user|>2", "<|end|>"):
+        with pytest.raises(RecordError, match="has the special token"):
+            template.refuse_special([turns[0], turns[1] | {"content": wrong}])
+    with pytest.raises(RecordError, match="has the special token </think>"):
+        template.refuse_special([turns[0] | {"content": "</think>"}, turns[1]])
+
+
+def test_an_answer_that_the_template_does_not_write_is_a_bad_record() -> None:
+    """Templates of models of images expect lists."""
+    source = turns_template(end="<|end|>").source
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    template = Template(source.replace("{{ m.content }}", parts), (), SPECIAL)
+    with pytest.raises(RecordError, match="message 2 that the chat template does not write"):
+        template.chat([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])

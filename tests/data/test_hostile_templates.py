@@ -20,7 +20,7 @@ TIME = "takes more than 0.4 s of processor time"
 SIZE = "becomes .* characters by the chat template; at most"
 TEMPLATES = {
     "{{ 'a' * 2000000000 }}": MEMORY,
-    "{{ 'a' * 1000000 }}": SIZE,
+    "{{ 'a' * 1000000 }}{% for m in messages %}{{ m.content }}{% endfor %}": SIZE,
     "{{ messages[0]['content'] | center(2000000000) }}": MEMORY,
     "{% set ns = namespace(x='abcdefgh') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}"
     "{% endfor %}{{ ns.x }}": MEMORY,

@@ -248,7 +248,18 @@ def test_a_pair_has_tools_and_the_template_gets_variables(tmp_path: Path, model:
         )
 
 
-def test_a_role_that_the_template_refuses_is_a_bad_record(tmp_path: Path, model: Path) -> None:
-    owl = [{"role": "owl", "content": "Hu"}, *ANSWERED]
-    with pytest.raises(UserError, match="by the chat template: the role owl is unknown"):
-        prepare(tmp_path, model, BRACKETS, [{"messages": owl}])
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ("developer", "by the chat template: the role developer is unknown"),
+        ("usr", "message 1 has the unknown role `usr`; did you mean `user`?"),
+        ("owl", "message 1 has the unknown role `owl`"),
+    ],
+)
+def test_an_unknown_role_is_a_bad_record(
+    tmp_path: Path, model: Path, role: str, message: str
+) -> None:
+    """A template may refuse it, write it as any other, or leave the message out."""
+    odd = [{"role": role, "content": "Hu"}, *ANSWERED]
+    with pytest.raises(UserError, match=re.escape(message)):
+        prepare(tmp_path, model, BRACKETS, [{"messages": odd}])

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.prepare import folder
-from nanoscale.data.prepare.chat import find_template
+from nanoscale.data.prepare.chat import PLAIN, find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Setup, encode_here, with_labels
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
@@ -167,6 +167,11 @@ def write_tokenizer(
     stop: threading.Event,
 ) -> Tokenizer:
     """Write a tokenizer, which None trains, and the template of chats into a folder; return the tokenizer."""
+    if reading.template is not None and reading.template.source == PLAIN:
+        watcher.note(
+            "the tokenizer has no chat template: messages are written as `User: …` and `Assistant: …` "
+            "(--chat-template FILE for another)"
+        )
     if tokenizer is None:
         tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
     elif isinstance(tokenizer, FileTokenizer):

@@ -20,8 +20,9 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from difflib import get_close_matches
 from functools import lru_cache
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,6 +48,8 @@ _CALL = "function_call"
 """The role of ShareGPT's messages with a value that is the JSON text of a tool call."""
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 """The fields of a record that its template gets: the functions that the answers may call, and variables."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_THOUGHT_TAG = re.compile(r"</?[\w:]*think(ing)?>")
 _SWITCHES = ("weight", "train")
 """The fields of a message that leave its answer out, with 0 or false."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -101,7 +104,11 @@ class Template:
         learned = [is_learned(messages[number]) for number in numbers]
         if "endgeneration" not in self.source:
             chosen = compress(numbers, learned)
-            return Chat(whole, tuple(self._answer(whole, messages, number) for number in chosen))
+            answers = [self._answer(whole, messages, number) for number in chosen]
+            if answers and answers[-1][1] == len(whole) and not whole.endswith(self.special):
+                whole += self._next_opening(whole, messages)
+                answers[-1] = answers[-1][0], len(whole)
+            return Chat(whole, tuple(answers))
         blocks = self._blocks(whole, messages)
         if all(learned):
             return Chat(whole, blocks)
@@ -114,9 +121,24 @@ class Template:
         return Chat(self._render(messages, asks=True), ())
 
     def refuse_special(self, messages: Sequence[Message]) -> None:
-        """Raise RecordError if a message or a variable has a special token."""
-        texts = _texts([*messages, dict(self.variables)])
-        forged = {token for text in texts for token in self.special if token in text}
+        """Raise RecordError if a message or a variable has a special token, or a message an unknown role.
+
+        The tags around an answer's thought may be special tokens that the template itself looks for.
+        """
+        for number, message in enumerate(messages, 1):
+            role = message["role"]
+            if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.source):
+                near = get_close_matches(role, _ROLES, 1, 0.5)
+                advice = f"; did you mean `{near[0]}`?" if near else ""
+                raise RecordError(f"message {number} has the unknown role `{role:.40}`{advice}")
+        tags = {it for it in self.special if _THOUGHT_TAG.fullmatch(it) and it in self.source}
+        answers = [it for it in messages if it["role"] == "assistant"]
+        others = [it for it in messages if it["role"] != "assistant"]
+        texts = ((it, set(self.special) - tags) for it in _texts(answers))
+        checked = chain(
+            texts, ((it, self.special) for it in _texts([*others, dict(self.variables)]))
+        )
+        forged = {token for text, tokens in checked for token in tokens if token in text}
         if forged:
             raise RecordError(f"has the special token {min(forged)} in a message's text")
 
@@ -142,8 +164,33 @@ class Template:
                 " messages before it differently with and without it (--chat-template FILE for another)"
             )
         answer = whole[begin:end].rstrip()
-        has_end_token = answer.endswith(self.special)
-        return begin, begin + len(answer) if has_end_token else end
+        bare = answer
+        for token in self.special:
+            bare = bare.replace(token, "")
+        if not bare.strip() and messages[number].get("content", "").strip():
+            raise RecordError(
+                f"has an answer in message {number + 1} that the chat template does not write: it may expect"
+                " lists of texts and images"
+            )
+        if answer.endswith(self.special):
+            return begin, begin + len(answer)
+        # The token with which the next message begins ends the answer, as in GLM's templates.
+        rest = whole[end:].lstrip()
+        return begin, len(whole) - len(rest) + len(self._special_at(rest)) if rest else end
+
+    def _special_at(self, text: str) -> str:
+        """Return the special token with which a text begins; "" if there is none."""
+        return max((token for token in self.special if text.startswith(token)), key=len, default="")
+
+    def _next_opening(self, whole: str, messages: Sequence[Message]) -> str:
+        """Return the special token with which a question after the last answer would begin; "" for none."""
+        with suppress(RecordError):
+            longer = self._render([*messages, {"role": "user", "content": "…"}])
+            if longer.startswith(whole):
+                rest = longer[len(whole) :]
+                token = self._special_at(rest.lstrip())
+                return rest[: len(rest) - len(rest.lstrip())] + token if token else ""
+        return ""
 
     def _begin_of(
         self, first: Sequence[Message], whole: str, messages: Sequence[Message]
@@ -177,9 +224,9 @@ class Template:
                 return at + len(text)
             # A template may end the last turn with other special tokens, after the content.
             rest = whole[at:].lstrip()
-            ends = [token for token in self.special if rest.startswith(token)]
-            if at >= begin and text.lstrip().startswith(self.special) and ends:
-                return len(whole) - len(rest) + len(max(ends, key=len))
+            token = self._special_at(rest)
+            if at >= begin and text.lstrip().startswith(self.special) and token:
+                return len(whole) - len(rest) + len(token)
         # A template may write an answer with thoughts only while no message follows. The longest text that
         # ends the answer then and begins it now is the answer, if a special token ends it.
         before = self._render(messages[:number], asks=True)
