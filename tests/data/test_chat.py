@@ -404,7 +404,7 @@ def turns_template(header: str = "<|ROLE|>", end: str = "") -> Template:
     ],
 )
 def test_every_answer_learns_its_end(template: Template, ending: str) -> None:
-    """Where the next message's first token ends an answer, the last answer gets it too."""
+    """If the next message's first token ends an answer, the last answer gets it too."""
     turns = [{"role": it, "content": text} for text in ("1", "2") for it in ("user", "assistant")]
     chat = template.chat(turns)
     assert [chat.text[begin:end] for begin, end in chat.answers] == [f"1{ending}", f"2{ending}"]
