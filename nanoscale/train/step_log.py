@@ -60,7 +60,7 @@ class StepLog:
 
     def warn(self, record: dict[str, Any]) -> None:
         """Record an event for each rank that has become slow and each GPU that has become faulty."""
-        late = self.stragglers.add(record["step"], self._own_times)
+        late = self.stragglers.add(record["step"], self._own_times, record["step_time_s"])
         if late is not None:
             text, host, ratio = late
             self.note("straggler", text, host=host, ratio=ratio)

@@ -12,8 +12,11 @@ from nanoscale.common.units import duration, listed
 
 _RECORDS, _LAST = 20, 16
 """The logged steps that are looked at, and in how many of them a rank must be the last of its peers."""
-_LEAST, _LEAST_S = 0.02, 0.002
-"""The least that a late rank is behind the others: this share of their own time in a step, and seconds."""
+_LEAST, _LEAST_S = 0.05, 0.002
+"""The least that a late rank is behind the others: this share of the time of a step, and seconds."""
+_OF_LATEST = 0.5
+"""The least that others are behind, as a share of the latest: it changes when others compute at the same time,
+and so how fast they are. In a pipeline, a rank of another stage than the latest was named for this."""
 
 
 @dataclass
@@ -26,13 +29,15 @@ class Stragglers:
     """The host of each rank."""
     least: float = inf
     """The least ratio with which a rank or host that was reported is reported again."""
-    _records: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque(maxlen=_RECORDS))
+    _records: deque[tuple[int, list[float], float]] = field(
+        default_factory=lambda: deque(maxlen=_RECORDS)
+    )
     _bounds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, step: int, seconds: list[float]) -> tuple[str, str, float] | None:
-        """Take the seconds of a step for which each rank did not wait; return a sentence about late ranks,
-        and the host and the ratio of the latest one that is reported now."""
-        self._records.append((step, seconds))
+    def add(self, step: int, seconds: list[float], step_s: float) -> tuple[str, str, float] | None:
+        """Take the seconds of a step for which each rank did not wait, and of the whole step; return a sentence
+        about late ranks, and the host and the ratio of the latest one that is reported now."""
+        self._records.append((step, seconds, step_s))
         if len(self._records) < _RECORDS:
             return None
         late: dict[str, tuple[float, float, str]] = {}
@@ -44,6 +49,8 @@ class Stragglers:
             hosts = self._late(by_host) if is_spread else {}
             by_rank = {f"rank {it} on {self.hosts[it]}": [it] for it in ranks}
             late |= hosts or self._late(by_rank)
+        latest = max(late.values(), default=(0.0,))[0]
+        late = {name: it for name, it in late.items() if it[0] >= _OF_LATEST * latest}
         new = {name: it for name, it in late.items() if it[1] >= self._bounds.get(name, 1.0)}
         self._bounds |= {name: max(self.least, 1.1 * ratio) for name, (_, ratio, _) in new.items()}
         if not new:
@@ -63,7 +70,7 @@ class Stragglers:
             return {}
         firsts = [
             {name: min(seconds[rank] for rank in ranks) for name, ranks in groups.items()}
-            for _, seconds in self._records
+            for _, seconds, _ in self._records
         ]
         lasts = [max(one, key=one.__getitem__) for one in firsts]
         last = max(groups, key=lasts.count)
@@ -71,6 +78,6 @@ class Stragglers:
             return {}
         behind = median(one.pop(last) - median(one.values()) for one in firsts)
         usual = median(median(one.values()) for one in firsts)
-        if behind <= max(_LEAST_S, _LEAST * usual):
+        if behind <= max(_LEAST_S, _LEAST * median(step_s for *_, step_s in self._records)):
             return {}
         return {last: (behind, 1 + behind / max(usual, _LEAST_S), self.hosts[groups[last][0]])}
