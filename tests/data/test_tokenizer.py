@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, decoders, normalizers
+from tokenizers import Tokenizer as Native
 
 import nanoscale
 from nanoscale.common.errors import UserError
+from nanoscale.data.prepare import chat
+from nanoscale.data.tokens.growth import _longest
 from nanoscale.data.tokens.tokenizer import END, ByteTokenizer, load, train_bpe
 
 TEXTS = [
@@ -97,6 +102,38 @@ def test_files_that_are_no_tokenizers_are_named(tmp_path):
     bad.write_text("{}")
     with pytest.raises(UserError, match="cannot be read as a tokenizer"):
         load(bad)
+
+
+def repeated(times, pattern="a", content="a" * 100):
+    return normalizers.Sequence([normalizers.Replace(pattern, content)] * times)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "decoder", "characters"),
+    [
+        (repeated(5), None, "10,000,000,000"),
+        (repeated(8, Regex("(?=a)"), "b"), None, "256"),
+        (repeated(2, Regex("a{2}")), None, "2,500"),
+        (None, decoders.Sequence([decoders.Replace("a", "a" * 100)] * 2), "10,000"),
+        (repeated(9, Regex(" {2,}"), " "), decoders.Replace("▁", " "), None),
+        (normalizers.Sequence([normalizers.Prepend("▁"), repeated(1, " ", "▁")]), None, None),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_much_longer_is_refused(
+    bpe, tmp_path, normalizer, decoder, characters
+):
+    """The library aborts the process when memory runs out."""
+    native = Native.from_file(str(bpe[1]))
+    native.normalizer, native.decoder = normalizer, decoder or native.decoder
+    native.save(str(tmp_path / "tokenizer.json"))
+    refused = pytest.raises(UserError, match=f"makes up to {characters} characters of one")
+    for read in (load, chat._native):
+        with nullcontext() if characters is None else refused:
+            assert read(tmp_path / "tokenizer.json").encode("a  b")
+
+
+def test_a_map_of_sentencepiece_is_as_long_as_its_longest_text():
+    assert _longest((8).to_bytes(4, "little") + bytes(8) + b"ab\0abcdef\0") == 6
 
 
 def test_bytes_need_no_library():

@@ -30,6 +30,7 @@ from nanoscale.data.tokens.tokenizer import (
     Tokenizer,
     bytes_native,
     config_of,
+    open_native,
     special_token,
 )
 
@@ -97,14 +98,7 @@ class ChatTokenizer:
 
 
 def _native(tokenizer: Path | None) -> Any:
-    from tokenizers import Tokenizer as Native
-
-    if tokenizer is None:
-        return bytes_native()
-    native = Native.from_file(str(tokenizer))
-    native.no_truncation()
-    native.no_padding()
-    return native
+    return bytes_native() if tokenizer is None else open_native(tokenizer)
 
 
 def _read_template(path: Path | None) -> str | None:

@@ -15,6 +15,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.json_text import parse
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.config.token_files import TEMPLATE
+from nanoscale.data.tokens.growth import MOST, growth
 from nanoscale.data.tokens.sentencepiece_model import SUFFIX, ConversionError, as_json
 
 END = "<|endoftext|>"
@@ -209,20 +210,12 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
 
     Raises UserError, naming `key`, if it is missing, unreadable or has no end-of-document token.
     """
-    from tokenizers import Tokenizer as Native
-
     path = Path(path).expanduser()
     if not path.is_file():
         what = "there is no such file; give byte, bpe or the path of a tokenizer.json"
         raise _tokenizer_error(path, what, key)
     path = _converted(path, key)
-    try:
-        native = Native.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        what = f"it cannot be read as a tokenizer.json: {error}"
-        raise _tokenizer_error(path, what, key) from error
-    native.no_truncation()
-    native.no_padding()
+    native = open_native(path, key)
     native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
     config = config_of(path)
     own, bos = special_token(config, "eos_token"), special_token(config, "bos_token")
@@ -234,6 +227,27 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
             return FileTokenizer(native, path, number, bos_id)
     what = f"it has none of the known end-of-document tokens: {', '.join(names)}"
     raise _tokenizer_error(path, what, key)
+
+
+def open_native(path: Path, key: str = "data.tokenizer") -> Any:
+    """Read a tokenizer.json with the tokenizers library, without truncation and padding.
+
+    Raises UserError, naming `key`, if it is unreadable, or makes texts so long that the library could abort.
+    """
+    from tokenizers import Tokenizer as Native
+
+    try:
+        native = Native.from_file(str(path))
+        longest = growth(native)
+    except Exception as error:  # the library raises plain Exception
+        what = f"it cannot be read as a tokenizer.json: {error}"
+        raise _tokenizer_error(path, what, key) from error
+    if longest > MOST:
+        what = f"it makes up to {longest:,.0f} characters of one; at most {MOST} are allowed"
+        raise _tokenizer_error(path, what, key)
+    native.no_truncation()
+    native.no_padding()
+    return native
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
