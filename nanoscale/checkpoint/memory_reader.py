@@ -27,7 +27,13 @@ from nanoscale.checkpoint.memory_writer import boxes_of
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.errors import LostPeerError
 from nanoscale.processes.peer_files import COMMITTED, PeerFiles
-from nanoscale.runs.memory_order import MemoryOrder, MemorySource, read_index
+from nanoscale.runs.memory_order import (
+    MemoryOrder,
+    MemorySource,
+    read_index,
+    read_regular,
+    require_regular,
+)
 
 
 class _File:
@@ -45,10 +51,13 @@ class _File:
             data = self._folder.read(self._name, start, size)
         else:
             if self._mapped is None:
+                require_regular(self._folder / self._name)
                 with (self._folder / self._name).open("rb") as file:
                     # Copy on write: torch refuses memory that it may not write.
                     self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             data = memoryview(self._mapped)[start : start + size]
+        if len(data) < size:
+            raise LostPeerError(f"a peer was lost: {self._name} in memory is too short")
         return torch.frombuffer(data, dtype=dtype, count=prod(sizes)).view(sizes)
 
 
@@ -134,7 +143,7 @@ def _committed(folder: Path | PeerFiles, source: MemorySource) -> Iterator[dict[
     if isinstance(folder, PeerFiles):
         indexes = [bytes(folder.read(name)) for name in folder.names(pattern)]
     else:
-        indexes = [path.read_bytes() for path in sorted(folder.glob(pattern))]
+        indexes = [read_regular(path) for path in sorted(folder.glob(pattern)) if path.is_file()]
     for index in indexes:
         with suppress(ValueError):  # the launcher has chosen a state without this damaged file
             committed = read_index(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,10 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.json_text import parse
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import COMMITTED
 
 _SUM_BYTES = 32
+_NUMBERS = ("attempt", "count", "node", "nodes", "rank", "ranks", "step")
+_MOST = 10**10
+"""The largest believed number of them, and of samples."""
 ORDER = "order"
 """The file in the agent's folder with its `MemoryOrder`."""
 
@@ -117,7 +122,7 @@ def committed_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the indexes of ranks' files in a folder, and what each says; damaged ones are left out."""
     for path in folder.glob(f"*{COMMITTED}"):
         with suppress(OSError, ValueError):
-            yield path, read_index(path.read_bytes())
+            yield path, read_index(read_regular(path))
 
 
 def index_with_sum(text: str) -> bytes:
@@ -131,8 +136,33 @@ def read_index(content: bytes) -> dict[str, Any]:
     text, stored_sum = content[:-_SUM_BYTES], content[-_SUM_BYTES:]
     if _sum(text) != stored_sum:
         raise ValueError("its bytes differ from their sum")
-    document: dict[str, Any] = json.loads(text)
+    document: dict[str, Any] = parse(text)
     return document
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file. Raises an OSError for a FIFO, which would be waited for, or a device."""
+    require_regular(path)
+    return path.read_bytes()
+
+
+def require_regular(path: Path) -> None:
+    """Raise an OSError unless this is a regular file."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is not a regular file")
+
+
+def _require_form(about: dict[str, Any]) -> None:
+    """Raise a ValueError if an index lacks what a resume needs, or has numbers that no job has."""
+    manifest = about["manifest"]
+    numbers = {it: about[it] for it in _NUMBERS} | {"samples": manifest["consumed_samples"]}
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 <= value <= _MOST:
+            raise ValueError(f"`{name}` is {str(value)[:40]!r}, not a number up to {_MOST:,}")
+    if manifest["step"] != about["step"] or not isinstance(manifest["data"], str):
+        raise ValueError("its manifest is of another form than expected")
+    if Path(about["file"]).name != about["file"]:
+        raise ValueError("it names a file elsewhere")
 
 
 def _sum(content: bytes | memoryview) -> bytes:
@@ -152,10 +182,12 @@ def _check(path: Path) -> dict[str, Any] | str:
 
 
 def _checked(path: Path) -> dict[str, Any] | str:
-    about = read_index(path.read_bytes())
+    about = read_index(read_regular(path))
+    _require_form(about)
     del about["tensors"], about["manifest"]
     data: Any = b""
     if about["bytes"]:
+        require_regular(path.parent / about["file"])
         with (path.parent / about["file"]).open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     content = memoryview(data)[: about["bytes"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,6 +46,7 @@ from nanoscale.runs.memory_order import (
     MemoryPeer,
     MemorySource,
     committed_in,
+    index_with_sum,
     read_index,
     write_order,
 )
@@ -89,7 +92,7 @@ def save_rank(rank: int, orders: list[MemoryOrder], lost: list[str]) -> None:
     writer = MemoryWriter(orders[rank], rank, lost.append)
     for step in (1, 2, 3):
         state = state_of(WHOLE * step, world)
-        writer.begin(state, {"step": step})
+        writer.begin(state, {"step": step, "data": "x", "consumed_samples": 8 * step})
         writer.hold()
     writer.settle()
     assert not lost
@@ -197,6 +200,54 @@ def test_three_hosts_write_and_two_load_without_the_first(
     empty = replace(orders[0], folder=str(tmp_path))
     ((_, _, whole, _, _),) = run_ranks(load_rank, 1, empty, copied, 1)
     assert torch.equal(whole, 3 * WHOLE)
+
+
+ABOUT = {
+    **dict.fromkeys(("attempt", "count", "node", "rank", "bytes"), 0),
+    "nodes": 1,
+    "ranks": 1,
+    "step": 3,
+    "covers": [0],
+    "file": "0-0-0-0.data",
+    "sum": "",
+    "manifest": {"step": 3, "data": "x", "consumed_samples": 24},
+    "tensors": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"step": "x"}, "`step` is 'x'"),
+        ({"nodes": 10**12}, "`nodes` is '1000000000000'"),
+        ({"manifest": {}}, "'consumed_samples'"),
+        ({"manifest": ABOUT["manifest"] | {"consumed_samples": 1e12}}, "`samples` is"),
+        ({"file": "../0.data", "bytes": 4}, "file elsewhere"),
+        ({"file": "fifo", "bytes": 4}, "not a regular file"),
+        ({"tensors": "DEEP"}, "nested too deeply"),
+    ],
+)
+def test_a_strangers_state_is_named_and_not_used(
+    tmp_path: Path, changes: dict[str, Any], problem: str | None
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    text = json.dumps(ABOUT | {"sum": xxhash.xxh3_128_hexdigest(b"")} | changes)
+    text = text.replace('"DEEP"', "[" * 100_000 + "]" * 100_000)
+    (tmp_path / "0-0-0-0.json").write_bytes(index_with_sum(text))
+    damaged: list[str] = []
+    source = newest_in_memory([], address_of, set(), tmp_path, damaged.append)
+    assert (source is not None) == (problem is None) and len(damaged) == (problem is not None)
+    assert problem is None or problem in damaged[0]
+
+
+def test_a_fifo_in_a_strangers_memory_is_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "1-0-0-0.json")
+    assert newest_in_memory([], address_of, set(), tmp_path) is None
+    assert not [*committed_in(tmp_path)]
+    order = MemoryOrder(str(tmp_path), KEY.hex(), 2, 0, 1, 1, None, None)
+    with pytest.raises(LostPeerError):
+        memory_reader.load(order, MemorySource(1, 0, 1, ()), {})
 
 
 def flipped(content: bytes, bit: int) -> bytes:
