@@ -181,6 +181,9 @@ class Answers:
             raise UserError("usage", f"a task {what}")
         until = wanted.get("until") or []
         lengths = [int(wanted[name]) for name in _LENGTHS if wanted.get(name) is not None]
+        if lengths and lengths[0] >= self.opened.context:
+            what = f"asks for {lengths[0]:,} tokens of text, and the model's context has {self.opened.context:,}"
+            raise UserError("data", f"a task {what}: no token of the question is left")
         longest = min([*lengths, _LONGEST][0], self.opened.context - 1)
         warm = wanted.get("do_sample", False) or "do_sample" not in wanted
         sampling = Sampling(

@@ -174,6 +174,10 @@ def test_the_length_of_a_text_has_the_names_of_the_library(opened: Opened, name:
     assert answers.generate_until(requests(("ab", {name: 5}))) == usual
     both = {name: 9, "max_gen_toks": 5}
     assert answers.generate_until(requests(("ab", both))) == usual
+    with pytest.raises(
+        UserError, match=r"asks for 48 tokens of text, and the model's context has 48"
+    ):
+        answers.generate_until(requests(("ab", {name: 48})))  # as the library refuses it
 
 
 @pytest.mark.parametrize("bos", ["adds", "names", "none", "unnamed"])
