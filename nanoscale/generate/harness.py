@@ -173,18 +173,19 @@ class Answers:
             yield ScoringBatch(pairs[start : start + count])
             start += count
 
-    def _wanted(self, context: str, wanted: dict[str, Any]) -> tuple[list[int], Wish]:
-        """Return the tokens of a context, and the settings of the text after it."""
+    def _wanted(self, question: str, wanted: dict[str, Any]) -> tuple[list[int], Wish]:
+        """Return the tokens of a question, and the settings of the text after it."""
         unknown = sorted(wanted.keys() - _KNOWN)
         if unknown:
             what = f"asks for text with {', '.join(unknown)}; supported are {', '.join(sorted(_KNOWN))}"
             raise UserError("usage", f"a task {what}")
         until = wanted.get("until") or []
         lengths = [int(wanted[name]) for name in _LENGTHS if wanted.get(name) is not None]
-        if lengths and lengths[0] >= self.opened.context:
-            what = f"asks for {lengths[0]:,} tokens of text, and the model's context has {self.opened.context:,}"
-            raise UserError("data", f"a task {what}: no token of the question is left")
-        longest = min([*lengths, _LONGEST][0], self.opened.context - 1)
+        context = self.opened.context
+        if lengths and lengths[0] >= context:
+            what = f"{lengths[0]:,} tokens of text, and the model's context has {context:,}"
+            raise UserError("data", f"a task asks for {what}: no token of the question is left")
+        longest = min([*lengths, _LONGEST][0], context - 1)
         warm = wanted.get("do_sample", False) or "do_sample" not in wanted
         sampling = Sampling(
             float(wanted.get("temperature", 0.0)) if warm else 0.0,
@@ -192,8 +193,8 @@ class Answers:
             wanted.get("top_p"),
         )
         stops = tuple([until] if isinstance(until, str) else until)
-        room = self.opened.context - longest
-        prompt = [*self.opened.before, *self.opened.tokenizer.encode(context)][-room:]
+        room = context - longest
+        prompt = [*self.opened.before, *self.opened.tokenizer.encode(question)][-room:]
         return prompt or [self.opened.start], Wish(sampling, longest, stops)
 
 
