@@ -11,6 +11,13 @@ CLASSIFIER = "ForSequenceClassification"
 """The end of the names of transformers' models that classify."""
 PAIRED = ("dpo", "orpo")
 """Objectives of pairs: each sample is a chosen answer and a rejected one, a row of the batch each."""
+RECORDS = {
+    "pairs": '{"prompt": "…", "chosen": "…", "rejected": "…"}',
+    "labels": '{"text": "…", "label": 0}',
+    "chat": '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}',
+    "text": '{"text": "…"}',
+}
+"""A record of each kind of samples."""
 _EVALUATED = {
     **dict.fromkeys(PAIRED, ("eval_preferred", "eval_margin")),
     "classify": ("eval_accuracy",),

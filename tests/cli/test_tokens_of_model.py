@@ -11,6 +11,7 @@ import pytest
 
 from nanoscale.cli.common import texts
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.objectives import RECORDS
 from nanoscale.config.token_files import manifest
 from nanoscale.data.tokens.tokenizer import digest, train_bpe
 from tests.support import hf_families
@@ -175,6 +176,52 @@ def test_the_objective_of_other_records_is_answered_with_their_form(line, capsys
     for objective in ("classify", "masked"):
         wrong = errors(line, capsys, f"train.objective={objective}")[0]
         assert wrong["suggestions"] == ["model=hf model.name=/path/to/model"]
+
+
+EARLY = {
+    "lora.targets": ["lora.rank=4", "lora.targets=[nope]", "model.init_from=./model"],
+    "launcher.device": ["launcher.device=cuda"],
+    "precision.fp8": ["precision.fp8=true"],
+    "train.teacher": ["train.objective=distill", "train.teacher=./nothing"],
+    "train.objective": ["train.objective=dpo"],
+}
+
+
+@pytest.mark.parametrize("key", EARLY)
+def test_what_needs_no_tokens_is_refused_before_texts_are_prepared(line, key, capsys):
+    assert key in {it["key"] for it in errors(line, capsys, "data.path=a.jsonl", *EARLY[key])}
+    assert not Path("cache").exists()
+
+
+def test_a_length_that_follows_from_the_texts_is_not_refused_before_they_are_prepared():
+    job = ["recipe=chat", "model.init_from=./model", "data.path=a.jsonl", "launcher.device=cpu"]
+    assert nanoscale(["train", *job, "--dry-run"]) == 0  # the model has 64 positions, not 2,048
+
+
+KINDS = {
+    "chat": ({"messages": [{"role": "user"}]}, ["recipe=chat"]),
+    "pairs": ({"chosen": "1", "rejected": "2"}, ["recipe=dpo"]),
+    "labels": (
+        {"text": "abc", "class": "x"},
+        ["recipe=classify", "model.name=./model", "train.labels=2"],
+    ),
+    "text": ({"question": "?", "answer": "!"}, ["recipe=chat"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_form_of_wrong_records_is_shown_once_with_a_command_that_skips_them(kind, capsys):
+    record, job = KINDS[kind]
+    right = json.loads(RECORDS[kind].replace("…", "yes", 2))
+    lines = [record, *[right] * 60, record] if kind == "text" else [right] * 60 + [record]
+    Path("r.jsonl").write_text("".join(f"{json.dumps(it)}\n" for it in lines))
+    words = ["train", *job, "model.init_from=./model", "launcher.device=cpu", "--json"]
+    *_, wrong = errors(words, capsys, "data.path=r.jsonl", "--dry-run")
+    remedy = wrong["remedy"]
+    assert remedy.count(RECORDS[kind]) == 1 and "with --bad skip" not in remedy
+    command = remedy.partition("`")[2].partition("`")[0]
+    assert nanoscale(shlex.split(command)[1:]) == 0
+    assert manifest(Path(remedy.partition("data.path=")[2].partition(";")[0])) is not None
 
 
 def test_labels_that_no_objective_reads_are_named(line, capsys):

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +65,12 @@ class CommandLine:
         chosen = (override(key, setting.value) for key, setting in self.options.items())
         return [*(self.overrides or ()), *shlex.split(" ".join(chosen))]
 
-    def compose(self) -> Composed:
+    def compose(self, check: Callable[[Composed], object] | None = None) -> Composed:
         """Compose the configuration; addresses of data are replaced by the paths of the fetched files, and text
         files that data.path names by their tokens.
+
+        Args:
+            check: as of `tokens_of_texts`.
 
         Raises:
             UserError: with every mistake in overrides and files.
@@ -78,7 +81,8 @@ class CommandLine:
         words = tuple(self.overrides or ())
         composed = self._compose(words, self.options)
         local: dict[str, Setting] = {}
-        for replace_paths in (fetched_data, *(() if self.config_file else (tokens_of_texts,))):
+        of_texts = () if self.config_file else (partial(tokens_of_texts, check=check),)
+        for replace_paths in (fetched_data, *of_texts):
             if replaced := replace_paths(composed):
                 local |= replaced
                 others = [word for word in words if word.partition("=")[0] not in local]
@@ -205,17 +209,21 @@ def request_job(
         line.require_startable()
     else:
         line.require_trusted(launched=False)
-    composed = line.compose()
+
+    def checked_on_machines(composed: Composed) -> Request:
+        return check_request(
+            composed,
+            devices=devices and devices(composed),
+            hosts=None if hosts is None else hosts(composed),
+            repeats=line.config_file,
+        )
+
+    composed = line.compose(checked_on_machines)
     if starts and not line.one_of_many and composed.config.launcher.name == "env":
         raise UserError("usage", "launcher=env is for `nanoscale train` alone")
     if verify is not None:
         verify(composed)
-    checked = check_request(
-        composed,
-        devices=devices and devices(composed),
-        hosts=None if hosts is None else hosts(composed),
-        repeats=line.config_file,
-    )
+    checked = checked_on_machines(composed)
     if starts and (idle := transport_of(checked.config).idle_machines()):
         display.note(idle)
     return checked

@@ -15,25 +15,41 @@ from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.object_storage import is_address
 from nanoscale.common.units import byte_size
+from nanoscale.config.hf.hub import missing_path
+from nanoscale.config.hf.pretrained import NoSuchModelError, refuse_model
 from nanoscale.config.objectives import PAIRED, has_whole_documents
+from nanoscale.config.rules.data import FORMS
 from nanoscale.config.token_files import TOKENIZER, TOKENS, folder_of, manifest
 from nanoscale.config.token_formats import FORMATS, format_of, is_parts
 from nanoscale.config.values.provenance import Setting
+from nanoscale.config.violations import refuse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nanoscale.config.values.provenance import Composed
     from nanoscale.data.prepare import PreparationRequest
 
 _MOST = 256 << 20
 """The most bytes of texts that are all prepared on the way to a launch, which takes up to some minutes."""
+_EARLY = (
+    *("backend.name", "cluster.", "hooks.", "launcher.", "logger.", "lora.", "optimizer."),
+    *("precision.", "train.teacher", "zero."),
+)
+"""Beginnings of keys whose errors do not depend on tokens."""
 
 
-def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
+def tokens_of_texts(
+    composed: Composed, check: Callable[[Composed], object] | None = None
+) -> dict[str, Setting]:
     """Prepare the texts that data.path and data.valid_path name; return the keys that name their tokens.
 
     Of more than 256 MiB only the first part is prepared, and a launch prepares the rest beside the training.
     Chats and pairs of answers are recognised by their first record. The tokenizer is data.tokenizer if
     it is set, otherwise the tokenizer of model.init_from.
+
+    Args:
+        check: the check of a configuration: errors that need no tokens are raised before texts are prepared.
 
     Raises:
         UserError: texts are too large or cannot be prepared.
@@ -50,6 +66,8 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
             settings |= _of_folder(composed, Path(named).expanduser())
             continue
         request, is_large = _request(composed, key, named)
+        if check is not None:
+            _refuse_early(composed, check)
         folder = _prepared(request, is_large)
         source = f"prepared from {named}"
         settings |= {
@@ -60,6 +78,18 @@ def tokens_of_texts(composed: Composed) -> dict[str, Setting]:
             settings["data.tokenizer"] = Setting(str(folder / TOKENIZER), source)
         settings |= _of_folder(composed, folder)
     return settings
+
+
+def _refuse_early(composed: Composed, check: Callable[[Composed], object]) -> None:
+    """Raise the errors of a check, which the texts cannot pass, that are not about them."""
+    teacher = composed.config.train.teacher
+    if teacher and not Path(teacher).expanduser().is_dir() and (why := missing_path(teacher)):
+        refuse_model(composed, "train.teacher", teacher, NoSuchModelError(why))
+    try:
+        check(composed)
+    except UserError as error:
+        if early := [it for it in error.violations if it.key.startswith(_EARLY)]:
+            refuse(early, error.kind)
 
 
 def _of_folder(composed: Composed, folder: Path) -> dict[str, Setting]:
@@ -132,6 +162,9 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     names = first_fields(source)
     pairs = names is not None and holds_pair(names)
     chat = pairs or holds_chats(names)
+    if train.objective in PAIRED and not pairs:
+        what = f"needs pairs, and {file} has none: {FORMS['pairs']}"
+        refuse([Violation("train.objective", train.objective, "", what)], kind="data")
     if names and LABEL in names and train.objective != "classify":
         display.note(
             f"{file}: its field `label` is not used: only train.objective=classify learns it"
@@ -178,6 +211,7 @@ def _command(request: PreparationRequest) -> str:
 def _prepared(request: PreparationRequest, is_large: bool) -> Path:
     from nanoscale.data.prepare.by_parts import prepare_first
     from nanoscale.data.prepare.cached import prepare_in_cache
+    from nanoscale.data.prepare.records import SKIP
     from nanoscale.processes.pool import LostProcessError
     from nanoscale.view.data_text import PreparationScreen, prepared_line
 
@@ -190,8 +224,12 @@ def _prepared(request: PreparationRequest, is_large: bool) -> Path:
         command = f"{_command(request)} --workers 1"
         wrong = Violation("data.path", request.sources[0], "", what, (command,))
         raise UserError("data", message, [wrong]) from error
-    except UserError:
-        display.note(f"to choose how the texts are read: {_command(request)}")
-        raise
+    except UserError as error:
+        command = _command(request)
+        to_skip = f"skip them: `{command} --bad skip`, then data.path={command.split()[-1]}"
+        told = [replace(it, remedy=it.remedy.replace(SKIP, to_skip)) for it in error.violations]
+        if told == error.violations:
+            display.note(f"to choose how the texts are read: {command}")
+        raise UserError(error.kind, error.message, told) from error
     display.note(prepared_line(request, folder))
     return folder

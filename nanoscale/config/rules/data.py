@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nanoscale.common.units import counted
 from nanoscale.config import reference, token_files, token_formats
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-from nanoscale.config.objectives import PAIRED, has_whole_documents, is_distilled
+from nanoscale.config.objectives import PAIRED, RECORDS, has_whole_documents, is_distilled
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, only_with, other_than, refused
@@ -53,13 +53,14 @@ MASKED = of_kind("data",
          "data.source": other_than("random", "hooks")},
         "continues a text, which train.objective={c.train.objective} does not learn", "train.sample_tokens=0"),
 )  # fmt: skip
-_FORMS = {
-    "pairs": 'each record needs an answer to prefer and one to avoid, as in {{"prompt": "…", "chosen": "…", '
-        '"rejected": "…"}}; `nanoscale data prepare --pairs` reads them',
-    "labels": 'each record needs a text and its class, a number from 0, as in {{"text": "…", "label": 0}}; '
+FORMS = {
+    "pairs": "each record needs an answer to prefer and one to avoid, as in "
+        f"{RECORDS['pairs']}; `nanoscale data prepare --pairs` reads them",
+    "labels": f"each record needs a text and its class, a number from 0, as in {RECORDS['labels']}; "
         "`nanoscale data prepare --labels N` reads them",
 }  # fmt: skip
-"""The form of the records of each kind of samples, as a template of `str.format`."""
+"""The form of the records of each kind of samples."""
+_TEMPLATES = {kind: form.replace("{", "{{").replace("}", "}}") for kind, form in FORMS.items()}
 _CLASSIFIED = {"train.objective": "classify"}
 CLASSIFIED = of_kind("data",
     refused("train.objective", {**_CLASSIFIED, "model.source": other_than("hf")},
@@ -69,7 +70,7 @@ CLASSIFIED = of_kind("data",
         "is needed by train.objective=classify: the number of classes", "train.labels=2"),
     refused("train.objective",
         {**_CLASSIFIED, "model.source": "hf", "data.source": other_than("megatron", "random", "hooks")},
-        f"needs labels, and data.source={{c.data.source}} has none: {_FORMS['labels']}",
+        f"needs labels, and data.source={{c.data.source}} has none: {_TEMPLATES['labels']}",
         "data=megatron data.path=/path/to/records.jsonl", "data.source=random"),
     refused("data.loss_on", {**_CLASSIFIED, "data.loss_on": "all"},
         "is the loss of every token, and train.objective=classify has one of each text", "data.loss_on=auto"),
@@ -94,7 +95,7 @@ DISTILLED = of_kind("config",
 _PAIRED = {"train.objective": PAIRED}
 PAIRS = of_kind("data",
     refused("train.objective", {**_PAIRED, "data.source": ("stdlib", "random")},
-        f"needs pairs of answers, and data.source={{c.data.source}} has none: {_FORMS['pairs']}",
+        f"needs pairs of answers, and data.source={{c.data.source}} has none: {_TEMPLATES['pairs']}",
         "data=megatron data.path=/path/to/pairs.jsonl"),
     refused("data.packing", {**_PAIRED, "data.packing": "whole"},
         "packs documents, and train.objective={c.train.objective} has each answer in a row of its own",
@@ -423,7 +424,7 @@ def _require_kind_of_samples(
             advice = f"train.objective={objectives[0]}{labels}"
             resolution.refuse_value(f"{source.key}.path", str(folder), message, advice, kind="data")
         elif is_needed and not is_held:
-            message = f"needs {kind}, and {folder} has none: {_FORMS[kind].format()}"
+            message = f"needs {kind}, and {folder} has none: {FORMS[kind]}"
             resolution.refuse("train.objective", message, kind="data")
     if (held := manifest.get("labels", 0)) > (train.labels or held):
         message = f"is less than the {held} labels of {folder}"

@@ -75,6 +75,13 @@ class PreparationRequest:
     """The number of classes of the records, each a text in `field` and a `label`; None: as many as the records
     have. 0: they have no labels."""
 
+    @property
+    def kind(self) -> str:
+        """The kind of its records: pairs, chat, labels or text."""
+        if self.chat:
+            return "pairs" if self.pairs else "chat"
+        return "text" if self.labels == 0 else "labels"
+
 
 class Watcher(Protocol):
     """A receiver of progress reports."""
@@ -234,7 +241,7 @@ def refuse_bad(
     if progress.bad == 0 or request.skip_bad:
         return
     kept = f"; what was prepared is kept in {path}" if path and folder.committed(path) else ""
-    raise bad_records_error(progress.shown[:_MOST_SHOWN], kept)
+    raise bad_records_error(progress.shown[:_MOST_SHOWN], kept, kind=request.kind)
 
 
 def _refuse_unreadable(reading: Reading) -> None:
@@ -293,7 +300,7 @@ def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event
             documents = Documents(chunk, reading)
             yield from (document.text for document, is_held_out in documents if not is_held_out)
             if documents.bad and not request.skip_bad:
-                raise bad_records_error(documents.bad[:_MOST_SHOWN])
+                raise bad_records_error(documents.bad[:_MOST_SHOWN], kind=request.kind)
             if chunk.read > share * source.bytes:
                 break
 

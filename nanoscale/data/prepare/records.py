@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.data.prepare.render import RecordError
+from nanoscale.config.objectives import RECORDS
+from nanoscale.data.prepare.render import NO_FIELD, RecordError
 
 EMPTY = "is empty"
+SKIP = "skip them with --bad skip"
 _LONGEST_CELL = 1 << 30
 """The most characters of a cell, in place of Python's 131,072; records have a limit of their own."""
 
@@ -28,17 +30,24 @@ class Bad:
 
 
 def bad_records_error(
-    bad_records: Sequence[Bad], kept: str = "", *, nothing_else: bool = False
+    bad_records: Sequence[Bad], kept: str = "", *, nothing_else: bool = False, kind: str = "text"
 ) -> UserError:
     """Return the error for bad records; `bad_records` are the first of them.
 
     Args:
         kept: a clause on what was prepared before.
         nothing_else: True if no data would be left without them.
+        kind: the kind of records that is expected, of `RECORDS`.
     """
     are_empty = all(bad.what == EMPTY for bad in bad_records)
     remedy = "name files with texts" if are_empty else "fix these records"
-    remedy += "" if nothing_else else ", or skip them with --bad skip"
+    remedy += "" if nothing_else else f", or {SKIP}"
+    if kind != "text":
+        remedy += f"; a record is as in {RECORDS[kind]}"
+    elif any(bad.what.startswith(NO_FIELD) for bad in bad_records):
+        remedy += (
+            f"; a record is as in {RECORDS['text']}, and one of a chat as in {RECORDS['chat']}"
+        )
     violations = [
         Violation(bad.place, None, "", bad.what, remedy="" if remaining else f"{remedy}{kept}")
         for remaining, bad in zip(range(len(bad_records) - 1, -1, -1), bad_records, strict=True)

@@ -63,6 +63,7 @@ PAIRS = (("prompt", "completion"), ALPACA)
 
 _BEGIN, _END = "answer_begin_mark", "answer_end_mark"
 """The variables of a template that hold the marks of its answers."""
+NO_FIELD = "has no field"
 Message = dict[str, Any]
 
 
@@ -431,7 +432,7 @@ def value_at(record: dict[str, Any], field: str) -> Any:
     for name in field.split("."):
         if not isinstance(value, dict) or name not in value:
             names = ", ".join(list(record)[:8]) or "none"
-            raise RecordError(f"has no field {field!r} (--field); its fields: {names}")
+            raise RecordError(f"{NO_FIELD} {field!r} (--field); its fields: {names}")
         value = value[name]
     return value
 
