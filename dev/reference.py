@@ -129,7 +129,7 @@ def render_equivalents() -> str:
             file = Path(folder) / kind.file
             file.write_text(kind.example, encoding="utf-8")
             recipe = to_yaml(convert_file(file)[1].recipe).rstrip()
-        language = file.suffix.removeprefix(".")
+        language = {".sh": "text"}.get(file.suffix, file.suffix.removeprefix("."))
         parts.append(f"\n`nanoscale config from {kind.file} --out mine.yaml` makes of\n")
         parts.append(
             f"```{language}\n{kind.example.rstrip()}\n```\n\nthe recipe\n\n```yaml\n{recipe}\n```"

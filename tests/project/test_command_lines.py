@@ -28,6 +28,7 @@ from nanoscale.cli.common.examples import EXAMPLES
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Model
+from nanoscale.config.values.other_trainers import kinds
 from nanoscale.data.tokens.tokenizer import train_bpe
 from nanoscale.runs import jsonlines, status
 from nanoscale.runs.directory import RunDirectory
@@ -146,7 +147,6 @@ MENTIONED = {
     "nanoscale data inspect",
     "nanoscale runs report",
     "nanoscale plan --calibrate",
-    "nanoscale checkpoints export",
     "nanoscale checkpoints verify",
 }
 """Commands that a sentence names without their arguments."""
@@ -194,6 +194,9 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"messages": [{"role": "user", "content": f"question {number}"}, answer]}) + "\n"
         for number in range(200)
     )
+    for kind in kinds():
+        if not kind.unread:
+            (here / kind.file).write_text(kind.example)
     (here / "chats.jsonl").write_text(chats)
     (here / "chats" / "a.jsonl").write_text(chats)
     pairs = [{"prompt": f"def {i}", "chosen": "f():", "rejected": "1"} for i in range(400)]
@@ -309,6 +312,7 @@ FIGURES: dict[str, Any] = {
         }
     ],
     "data": "what was held out",
+    "findings": [],
     "largest": 1e-15,
     "first_difference": None,
     "resumed": None,
@@ -390,7 +394,8 @@ def _type(
     if arguments[0] in ("train", "submit"):
         arguments.append("run.root=others")  # `first` exists already
     shutil.rmtree("runs/first/hf", ignore_errors=True)
-    Path("answers.jsonl").unlink(missing_ok=True)
+    for written in ("answers.jsonl", "mine.yaml"):
+        Path(written).unlink(missing_ok=True)
     assert nanoscale(arguments) == 0, line
 
 
@@ -461,8 +466,10 @@ def example_files(stand_ins: Path) -> Path:
         (stand_ins / "texts" / f"{number}.txt").write_text(f"text number {number}\n" * 20)
     (stand_ins / "questions.txt").write_text("def main():\n")
     (stand_ins / "ds_config.json").write_text('{"train_batch_size": 8}')
-    (stand_ins / "axolotl.yml").write_text("base_model: x\n")
-    (stand_ins / "train.sh").write_text("python train.py --learning_rate 1e-5\n")
+    (stand_ins / "axolotl.yml").write_text("base_model: x\nsequence_len: 64\nmicro_batch_size: 1\n")
+    (stand_ins / "train.sh").write_text(
+        "python train.py --learning_rate 1e-5 --model_name_or_path x --per_device_train_batch_size 2\n"
+    )
     logs = runs / "first" / "logs" / "attempt-1"
     logs.mkdir(parents=True)
     for ending in ("out", "err"):
