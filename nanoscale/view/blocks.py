@@ -207,7 +207,9 @@ def _broken(name: str, width: int) -> list[str]:
 
 
 def state_style(header: str, text: str) -> str:
-    """Return the style of a cell: a state's look."""
+    """Return the style of a cell: a state's look, or the color of bars."""
+    if header in ("bar", "curve") and text != header:
+        return "blue"
     looks = (look for word, look in LOOKS.items() if word in text.split())
     return next(looks, "") if header == "state" else ""
 

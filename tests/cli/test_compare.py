@@ -119,6 +119,28 @@ def test_the_end_of_a_run_and_the_comparison_have_one_speed(capsys: Capsys) -> N
     assert speeds == [30.0, None]
 
 
+@pytest.mark.parametrize(
+    ("changes", "prompt"),
+    [
+        ({}, "'Once'"),
+        ({"loss_on: all": "loss_on: answers"}, "'What can you do?'"),
+        ({"objective: next-token": "objective: dpo"}, "'What can you do?'"),
+    ],
+)
+def test_a_model_that_learned_answers_is_asked_a_question(
+    changes: dict[str, str], prompt: str
+) -> None:
+    run, stream = RunDirectory.open("a"), io.StringIO()
+    run.checkpoint(3).mkdir(parents=True)
+    text = run.config.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    run.config.write_text(text)
+    print_outcome(run, Outcome("completed", 0), stream)
+    assert f"generate a --prompt {prompt}\n" in stream.getvalue()
+
+
 def test_a_part_of_the_data_is_a_percentage() -> None:
     texts = [seen_text(times) for times in (0.00103, 0.25, 1, 1.5, 123.4)]
     assert texts == [

@@ -16,8 +16,9 @@ from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.failure import RankFailure
+from nanoscale.view.blocks import Report, Table, page
 from nanoscale.view.plan.prediction import document as plan_document
-from nanoscale.view.run.run_report import MOST_POINTS, document, thinned
+from nanoscale.view.run.run_report import MOST_POINTS, document, run_report, thinned
 
 
 def make(name="r", state="completed", words=()):
@@ -198,6 +199,26 @@ def test_training_leaves_a_report_and_resuming_plans_again(capsys):
     for planned in (after, again):
         del planned["checkpoints"]["free_bytes"]  # of a disk that others use, too
     assert after == again
+
+
+def test_an_attempt_that_trained_nothing_has_no_first_step():
+    run = make(state="failed")
+    attempt(run, 1, after=550)
+    attempt(run, 2)
+    events.append(run, "failure", "rank 0 failed")
+    attempt(run, 3)
+    events.append(run, "running", "training from step 1")
+    assert [it["after_step"] for it in document(run)["attempts"]] == [550, None, 0]
+    (shown,) = [
+        it for it in run_report(document(run)).blocks if getattr(it, "title", "") == "attempts"
+    ]
+    assert [row[shown.header.index("from step")] for row in shown.rows] == ["551", "", "1"]
+
+
+def test_bars_have_a_color():
+    shares = Table(["", "bar"], [["starts", "██"]], "goodput")
+    page_of = page(Report("r", [shares]))
+    assert '<td class="n blue">██</td>' in page_of and '<th class="n">bar</th>' in page_of
 
 
 def test_what_was_noticed_and_the_state_of_the_gpus(capsys):

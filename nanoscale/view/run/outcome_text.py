@@ -11,6 +11,7 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, counted, duration, numbered
 from nanoscale.config.composing.frozen import read_values
+from nanoscale.config.objectives import PAIRED
 from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.runs import failure, metrics, status
@@ -143,11 +144,18 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
     """Return commands for a trained model, as they can be typed."""
     if not run.checkpoint_steps():
         return []
-    objective = read_values(run.config, ("train.objective",))["train.objective"]
+    keys = "train.objective", "data.loss_on"
+    objective, loss_on = read_values(run.config, keys).values()
     writes = objective not in ("classify", "masked")
+    answers = loss_on == "answers" or objective in PAIRED
+    prompt = "'What can you do?'" if answers else "'Once'"
     return [
         "next:",
-        *([f"  nanoscale generate {shlex.quote(run.reference)} --prompt 'Once'"] if writes else []),
+        *(
+            [f"  nanoscale generate {shlex.quote(run.reference)} --prompt {prompt}"]
+            if writes
+            else []
+        ),
         f"  nanoscale eval {shlex.quote(run.reference)}",
         f"  nanoscale checkpoints export {shlex.quote(run.reference)} --format hf",
         f"  {way_on(run)} train.steps={2 * steps}",

@@ -121,15 +121,18 @@ def _utilization(run: RunDirectory, name: str) -> float | None:
 
 
 def _attempts(happened: list[Object]) -> list[Document]:
-    """Return the attempts: the step before the first, the ranks, and the end as the ranks report it."""
+    """Return the attempts: the step before the first, which is None if it trained none, the ranks, and the
+    end as the ranks report it."""
     attempts: list[Document] = []
     for event in happened:
         kind = event.get("kind")
         if kind == "attempt":
             known = {name: event.get(name) for name in ("attempt", "time", "world_size")}
-            attempts.append({**known, "after_step": 0, "end": None})
+            attempts.append({**known, "after_step": None, "end": None})
         elif attempts and kind == "resumed":
             attempts[-1]["after_step"] = int(event.get("step", 0))
+        elif attempts and kind == "running":
+            attempts[-1]["after_step"] = attempts[-1]["after_step"] or 0
         elif attempts and kind in ("end", "failure", "restart"):
             attempts[-1]["end"] = str(event.get("message", ""))
     return attempts
@@ -310,7 +313,7 @@ _ATTEMPTS = (
     Column("began", lambda attempt: clock(attempt["time"])),
     Column("attempt", lambda attempt: str(attempt["attempt"]), optional=1),
     Column("ranks", lambda attempt: str(attempt["world_size"]), optional=1),
-    Column("from step", lambda attempt: f"{attempt['after_step'] + 1:,}"),
+    Column("from step", lambda it: "" if it["after_step"] is None else f"{it['after_step'] + 1:,}"),
     Column("end", lambda attempt: attempt["end"] or "", is_text=True),
 )
 _CHECKPOINTS = (
