@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from nanoscale.common.units import listed
@@ -27,7 +28,7 @@ _PHASES = {
 _COMPILED = {"loss": "the forward pass of compiled blocks", "gradient": "their backward pass"}
 _BETWEEN = (
     "the code between the steps, such as a callback, the evaluation or a checkpoint: the step before is equal, "
-    "so weights, buffers or modes changed after it"
+    "so weights, buffers or modes changed after it, or a parameter that begins as 0 has no effect before it"
 )
 
 
@@ -97,6 +98,8 @@ def _named(difference: dict[str, Any], other: str) -> str:
         return f"{what} is 0 in the layout, so {reached}"
     if factor is None or abs(factor - 1) <= _EXACT:
         return f"{what} differs by {difference['relative']:.2g} of its size"
+    if not isfinite(factor):
+        return f"{what} is not a finite number in the layout"
     number, is_inverse = _whole(factor)
     shown = f"{'1/' * is_inverse}{number}" if number else f"{factor:.6g}"
     return f"{what} is {shown} times as large as in {other}"
@@ -105,7 +108,7 @@ def _named(difference: dict[str, Any], other: str) -> str:
 def _whole(factor: float | None) -> tuple[int, bool]:
     """Return the whole number that a factor is, or its inverse, and True for the inverse; 0: it is neither."""
     for value, is_inverse in ((factor, False), (1 / factor, True)) if factor else ():
-        if value is not None and abs(value - round(value)) <= _EXACT * abs(value) < _EXACT * _MOST:
+        if isfinite(value) and abs(value - round(value)) <= _EXACT * abs(value) < _EXACT * _MOST:
             return round(value), is_inverse
     return 0, False
 

@@ -46,6 +46,7 @@ def test_a_job_whose_loss_is_wrong_is_not_launched(tmp_path, monkeypatch, capsys
         ({"factor": 3.0}, "A sum over 3 ranks is done twice, or a division by 3 is missing"),
         ({"factor": 0.7}, "the gradient of embed.weight is 0.7 times as large as in one process"),
         ({"factor": 0.0}, "embed.weight is 0 in the layout, so no gradient reaches this parameter"),
+        ({"factor": float("nan")}, "embed.weight is not a finite number in the layout"),
         ({"what": "loss"}, "look at the forward pass"),
         ({"what": "loss", "step": 2}, "look at the code between the steps, such as a callback"),
         ({"what": "metric", "parameter": "eval_loss"}, "the logged eval_loss differs by 1 of its size"),

@@ -102,7 +102,8 @@ def _small(config: ResolvedConfig, layout: ResolvedParallel, root: Path) -> Reso
             valid_path=None,
             mixture={},
         ),
-        checkpoint=ResolvedCheckpoint(memory_every=0, asynchronous=config.checkpoint.asynchronous),
+        # A save beside the training runs the code of a save that is waited for, and more.
+        checkpoint=ResolvedCheckpoint(memory_every=0, asynchronous=True),
         guard=Guard(every=0),  # a difference of replicas is a difference from one process
         launcher=Launcher(device="cpu", threads=1, preflight=False, env=config.launcher.env),
         train=replace(
