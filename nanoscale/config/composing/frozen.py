@@ -63,10 +63,7 @@ _REMOVED = {
     "checkpoint.asynchronous": (("auto",), "`auto` was removed on 2026-11-22"),
     "cluster.pythons": (({},), "was removed on 2026-11-27: cluster.python serves all hosts"),
     "launcher.slurm.container": ((None,), "is launcher.container since 2026-11-26"),
-    "launcher.slurm.container_runtime": (
-        ("pyxis",),
-        "is launcher.container_runtime since 2026-11-26",
-    ),
+    "launcher.slurm.container_runtime": (("pyxis",), "is now launcher.container_runtime"),
     "launcher.slurm.container_mounts": (([],), "is launcher.container_mounts since 2026-11-26"),
 }
 """Keys and values of earlier versions: the values that a file may lose, and the sentence about other ones."""
