@@ -293,7 +293,7 @@ class Attempt:
         if texts.is_request:
             error = UserError("data", texts.problem)
             return RankFailure.of(error, rank=None, local_rank=None, host=host)
-        remedy = "free space on the disk of the cache (NANOSCALE_CACHE), or give it more memory"
+        remedy = "free space on the disk of the cache (NANOSCALE_CACHE), or memory of the host"
         return agent_failure(host, texts.problem, remedy)
 
     def _forced(self, reason: str) -> RankFailure:
