@@ -178,8 +178,8 @@ def test_a_value_that_json_cannot_hold(capsys):
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        (["trian"], "'train'"),
-        (["config", "shw"], "'show'"),
+        (["trian"], "type instead: nanoscale train"),
+        (["config", "shw"], "type instead: nanoscale config show"),
         (["config", "show", "--jsno"], "--json"),
         (["train", "--dry-rnu"], "--dry-run"),
         (["train", "--steps=3"], "train.steps=3"),

@@ -75,9 +75,15 @@ def test_a_model_of_a_billion_layers_is_refused(tmp_path: Path, capsys: Capsys) 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ('{"train_batch_size": 8, "gradient_clipping": Infinity}', "optimizer.clip_norm=inf"),
-        ('{"train_batch_size": 8, "steps_per_print": -5}', "train.log_every=-5"),
-        ('{"train_batch_size": 8, "zero_optimization": {"stage": 9}}', "zero.stage=9"),
+        (
+            '{"train_batch_size": 8, "gradient_clipping": Infinity}',
+            "gradient_clipping=inf: optimizer.clip_norm",
+        ),
+        ('{"train_batch_size": 8, "steps_per_print": -5}', "steps_per_print=-5: train.log_every"),
+        (
+            '{"train_batch_size": 8, "zero_optimization": {"stage": 9}}',
+            "stage=9: zero.stage must be one of 0, 1, 2, 3",
+        ),
     ],
 )
 def test_settings_that_no_key_can_have_are_refused(
@@ -91,7 +97,7 @@ def test_settings_that_no_key_can_have_are_refused(
 
 
 def test_a_file_without_end_is_not_read_to_it(capsys: Capsys) -> None:
-    assert "16 MiB" in refused(capsys, "config", "from-deepspeed", "/dev/zero")
+    assert "1048576 bytes" in refused(capsys, "config", "from-deepspeed", "/dev/zero")
 
 
 def test_a_tokenizer_that_cannot_work_is_named(

@@ -14,7 +14,7 @@ from nanoscale.config.violations import nearest, override
 _OWN = "hooks"
 _LOSS, _OPTIMIZER, _DATA = ({hooks.CHOSEN_BY[name]: _OWN} for name in ("loss", "optimizer", "data"))
 RULES = of_kind("config",
-    *(only_with(f"hooks.{name}", {"hooks.path": other_than(None)}, "hooks.path=FILE.py")
+    *(only_with(f"hooks.{name}", {"hooks.path": other_than(None)})
         for name in ("sha256", "settings")),
     refused("train.z_loss", {**_LOSS, "train.z_loss": other_than(0.0)},
         "is a part of nanoscale's own loss, and train.objective=hooks has another", "train.z_loss=0"),
