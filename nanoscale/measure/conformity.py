@@ -176,7 +176,9 @@ def _sample_findings(engine: NativeEngine, numbers: list[int]) -> list[str]:
 def read_records(folder: Path, name: str) -> list[StepRecord]:
     """Return the records of all stages as records of the whole model."""
     files = sorted(folder.glob(f"{name}-*.pt"))
-    stages = [[StepRecord(**record) for record in torch.load(file)] for file in files]
+    stages = [
+        [StepRecord(**record) for record in torch.load(file, weights_only=True)] for file in files
+    ]
     for records in stages[1:]:
         for whole, stage in zip(stages[0], records, strict=True):
             whole.gradients.update(stage.gradients)

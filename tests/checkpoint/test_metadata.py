@@ -230,11 +230,14 @@ def test_no_rank_runs_what_a_prepared_folder_says(tmp_path: Path) -> None:
 
 
 def test_nothing_else_unpickles_a_file() -> None:
-    """Whoever adds a reader of pickles has to justify it here."""
+    """Whoever adds a reader of pickles has to justify it here.
+
+    conformity.py reads tensors alone, from the temporary folder of its own ranks.
+    """
     pattern = re.compile(
         r"pickle\.(load|Unpickler)|torch\.load|allow_pickle|load_state_dict_from_file"
         r"|FileSystemReader\(|weights_only"
     )
     sources = (Path(__file__).parents[2] / "nanoscale").rglob("*.py")
     readers = {path.name for path in sources if pattern.search(path.read_text())}
-    assert readers == {"metadata.py"}
+    assert readers == {"metadata.py", "conformity.py"}

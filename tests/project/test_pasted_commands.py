@@ -26,8 +26,8 @@ _COMMAND = re.compile(
     r"|rm -|mv -|ssh |touch |mkdir |sbatch |scancel |pip install )[^`\n]*$"
 )
 _QUOTES = ("shlex.quote(", "shlex.join(", "override(", "_override(")
-_PLAIN = ("key", "begun", "2 * steps")
-"""Names of keys, a text without values, a number."""
+_PLAIN = ("key", "begun", "2 * steps", "prompt")
+"""Names of keys, a text without values, a number, one of two quoted texts."""
 
 
 def test_no_command_is_shown_with_a_raw_value():
