@@ -149,13 +149,10 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
     writes = objective not in ("classify", "masked")
     answers = loss_on == "answers" or objective in PAIRED
     prompt = "'What can you do?'" if answers else "'Once'"
+    asks = f"  nanoscale generate {shlex.quote(run.reference)} --prompt {prompt}"
     return [
         "next:",
-        *(
-            [f"  nanoscale generate {shlex.quote(run.reference)} --prompt {prompt}"]
-            if writes
-            else []
-        ),
+        *([asks] if writes else []),
         f"  nanoscale eval {shlex.quote(run.reference)}",
         f"  nanoscale checkpoints export {shlex.quote(run.reference)} --format hf",
         f"  {way_on(run)} train.steps={2 * steps}",
