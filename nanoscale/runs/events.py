@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,8 @@ Note = Callable[..., None]
 ATTEMPT = "attempt"
 """The kind of the event that begins an attempt."""
 _KEPT: dict[Path, list[Object]] = {}
+"""Events that the disk has not taken, by file; several threads of the launcher record events."""
+_LOCK = threading.Lock()
 STOP = "stop"
 """The kind of the event that `nanoscale runs stop` records before it sends a signal."""
 
@@ -27,13 +30,12 @@ def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
 
     An event that cannot be written, as while the disk is full, is kept, and written before the next one.
     """
-    kept = _KEPT.setdefault(run.events, [])
-    kept.append({"time": time.time(), "kind": kind, "message": message, **fields})
-    try:
+    with _LOCK, suppress(OSError):
+        kept = _KEPT.setdefault(run.events, [])
+        kept.append({"time": time.time(), "kind": kind, "message": message, **fields})
         while kept:
-            jsonlines.append(run.events, event := kept.pop(0))
-    except OSError:
-        kept.insert(0, event)
+            jsonlines.append(run.events, kept[0])
+            kept.pop(0)
 
 
 def read(run: RunDirectory) -> list[Object]:

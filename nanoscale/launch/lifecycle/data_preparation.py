@@ -48,7 +48,7 @@ class RestOfTexts:
             with self._process.stdout:
                 for line in self._process.stdout:
                     last = line.rstrip("\n")
-                    self._say(last)
+                    self.report(last)
             code = self._process.wait()
             if code == 0 or self._has_ended.is_set():
                 return
@@ -56,7 +56,7 @@ class RestOfTexts:
             killed = f"{who} was killed by signal {-code}" if code < 0 else ""
             if not killed or kills == _MOST_KILLS:
                 break
-            self._say(f"{killed}; it is started again")
+            self.report(f"{killed}; it is started again")
             self._process = self._start()
             if self._has_ended.is_set():
                 self._kill()
@@ -65,10 +65,6 @@ class RestOfTexts:
     def end(self) -> None:
         self._has_ended.set()
         self._kill()
-
-    def _say(self, sentence: str) -> None:
-        with suppress(OSError):  # the disk may be full
-            self.report(sentence)
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):  # a part that is unfinished is prepared again
