@@ -102,13 +102,10 @@ def record_layout(config: ResolvedConfig, folder: RunDirectory, rank: int) -> di
     state = recorder.saved
     del recorder
     gc.collect()
-    refused = None
     try:
         restored = RecordedTraining(config, folder, rank, restores=True)
-    except UserError as error:  # raised by some ranks alone if their data differ
-        refused = str(error)
-    if refused := _first_of_all(refused):
-        findings.append(f"this layout cannot resume from its checkpoint: {refused}")
+    except UserError as error:
+        findings.append(f"this layout cannot resume from its checkpoint: {error}")
         return {"findings": findings}
     restored.write("restored", STEPS - SAVED)
     if name := _first_of_all(_changed(state, restored.saved)):
@@ -144,6 +141,18 @@ def record_in_fp32(config: ResolvedConfig, folder: RunDirectory, rank: int) -> d
         return {"findings": []}
     layout, eager = (read_records(folder.path, it) for it in (name, "compile-off"))
     return compare(layout, eager, _COMPILED, least=0.1)
+
+
+def _restored(context: RankContext, engine: NativeEngine, data: Dataset) -> Progress:
+    """Restore; an error that some ranks alone raise, since their data differ, is raised on every rank."""
+    refused, progress = None, Progress()
+    try:
+        progress = restore(context, engine, data)
+    except UserError as error:
+        refused = str(error)
+    if refused := _first_of_all(refused):
+        raise UserError("checkpoint", refused)
+    return progress
 
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
@@ -201,7 +210,7 @@ class RecordedTraining:
             config=config,
             engine=self.engine,
             data=data,
-            progress=restore(context, self.engine, data) if restores else Progress(),
+            progress=_restored(context, self.engine, data) if restores else Progress(),
             rank=rank,
             meter=Meter(config, config.world_size, torch.device("cpu")),
             sinks=[],

@@ -24,12 +24,16 @@ from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, Nodes
 
 SOURCE = Path(__file__).parents[2]
-FP32 = 1e-5
-"""The largest relative difference between losses of the same job in fp32."""
+FP32 = 1e-6
+"""The largest relative difference between losses of the same job in fp32.
+
+At this learning rate 2e-7 was seen. At 3e-3, training itself makes a difference grow a hundredfold in 100 steps.
+"""
 TINY = (
     "recipe=debug",
     "model.layers=2",
     "scheduler=constant",
+    "optimizer.lr=1e-3",
     "train.global_batch=6",
     "launcher.device=cpu",
     "launcher.threads=1",
