@@ -27,7 +27,8 @@ SOURCE = Path(__file__).parents[2]
 FP32 = 1e-6
 """The largest relative difference between losses of the same job in fp32.
 
-At this learning rate 2e-7 was seen. At 3e-3, training itself makes a difference grow a hundredfold in 100 steps.
+At this learning rate 2e-7 was seen. At 3e-3, training itself makes a difference grow a hundredfold
+in 100 steps.
 """
 TINY = (
     "recipe=debug",
