@@ -1,13 +1,18 @@
 """Strike a training with faults while it runs on real hosts, and measure what each one costs.
 
-    python dev/live.py faults [COUNT] [SEED]   faults at random instants, of all kinds
-    python dev/live.py times [COUNT]           each kind of fault so many times, and torchrun's restart
-    python dev/live.py overhead                what saving into memory costs on this machine
-    python dev/live.py soak [MINUTES]          a fault a minute
+    python dev/live.py faults [COUNT] [SEED] [fixed] [KEY=VALUE …]
+                                        faults at random instants, of all kinds
+    python dev/live.py times [COUNT]    each kind of fault so many times, and torchrun's restart
+    python dev/live.py overhead         what saving into memory costs on this machine
+    python dev/live.py soak [MINUTES]   a fault a minute
+
+`fixed` makes the job need all hosts; a lost one comes back after AWAY_S. Further overrides are the job's, such
+as `checkpoint.memory_every=5`.
 
 The hosts are network namespaces of this machine with a real sshd each (tests/cluster/nodes.py), which takes
-root. The job trains the recipe `debug` in fp64 with one rank a host, and saves every step into memory. At the
-end its losses are compared with the losses of one process. docs/faults.md has the results.
+root. The job trains the recipe `debug` in fp64 with one rank a host, and saves every step into memory unless
+an override says otherwise. At the end its losses are compared with the losses of one process. docs/faults.md
+has the results.
 """
 
 from __future__ import annotations
@@ -59,6 +64,9 @@ JOB = (
     *("checkpoint.every=100", "checkpoint.memory_every=1", "zero.stage=1", "run.name=r"),
 )
 ELASTIC = ("launcher.nodes=2:3", "parallel.dp=auto")
+FIXED = ("launcher.connect_timeout_s=5",)
+AWAY_S = 12.0
+"""The time for which a host of a fixed job is away: longer than `launcher.connect_timeout_s` of the job."""
 FP64 = 1e-9
 """The largest relative difference of losses between layouts."""
 LIMIT_S = 120.0
@@ -86,6 +94,8 @@ class Live:
     nodes: Nodes
     folder: Path
     overrides: tuple[str, ...]
+    away_s: float | None = None
+    """The time after which a lost host is back; None: it is back once the job has trained a step without it."""
     hosts: tuple[str, ...] = HOSTS
     struck: list[Struck] = field(default_factory=list)
 
@@ -102,6 +112,10 @@ class Live:
         reached, began = self.launch.metrics[-1]["step"], time.time()
         seen = len(self.launch.events("running"))
         repair = FAULTS[kind](self, host)
+        if self.away_s is not None and repair is not _nothing:
+            time.sleep(self.away_s)
+            repair()
+            repair = _nothing
         step, source, seconds = wait_until(
             lambda: self._after(seen, began), f"step after: {kind} on {host}", LIMIT_S
         )
@@ -212,12 +226,17 @@ FAULTS: dict[str, Callable[[Live, str], Callable[[], None]]] = {
 }
 
 
-def faults(count: int, seed: int) -> None:
-    """Strike so many times at random instants, also while the job still recovers from the fault before."""
+def faults(count: int, seed: int, overrides: tuple[str, ...], *, is_fixed: bool) -> None:
+    """Strike so many times at random instants, also while the job still recovers from the fault before.
+
+    Jobs with successive seeds begin the list of kinds where the last one ended.
+    """
     random.seed(seed)
     with tempfile.TemporaryDirectory() as name, Nodes(Path(name) / "nodes") as nodes:
-        live = Live(nodes, Path(name), ELASTIC)
-        kinds = [kind for number in range(count) for kind in [list(FAULTS)[number % len(FAULTS)]]]
+        every = (*(FIXED if is_fixed else ELASTIC), *overrides)
+        live = Live(nodes, Path(name), every, AWAY_S if is_fixed else None)
+        numbers = range((seed - 1) * count, seed * count)
+        kinds = [list(FAULTS)[number % len(FAULTS)] for number in numbers]
         random.shuffle(kinds)
         for kind in kinds:
             time.sleep(random.expovariate(1.0))
@@ -437,11 +456,12 @@ def held_by(pid: int) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    what, *numbers = sys.argv[1:] or ["faults"]
-    first, second = [*map(int, numbers), 0, 0][:2]
+    what, *others = sys.argv[1:] or ["faults"]
+    first, second = [*(int(it) for it in others if it.isdigit()), 0, 0][:2]
+    overrides = tuple(it for it in others if "=" in it)
     match what:
         case "faults":
-            faults(first or 60, second or 1)
+            faults(first or 60, second or 1, overrides, is_fixed="fixed" in others)
         case "times":
             times(first or 20)
         case "overhead":

@@ -91,6 +91,38 @@ def test_a_job_continues_from_memory_without_lost_and_slow_hosts(
     assert agrees(launch.losses, one_process)
 
 
+def test_a_fixed_job_waits_for_a_host_that_stays_away(
+    nodes: Nodes, tmp_path: Path, one_process: list[float]
+) -> None:
+    """n2 is off for longer than ssh waits for it, until an attempt without it has failed."""
+    hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1", "n3 slots=1")
+    limits = ("launcher.lost_after_s=5", "launcher.ssh_args=['-oConnectTimeout=2']")
+    words = (*TINY, *LONG, *MEMORY, *limits, "zero.stage=1", "launcher.max_restarts=99")
+    launch = Launch(nodes, tmp_path, "train", *words, "--hostfile", hosts)
+    launch.trains(3)
+
+    def stay_away() -> None:
+        nodes.power_off("n2")
+        wait_until(lambda: unreached(launch, "n2"), "attempt without n2", LIMIT_S)
+        nodes.power_on("n2")
+
+    reached = launch.metrics[-1]["step"]
+    back_after(launch, stay_away)
+    (resumed,) = launch.events("resumed")
+    assert resumed["step"] >= reached - 1 and "memory" in resumed["message"]
+    interrupt(launch)
+    launch.must_end(130)
+    nothing_left(nodes, LIMIT_S)
+    assert [it["step"] for it in launch.metrics] == [*range(1, len(launch.losses) + 1)]
+    assert agrees(launch.losses, one_process)
+
+
+def unreached(launch: Launch, host: str) -> bool:
+    """True if a lost host was the cause of a further attempt's failure."""
+    assert launch.process.poll() is None, f"it ended:\n{launch.screen}"
+    return [it["host"] for it in launch.events("restart")].count(host) > 1
+
+
 def in_use(launch: Launch) -> list[str]:
     """Return the hosts of the newest attempt."""
     return [host["host"] for host in read_json(launch.run.launch)["hosts"]]
