@@ -63,6 +63,7 @@ COMMANDS = {
 OTHERS = {
     "plan": (
         ("plan", "recipe=debug", "cluster=h100-sxm"),
+        ("plan", "recipe=debug", "cluster=h100-sxm", "parallel.tp=1,3"),
         ("plan", "recipe=debug", "--search"),
         ("plan", "recipe=debug", "--inference"),
         ("plan", "--calibrate", "first"),

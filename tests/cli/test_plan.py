@@ -380,3 +380,56 @@ def test_devices_of_other_hosts_are_no_guess(capsys):
     words = ["recipe=llama-8b", "--hostfile", "hosts", "train.micro_batch=1"]
     assert "cluster=h100-sxm" in refusal(capsys, *words)
     assert json.loads(output(capsys, *words, "cluster=h200", "--json"))["layout"]["dp"] == 16
+
+
+COMBINED = (*H100, "cluster=h100-sxm,a100-80", "cluster.hosts=1,4")
+
+
+def test_combinations_of_values_are_rows_of_one_table(capsys):
+    rows = json.loads(output(capsys, *COMBINED, "--json"))["plans"]
+    assert [tuple(row["values"].values()) for row in rows] == [
+        *(("h100-sxm", "1"), ("h100-sxm", "4"), ("a100-80", "1"), ("a100-80", "4"))
+    ]
+    for row in rows:
+        alone = json.loads(output(capsys, *row["overrides"], "--json"))
+        assert {key: row[key] for key in alone} == alone
+        assert row["world_size"] == 8 * row["hosts"] == 8 * int(row["values"]["cluster.hosts"])
+    shown = output(capsys, *COMBINED)
+    assert shown.startswith("4 combinations, 4 of them fit\n") and len(shown.splitlines()) == 6
+    for row, line in zip(rows, shown.splitlines()[2:], strict=True):
+        devices = f"{row['world_size']} × {row['hardware']['device']}"
+        speed = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['tokens_per_s']:,.0f}"
+        assert line.startswith(devices) and f"{row['mfu']:.1%}" in line
+        assert f" dp {row['layout']['dp']} · tp 1 " in line and " micro batch 1 " in line
+        assert re.search(rf" +{row['hosts']} .* yes, .* +{speed[0]} +{speed[1]} ", line)
+
+
+def test_a_combination_with_an_error_is_a_row_with_its_reason(capsys):
+    refused, planned = json.loads(output(capsys, *H100, "parallel.tp=3,8", "--json"))["plans"]
+    (violation,) = refused["error"]["violations"]
+    assert violation["key"] == "parallel.tp" and planned["fits"]
+    *_, row, _, reason = output(capsys, *H100, "parallel.tp=8,3").splitlines()
+    assert re.fullmatch(r" +3 +error *", row)
+    assert reason.startswith("parallel.tp=3: parallel.tp: must divide ") and "; type " in reason
+
+
+def test_the_exit_code_of_combinations(capsys):
+    assert "0 of them fit" in output(capsys, *H100, "zero.stage=0,1", code=3)
+    assert "1 of them fits" in output(capsys, *H100, "zero.stage=0,3")
+    said = refusal(capsys, *H100, "parallel.tp=3,5")
+    assert "2 things are wrong" in said and "parallel.tp=3" in said and "parallel.tp=5" in said
+    assert refusal(capsys, *H100, "parallel.tpp=3", "zero.stage=0,1").count("unknown key") == 1
+    assert "unknown cluster" in refusal(capsys, *H100, "cluster=h1,h2", "train.seed=1,2")
+    assert "one value twice" in refusal(capsys, *H100, "zero.stage=1,1")
+    for option in ("--search", "--explain", "--inference", "--budget=2h", "--html=a.html"):
+        said = refusal(capsys, *COMBINED, option)
+        assert "is for one plan, without several values of cluster and cluster.hosts" in said
+    assert "several values of zero.stage" in refusal(capsys, *H100, "zero.stage=1,2", "--search")
+
+
+def test_combinations_note_the_reference_once(capsys, monkeypatch):
+    monkeypatch.setattr("nanoscale.common.devices.detect", lambda: Devices("cpu", 1))
+    assert nanoscale(["plan", *H100[0:1], *H100[2:], "zero.stage=2,3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("planned for the recipe's reference") == 1
+    assert shown.out.startswith("2 combinations, ")

@@ -56,6 +56,15 @@ def test_what_all_runs_share_is_refused_with_the_one_value_that_may_be_meant() -
     assert "numbered" in violation("run.name=a,b").message
 
 
+def test_plans_may_differ_in_what_an_array_shares() -> None:
+    runs = expand(["launcher.devices=1,8", "run.name=a,b"], is_array=False)
+    assert [run.chosen["launcher.devices"] for run in runs] == ["1", "1", "8", "8"]
+
+
+def test_commas_of_a_filter_of_hosts_are_left_to_compose() -> None:
+    assert len(expand(["launcher.include=h1@h2:0,2"])) == 1
+
+
 def test_runs_that_would_be_the_same_are_refused() -> None:
     assert violation("train.seed=1,2,1").suggestions == ("train.seed=1,2",)
     assert "twice" in violation("train.seed=1,2", "train.seed=3,4").message

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
@@ -16,7 +16,9 @@ from nanoscale.cli.common.output import (
     DONE,
     answer,
     console,
+    error_document,
     require_writable,
+    saying,
     show_report,
     write_file,
     write_page,
@@ -27,6 +29,7 @@ from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
+    from nanoscale.config.composing.variants import Variant
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.plan.predict import Prediction
@@ -62,8 +65,11 @@ def plan(
 ) -> int:
     """Predict a job's memory, speed and cost before it starts.
 
-    The hardware is what `cluster` describes, or this machine.
+    The hardware is what `cluster` describes, or this machine. Lists of values, as in
+    cluster=h100-sxm,a100-80 cluster.hosts=1,2,4, show a table with a row for each combination.
     """
+    from nanoscale.config.composing.variants import expand
+
     require_writable("--html", html, overwrite=overwrite)
     if calibrate:
         if any((line.options, line.config_file, html, search, explain, budget, inference)):
@@ -81,7 +87,13 @@ def plan(
         (inference, "is for a training, not for --inference", {"--budget": budget, **engine, **hosts}),
         (not search, "needs --search or --calibrate: type --search --write FILE", {"--write": write}),
     )  # fmt: skip
-    line = on_described_hosts(_on_reference(line))
+    variants = expand(line.overrides or [], is_array=False)
+    if chosen := variants[0].chosen:
+        sentence = f"is for one plan, without several values of {' and '.join(chosen)}"
+        one_plan = {"--search": search, "--budget": budget, "--inference": inference, **engine}
+        opt.refuse_unused((True, sentence, one_plan))
+        return _combinations(line, variants, as_json)
+    line = on_described_hosts(_on_reference(line, note))
     if search:
         return _search(line.compose(), write, html, overwrite, as_json)
     if inference:
@@ -89,8 +101,9 @@ def plan(
     return _one(line, explain, budget, html, overwrite, as_json)
 
 
-def _on_reference(line: CommandLine) -> CommandLine:
-    """Return the line with the recipe's reference cluster, if there is no GPU and no cluster is named."""
+def _on_reference(line: CommandLine, say: Callable[[str], object]) -> CommandLine:
+    """Return the line with the recipe's reference cluster, if there is no GPU and no cluster is named; `say`
+    is called with a sentence about it."""
     from nanoscale.common.devices import detect
 
     overrides = list(line.overrides or ())
@@ -104,7 +117,7 @@ def _on_reference(line: CommandLine) -> CommandLine:
         return line
     if strange := [word for word in words if not word.startswith("cluster")]:
         raise UserError("config", f"cluster.reference has {strange[0]}, which is not of cluster")
-    note(
+    say(
         f"there is no GPU here: planned for the recipe's reference, {' '.join(words)}. Type cluster=local to "
         f"plan for this machine"
     )
@@ -124,17 +137,13 @@ def _one(
     overwrite: bool, as_json: bool,
 ) -> int:  # fmt: skip
     from nanoscale.plan.budget import within_budget
-    from nanoscale.plan.hardware.planned_devices import planned_devices
-    from nanoscale.plan.predict import predict
-    from nanoscale.rehearse.rehearsals import known_of
     from nanoscale.view.plan.choice_text import choice_line
     from nanoscale.view.plan.prediction import bought_training, document, prediction_report
     from nanoscale.view.plan.verdict import remedy
 
     asked = line if budget is None else _with_length(line)
-    request = request_job(asked, starts=False, devices=planned_devices, hosts=planned_hosts)
-    config, choice = request.config, request.choice
-    prediction = with_memory(predict(config), known_of(config))
+    request, prediction = _predicted(asked)
+    choice = request.choice
     bought = None if budget is None else within_budget(budget, prediction)
     if asked is not line and bought is not None:
         prediction = bought
@@ -155,6 +164,50 @@ def _one(
     report = prediction_report(prediction, explain=explain, about=about)
     answer(as_json, content, show_report, report)
     return DONE if prediction.fits else DOES_NOT_FIT
+
+
+def _predicted(line: CommandLine) -> tuple[Request, Prediction]:
+    from nanoscale.plan.hardware.planned_devices import planned_devices
+    from nanoscale.plan.predict import predict
+    from nanoscale.rehearse.rehearsals import known_of
+
+    request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
+    return request, with_memory(predict(request.config), known_of(request.config))
+
+
+def _combinations(line: CommandLine, variants: Sequence[Variant], as_json: bool) -> int:
+    """Plan each combination of values, and show them as rows of one table.
+
+    Raises:
+        UserError: with what is wrong with the combinations, if none of them can be planned.
+    """
+    from nanoscale.config.violations import refuse
+    from nanoscale.view.plan.combinations_text import combination, combinations_report
+
+    rows: list[dict[str, Any]] = []
+    errors: list[UserError] = []
+    notes: dict[str, None] = {}
+    with saying() as say:
+        for number, one in enumerate(variants, start=1):
+            say(f"combination {number} of {len(variants)}")
+            row: dict[str, Any] = {"overrides": list(one.words), "values": one.chosen}
+            try:
+                asked = _on_reference(replace(line, overrides=one.words), notes.setdefault)
+                request, prediction = _predicted(on_described_hosts(asked))
+                row |= combination(prediction, request.choice)
+            except UserError as error:
+                errors.append(error)
+                row["error"] = error_document(error)
+            rows.append(row)
+    if len(errors) == len(rows):
+        each = {repr(it): it for error in errors for it in error.violations}
+        if each:
+            refuse(list(each.values()), errors[0].kind)
+        raise errors[0]
+    for text in notes:
+        note(text)
+    answer(as_json, {"plans": rows}, show_report, combinations_report(rows))
+    return DONE if any(row.get("fits") for row in rows) else DOES_NOT_FIT
 
 
 def _accepted(line: CommandLine, request: Request, plan: Prediction) -> str:

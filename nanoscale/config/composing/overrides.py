@@ -30,7 +30,7 @@ _PLAIN = re.compile(
     r"(?:(0|[1-9][0-9]*)|(?!(?i:null|true|false|inf|nan)$)([A-Za-z_/][A-Za-z0-9_/.-]*))"
 )
 """An override whose value Hydra's grammar reads as an integer or a text. Hydra takes 0.1 s to import."""
-_FILTERS = ("launcher.include", "launcher.exclude")
+FILTERS = ("launcher.include", "launcher.exclude")
 """Keys whose values contain commas, at which Hydra separates several values."""
 _SEVERAL = "logger"
 """The group of which several options can be chosen."""
@@ -301,13 +301,14 @@ def _unknown(key: str, value: object, library: Library) -> Violation:
 
 def _sweep(override: Override, text: str) -> Violation:
     key = override.key_or_group
-    message = "has several values, and a single run takes one; `nanoscale sweep` trains each"
+    commands = "`nanoscale plan` compares them, `nanoscale sweep` trains each"
+    message = f"has several values, and a single run takes one; {commands}"
     raw = text.partition("=")[2]
     if key in reference.declared() and reference.declared()[key].takes_list:
         return Violation(key, raw, COMMAND_LINE, "takes a list in brackets", (f"'{key}=[{raw}]'",))
     if "," not in raw or "(" in raw:
         return Violation(key, raw, COMMAND_LINE, message)
-    if key in _FILTERS:
+    if key in FILTERS:
         message = "needs quotes of its own for its comma, inside those of the shell"
         return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=\"{raw}\"'",))
     suggestions = (f"{key}={raw.partition(',')[0]}", f"'{key}=\"{raw}\"'")

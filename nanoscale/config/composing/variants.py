@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
-from nanoscale.config.composing.overrides import parsed
+from nanoscale.config.composing.overrides import FILTERS, parsed
 from nanoscale.config.values.provenance import COMMAND_LINE
 from nanoscale.config.violations import override, refuse
 
@@ -33,17 +33,20 @@ class Variant:
     """This run's value of every key or group with several values."""
 
 
-def expand(words: Sequence[str]) -> list[Variant]:
+def expand(words: Sequence[str], *, is_array: bool = True) -> list[Variant]:
     """Return the runs of the overrides, the last override varying fastest; one if none has several values.
 
     Unreadable overrides are passed on, for `compose` to refuse.
+
+    Args:
+        is_array: the runs are tasks of one batch script, so some keys must be the same for all.
 
     Raises:
         UserError: an override gives several values other than by a list, or a list in which runs cannot
             differ.
     """
     violations: list[Violation] = []
-    choices = [_read(word, violations) for word in words]
+    choices = [_read(word, violations, is_array) for word in words]
     violations += given_twice([key for key, each in choices if len(each) > 1])
     if violations:
         refuse(violations)
@@ -84,12 +87,14 @@ def values_problem(key: str, raw: str, values: Sequence[str]) -> Violation | Non
     return None
 
 
-def _read(word: str, violations: list[Violation]) -> tuple[str, tuple[str, ...]]:
+def _read(word: str, violations: list[Violation], is_array: bool) -> tuple[str, tuple[str, ...]]:
     """Return the key or group of an override, and an override for each of its values."""
     alone, override = (word, (word,)), parsed(word)
     if override is None or not override.is_sweep_override():
         return alone
-    problem = _problem(override, word)
+    if override.key_or_group in FILTERS:  # one value with commas, for `compose` to refuse
+        return alone
+    problem = _problem(override, word, is_array)
     if problem is not None:
         violations.append(problem)
         return alone
@@ -97,7 +102,7 @@ def _read(word: str, violations: list[Violation]) -> tuple[str, tuple[str, ...]]
     return key.lstrip("+"), tuple(f"{key}={it}" for it in override.sweep_string_iterator())
 
 
-def _problem(asked: Override, word: str) -> Violation | None:
+def _problem(asked: Override, word: str, is_array: bool) -> Violation | None:
     from hydra.core.override_parser.types import ChoiceSweep
 
     key, raw = asked.key_or_group, word.partition("=")[2]
@@ -109,7 +114,7 @@ def _problem(asked: Override, word: str) -> Violation | None:
     if problem := values_problem(key, raw, values):
         return problem
     why = {"run": ", which are numbered", "launcher": ": one script requests their resources"}
-    if (reason := why.get(key.partition(".")[0])) is None:
+    if not is_array or (reason := why.get(key.partition(".")[0])) is None:
         return None
     message = f"is the same for all runs of an array{reason}"
     return Violation(key, raw, COMMAND_LINE, message, _single(key, raw, values))
