@@ -94,7 +94,8 @@ def _serve(link: Link, job: Job | None) -> None:
     clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     if keeper is not None and order["rescue"] is not None:
-        keeper.rescue(order["rescue"])
+        keeper.lost_nodes = order["rescue"]
+        keeper.rescue()
     link.send("bye")
 
 

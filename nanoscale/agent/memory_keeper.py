@@ -36,6 +36,8 @@ class MemoryKeeper:
         os.environ[MEMORY] = str(self.folder)
         self._run: RunDirectory | None = None
         self._attempt = self._node = 0
+        self.lost_nodes: Sequence[int] = ()
+        """The hosts of this attempt, by their numbers, that the launcher has lost since."""
         self._server = PeerFileServer(self.folder, bytes.fromhex(key)) if has_peers else None
 
     def facts(self) -> dict[str, Any]:
@@ -56,6 +58,7 @@ class MemoryKeeper:
         """
         source = source_of(order["source"])
         self._run, self._attempt, self._node = run, host.attempt, host.node_rank
+        self.lost_nodes = ()
         kept = set()
         for path, about in committed_in(self.folder):
             if source and (about["attempt"], about["count"]) == (source.attempt, source.count):
@@ -76,7 +79,7 @@ class MemoryKeeper:
             )
         )
 
-    def rescue(self, lost_nodes: Sequence[int] = ()) -> None:
+    def rescue(self) -> None:
         """Copy the states of this host's own ranks to the disk, since this process ends, and of lost hosts.
 
         The next launch of the run continues from them if the hosts have copied every part.
@@ -84,9 +87,10 @@ class MemoryKeeper:
         if self._run is None:
             return
         self._run.memory.mkdir(exist_ok=True)
+        copied = (self._node, *self.lost_nodes)
         for path, about in committed_in(self.folder):
             # Of an earlier attempt there is only the state that this one began with, the same on all hosts.
-            if about["attempt"] == self._attempt and about["node"] not in (self._node, *lost_nodes):
+            if about["attempt"] == self._attempt and about["node"] not in copied:
                 continue
             target = self._run.memory / about["file"]
             temporary = target.with_suffix(f".{self.folder.name}")
@@ -97,5 +101,8 @@ class MemoryKeeper:
 
 def keeper_for(order: Message, present: MemoryKeeper | None) -> MemoryKeeper | None:
     """Return the keeper for an order to prepare; None if the job keeps nothing in memory."""
-    key = order.get("memory_key")
-    return None if key is None else present or MemoryKeeper(key, order["has_peers"])
+    if (key := order.get("memory_key")) is None:
+        return None
+    keeper = present or MemoryKeeper(key, order["has_peers"])
+    keeper.lost_nodes = order["lost_nodes"]
+    return keeper

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanoscale.agent.memory_keeper import MemoryKeeper
+from nanoscale.agent.memory_keeper import MemoryKeeper, keeper_for
 from nanoscale.checkpoint import memory_reader
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.memory_writer import Boxes, MemoryWriter, SharedMemoryError, _Slot, divide
@@ -213,6 +213,26 @@ ABOUT = {
     "manifest": {"step": 3, "data": "x", "consumed_samples": 24},
     "tensors": {},
 }
+
+
+@pytest.mark.parametrize("lost", [[], [0]])
+def test_an_agent_without_its_launcher_copies_the_states_of_lost_hosts(
+    keepers: list[MemoryKeeper], tmp_path: Path, lost: list[int]
+) -> None:
+    """n1 keeps its own part and a copy of n0's; the launcher told it that n0 is lost, and was lost then."""
+    run, host = RunDirectory(tmp_path), HostRanks("n1", 1, 2, (1,), 2, "127.0.0.1", 1, 1)
+    keepers[1].begin(run, host, {"source": None, "peers": [None, None]})
+    for node in range(2):
+        name, sum_ = f"1-0-{node}-{node}", xxhash.xxh3_128_hexdigest(b"")
+        where = {"attempt": 1, "node": node, "nodes": 2, "covers": [node], "file": f"{name}.data"}
+        (keepers[1].folder / f"{name}.json").write_bytes(
+            index_with_sum(json.dumps(ABOUT | {"sum": sum_} | where))
+        )
+        (keepers[1].folder / f"{name}.data").touch()
+    order = {"memory_key": KEY.hex(), "has_peers": True, "lost_nodes": lost}
+    keeper_for(order, keepers[1]).rescue()  # type: ignore[union-attr]
+    copied = newest_in_memory([], address_of, set(), run.memory)
+    assert (copied is not None) == bool(lost)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from nanoscale.runs.directory import read_json
 from nanoscale.runs.goodput import goodput
 from tests.cluster.launches import (
@@ -21,6 +23,7 @@ from tests.cluster.launches import (
 )
 from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import Nodes
+from tests.support.rows import exhaustive
 
 IMPATIENT = """
 import runpy
@@ -91,10 +94,14 @@ def test_a_job_continues_from_memory_without_lost_and_slow_hosts(
     assert agrees(launch.losses, one_process)
 
 
-def test_a_fixed_job_waits_for_a_host_that_stays_away(
-    nodes: Nodes, tmp_path: Path, one_process: list[float]
+@pytest.mark.parametrize("cut", [pytest.param("", id="n2 off"), exhaustive("n3", name="n3 too")])
+def test_a_fixed_job_waits_for_hosts_that_stay_away(
+    nodes: Nodes, tmp_path: Path, one_process: list[float], cut: str
 ) -> None:
-    """n2 is off for longer than ssh waits for it, until an attempt without it has failed."""
+    """n2 is off for longer than ssh waits for it, until an attempt without it has failed.
+
+    n3, which keeps the copies of n2, may be cut off while n2 is reached: its agent copies them to the disk.
+    """
     hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1", "n3 slots=1")
     limits = ("launcher.lost_after_s=5", "launcher.ssh_args=['-oConnectTimeout=2']")
     words = (*TINY, *LONG, *MEMORY, *limits, "zero.stage=1", "launcher.max_restarts=99")
@@ -104,6 +111,10 @@ def test_a_fixed_job_waits_for_a_host_that_stays_away(
     def stay_away() -> None:
         nodes.power_off("n2")
         wait_until(lambda: unreached(launch, "n2"), "attempt without n2", LIMIT_S)
+        if cut:
+            nodes.partition(cut)
+            wait_until(lambda: not launch.agents(cut), f"end of the agent of {cut}", LIMIT_S)
+            nodes.heal(cut)
         nodes.power_on("n2")
 
     reached = launch.metrics[-1]["step"]

@@ -24,7 +24,7 @@ from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.launch.lifecycle.supervisor import Supervisor
 from nanoscale.launch.request import check_request
 from nanoscale.runs import events
-from nanoscale.runs.failure import agent_failure
+from nanoscale.runs.failure import agent_failure, digest
 from tests.support.recipes import changed
 
 HOSTS = (Host("n1", 2), Host("n2", 2))
@@ -261,6 +261,29 @@ def test_a_signal_during_a_change_of_hosts_keeps_the_state_in_memory(
         outcome = supervisor.supervise(1)
         assert (outcome.state, outcome.exit_code) == ("stopped", 130)
         assert supervisor.fleet.rescue == []
+
+
+def test_a_signal_while_a_lost_host_is_reached_keeps_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are asked to keep their copies of it before the wait, and at the end."""
+    monkeypatch.chdir(tmp_path)
+    with elastic_supervisor(3) as supervisor:
+        first, *others = supervisor.fleet.members
+        supervisor.hosts.members = [first, *others]
+        for member in others:  # n1 is reached just now, and has yet to answer
+            member.facts = {}
+        supervisor.fleet.memory_key = b"key"
+        failed = Outcome("failed", 1, digest(supervisor.run, 1, [LOST], {}))
+
+        def prepare(fleet: Any, *_: object) -> None:
+            assert fleet.lost_nodes == [0]
+            supervisor.signals.first = signal.SIGINT
+
+        monkeypatch.setattr(supervisor, "_attempts", lambda _: supervisor._reconnect() or failed)
+        monkeypatch.setattr("nanoscale.launch.lifecycle.supervisor.prepare", prepare)
+        assert supervisor.supervise(1) is failed
+        assert supervisor.fleet.rescue == [0]
 
 
 def test_a_slow_host_is_left_out_if_the_plan_gains(

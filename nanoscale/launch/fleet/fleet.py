@@ -65,6 +65,8 @@ class Fleet:
         """The key of the agents' servers of checkpoints in memory; None: there are none."""
         self.rescue: list[int] | None = None
         """The lost hosts, if agents copy checkpoints in memory to the disk at their exit; None: they do not."""
+        self.lost_nodes: list[int] = []
+        """The hosts that the newest attempt has lost, by their numbers in it."""
         self.report: Callable[[str], None] = lambda _: None
         """A function that is called once with each reason why no command can be started for an absent host."""
         self._reported = set[str]()
@@ -194,6 +196,7 @@ class Fleet:
             "master_addr": self.master_addr,
             "memory_key": self.memory_key,
             "has_peers": len(self.members) > 1,
+            "lost_nodes": self.lost_nodes,
         }
         if not self.transport.is_local:
             self._key_file.write()

@@ -101,7 +101,7 @@ class Supervisor:
             is_left = is_preempted and self.newly_leaving and self.hosts.remaining()
             continues = is_change or is_left or (has_failed and restarts_left)
             if is_change and self.signals.first is None:
-                prepare(self.fleet, self.hosts.request, self.signals, self._lost_after_s)
+                self._prepare()
             if not continues or self.signals.first is not None:
                 return asked_outcome(self.run, self.signals) if is_change else outcome
             number += 1
@@ -190,12 +190,19 @@ class Supervisor:
                 member.tried = -math.inf
         elif away:
             self.fleet.connect(away)
-        prepare(self.fleet, self.hosts.request, self.signals, self._lost_after_s)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Let the hosts prepare; an elastic job does not wait long for a host that is down."""
+        limit_s = self.config.launcher.lost_after_s if self.hosts.is_elastic else None
+        self.fleet.lost_nodes = self._lost_nodes
+        prepare(self.fleet, self.hosts.request, self.signals, limit_s)
 
     @property
-    def _lost_after_s(self) -> float | None:
-        """The longest wait for hosts: an elastic job does not wait long for a host that is down."""
-        return self.config.launcher.lost_after_s if self.hosts.is_elastic else None
+    def _lost_nodes(self) -> list[int]:
+        """The hosts of the newest attempt, by their numbers in it, that are lost or have yet to answer."""
+        hosts = enumerate(self.hosts.members)
+        return [node for node, it in hosts if it.facts is None or not it.is_present]
 
     # --- records --------------------------------------------------------------------------------------
 
@@ -260,8 +267,7 @@ class Supervisor:
         is_behind = bool(self.hosts.change) or self.memory_step > on_disk
         # After an error that the training itself has raised, the newest state may be its cause.
         if self.fleet.memory_key and (is_behind or (cause is not None and not cause.exception)):
-            lost = [node for node, it in enumerate(self.hosts.members) if not it.is_present]
-            self.fleet.rescue = lost
+            self.fleet.rescue = self._lost_nodes
         elif cause is None:  # the disk has the newest state
             shutil.rmtree(self.run.memory, ignore_errors=True)
         with suppress(OSError):
