@@ -654,3 +654,24 @@ def test_a_vocabulary_that_is_too_small_is_an_error_of_the_data(words):
     with pytest.raises(UserError) as caught:
         checked(*words, on=CPU)
     assert caught.value.kind == "data"
+
+
+@pytest.mark.parametrize(
+    ("off", "idle"),
+    [
+        ("lora.rank=0", "lora.alpha=32"), ("lora.rank=0", "lora.base=nf4"),
+        ("launcher.max_restarts=0", "launcher.mtbf_hours=3"), ("optimizer=sgd", "optimizer.beta2=0.9"),
+        ("zero.stage=0", "zero.prefetch=3"), ("parallel.pp=1", "parallel.schedule=gpipe"),
+        ("precision.fp8=false", "precision.fp8_recipe=rowwise"), ("model.dense_layers=0", "model.dense_ffn=64"),
+        ("train.eval_tasks=[]", "train.eval_tasks_limit=3"), ("run.from_run=null", "run.from_step=3"),
+    ],
+)  # fmt: skip
+def test_a_key_whose_partner_is_off_is_to_be_left_out(off: str, idle: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(off, idle)
+    (violation,) = caught.value.violations
+    assert violation.message.endswith(" and would be ignored: leave it out")
+    for advice in ("", *violation.suggestions):
+        checked(off, *shlex.split(advice))
+    for advice in violation.suggestions:
+        checked(off, idle, *shlex.split(advice))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanoscale.config.objectives import PAIRED
 from nanoscale.config.optimizers import KEYS, optimizers_with
-from nanoscale.config.rules.rule import of_kind, only_with, other_than, refused, several
+from nanoscale.config.rules.rule import ignored, of_kind, only_with, other_than, refused, several
 
 _MODE = "parallel.activation_checkpointing"
 _STAGED = {"parallel.pp": several}
@@ -32,7 +32,7 @@ OF_LAYOUT = (
         refused("zero.nvme_path",
             {"backend.name": "deepspeed", "zero.nvme_path": other_than(None),
              **dict.fromkeys(_OFFLOADS, other_than("nvme"))},
-            f"does not concern {_NVME} and would be ignored", "zero.nvme_path=null")),
+            ignored(_NVME), "zero.nvme_path=null")),
 )  # fmt: skip
 OF_JOB = of_kind("config",
     *(only_with(f"model.{name}", _ROUTED)

@@ -80,7 +80,7 @@ def only_with(key: str, where: Where, *instead: str) -> Rule:
 
 def ignored(choice: str) -> str:
     """Return the sentence on a key that has no meaning with another setting."""
-    return f"does not concern {choice} and would be ignored"
+    return f"does not concern {choice} and would be ignored: leave it out"
 
 
 def reset(key: str) -> str:
