@@ -189,7 +189,23 @@ EARLY = {
 
 @pytest.mark.parametrize("key", EARLY)
 def test_what_needs_no_tokens_is_refused_before_texts_are_prepared(line, key, capsys):
-    assert key in {it["key"] for it in errors(line, capsys, "data.path=a.jsonl", *EARLY[key])}
+    batch = ["cluster=h100-sxm", "--num-nodes", "2"]
+    job = [*line[1:-2], "data.path=a.jsonl", *EARLY[key], "--json"]
+    commands = (["train", "--dry-run"], ["plan"], ["submit", "--dry-run"], ["rehearse", *batch])
+    commands += (["plan", *batch],)
+    if key == "precision.fp8":  # an error about the hardware alone
+        errors(["plan", "--search", *job], capsys)
+    else:
+        commands += (["plan", "--search"], ["plan", "--inference"])
+    for command in commands if key != "launcher.device" else commands[:1]:  # only here is no GPU
+        assert key in {it["key"] for it in errors([*command, *job], capsys)}, command
+    if key == "train.objective":  # the records are wrong
+        errors(["config", "show", *job], capsys)
+    else:
+        assert nanoscale(["config", "show", *job]) == 0
+        shown = capsys.readouterr()
+        assert "as it is written, since the job cannot start: " in shown.err
+        assert json.loads(shown.out)["data"]["path"] == "a.jsonl"
     assert not Path("cache").exists()
 
 

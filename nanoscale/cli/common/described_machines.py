@@ -18,7 +18,7 @@ def on_described_hosts(line: CommandLine) -> CommandLine:
     from nanoscale.config.rules.launcher import requested_launcher
     from nanoscale.config.values import forms
 
-    composed = line.compose()
+    composed = line.compose_settings()
     launcher, cluster = composed.config.launcher, composed.config.cluster
     span = None if forms.nodes_violation(composed) else forms.node_range(launcher.nodes)
     hosts = span[1] if span else cluster.hosts
@@ -48,7 +48,7 @@ def on_described_nodes(line: CommandLine) -> CommandLine:
     """Return a line with the nodes and devices of the cluster, unless it sets others."""
     from nanoscale.config.hardware.data_sheets import described
 
-    config = line.compose().config
+    config = line.compose_settings().config
     launcher, cluster, words = config.launcher, config.cluster, []
     if launcher.nodes is None and cluster.hosts is not None:
         words.append(f"launcher.nodes={cluster.hosts}")

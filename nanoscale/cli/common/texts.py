@@ -15,6 +15,7 @@ from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.object_storage import is_address
 from nanoscale.common.units import byte_size
+from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.hf.hub import missing_path
 from nanoscale.config.hf.pretrained import NoSuchModelError, refuse_model
 from nanoscale.config.objectives import PAIRED, has_whole_documents
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _MOST = 256 << 20
 """The most bytes of texts that are all prepared on the way to a launch, which takes up to some minutes."""
-_EARLY = (
+EARLY = (
     *("backend.name", "cluster.", "hooks.", "launcher.", "logger.", "lora.", "optimizer."),
     *("precision.", "train.teacher", "zero."),
 )
@@ -87,8 +88,10 @@ def _refuse_early(composed: Composed, check: Callable[[Composed], object]) -> No
         refuse_model(composed, "train.teacher", teacher, NoSuchModelError(why))
     try:
         check(composed)
+    except UnknownHardwareError:
+        raise
     except UserError as error:
-        if early := [it for it in error.violations if it.key.startswith(_EARLY)]:
+        if early := [it for it in error.violations if it.key.startswith(EARLY)]:
             refuse(early, error.kind)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nanoscale.config.schema import Config
     from nanoscale.config.translation.conversion import Translation
     from nanoscale.config.values.provenance import Composed
+    from nanoscale.launch.request import Request
 
 _ForeignFile = Annotated[Path, typer.Argument(help="Read this file", show_default=False)]
 _OUT = opt.option("Write a recipe, which must not exist yet", metavar="RECIPE")
@@ -37,10 +38,9 @@ def show(
 ) -> None:
     """Show the whole configuration as YAML."""
     from nanoscale.config.values.yaml_file import to_yaml
-
-    composed = line.compose()
     from nanoscale.view.config_text import schedule_chart
 
+    composed = _composed(line)
     shown, resolved = _chosen(composed)
     values = _for_deepspeed(composed) if deepspeed else asdict(shown.config)
     chart = schedule_chart(resolved) if resolved is not None else ""
@@ -67,7 +67,7 @@ def explain(
     from nanoscale.view.config_text import explained, print_explained
 
     names = _named(key)
-    shown, here = _chosen(line.compose())
+    shown, here = _chosen(_composed(line))
     found = [explained(name, shown, here) for name in names if name in shown.history]
     if as_json:
         print_json(found[0] if names == [key] else found)
@@ -237,20 +237,39 @@ def _named(name: str) -> list[str]:
     return [key for key in declared() if key == name or key.startswith(f"{name}.")]
 
 
+def _composed(line: CommandLine) -> Composed:
+    """Return the configuration; as it is written, without tokens, if texts are not why the job cannot start."""
+    from nanoscale.cli.common.texts import EARLY
+
+    try:
+        return line.compose(_checked)
+    except UserError as error:
+        if not any(it.key.startswith(EARLY) for it in error.violations):
+            raise
+        written = line.compose_settings()
+        display.note(f"data.path is shown as it is written, since the job cannot start: {error}")
+        return written
+
+
+def _checked(composed: Composed) -> Request:
+    from nanoscale.launch.request import check_request
+    from nanoscale.plan.hardware.planned_devices import planned_devices
+
+    return check_request(composed, devices=planned_devices(composed))
+
+
 def _chosen(composed: Composed) -> tuple[Composed, Config | None]:
     """Return the request with the layout that the plan chooses, and the configuration for the plan's devices.
 
     Keys that are not chosen are `auto`. There is no configuration if the request cannot run.
     """
     from nanoscale.config.reference import AUTO, with_values
-    from nanoscale.launch.request import check_request
-    from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.search.choice import SOURCE
     from nanoscale.view.plan.choice_text import choice_line
 
     here = None
     try:
-        request = check_request(composed, devices=planned_devices(composed))
+        request = _checked(composed)
         composed, here = request.composed, request.config
         if request.choice is not None:
             display.note(f"layout chosen by the plan: {choice_line(request.choice)}")

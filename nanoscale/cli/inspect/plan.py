@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.plan.predict import Prediction
+    from nanoscale.plan.search.search_space import SearchSpace
 
 
 @requesting("config", "config_dir", *HOSTS, "trust")
@@ -95,7 +96,7 @@ def plan(
         return _combinations(line, variants, as_json)
     line = on_described_hosts(_on_reference(line, note))
     if search:
-        return _search(line.compose(), write, html, overwrite, as_json)
+        return _search(line, write, html, overwrite, as_json)
     if inference:
         return _inference(_with_length(line), as_json)
     return _one(line, explain, budget, html, overwrite, as_json)
@@ -111,7 +112,7 @@ def _on_reference(line: CommandLine, say: Callable[[str], object]) -> CommandLin
     has_hosts = line.options.keys() - {"launcher.nodes", "launcher.devices"}
     if named or has_hosts or line.config_file is not None or detect().kind != "cpu":
         return line
-    config = line.compose().config
+    config = line.compose_settings().config
     words = config.cluster.reference
     if not words or config.cluster.device is not None or config.launcher.device != "auto":
         return line
@@ -126,7 +127,7 @@ def _on_reference(line: CommandLine, say: Callable[[str], object]) -> CommandLin
 
 def _with_length(line: CommandLine) -> CommandLine:
     """Return the line with a very long training, if nothing sets its length."""
-    train = line.compose().config.train
+    train = line.compose_settings().config.train
     if any(length is not None for length in (train.steps, train.tokens, train.epochs)):
         return line
     return replace(line, overrides=[*(line.overrides or ()), "train.steps=1000000000"])
@@ -229,30 +230,38 @@ def _accepted(line: CommandLine, request: Request, plan: Prediction) -> str:
 def _inference(line: CommandLine, as_json: bool) -> int:
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.planned_devices import planned_devices
-    from nanoscale.plan.search.search_space import search_space
     from nanoscale.view.plan.inference_text import inference_document, inference_report
 
-    composed = line.compose()
-    devices, hardware = planned_devices(composed), hardware_of(composed.config)
-    model = search_space(composed, devices, hardware, devices.count).base.model
-    content = inference_document(model, hardware, on_gpu=devices.kind == "cuda")
+    composed = line.compose(_space)
+    model, hardware = _space(composed).base.model, hardware_of(composed.config)
+    on_gpu = planned_devices(composed).kind == "cuda"
+    content = inference_document(model, hardware, on_gpu=on_gpu)
     answer(as_json, content, show_report, inference_report(content))
     return DONE if content["fits"] else DOES_NOT_FIT
 
 
-def _search(
-    composed: Composed, write: Path | None, html: Path | None,
-    overwrite: bool, as_json: bool,
-) -> int:  # fmt: skip
+def _space(composed: Composed) -> SearchSpace:
+    """Return the layouts of the planned devices; raise a UserError about what is not the layout."""
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.planned_devices import planned_devices, planned_ranks
-    from nanoscale.plan.search.search import search, search_other_backend
-    from nanoscale.plan.search.search_space import recipe_of, search_space
-    from nanoscale.view.plan.search_text import print_found, search_document, search_report
+    from nanoscale.plan.search.search_space import search_space
 
     devices = planned_devices(composed)
     ranks = planned_ranks(composed, devices, planned_hosts(composed))
-    space = search_space(composed, devices, hardware_of(composed.config), ranks)
+    return search_space(composed, devices, hardware_of(composed.config), ranks)
+
+
+def _search(
+    line: CommandLine, write: Path | None, html: Path | None,
+    overwrite: bool, as_json: bool,
+) -> int:  # fmt: skip
+    from nanoscale.plan.hardware.hardware import hardware_of
+    from nanoscale.plan.search.search import search, search_other_backend
+    from nanoscale.plan.search.search_space import recipe_of
+    from nanoscale.view.plan.search_text import print_found, search_document, search_report
+
+    composed = line.compose(_space)
+    space = _space(composed)
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
     result, other = search(space, hardware), None
     if not composed.by_hand("backend.name"):

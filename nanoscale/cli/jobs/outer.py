@@ -38,7 +38,7 @@ def train_as_one_of_many(line: CommandLine, dry_run: bool, as_json: bool, **how:
     """
     process, line = this_process(), replace(line, one_of_many=True)
     os.environ[AGENT_NAME] = names(process)[process.host]
-    config = line.compose().config
+    config = line.compose_settings().config
     session = session_file(config)
     if not process.launches:
         command = join_command(process, config)

@@ -27,7 +27,7 @@ def doctor(
     from nanoscale.launch.lifecycle.examination import examine, machines, measure_cpu
     from nanoscale.view import doctor_text
 
-    config, hosts = machines(line.compose())
+    config, hosts = machines(line.compose_settings())
     with saying() as say:
         verdicts, measured = examine(config, hosts, say, quick=quick)
         if not quick and config.launcher.device == "cpu":

@@ -143,7 +143,7 @@ def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[H
     from nanoscale.launch.preflight.by_library import with_weights
 
     overrides = [override("model.init_from", str(folder)), *(line.overrides or ())]
-    train = replace(line, overrides=overrides).compose().config.train
+    train = replace(line, overrides=overrides).compose_settings().config.train
     if train.steps is None and train.tokens is None:  # nothing is trained
         overrides.append("train.steps=1")
     checked = request_job(replace(line, overrides=overrides))
