@@ -120,7 +120,7 @@ def _play(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         gpu = Gpu(**task.gpu) if task.gpu is not None else None
         snapshot = snapshot_file(folder, rank) if task.snapshots else None
-        record = play(config, rank, task.steps, gpu, snapshot)
+        record = play(config, rank, task.steps, gpu, snapshot, every_batch=task.every_batch)
         if rank == task.ranks[0]:
             record.compiler = compiler_findings(config)
     except BaseException as error:

@@ -9,7 +9,7 @@ from typing import Any
 from nanoscale.config.objectives import is_distilled
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import axis_of, compared_groups, mismatches
-from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord
+from nanoscale.rehearse.played.record import RankRecord
 
 
 def document(
@@ -79,9 +79,9 @@ def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
 def _not_played(config: ResolvedConfig, records: Sequence[RankRecord], steps: int) -> list[str]:
     """Return what ranks do in the job and do not do in the rehearsal."""
     train, checkpoint = config.train, config.checkpoint
-    repeated = records[0].repeated
-    batches = repeated if config.parallel.pp > 1 else config.accumulation - PLAYED_BATCHES
-    where = "at its end" if repeated else "in its middle"
+    batches = records[0].repeated
+    where = "at its end" if config.parallel.pp > 1 else "in its middle"
+    where += " (--micro-batches all plays them)"
     middle = config.world_size - len(records)
     saves = bool(checkpoint.every or checkpoint.every_minutes or checkpoint.at_end)
     names = {

@@ -13,7 +13,7 @@ from nanoscale.config import parameters
 from nanoscale.config.layout import coordinates
 from nanoscale.config.model_math import window_reach
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.rehearse.played.record import PLAYED_IN_PIPELINES
+from nanoscale.rehearse.played.record import PLAYED_BATCHES, PLAYED_IN_PIPELINES
 
 
 def played_ranks(config: ResolvedConfig) -> dict[int, int]:
@@ -28,15 +28,18 @@ def played_ranks(config: ResolvedConfig) -> dict[int, int]:
 
 
 def repeated_batches(config: ResolvedConfig) -> int:
-    """Return the number of micro batches of a step for which a pipeline repeats the record of another.
+    """Return the number of micro batches of a step for which the record of another one counts.
 
-    None is repeated if the backward pass is split, if the last micro batch goes back first, with offloading, or
-    in compiled blocks with experts, whose memory is freed in an order that differs between micro batches.
+    In a pipeline, none is repeated if the backward pass is split, if the last micro batch goes back first, with
+    offloading, or in compiled blocks with experts, whose memory is freed in an order that differs between
+    micro batches.
     """
+    if config.parallel.pp == 1:
+        return max(0, config.accumulation - PLAYED_BATCHES)
     if config.model.experts and config.backend.compile == "on":
         return 0
     parallel, schedules = config.parallel, ("gpipe", "1f1b", "interleaved-1f1b")
-    if parallel.pp == 1 or parallel.schedule not in schedules or parallel.offload_activations:
+    if parallel.schedule not in schedules or parallel.offload_activations:
         return 0
     return max(0, config.accumulation - PLAYED_IN_PIPELINES)
 

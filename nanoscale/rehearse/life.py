@@ -51,20 +51,29 @@ _POINTS = 1500
 
 
 def play(
-    config: ResolvedConfig, rank: int, steps: int, gpu: Gpu | None, snapshot: Path | None = None
+    config: ResolvedConfig,
+    rank: int,
+    steps: int,
+    gpu: Gpu | None,
+    snapshot: Path | None = None,
+    *,
+    every_batch: bool = False,
 ) -> RankRecord:
     """Return the record of one rank of a job, which also holds an error of the code.
 
     Args:
-        snapshot: the file to write with the history of the GPU's memory, for which no pass is repeated.
+        snapshot: the file to write with the history of the GPU's memory, for which no pass of a pipeline is
+            repeated.
+        every_batch: play all micro batches of a step.
     """
     record, began = RankRecord(rank), time.process_time()
     try:
         with world_of(config, record, gpu) as world:
             if snapshot is not None:
                 world.history = MemoryHistory(world.allocator)
-            elif repeated := repeated_batches(config):
-                record.repeated = repeated
+                every_batch |= config.parallel.pp > 1
+            record.repeated = 0 if every_batch else repeated_batches(config)
+            if record.repeated and config.parallel.pp > 1:
                 Repeats(world).patch()
             try:
                 _live(config, world, steps)
@@ -207,12 +216,12 @@ def _played_batches(samples: EqualSamples, world: World, engine: Engine) -> Iter
 
     A pipeline stage holds several micro batches at once, which `played.repeats` handles.
     """
-    batches = samples.batches
-    if engine.config.parallel.pp > 1 or len(batches) <= PLAYED_BATCHES:
+    batches, repeated = samples.batches, world.record.repeated
+    if engine.config.parallel.pp > 1 or not repeated:
         yield
         return
     (stage,) = engine.stages.values()
-    repeats = iter([1, len(batches) - 2, 1])
+    repeats = iter([1, repeated + 1, 1])
     hook = stage.register_forward_pre_hook(lambda *_: world.begin_batch(next(repeats)))
     samples.batches = batches[:PLAYED_BATCHES]
     try:

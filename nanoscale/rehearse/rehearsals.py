@@ -28,7 +28,7 @@ from nanoscale.config.reference import flat
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
 from nanoscale.rehearse.kinds import played_ranks, repeated_batches
-from nanoscale.rehearse.played.record import PLAYED_BATCHES, RankRecord
+from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.runs.directory import read_json, write_atomically, write_json
 
 STEPS = 2
@@ -76,9 +76,13 @@ def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
     return gpu, int((cluster.context_gib or 0.0) * 2**30)
 
 
-def digest(config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: int) -> str:
+def digest(
+    config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: int,
+    every_batch: bool = False,
+) -> str:  # fmt: skip
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
-    names = [json.dumps([_shaping(config), gpu, ranks, steps], sort_keys=True), sys.version]
+    what = [_shaping(config), gpu, ranks, steps, every_batch]
+    names = [json.dumps(what, sort_keys=True), sys.version]
     names.append(importlib.metadata.version("torch"))
     result = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
     for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
@@ -147,10 +151,9 @@ def known_of(config: ResolvedConfig) -> dict[str, Any] | None:
 def estimated_seconds(config: ResolvedConfig) -> float:
     """Return the estimated seconds of a rehearsal on this machine, from the ranks that take longest."""
     layout, kinds = config.parallel, len(played_ranks(config))
-    repeated, batches = repeated_batches(config), config.accumulation
-    # Without a pipeline, the micro batches in the middle of a step are played once.
-    played = batches - repeated if layout.pp > 1 else min(PLAYED_BATCHES, batches)
-    micro_batches = played + _REPEATED * repeated
+    repeated = repeated_batches(config)
+    cost = _REPEATED if layout.pp > 1 else 0.0
+    micro_batches = config.accumulation - repeated + cost * repeated
     passes = STEPS * micro_batches * config.model.layers / layout.pp
     return _BLOCK_S * passes * -(-kinds // cores())
 
@@ -178,6 +181,8 @@ class Task:
     """The most bytes of host memory that one rank may use."""
     snapshots: bool = False
     """True to write the history of each GPU's memory."""
+    every_batch: bool = False
+    """True to play all micro batches of a step."""
 
     def write(self, folder: Path) -> None:
         write_json(folder / "task.json", asdict(self))
@@ -203,6 +208,8 @@ def rehearse(
     steps: int,
     progress: Callable[[str], None],
     snapshots: Path | None = None,
+    *,
+    every_batch: bool = False,
 ) -> list[RankRecord]:
     """Play ranks in processes of their own, and return their records in this order.
 
@@ -218,7 +225,8 @@ def rehearse(
         folder = Path(name)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         free = int(_SHARE * psutil.virtual_memory().available)
-        Task(ranks, steps, gpu, min(cores(), len(ranks)), free, snapshots is not None).write(folder)
+        at_once, writes = min(cores(), len(ranks)), snapshots is not None
+        Task(ranks, steps, gpu, at_once, free, writes, every_batch).write(folder)
         progress("loading torch …")
         with _process(folder) as process:
             assert process.stdout is not None

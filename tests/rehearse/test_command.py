@@ -49,6 +49,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--ranks", "2"), "the job has the ranks 0 to 1"),
         (("--ranks", "first"), "is neither distinct nor all nor numbers"),
         (("--steps", "0"), "--steps 0: must be at least 1"),
+        (("--micro-batches", "7"), "is not one of"),
         (("parallel.tp=3",), "parallel.tp"),
         (("--html", "nowhere/page.html"), "cannot be written"),
         (("--snapshots", "memory"), "this job runs on CPUs"),
@@ -151,6 +152,21 @@ def test_what_does_not_fit_is_told_with_overrides_that_do(
     change = json.loads(capsys.readouterr().out)["changes"][0]["overrides"]
     assert said in out and change in out and change in Path("page.html").read_text()
     assert nanoscale([*words, *shlex.split(change)]) == 0
+
+
+@pytest.mark.slow
+def test_every_micro_batch_is_played_by_the_option_that_the_line_not_played_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = ["rehearse", "recipe=debug", "model.layers=2", "launcher.device=cpu", "parallel.dp=1"]
+    job += ["checkpoint=none", "train.global_batch=6", "train.micro_batch=1"]
+    assert nanoscale([*job, "--json"]) == 0
+    Path("some.json").write_text(text := capsys.readouterr().out)
+    (left_out,) = json.loads(text)["not_played"]
+    option = left_out.partition("(")[2].partition(" plays them)")[0]
+    assert nanoscale([*job, *option.split(), "--against", "some.json", "--json"]) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert (every["not_played"], every["against"]) == ([], [])
 
 
 @pytest.mark.slow

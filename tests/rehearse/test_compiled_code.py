@@ -92,7 +92,7 @@ def test_an_error_of_the_tracing_is_shown_and_the_finished_record_is_kept(
     def fails(_: object) -> list[str]:
         raise ValueError("a planted error")
 
-    monkeypatch.setattr(process, "play", lambda *_: RankRecord(0, reserved=5))
+    monkeypatch.setattr(process, "play", lambda *_, **__: RankRecord(0, reserved=5))
     monkeypatch.setattr(process, "compiler_findings", fails)
     monkeypatch.setattr(process, "die_with", lambda *_, **__: None)
     task: Any = Task([0], 2, None, 1, 1 << 40)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from nanoscale.rehearse import life
 from nanoscale.rehearse.document import document
 from nanoscale.rehearse.findings import of_resuming
 from nanoscale.rehearse.played.cuda import Gpu
-from nanoscale.rehearse.played.patches import Patches
 from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import sequence_of
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of, recomputed, scheduled
@@ -30,21 +28,13 @@ H200 = Gpu("NVIDIA H200", 140 << 30, 8)
 TINY, EXPERTS = replace(SHAPE, layers=2), replace(MIXTURE, layers=2)
 
 
-def play(_: int, config: ResolvedConfig, rank: int = 0, *given: Any) -> RankRecord:
-    return life.play(config, rank, 2, H200, *given)
+def play(_: int, config: ResolvedConfig, rank: int = 0, *given: Any, **how: Any) -> RankRecord:
+    return life.play(config, rank, 2, H200, *given, **how)
 
 
 def play_all(number: int, config: ResolvedConfig, *given: Any) -> RankRecord:
     """Play every micro batch."""
-
-    @contextmanager
-    def played_batches(*_: Any) -> Any:
-        yield
-
-    with Patches() as patches:
-        patches.replace(life, "_played_batches", played_batches)
-        patches.replace(life, "repeated_batches", lambda _: 0)
-        return play(number, config, *given)
+    return play(number, config, *given, every_batch=True)
 
 
 def row(degrees: dict[str, Any], stage: int, **changes: Any) -> ResolvedConfig:
@@ -77,7 +67,15 @@ def test_equal_micro_batches_played_once_count_as_all_of_them(config: ResolvedCo
     assert once.phases == every.phases
     assert sequence_of(once) == sequence_of(every)
     assert sorted(once.waits) == sorted(every.waits)
-    for field in ("reserved", "host_peak", "after", "checkpoint", "findings", "notes"):
+    for field in (
+        "reserved",
+        "host_peak",
+        "after",
+        "checkpoint",
+        "findings",
+        "notes",
+        "operations",
+    ):
         assert getattr(once, field) == getattr(every, field)
 
 
@@ -160,8 +158,8 @@ def test_the_loss_of_a_distillation_is_played() -> None:
 
 def test_what_is_not_played_is_listed_where_the_job_has_it() -> None:
     config = replace(row({}, 0), checkpoint=Checkpoint(every=0, every_minutes=None, at_end=False))
-    assert document(config, [RankRecord(0)], {0: 1}, 2, None, 0)["not_played"] == [
-        "3 of 6 micro batches of a step, in its middle"
+    assert document(config, [RankRecord(0, repeated=3)], {0: 1}, 2, None, 0)["not_played"] == [
+        "3 of 6 micro batches of a step, in its middle (--micro-batches all plays them)"
     ]
     config = row({"pp": 2}, 0)
     train = replace(
@@ -176,7 +174,7 @@ def test_what_is_not_played_is_listed_where_the_job_has_it() -> None:
         "the rollback after a jump of the loss",
         "the statistics of layers",
         "the phases after the first one",
-        "4 of 6 micro batches of a step, at its end",
+        "4 of 6 micro batches of a step, at its end (--micro-batches all plays them)",
         "1 of 2 ranks, which are of played kinds",
     ]
 

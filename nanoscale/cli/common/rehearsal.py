@@ -100,7 +100,12 @@ def rehearsal_of_unplanned(config: ResolvedConfig, *, asked: bool) -> dict[str, 
 
 
 def rehearsed(
-    config: ResolvedConfig, ranks: str, steps: int, snapshots: Path | None = None
+    config: ResolvedConfig,
+    ranks: str,
+    steps: int,
+    snapshots: Path | None = None,
+    *,
+    every_batch: bool = False,
 ) -> dict[str, Any]:
     """Return the result of a rehearsal, from the cache if the same code has played it before.
 
@@ -108,6 +113,7 @@ def rehearsed(
         config: resolved.
         ranks: `distinct`, `all`, or numbers.
         snapshots: the folder for the history of each rank's memory, which the cache does not hold.
+        every_batch: play all micro batches of a step.
 
     Raises:
         UserError: the request is wrong.
@@ -120,11 +126,13 @@ def rehearsed(
         refuse([unplayable])
     played = _played_ranks(config, ranks)
     gpu, context = device_of(config)
-    name = rehearsals.digest(config, gpu, sorted(played), steps)
+    name = rehearsals.digest(config, gpu, sorted(played), steps, every_batch)
     result = rehearsals.known(name)
     if result is None or snapshots is not None:
         with saying() as say:
-            records = rehearsals.rehearse(config, gpu, list(played), steps, say, snapshots)
+            records = rehearsals.rehearse(
+                config, gpu, list(played), steps, say, snapshots, every_batch=every_batch
+            )
         result = document(config, records, played, steps, gpu, context)
         if not failed(result):
             rehearsals.keep(name, result)

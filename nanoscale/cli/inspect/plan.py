@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
     from nanoscale.plan.predict import Prediction
-    from nanoscale.plan.search.search_space import SearchSpace
+    from nanoscale.plan.search.candidates import SearchSpace
 
 
 @requesting("config", "config_dir", *HOSTS, "trust")

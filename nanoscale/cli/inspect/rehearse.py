@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
@@ -37,6 +37,9 @@ def rehearse(
         metavar="distinct|all|0,8",
     ),
     steps: int = opt.option("Play this many steps", default=2),
+    micro_batches: Literal["distinct", "all"] = opt.option(
+        "Play the micro batches of a step that differ, or all", default="distinct"
+    ),
     html: opt.Html = None,
     snapshots: Path | None = opt.option(
         "Write each rank's memory for pytorch.org/memory_viz", metavar="FOLDER"
@@ -70,7 +73,7 @@ def rehearse(
     request = request_job(line, starts=False, devices=planned_devices, hosts=planned_hosts)
     if snapshots is not None:
         _require_snapshots(request.config, snapshots)
-    result = rehearsed(request.config, ranks, steps, snapshots)
+    result = rehearsed(request.config, ranks, steps, snapshots, every_batch=micro_batches == "all")
     times = step_time.times_of(request.config, result, traced=trace is not None)
     result |= {"time": step_time.document(request.config, times)}
     if trace is not None:

@@ -112,7 +112,7 @@ class World(DeviceMemory):
         if func.namespace in collectives.NAMESPACES:
             return self._communicate(func, args)
         if self.section.startswith("step") and func.namespace != "profiler":
-            self.record.operations += 1
+            self.record.operations += self.repeat
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if self.built and self.on_gpu and kwargs.get("device") == META:
             kwargs["device"] = self.device  # autograd passes on the device that C++ reported
