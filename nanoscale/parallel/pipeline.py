@@ -9,7 +9,9 @@ half to a V.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    FORWARD,
+    FULL_BACKWARD,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
@@ -27,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    _batch_p2p,
 )
 from torch.utils.checkpoint import GraphExecGroup
 
@@ -106,6 +112,8 @@ class Pipeline:
         every = {"targets": targets, "documents": documents, "references": references}
         keywords = {name: value for name, value in every.items() if value is not None}
         schedule.step(*first_stage_inputs, target=target, return_outputs=False, **keywords)
+        for stage in getattr(schedule, "_stages", ()):
+            stage.finish_sending()
 
     def forward(self, tokens: Tensor, *others: Tensor | None) -> Tensor | None:
         """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None."""
@@ -135,9 +143,12 @@ class Pipeline:
         pipeline_stages = [self._make_stage(number) for number in sorted(self._stages)]
         if name in SINGLE:
             return SINGLE[name](pipeline_stages[0], accumulation, loss, scale_grads=False)
-        return MULTI[name](pipeline_stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
+        schedule = MULTI[name](pipeline_stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
+        for stage in pipeline_stages:
+            stage.follow(schedule.pipeline_order)
+        return schedule
 
-    def _make_stage(self, number: int) -> PipelineStage:
+    def _make_stage(self, number: int) -> _Stage:
         stage = self._stages[number]
         hidden = torch.empty(
             self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
@@ -167,12 +178,125 @@ def _require_torch(schedule: str) -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage that recomputes a block once for all gradients of its weights, not again for each matrix.
+    """A stage with buffers for its in-flight micro batches alone, which recomputes a block once.
 
-    If the backward pass is split, torch requests every matrix's gradient from autograd separately; recomputed
-    tensors would otherwise belong to one such call, and stay until the last.
+    torch allocates buffers for the inputs and gradients of all micro batches of a step, and most schedules wait
+    at the end of the step for the tensors that they sent. This class allocates a buffer just before it receives
+    it, and frees it with its micro batch. It frees a sent tensor when the order of the schedule shows that the
+    tensor has arrived.
     """
 
+    sends_itself = False
+    """True if the schedule waits for what was sent only at the end of a step."""
+
+    def follow(self, order: dict[int, list[Any]]) -> None:
+        """Send by itself, and free what was sent by the order of all ranks' actions."""
+        self.sends_itself = True
+        self._arrived = arrived_gradients(order, self.stage_index)
+
+    @cached_property
+    def _sent(self) -> dict[tuple[str, int], list[dist.Work]]:
+        """The sends that may still be under way, by direction and micro batch."""
+        return {}
+
+    # Buffers: torch describes those of one micro batch, and each micro batch gets memory when it receives.
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **options: Any) -> Any:
+        result = super()._prepare_forward_infra(1, *args, **options)
+        _describe_all(self.args_recv_info, num_microbatches)
+        return result
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **options: Any) -> Any:
+        result = super()._prepare_backward_infra(1, *args, **options)
+        self.chunks = num_microbatches
+        _describe_all(self.grad_recv_info, num_microbatches)
+        return result
+
+    def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
+        for info in recv_infos:
+            empty = info.empty
+            memory = torch.empty(empty.shape, dtype=empty.dtype, device=empty.device)
+            info.buffer = memory.requires_grad_(empty.requires_grad)
+        return super()._get_recv_ops(recv_infos)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_first else super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        for micro_batch in self._arrived.get(fwd_chunk_id, ()) if self.sends_itself else ():
+            self._wait("gradient", micro_batch)
+        return _handed_over(super()._retrieve_recv_activations, self.args_recv_info, fwd_chunk_id)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        self._wait("output", bwd_chunk_id)  # it has arrived, since its gradient has
+        return _handed_over(super()._retrieve_recv_grads, self.grad_recv_info, bwd_chunk_id)
+
+    # What is sent
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send("output", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send("gradient", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, what: str, micro_batch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Start to send; return the operations that are left to the schedule."""
+        if not self.sends_itself:
+            return operations
+        self._sent[what, micro_batch] = _batch_p2p(operations)
+        return []
+
+    def _wait(self, what: str, micro_batch: int) -> None:
+        for work in self._sent.pop((what, micro_batch), ()):
+            work.wait()
+
+    def finish_sending(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for key in list(self._sent):
+            self._wait(*key)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        # torch requests every matrix's gradient from autograd separately. Without a common group, recomputed
+        # tensors would belong to one such call, and stay until the last.
         with GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+def _describe_all(infos: dict[int, Any], micro_batches: int) -> None:
+    """Give each micro batch the descriptions of the first, with buffers of the memory of one number."""
+    for info in infos[0]:
+        if (buffer := getattr(info, "buffer", None)) is not None:
+            number = torch.empty((), dtype=buffer.dtype, device=buffer.device)
+            info.empty = number.expand(buffer.shape).requires_grad_(buffer.requires_grad)
+            info.buffer = info.empty
+    for micro_batch in range(1, micro_batches):
+        infos[micro_batch] = tuple(map(copy, infos[0]))
+
+
+def _handed_over(retrieve: Callable[[int], Any], infos: dict[int, Any], micro_batch: int) -> Any:
+    """Return the received tensors of a micro batch, to which its buffers refer no longer."""
+    tensors = retrieve(micro_batch)
+    for info in infos[micro_batch]:
+        info.buffer = info.empty
+    return tensors
+
+
+def arrived_gradients(order: dict[int, list[Any]], stage: int) -> dict[int, list[int]]:
+    """Return the gradients that a stage knows to have arrived when it receives an input, by micro batches.
+
+    The stage before waits for gradient i to compute its backward pass i. So the inputs that it sends later show
+    that gradient i has arrived.
+    """
+    actions = (
+        part for rank in order.values() for it in rank if it for part in it.sub_actions or [it]
+    )
+    arrived: dict[int, list[int]] = {}
+    backward: list[int] = []
+    for action in actions:
+        if action.stage_index != stage - 1:
+            continue
+        if action.computation_type in (FULL_BACKWARD, BACKWARD_INPUT):
+            backward.append(action.microbatch_index)
+        elif action.computation_type == FORWARD:
+            arrived[action.microbatch_index], backward = backward, []
+    return arrived

@@ -1,13 +1,23 @@
-"""The pipeline's requirements of PyTorch."""
+"""The pipeline's requirements of PyTorch, and the tensors between stages that it holds."""
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from nanoscale.common.errors import UserError
-from nanoscale.parallel.pipeline import MULTI, SINGLE, _require_torch
+from nanoscale.config import layout
+from nanoscale.parallel.pipeline import MULTI, SINGLE, Boundary, Pipeline, _require_torch
+from tests.support.ranks import run_ranks
+
+BOUNDARY = (1, 3, 7)
 
 
 @pytest.mark.parametrize("schedule", sorted({*SINGLE, *MULTI}))
@@ -21,3 +31,52 @@ def test_backward_passes_are_split_where_torch_can(
         return
     with pytest.raises(UserError, match=f"schedule={schedule} needs torch 2.13 or newer"):
         _require_torch(schedule)
+
+
+class _Linear(nn.Module):
+    """A stage that looks at the tensors between stages that exist in its passes."""
+
+    sequence_shards = 1
+
+    def __init__(self, number: int, stages: int) -> None:
+        super().__init__()
+        self.first, self.last = number == 0, number == stages - 1
+        self.matrix = nn.Linear(7, 7)
+        self.most = 0
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        self.most = max(self.most, len(_between_stages()))
+        hidden = self.matrix(hidden[..., None].float().expand(BOUNDARY) if self.first else hidden)
+        return hidden.square().mean() if self.last else hidden * 1.0
+
+
+def _between_stages() -> set[int]:
+    """Return the memory of all tensors of the boundary's shape."""
+    tensors = [it for it in gc.get_objects() if isinstance(it, Tensor) and it.shape == BOUNDARY]
+    return {it.untyped_storage().data_ptr() for it in tensors if it.untyped_storage().nbytes() > 4}
+
+
+def most_between_stages(rank: int, schedule: str, micro_batches: tuple[int, ...]) -> list[Any]:
+    """Return the most tensors between stages at a time for each number of micro batches, and those left."""
+    dist.init_process_group("gloo")
+    virtual = layout.usual_virtual_stages(schedule)
+    parallel: Any = SimpleNamespace(schedule=schedule, pp=2, virtual_stages=virtual)
+    boundary = Boundary(BOUNDARY, torch.float32, torch.device("cpu"))
+    numbers = layout.stages_of(schedule, 2, virtual, rank)
+    result = []
+    for count in micro_batches:
+        stages: Any = {number: _Linear(number, 2 * virtual) for number in numbers}
+        pipeline = Pipeline(stages, parallel, dist.group.WORLD, boundary, lambda loss: loss)
+        tokens = torch.zeros(count, BOUNDARY[1], dtype=torch.long)
+        for _ in range(2):
+            pipeline.step(tokens, tokens, None, None, count)
+        result.append((max(stage.most for stage in stages.values()), len(_between_stages())))
+    return result
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev"]
+)
+def test_the_tensors_between_stages_do_not_grow_with_the_micro_batches(schedule: str) -> None:
+    for (few, _), (many, left) in run_ranks(most_between_stages, 2, schedule, (8, 40)):
+        assert many <= few and left == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from nanoscale.config.layout import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.memory.activations import StageActivations, stage_activations
@@ -13,11 +12,8 @@ from nanoscale.plan.memory.loss import loss_memory
 from nanoscale.plan.memory.phases import MemoryEvent
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import Stage
-from nanoscale.plan.pipeline.boundaries import NONE, KeptBoundary, boundaries
+from nanoscale.plan.pipeline.boundaries import at_peak
 from nanoscale.plan.pipeline.residents import Moment, moments
-
-IN_FLIGHT = KeptBoundary(0, 0, 0, 0, False)
-"""A stage whose outputs are kept until their gradients arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class InFlightActivations:
     loss: int
     """The memory that the loss adds to `loss_kept` at its peak."""
     boundaries: int
-    """Inputs, outputs and gradients of stages that torch keeps, apart from the in-flight micro batches."""
+    """Tensors between stages, without the inputs of in-flight micro batches."""
     offloaded: int
 
     def loss_event(self, pooled: int = 0, **during: int) -> MemoryEvent:
@@ -59,7 +55,7 @@ def activations_at_peaks(
             backward passes, the order of actions gives the numbers instead.
     """
     layout, rank = setting.config.parallel, _rank(setting, stages)
-    kept = list(map(partial(_kept, setting), stages, _boundaries(setting, stages)))
+    kept = [_kept(setting, stage) for stage in stages]
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
         return [_activations(setting, kept, in_flight, None)]
     peaks = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches, rank)
@@ -71,7 +67,6 @@ class _Kept:
     """Bytes that one micro batch keeps in a stage."""
 
     stage: Stage
-    boundary: KeptBoundary
     blocks: StageActivations
     waiting: int
     """Gradients from the pass for inputs to the pass for weights."""
@@ -80,11 +75,11 @@ class _Kept:
     """Bytes for the last norm and the head."""
 
 
-def _kept(setting: MemorySetting, stage: Stage, boundary: KeptBoundary) -> _Kept:
+def _kept(setting: MemorySetting, stage: Stage) -> _Kept:
     layout = setting.config.parallel
     blocks = stage_activations(stage.layers, setting.shape, setting.run, layout, stage.dense)
     waiting = _waiting(setting, stage, blocks)
-    return _Kept(stage, boundary, blocks, waiting, *_outside_blocks(setting, stage))
+    return _Kept(stage, blocks, waiting, *_outside_blocks(setting, stage))
 
 
 def _activations(
@@ -93,8 +88,13 @@ def _activations(
     """Return the in-flight activations during the pass of a moment; None: during any full backward pass."""
     shape, run = setting.shape, setting.run
     activations = extra = last = ends = 0
-    loss_kept = loss_freed = loss = boundaries = offloaded = 0
+    loss_kept = loss_freed = loss = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
+    between = (
+        moment.boundaries
+        if moment
+        else _between_stages(setting, [one.stage for one in kept], in_flight)
+    )
     loss_bytes = loss_memory(setting)
     for index, (one, flying) in enumerate(zip(kept, in_flight, strict=True)):
         stage, blocks = one.stage, one.blocks
@@ -121,10 +121,6 @@ def _activations(
                 loss = loss_bytes.extra if full or (moment and moment.kind == "I") else 0
                 # A pass for inputs frees nothing before its end.
                 ends, loss_freed = (one.ends, loss_bytes.kept) if full else (0, 0)
-        # Other stages peak while further micro batches are still to come.
-        forward = moment.forward[index] if moment else setting.micro_batches
-        backward = moment.backward[index] if moment else setting.micro_batches - flying
-        boundaries += one.boundary.tensors(flying, forward, backward) * boundary
     return InFlightActivations(
         tuple(in_flight),
         activations,
@@ -134,7 +130,7 @@ def _activations(
         loss_kept,
         loss_freed,
         loss,
-        boundaries,
+        between * boundary,
         offloaded,
     )
 
@@ -143,7 +139,7 @@ def _waiting(setting: MemorySetting, stage: Stage, blocks: StageActivations) -> 
     """Return the bytes of a micro batch's gradients from the pass for inputs to the pass for weights.
 
     In the last stage these include the gradient of the last norm and the tensors that the head saved. Other
-    stages receive the gradient of their last block's result in a buffer that `KeptBoundary` counts.
+    stages receive the gradient of their last block's result in a buffer that `pipeline.boundaries` counts.
     """
     shape, compute = setting.shape, setting.compute
     boundary = shape.tokens // shape.shares * shape.hidden * compute
@@ -157,12 +153,16 @@ def _rank(setting: MemorySetting, stages: Sequence[Stage]) -> int:
     return rank_of(setting.config.parallel.schedule, setting.pp, stages[0].number)
 
 
-def _boundaries(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[KeptBoundary]:
-    """Return the boundaries of a rank's stages; DeepSpeed has one buffer per in-flight micro batch."""
+def _between_stages(
+    setting: MemorySetting, stages: Sequence[Stage], in_flight: Sequence[int]
+) -> int:
+    """Return the tensors between stages; DeepSpeed has one buffer per in-flight micro batch."""
     layout = setting.config.parallel
     if setting.pp == 1 or setting.flat:
-        return [NONE if stage.last else IN_FLIGHT for stage in stages]
-    ranks = boundaries(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
+        return sum(
+            flying for stage, flying in zip(stages, in_flight, strict=True) if not stage.last
+        )
+    ranks = at_peak(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
     return ranks[_rank(setting, stages)]
 
 

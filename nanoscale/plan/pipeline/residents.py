@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nanoscale.plan.pipeline.boundaries import by_action
 from nanoscale.plan.pipeline.orders import Action, Kind, order
 
 
@@ -61,10 +62,8 @@ class Moment:
     """Micro batches whose activations are held."""
     awaiting_weights: tuple[int, ...]
     """Held micro batches whose gradients of weights are not computed, without the micro batch of a pass W."""
-    forward: tuple[int, ...]
-    """Micro batches that have gone forward in this step."""
-    backward: tuple[int, ...]
-    """Micro batches whose gradients of inputs were computed in this step."""
+    boundaries: int
+    """Tensors between stages, without the inputs of in-flight micro batches."""
     kind: Kind
     """The kind of the pass."""
     stage_index: int
@@ -91,14 +90,14 @@ def moments(
         held += action.kind == "F"
         awaiting_weights -= action.kind == "W"
         front = fronts.setdefault((action.kind, indices[action.stage]), [])
-        # Of two equal moments the later one counts: by then the rank has sent more tensors.
         front[:] = [one for one in front if one[0] > held or one[1] > awaiting_weights]
         if not any(one[0] >= held and one[1] >= awaiting_weights for one in front):
             front.append((held, awaiting_weights, number))
         awaiting_weights += action.kind == "I"
         held -= action.kind in ("B", "W")
     chosen = [number for front in fronts.values() for _, _, number in front]
-    by_number = dict(_moments(actions, indices, set(chosen), few, micro_batches - few))
+    tensors = [count for _, count in by_action(schedule, pp, virtual_stages, few)[rank]]
+    by_number = dict(_moments(actions, indices, set(chosen), tensors))
     return tuple(by_number[number] for number in chosen)
 
 
@@ -106,28 +105,16 @@ def _moments(
     actions: Sequence[Action],
     indices: dict[int, int],
     wanted: set[int],
-    few: int,
-    repeated: int,
+    tensors: Sequence[int],
 ) -> Iterator[tuple[int, Moment]]:
-    """Yield the numbers of the wanted actions, each with its moment.
-
-    Args:
-        few: the number of micro batches in `actions`.
-        repeated: the number of micro batches that are left out in the middle of the step.
-    """
-    held, awaiting_weights, forward, backward = ([0] * len(indices) for _ in range(4))
-
-    def counts(done: list[int]) -> tuple[int, ...]:
-        return tuple(count + repeated * (2 * count > few) for count in done)
-
+    """Yield the numbers of the wanted actions, each with its moment."""
+    held, awaiting_weights = ([0] * len(indices) for _ in range(2))
     for number, action in enumerate(actions):
         index = indices[action.stage]
         held[index] += action.kind == "F"
-        forward[index] += action.kind == "F"
         awaiting_weights[index] -= action.kind == "W"
         if number in wanted:
-            now = tuple(held), tuple(awaiting_weights), counts(forward), counts(backward)
+            now = tuple(held), tuple(awaiting_weights), tensors[number]
             yield number, Moment(*now, action.kind, index)
         awaiting_weights[index] += action.kind == "I"
-        backward[index] += action.kind in ("B", "I")
         held[index] -= action.kind in ("B", "W")

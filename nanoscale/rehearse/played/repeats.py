@@ -22,6 +22,13 @@ from nanoscale.rehearse.played.world import World
 _BEFORE = "before"  # the block of the recorded pass's calls that come before its first block begins
 
 
+def _received(stage: _Stage, batch: int, direction: str) -> tuple[Tensor, ...]:
+    """Return the tensors that a pass of a stage receives, which live as long as they do in a real pass."""
+    if direction == "forward":
+        return () if stage.is_first else stage._retrieve_recv_activations(batch)
+    return () if stage.is_last else stage._retrieve_recv_grads(batch)
+
+
 def _of_block(calls: list[Call], block: str) -> list[Call]:
     return [call._replace(block=block) if call.block == _BEFORE else call for call in calls]
 
@@ -83,12 +90,13 @@ class Repeats:
             if options.get("loss") is not None:
                 options["loss"].detach_()  # frees its graph
             actions, results, calls_again, waits_again, operations = self._passes[name]
+            received = _received(stage, batch, direction)
             tensors = self._repeated(batch, actions, results)
             record.operations = before + operations
             record.calls += _of_block(calls_again, block)
             world.waits += waits_again
             if direction == "forward":
-                stage.fwd_cache[batch] = tensors, ()
+                stage.fwd_cache[batch] = tensors, received
                 return tensors[0]
             del stage.fwd_cache[batch]
             stage.bwd_cache[batch] = tensors
