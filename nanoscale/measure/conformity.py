@@ -31,7 +31,7 @@ from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.samples import ENDLESS, Masked, Pairs, RandomSamples, Samples
 from nanoscale.metrics.meter import Meter
-from nanoscale.parallel import process_group
+from nanoscale.parallel import ddp, process_group
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
@@ -50,6 +50,8 @@ _PARALLEL = 1e-6
 """Tensors count as parallel if what is not along the other is a smaller share: 1 - cosine < 1e-12."""
 _SMALL = 1e-5
 """Gradients below this share of the whole gradient's norm are compared with this share; in fp32 with 0.1."""
+_BUCKET = 1 << 16
+"""Bytes of the first gradients that are sent without sharding: the small job has a second bucket."""
 _NOISE = 1e-10
 """A gradient below this share of the whole gradient's norm may be rounding alone, and its update too."""
 
@@ -128,7 +130,11 @@ def compare_with_layout(
         later, first = single[SAVED:], SAVED + 1
         if restored := read_records(folder.path, "restored"):
             result["restored"] = compare(restored, later, limits, first)
-        recorder = RecordedTraining(config, folder, rank, restores=True)
+        try:
+            recorder = RecordedTraining(config, folder, rank, restores=True)
+        except UserError as error:
+            what = f"one process cannot resume from the checkpoint of this layout: {error}"
+            return result | {"findings": [what]}
         result["resumed"] = compare([recorder.step() for _ in later], later, limits, first)
     return result
 
@@ -201,6 +207,7 @@ class RecordedTraining:
     def __init__(
         self, config: ResolvedConfig, folder: RunDirectory, rank: int, *, restores: bool = False
     ) -> None:
+        ddp.FIRST_BUCKET = _BUCKET
         context = RankContext(folder, config, rank, 0, config.world_size, "", 1, StopFlag())
         self.engine = NativeEngine(config, torch.device("cpu"))
         data = small_data(config)
@@ -251,7 +258,8 @@ class RecordedTraining:
         gradients = {name: whole(value / factor) for name, value in self._gradients.items()}
         updates = {name: after[name] - value for name, value in before.items()}
         metrics = training.step_log.gather(result, training.learning_rate(step))
-        evaluates = step == SAVED and bool(training.data.valid)
+        # The second evaluation shows the averages of the weights after a resume.
+        evaluates = step in (SAVED, SAVED + 1) and bool(training.data.valid)
         if evaluates:
             metrics |= self._evaluate()
         names = [name for name in metrics if name in _METRICS or name.startswith("eval_")]

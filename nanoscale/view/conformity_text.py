@@ -82,7 +82,7 @@ def _difference(first: dict[str, Any], result: dict[str, Any], other: str) -> st
         where = "what the checkpoint lacks, or what is lost while it is loaded"
     text = f"In step {first['step']}, {_named(first, other)}: look at {where}"
     if not result["compiled"]:
-        text += _meaning(first["factor"], result["layout"])
+        text += _meaning(first["factor"], result["layout"], result["micro_batches"])
     if then := first.get("then"):
         text += f". In the same step, {_named(then, other)}"
     return text
@@ -113,15 +113,16 @@ def _whole(factor: float | None) -> tuple[int, bool]:
     return 0, False
 
 
-def _meaning(factor: float | None, degrees: dict[str, int]) -> str:
+def _meaning(factor: float | None, degrees: dict[str, int], micro_batches: int) -> str:
     """Return the sentence on a factor that a missing or repeated reduction explains."""
     number, is_inverse = _whole(factor)
     if number < 2:
         return ""
     axes = [axis for axis, degree in degrees.items() if degree == number]
-    of_axes = f" (the degree of {listed(axes)})" if axes else ""
+    names = [f"the degree of {listed(axes)}"] if axes else []
+    names += ["the number of micro batches"] if number == micro_batches else []
+    over = f"{number} ranks" if axes or not names else f"{number} micro batches"
+    named = f" ({' or '.join(names)})" if names else ""
     if is_inverse:
-        return f". A sum over {number} ranks is missing, or a division by {number} is done twice{of_axes}"
-    return (
-        f". A sum over {number} ranks is done twice, or a division by {number} is missing{of_axes}"
-    )
+        return f". A sum over {over} is missing, or a division by {number} is done twice{named}"
+    return f". A sum over {over} is done twice, or a division by {number} is missing{named}"

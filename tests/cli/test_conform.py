@@ -44,6 +44,7 @@ def test_a_job_whose_loss_is_wrong_is_not_launched(tmp_path, monkeypatch, capsys
     [
         ({"factor": 1 / 2}, "A sum over 2 ranks is missing, or a division by 2 is done twice (the degree"),
         ({"factor": 3.0}, "A sum over 3 ranks is done twice, or a division by 3 is missing"),
+        ({"factor": 1 / 4}, "A sum over 4 micro batches is missing, or a division by 4 is done twice (the"),
         ({"factor": 0.7}, "the gradient of embed.weight is 0.7 times as large as in one process"),
         ({"factor": 0.0}, "embed.weight is 0 in the layout, so no gradient reaches this parameter"),
         ({"factor": float("nan")}, "embed.weight is not a finite number in the layout"),
@@ -63,7 +64,7 @@ def test_a_difference_is_explained_also_if_its_factor_is_no_degree(changes, mean
     first |= {"factor": None, **changes}
     result = {"first_difference": first, "layout": {"dp": 2}, "zero_stage": 0, "findings": ["more"]}
     result |= {"steps": 4, "saved_step": 2, "left_out": [], "restored": None, "resumed": None}
-    result |= {"compiled": False}
+    result |= {"compiled": False, "micro_batches": 4}
     (sentence, finding, last) = sentences(result)
     assert meaning in sentence and finding == "dp 2, ZeRO 0: more" and "Not run: " in last
 

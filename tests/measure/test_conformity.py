@@ -152,6 +152,16 @@ transformer.Block.forward = forward
 """,
         "gradient", "layers.0.mlp.down.weight", 0.0,
     ),
+    "a second bucket of gradients that nobody sums": Bug(
+        LOSS + """
+from nanoscale.parallel.ddp import GradientReducer
+def init(self, *given, real=GradientReducer.__init__):
+    real(self, *given)
+    self._buckets = self._buckets[:1]
+GradientReducer.__init__ = init
+""",
+        "gradient",
+    ),
     "a ring that is wrong beyond its neighbor": Bug(
         LOSS + """
 import torch.distributed as dist
@@ -322,6 +332,47 @@ def test_state_and_samples_are_findings_and_a_callback_may_communicate(tmp_path:
     assert changes == "the evaluation changes embed.weight"
     assert "epoch 1 of the samples leaves out 1 of 23 samples, such as number 3" in samples
     assert "begins the next step with another exp_avg of embed.weight" in lost
+
+
+AVERAGES = (
+    LOSS
+    + """
+from nanoscale.backends.native import NativeEngine
+def load_state(self, state, real=NativeEngine.load_state):
+    real(self, state)
+    for moments in self.optimizer.state.values():
+        moments["average"].zero_() if "average" in moments else None
+NativeEngine.load_state = load_state
+"""
+)
+LACKING = (
+    LOSS
+    + """
+from nanoscale.backends.native import NativeEngine
+def state(self, real=NativeEngine.state):
+    tensors = real(self)
+    return {name: tensor for name, tensor in tensors.items() if "exp_avg_sq" not in name}
+NativeEngine.state = state
+"""
+)
+
+
+@pytest.mark.slow
+def test_an_average_that_a_resume_in_one_process_loses_is_seen(tmp_path: Path) -> None:
+    averaged = Optimizer(lr=1e-2, ema_decay=0.5)
+    result = compared(
+        with_bug(tmp_path, Bug(AVERAGES, "", changes={"optimizer": averaged})), tmp_path
+    )
+    first = result["resumed"]["first_difference"]
+    assert (first["what"], first["parameter"], first["step"]) == ("metric", "eval_loss", 3)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_lacks_a_tensor_is_a_finding(tmp_path: Path) -> None:
+    result = compared(with_bug(tmp_path, Bug(LACKING, "")), tmp_path)
+    assert result["first_difference"] is None and "resumed" not in result
+    (finding,) = result["findings"]
+    assert "one process cannot resume from the checkpoint of this layout: " in finding
 
 
 COMPILED = (

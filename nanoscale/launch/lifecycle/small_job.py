@@ -36,6 +36,7 @@ def conform(
         findings = run_one_shot_job(CONFORMITY, first, (), task, say)["findings"]
         task = {"folder": name, "compares": True}
         result = run_one_shot_job(CONFORMITY, second, (), task, say)
+        findings += result.pop("findings", [])
     layout = small.parallel
     again = {how: result.pop(how, None) for how in ("restored", "resumed")}
     compared = [result, *filter(None, again.values())]
@@ -52,6 +53,7 @@ def conform(
         },
         "zero_stage": small.zero.stage,
         "world_size": small.world_size,
+        "micro_batches": small.accumulation,
         "steps": STEPS,
         "saved_step": SAVED,
         "left_out": lacks,
