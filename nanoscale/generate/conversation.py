@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nanoscale.common.errors import UserError
-from nanoscale.data.prepare.chat import ChatTokenizer, Renderer, find_template
+from nanoscale.data.prepare.chat import PLAIN, ChatTokenizer, Renderer, find_template
 from nanoscale.data.prepare.render import Chat, RecordError
 from nanoscale.data.tokens.tokenizer import FileTokenizer
 from nanoscale.generate.weights import Opened
@@ -20,15 +20,18 @@ _ANSWER, _QUESTION = "wxyzanswerzyxw", "wxyzquestionzyxw"
 
 
 @contextmanager
-def conversing(opened: Opened) -> Iterator[ChatFormat]:
+def conversing(opened: Opened, *, required: bool = False) -> Iterator[ChatFormat]:
     """Provide the chat template of a model, which runs in a process of its own.
 
     Raises:
-        UserError: it is not a template.
+        UserError: it is not a template, or the model has none and `required` is True.
     """
     given = opened.tokenizer
     path = given.path if isinstance(given, FileTokenizer) else None
     source = find_template(given, opened.template)
+    if required and source.source == PLAIN and not opened.on_chats:
+        what = f"{opened.source} has no chat template: leave out --apply-chat-template"
+        raise UserError("usage", what)
     renderer = Renderer(source, "messages", asks=True)
     try:
         yield ChatFormat(ChatTokenizer(path, renderer), source.special, opened)
@@ -48,12 +51,16 @@ class ChatFormat:
         Raises:
             UserError: the template refuses the messages, or they exceed the model's context.
         """
-        try:
-            tokens = self._tokens(self._render(messages))
-        except RecordError as error:
-            raise UserError("usage", f"the conversation {error}") from error
+        tokens = self.tokens(self.text(messages))
         require_room(self._opened, tokens, "conversation")
         return tokens
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return a conversation up to the answer that follows it, as a text."""
+        try:
+            return self._render(messages)
+        except RecordError as error:
+            raise UserError("usage", f"the conversation {error}") from error
 
     def ending(self, wish: Wish) -> tuple[Opened, Wish]:
         """Return the model and the settings with which an answer ends where the turn does.
@@ -68,7 +75,7 @@ class ChatFormat:
         between = text.partition(_ANSWER)[2].partition(_QUESTION)[0]
         first = [one for one in self._special if between.strip().startswith(one)]
         if first:
-            ends = self._opened.ends | {self._tokens(max(first, key=len))[0]}
+            ends = self._opened.ends | {self.tokens(max(first, key=len))[0]}
             return replace(self._opened, ends=ends), wish
         stops = (*wish.stops, between) if between.strip() else wish.stops
         return self._opened, replace(wish, stops=stops)
@@ -80,7 +87,8 @@ class ChatFormat:
             raise outcome
         return outcome.text
 
-    def _tokens(self, text: str) -> list[int]:
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a rendered text, in which special tokens keep their meaning."""
         ((ids, _),) = self._tokenizer.encode([Chat(text, ())])
         found: list[int] = ids.tolist()
         return found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import missing
+from nanoscale.generate.conversation import ChatFormat
 from nanoscale.generate.replicas import RunAll, run_here
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
@@ -87,6 +88,7 @@ class Answers:
         self.opened = opened
         self.note = note
         self.run_all = run_all or run_here(opened)
+        self.encode, self.before = opened.tokenizer.encode, opened.before
 
     def loglikelihood(self, requests: Sequence[HarnessRequest], **_: Any) -> list[Scored]:
         """Score the continuation of each (context, continuation)."""
@@ -130,9 +132,8 @@ class Answers:
         """
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
-        encode = self.opened.tokenizer.encode
-        both, first = encode(bare + continuation), encode(bare)
-        before = self.opened.before if context else ()
+        both, first = self.encode(bare + continuation), self.encode(bare)
+        before = self.before if context else ()
         scored = both[len(first) :]
         if not 0 < len(scored) <= self.opened.context:
             what = f"the answer {continuation!r} has {len(scored)} tokens of its own"
@@ -194,7 +195,7 @@ class Answers:
         )
         stops = tuple([until] if isinstance(until, str) else until)
         room = context - longest
-        prompt = [*self.opened.before, *self.opened.tokenizer.encode(question)][-room:]
+        prompt = [*self.before, *self.encode(question)][-room:]
         return prompt or [self.opened.start], Wish(sampling, longest, stops)
 
 
@@ -223,6 +224,7 @@ def evaluate_tasks(
     folder: Path | None,
     *,
     errors: bool = True,
+    chat: ChatFormat | None = None,
 ) -> dict[str, Any]:
     """Return the result of `lm_eval.simple_evaluate` for these tasks.
 
@@ -232,6 +234,7 @@ def evaluate_tasks(
         few_shot: examples before each question; None: the task's default.
         folder: the folder of more tasks, by name.
         errors: estimate standard errors by resampling too, which starts processes.
+        chat: the chat template of all questions; None: questions are plain texts.
 
     Raises:
         UserError: the library is not installed, or lacks such a task or its data.
@@ -247,6 +250,20 @@ def evaluate_tasks(
         def __init__(self) -> None:
             LM.__init__(self)
             Answers.__init__(self, answers.opened, answers.note, answers.run_all)
+            if chat is not None:  # its template writes what precedes a text
+                self.encode, self.before = chat.tokens, ()
+                self.opened, _ = chat.ending(Wish())
+
+        tokenizer_name = answers.opened.source
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            """Return the text of a question; without a prompt, its last message begins the answer."""
+            assert chat is not None
+            if add_generation_prompt:
+                return chat.text(chat_history)
+            return chat.text(chat_history[:-1]) + chat_history[-1]["content"]
 
     manager = TaskManager(include_path=str(folder) if folder else None)
     for task in tasks:
@@ -260,6 +277,7 @@ def evaluate_tasks(
             limit=limit,
             task_manager=manager,
             log_samples=False,
+            apply_chat_template=chat is not None,
             bootstrap_iters=100_000 if errors else 0,
         )
     except OSError as error:  # errors of the hub, the network and the file system

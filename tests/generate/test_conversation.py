@@ -18,6 +18,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.data.tokens.tokenizer import END, bytes_native
 from nanoscale.generate.conversation import Conversation, conversing
+from nanoscale.generate.harness import Answers
 from nanoscale.generate.weights import open_model
 from nanoscale.generate.writing import Wish
 from tests.cli.test_generate import Typed
@@ -175,3 +176,42 @@ def test_it_is_the_default_after_training_on_chats(
             nanoscale(["generate", str(run.path), "--prompt", "Hi", "--json", *GREEDY, *words]) == 0
         )
         assert json.loads(capsys.readouterr().out)["prompt_tokens"] == tokens
+
+
+def test_lm_eval_scores_the_prompts_of_the_template(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("lm_eval", reason="pip install lm-eval")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    (tmp_path / "rows.jsonl").write_text('{"q": "ab", "a": ["xy", "z"], "gold": 0}\n')
+    (tmp_path / "tasks").mkdir()
+    about = {
+        "task": "mine", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}", "doc_to_target": "{{gold}}", "target_delimiter": "",
+    }  # fmt: skip
+    (tmp_path / "tasks" / "mine.yaml").write_text(json.dumps(about))
+    seen: list[list[int]] = []
+
+    def score(self: Answers, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        seen.extend(before + scored for before, scored in pairs)
+        return [(-1.0, False) for _ in pairs]
+
+    monkeypatch.setattr(Answers, "_score", score)
+    words = [
+        "eval",
+        str(folder),
+        "--tasks",
+        "mine",
+        "--tasks-dir",
+        str(tmp_path / "tasks"),
+        "--json",
+    ]
+    assert nanoscale([*words, "--apply-chat-template"]) == 0
+    assert seen == [expected(folder, "ab") + list(answer) for answer in (b"xy", b"z")]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    assert nanoscale([*words, "--apply-chat-template"]) == 2
+    assert "has no chat template: leave out --apply-chat-template" in capsys.readouterr().err

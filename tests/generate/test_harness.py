@@ -266,7 +266,7 @@ def test_what_the_library_prints_is_not_in_the_document(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def printing(*_: Any) -> dict[str, Any]:
+    def printing(*_: Any, **__: Any) -> dict[str, Any]:
         print("bootstrapping for stddev: mean")
         return {"results": {"choice": {"acc,none": 1.0}}}
 

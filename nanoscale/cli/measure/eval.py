@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -43,6 +43,12 @@ def eval(
     tasks_dir: Path | None = opt.option(
         "Read more tasks from this folder", metavar="DIR", group="Tasks"
     ),
+    apply_chat_template: bool = opt.option(
+        "Write questions in the model's chat template",
+        "--apply-chat-template",
+        default=False,
+        group="Tasks",
+    ),
     device: opt.Device = None,
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,
@@ -64,6 +70,7 @@ def eval(
     devices = of_hosts.pop("--num-gpus")
     has_tasks = tasks is not None
     opt.refuse_unused(
+        (not has_tasks, "is for --tasks only", {"--apply-chat-template": apply_chat_template}),
         (has_tasks, "is for the loss; with --tasks use --limit", {"--samples": samples}),
         (not has_tasks, "are for --tasks only", {names: any(it is not None for it in of_tasks)}),
         (has_tasks, "overrides cannot be used with --tasks", {f"{it}:": it for it in line.overrides or ()}),
@@ -76,7 +83,9 @@ def eval(
     opt.require_at_least(1, {"--num-gpus": num_gpus})
     chosen = [name for name in tasks.split(",") if name]
     opening = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
-    request = _TasksRequest(chosen, limit, few_shot, tasks_dir, device, num_gpus)
+    request = _TasksRequest(
+        chosen, limit, few_shot, tasks_dir, apply_chat_template, device, num_gpus
+    )
     return _run_tasks(model, opening, request, as_json)
 
 
@@ -164,6 +173,8 @@ class _TasksRequest:
     """Examples before each question; None: the task's own number."""
     folder: Path | None
     """A folder with more tasks."""
+    in_template: bool
+    """True to ask in the model's chat template."""
     device: str | None
     num_gpus: int | None
 
@@ -173,6 +184,7 @@ def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_j
     from nanoscale.launch.batch.allocation import require_one_launcher
 
     require_one_launcher()
+    from nanoscale.generate.conversation import conversing
     from nanoscale.generate.harness import Answers, evaluate_tasks, require_library
     from nanoscale.generate.replicas import replicated
     from nanoscale.generate.weights import find_devices, open_model
@@ -184,12 +196,13 @@ def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_j
     # lm-eval prints lines of its own.
     with (
         saying() as say,
+        conversing(opened, required=True) if request.in_template else nullcontext() as chat,
         replicated(model, opening, opened, devices) as run_all,
         redirect_stdout(sys.stderr),
     ):
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
         scores = evaluate_tasks(
-            answers, request.names, request.limit, request.few_shot, request.folder
+            answers, request.names, request.limit, request.few_shot, request.folder, chat=chat
         )
     if as_json:
         tasks = plain_numbers(scores["results"])
