@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import missing
 from nanoscale.generate.conversation import ChatFormat
-from nanoscale.generate.replicas import RunAll, run_here
+from nanoscale.generate.replicas import BatchWork, RunAll, run_here
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, batches
@@ -106,18 +106,13 @@ class Answers:
         groups: dict[Wish, list[int]] = {}
         for number, (_prompt, wish) in enumerate(asked):
             groups.setdefault(wish, []).append(number)
-        order = [number for group in groups.values() for number in group]
-        work = [
+        work = (
             batch
             for wish, group in groups.items()
             for batch in batches(self.opened, [asked[number][0] for number in group], wish)
-        ]
-        texts: dict[int, str] = {}
-        for written in self.run_all(work):
-            for one in written:
-                texts[order[len(texts)]] = one.text
-            self.note(len(texts), len(requests))
-        return [texts[number] for number in range(len(requests))]
+        )
+        order = [number for group in groups.values() for number in group]
+        return [written.text for written in self._in_order(work, order)]
 
     # --- tokens ---------------------------------------------------------------------------------------
 
@@ -159,12 +154,15 @@ class Answers:
     def _score(self, pairs: Sequence[Pair]) -> list[Scored]:
         """Score pairs, the longest first, so that a lack of memory shows at once."""
         order = sorted(range(len(pairs)), key=lambda n: -sum(map(len, pairs[n])))
-        scores: dict[int, Scored] = {}
-        for scored in self.run_all(self._batches([pairs[number] for number in order])):
-            for one in scored:
-                scores[order[len(scores)]] = one
-            self.note(len(scores), len(pairs))
-        return [scores[number] for number in range(len(pairs))]
+        return self._in_order(self._batches([pairs[number] for number in order]), order)
+
+    def _in_order(self, work: Iterable[BatchWork[list[Any]]], order: Sequence[int]) -> list[Any]:
+        """Run batches of requests, which follow each other in this order; return the results by number."""
+        results: dict[int, Any] = {}
+        for finished in self.run_all(work):
+            results |= zip(order[len(results) :], finished, strict=False)
+            self.note(len(results), len(order))
+        return [results[number] for number in range(len(order))]
 
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[ScoringBatch]:
         start = 0
