@@ -13,7 +13,7 @@ from nanoscale.launch.request import Request
 from nanoscale.launch.transport.transport import read_hosts
 
 _HOST_KEYS = {"launcher", "launcher.name", "launcher.hostfile", "launcher.include"}
-_HOST_KEYS |= {"launcher.exclude"}
+_HOST_KEYS |= {"launcher.exclude", "launcher.exclude_file"}
 """Keys that select the hosts of a trial. If they differ between trials, so do the hosts to choose from."""
 
 

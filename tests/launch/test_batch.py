@@ -16,8 +16,10 @@ from nanoscale.config import schema
 from nanoscale.config.schema import Config
 from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
+from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.runs.directory import RunDirectory
 from tests.support.batch import LIMIT_S, NASTY, STAND_IN, Batch, config
+from tests.support.recipes import changed
 
 
 def options(script: str) -> list[str]:
@@ -295,6 +297,18 @@ def test_the_hosts_of_a_job_of_pbs_and_lsf(tmp_path: Path) -> None:
     slurms_qsub = {"PBS_JOBID": "7", "SLURM_JOB_NODELIST": "s1"}
     assert SYSTEMS["pbs"].hosts(slurms_qsub) == ["s1"]
     assert SYSTEMS["pbs"].hosts({}) is SYSTEMS["lsf"].hosts({}) is None
+
+
+def test_a_job_does_not_use_its_excluded_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text("h2\nh1\nh3\n")
+    (tmp_path / "bad").write_text("h1\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "hosts"))
+    job = "launcher=pbs", f"launcher.exclude_file={tmp_path}/bad", "launcher.devices=1"
+    assert [it.name for it in read_hosts(changed(*job))] == ["h2", "h3"]
+    with pytest.raises(UserError, match=r"more than the 2 nodes of this job \(h2,h3\)"):
+        read_hosts(changed(*job, "launcher.nodes=3"))
 
 
 def test_the_alarm_of_pbs_and_lsf_comes_before_the_limit(tmp_path: Path, batch: Any) -> None:

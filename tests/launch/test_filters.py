@@ -142,6 +142,31 @@ def test_include_and_exclude_exclude_each_other():
     assert wrong.suggestions == ("launcher.exclude=null", "launcher.include=null")
 
 
+def test_hosts_of_an_exclude_file_are_not_used():
+    Path("bad").write_text("\ufeff# known faults\n\nW0  # a fan\nunknown\nme@w2")
+    key = Setting("bad", "command line")
+    options = {"launcher.hostfile": Setting("hosts", ""), "launcher.exclude_file": key}
+    assert [it.address for it in read_hosts(changed(options=options))] == ["w1", "fe80::1%eth0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        (b"\xff", "not UTF-8 text"),
+        (b"# none\nw0, w1", "bad:2"),
+        (HOSTS.encode(), "write one host a line"),
+        (b"w0\nw1\nw2\n[fe80:0::1%eth0]", "names every host (4)"),
+    ],
+)
+def test_a_wrong_exclude_file_is_refused(text, message):
+    if text is not None:
+        Path("bad").write_bytes(text)
+    wrong = violations(exclude_file="bad")[0]
+    assert message in f"{wrong.source} {wrong.message}"
+    assert wrong.suggestions == (() if wrong.key == "" else ("launcher.exclude_file=null",))
+
+
 def test_a_filter_that_leaves_nothing_is_refused():
     text = "w0@w1:0,1,2,3@w2:0@[fe80::1%eth0]"
     (wrong,) = violations(exclude=text)

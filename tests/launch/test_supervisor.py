@@ -95,8 +95,8 @@ def test_a_job_continues_without_a_noticed_host_if_it_is_elastic(
 
         def attempt(number: int) -> Outcome:
             started.append([member.name for member in supervisor.hosts.choose(number)])
-            supervisor.newly_leaving = {"n1"} - supervisor.hosts.leaving
-            supervisor.hosts.leaving |= supervisor.newly_leaving
+            supervisor.newly_leaving = {"n1"} - supervisor.hosts.noticed
+            supervisor.hosts.noticed |= supervisor.newly_leaving
             return Outcome("completed", 0) if number == 2 else Outcome("preempted", 75)
 
         monkeypatch.setattr(supervisor, "_attempt", attempt)
@@ -193,6 +193,60 @@ def test_a_host_that_failed_twice_is_left_out_while_enough_others_remain(
         )
         supervisor.fleet.members[2].lost = LOST
         assert names() == ["n1", "n2"]
+
+
+def test_an_attempt_uses_no_host_that_is_excluded_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n4 is excluded before the launch, and allowed later. A file that is wrong changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    file = Path("bad")
+    file.write_text("n4")
+    with elastic_supervisor(4, "launcher.exclude_file=bad") as supervisor:
+
+        def names() -> list[str]:
+            return [it.name for it in supervisor.hosts.choose(1)]
+
+        assert names() == ["n1", "n2", "n3"]
+        assert not supervisor.hosts.is_outdone() and supervisor.hosts.unusable == {"n4"}
+        supervisor.fleet.members[3].lost = None
+        for text, expected in (
+            ("n1", ["n2", "n3", "n4"]),
+            ("n1, n2", ["n2", "n3", "n4"]),
+            ("", ["n1", "n2", "n3"]),
+        ):
+            file.write_text(text)
+            assert names() == expected
+        assert events.last(supervisor.run, "note")["message"].startswith("the excluded hosts stay")  # type: ignore[index]
+
+
+def test_a_fixed_job_does_not_restart_on_an_excluded_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad").write_text("")
+    composed = changed(
+        "run.name=x", "launcher=ssh", "launcher.hostfile=hosts", "launcher.exclude_file=bad",
+        "launcher.max_restarts=9", "launcher.device=cpu", "train.global_batch=8",
+    )  # fmt: skip
+    request = check_request(composed, devices=Devices("cpu", 2), hosts=HOSTS)
+    fleet: Any = SimpleNamespace(memory_key=None, members=[Member(it) for it in HOSTS])
+    with new_run(request) as lock:
+        choice = HostChoice(lock.run, fleet, request)
+        supervisor = Supervisor(lock, choice, SimpleNamespace(first=None), Mock(running=True))
+        attempts: list[int] = []
+
+        def attempt(number: int) -> Outcome:
+            choice.choose(number)
+            attempts.append(number)
+            Path("bad").write_text("n2" if number == 2 else "n7")
+            return Outcome("failed", 1)
+
+        monkeypatch.setattr(supervisor, "_attempt", attempt)
+        monkeypatch.setattr(supervisor, "_reconnect", lambda: None)
+        assert supervisor._attempts(1).exit_code == 1 and attempts == [1, 2]
+        left_out = events.last(lock.run, "left out")
+        assert left_out is not None and "names n2: the job does not restart" in left_out["message"]
 
 
 def test_a_run_waits_for_a_host_if_too_few_are_left(

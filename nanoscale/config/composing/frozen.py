@@ -156,7 +156,9 @@ def _value(content: Any, name: str) -> Any:
 
 # --- values that are open again -------------------------------------------------------------------
 
-_HOSTS = ("launcher.hostfile", "launcher.include", "launcher.exclude", "launcher.nodes")
+_HOSTS = (
+    "launcher.hostfile", "launcher.include", "launcher.exclude", "launcher.exclude_file", "launcher.nodes",
+)  # fmt: skip
 _DEVICE = ("launcher.device", "launcher.name", *_HOSTS)
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
 _CHOSEN = (*(key for key, about in reference.declared().items() if about.planned),)

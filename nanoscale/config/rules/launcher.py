@@ -35,6 +35,7 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.hostfile": ("ssh", "pdsh"),
     "launcher.include": ("ssh", "pdsh"),
     "launcher.exclude": ("ssh", "pdsh"),
+    "launcher.exclude_file": ("ssh", "pdsh", *BATCH_NAMES),
     "launcher.nodes": ("ssh", "pdsh", *BATCH_NAMES, "kubernetes", "skypilot"),
     "launcher.container": ("ssh", "pdsh", *BATCH_NAMES, "kubernetes", "skypilot"),
     "launcher.container_mounts": ("ssh", "pdsh", *BATCH_NAMES, "kubernetes"),
@@ -64,7 +65,8 @@ def resolve_launcher(resolution: Resolution) -> Launcher:
     _check_settings(resolution, "launcher.slurm", launcher.slurm, "--", "long option of sbatch")
     _check_settings(resolution, "launcher.batch", launcher.batch, "-", "option")
     _check_container(resolution)
-    return replace(launcher, name=_name(resolution), hostfile=absolute(launcher.hostfile))
+    hostfile, exclude_file = absolute(launcher.hostfile), absolute(launcher.exclude_file)
+    return replace(launcher, name=_name(resolution), hostfile=hostfile, exclude_file=exclude_file)
 
 
 def resolve_ranks(

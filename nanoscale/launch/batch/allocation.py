@@ -12,6 +12,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
 from nanoscale.config.rules import Host
 from nanoscale.config.values import forms
+from nanoscale.config.values.excluded_hosts import usable
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
 from nanoscale.launch.batch.system import BatchError
@@ -44,7 +45,8 @@ def allocated_nodes(composed: Composed) -> tuple[Host, ...]:
     violation = forms.nodes_violation(composed)
     if violation is not None:
         refuse([violation])
-    names = nodes_of_job(composed)
+    nodes = usable(composed, [Host(name, 0) for name in nodes_of_job(composed)])
+    names = [node.name for node in nodes]
     least, most = forms.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
         message = f"is more than the {len(names)} nodes of this job ({','.join(names)})"

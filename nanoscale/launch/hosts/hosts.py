@@ -18,6 +18,7 @@ from nanoscale.common.units import counted
 from nanoscale.config import machines
 from nanoscale.config.rules import Host
 from nanoscale.config.values import forms
+from nanoscale.config.values.excluded_hosts import usable
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import nearest, refuse
 from nanoscale.launch.hosts import filters
@@ -37,7 +38,8 @@ def read_hostfile(composed: Composed, *, spares: bool = False) -> tuple[Host, ..
     """Return the hosts of `launcher.hostfile` in its order; none without a hostfile.
 
     Args:
-        spares: True to return also the hosts beyond the most of `launcher.nodes`.
+        spares: True to return also the hosts beyond the most of `launcher.nodes`, and the hosts that
+            `launcher.exclude_file` names.
 
     Raises:
         UserError: with all problems of the hostfile, or else of the choice from it.
@@ -53,6 +55,7 @@ def read_hostfile(composed: Composed, *, spares: bool = False) -> tuple[Host, ..
         hosts, filter_violations = filters.select(composed, hosts, name)
         violations += filter_violations
     if not violations:
+        hosts = hosts if spares else usable(composed, hosts)
         hosts, violations = _limit_hosts(composed, hosts, name, spares=spares)
     if violations:
         refuse(violations)
@@ -153,7 +156,7 @@ def _limit_hosts(
     launcher, violations = composed.config.launcher, []
     fewest, most = forms.node_range(launcher.nodes) or (1, len(hosts))
     if fewest > len(hosts):
-        filtered = launcher.include is not None or launcher.exclude is not None
+        filtered = any((launcher.include, launcher.exclude, launcher.exclude_file))
         message = f"is more than the {counted(len(hosts), 'host')} of {name}"
         message += " that its filter leaves" if filtered else ""
         numbers = f"{len(hosts)}:{most}" if most > fewest else f"{len(hosts)}"

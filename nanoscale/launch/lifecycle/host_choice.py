@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import listed
-from nanoscale.config.machines import Host
+from nanoscale.config.machines import Host, canonical
+from nanoscale.config.values.excluded_hosts import excluded_hosts
 from nanoscale.config.values.forms import elastic, node_range
 from nanoscale.launch.batch.jobs import way_on
 from nanoscale.launch.fleet.connections import Member
@@ -43,8 +44,10 @@ class HostChoice:
     def __post_init__(self) -> None:
         self.members: list[Member] = []
         """The hosts of the newest attempt."""
-        self.leaving = set[str]()
+        self.noticed = set[str]()
         """Hosts that will be taken away."""
+        self.excluded = set[str]()
+        """Hosts that `launcher.exclude_file` names."""
         self.left_out = set[str]()
         """Hosts that are used only if too few others are left."""
         self.change: tuple[str, str] | None = None
@@ -82,6 +85,7 @@ class HostChoice:
 
     def choose(self, number: int) -> list[Member]:
         """Choose the hosts of this attempt; an elastic job continues without lost ones."""
+        self.read_excluded()
         if (fitting := self.fitting()) is not None:
             members, request = fitting
             if request is not self.request:
@@ -100,6 +104,31 @@ class HostChoice:
     def names(self) -> set[str]:
         """The names of the hosts of the newest attempt."""
         return {it.name for it in self.members}
+
+    @property
+    def unusable(self) -> set[str]:
+        """The names of hosts that no attempt may use now."""
+        return self.noticed | self.excluded
+
+    def read_excluded(self) -> None:
+        """Read `launcher.exclude_file`; if that fails, the hosts that it named before stay excluded."""
+        try:
+            excluded = excluded_hosts(self.request.composed)
+        except UserError as error:
+            events.append(self.run, "note", f"the excluded hosts stay as they were: {error}")
+        else:
+            members = self.fleet.members
+            self.excluded = {it.name for it in members if canonical(it.name) in excluded}
+
+    def lacks_host(self) -> bool:
+        """True if a host is excluded now that a job with a fixed number of hosts needs; an event says so."""
+        self.read_excluded()
+        needed = [] if self.is_elastic else sorted(self.names & self.excluded)
+        if needed:
+            text = f"launcher.exclude_file names {listed(needed)}: the job does not restart there. "
+            text += f"To continue with the other hosts, type {way_on(self.run)}"
+            events.append(self.run, "left out", text)
+        return bool(needed)
 
     def fitting(self) -> tuple[list[Member], Request] | None:
         """Return the most hosts that a layout fits, and the request for them; None if there are too few."""
@@ -154,7 +183,7 @@ class HostChoice:
 
     def _may_join(self, member: Member) -> bool:
         """True if a host may be used; a host that had no part in the newest attempt is checked first."""
-        if member.name in self.leaving or member.is_joining:
+        if member.name in self.unusable or member.is_joining:
             return False
         facts = member.facts
         if not self.members or facts is None or member.name in self.names:
@@ -174,7 +203,7 @@ class HostChoice:
         if len(self.members) - len(self._slow_hosts()) < self._range[1]:
             # A host of this attempt that is lost just now is reached only after the attempt's end. One that is
             # left out is reached too: it is there when a further host is lost.
-            busy = self.leaving | self.names
+            busy = self.unusable | self.names
             self.fleet.join([it for it in self.fleet.members if it.name not in busy])
         judged = [it.name for it in self.remaining()], dict(self._slow)
         if judged == self._judged:

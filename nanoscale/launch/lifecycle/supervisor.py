@@ -99,7 +99,8 @@ class Supervisor:
             has_trained = self.view.running or is_lost  # or the job is not the reason
             has_failed = outcome.exit_code == FAILED
             is_left = is_preempted and self.newly_leaving and self.hosts.remaining()
-            continues = is_change or is_left or (has_failed and restarts_left)
+            restarts = has_failed and restarts_left and not self.hosts.lacks_host()
+            continues = is_change or is_left or restarts
             if is_change and self.signals.first is None:
                 self._prepare()
             if not continues or self.signals.first is not None:
@@ -140,8 +141,8 @@ class Supervisor:
                 self.hosts.is_outdone, texts,
             )  # fmt: skip
             outcome = attempt.execute()
-        self.newly_leaving = attempt.noticed - self.hosts.leaving
-        self.hosts.leaving |= attempt.noticed
+        self.newly_leaving = attempt.noticed - self.hosts.noticed
+        self.hosts.noticed |= attempt.noticed
         return outcome
 
     def _memory(self, members: Sequence[Member]) -> dict[str, Any]:
@@ -170,6 +171,7 @@ class Supervisor:
         """Wait until a layout fits the hosts of an elastic job, or a signal comes."""
         judged: list[str] | None = None
         while self.hosts.is_elastic and self.signals.first is None:
+            self.hosts.read_excluded()
             names = [it.name for it in self.hosts.remaining()]
             if names != judged and self.hosts.fitting() is not None:
                 return
@@ -177,14 +179,14 @@ class Supervisor:
                 text = "no layout fits the hosts that are left: waiting for another one; Ctrl-C ends the run"
                 events.append(self.run, "waiting", text)
             judged = names
-            absent = [it for it in self.fleet.members if it.name not in self.hosts.leaving]
+            absent = [it for it in self.fleet.members if it.name not in self.hosts.unusable]
             self.fleet.join(absent, _RETRY_S)  # no attempt runs that this could disturb
             self.fleet.poll(_POLL_S)
             self.view.poll()
 
     def _reconnect(self) -> None:
-        leaving = self.hosts.leaving
-        away = [it for it in self.fleet.members if not it.is_present and it.name not in leaving]
+        unusable = self.hosts.unusable
+        away = [it for it in self.fleet.members if not it.is_present and it.name not in unusable]
         if self.hosts.is_elastic:
             for member in away:  # they join beside the next attempt, or while the run waits
                 member.tried = -math.inf
