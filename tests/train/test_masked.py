@@ -28,6 +28,7 @@ from tests.support.jobs import (
     trained_and_resumed,
     write_tokens,
 )
+from tests.support.rows import exhaustive
 
 MASK = 63
 DEEPSPEED = {"backend": Backend("deepspeed"), "precision": "fp32"}
@@ -78,11 +79,9 @@ def plain_losses(config: ResolvedConfig) -> list[float]:
     return losses
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"dp": 2, "stage": 1},
+LAYOUTS: list[Any] = [
     {"dp": 2, "stage": 3, "parallel": {"activation_checkpointing": "full"}},
-    {"dp": 2, "stage": 2, **DEEPSPEED},
+    exhaustive({"dp": 2, "stage": 2, **DEEPSPEED}),
 ]
 
 

@@ -88,10 +88,8 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "degrees"),
     [
-        ("muon", 0, {}),
         ("muon", 3, {"dp": 2, "ep": 2}),
-        exhaustive("muon", 1, {"dp": 4, "ep": 2}),
-        ("schedule-free", 3, {"dp": 2, "ep": 2}),
+        exhaustive("schedule-free", 3, {"dp": 2, "ep": 2}),
         ("adafactor", 3, {"dp": 4, "ep": 2}),
     ],
 )

@@ -29,14 +29,13 @@ from tests.support.jobs import (
 from tests.support.ranks import run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [
-    {},
     ZBV,
     {"tp": 2, "cp": 2, "cp_method": "ulysses"},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", LAYOUTS, ids=lambda degrees: " ".join(degrees) or "alone")
+@pytest.mark.parametrize("degrees", LAYOUTS, ids=lambda degrees: " ".join(degrees))
 def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[str, Any]) -> None:
     documents, answers = write_documents(tmp_path)
     config = make_config(tmp_path, data=packed_data(tmp_path), parallel=degrees)
