@@ -13,8 +13,12 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symmetric
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters, detect_fake_mode
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -75,8 +79,17 @@ def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(first, second, strict=True))
 
 
-def with_backend(name: str) -> Any:
-    return patch.object(torch, "compile", partial(torch.compile, backend=name))
+def with_backend(backend: str | Callable[..., Any]) -> Any:
+    return patch.object(torch, "compile", partial(torch.compile, backend=backend))
+
+
+def passes_alone(graph: fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+    """Apply inductor's passes, and run the operations one by one: writing code takes a minute."""
+    view_to_reshape(graph)
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        post_grad_passes(graph, bool(options.get("is_inference")))
+    graph.recompile()
+    return make_boxed_func(graph.forward)
 
 
 @pytest.mark.slow
@@ -179,7 +192,7 @@ def compile_experts(rank: int, mode: str, degrees: dict[str, Any]) -> tuple[floa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "degrees"),
-    [("full", {"dp": 2}), ("selective", {"tp": 2, "ep_over_tp": True})],
+    [("full", {"dp": 2}), exhaustive("selective", {"tp": 2, "ep_over_tp": True})],
 )
 def test_compiled_experts_of_two_ranks(mode: str, degrees: dict[str, Any]) -> None:
     """One half of the batch is on its way while the other is computed; blocks compile once, the loss once."""
@@ -200,6 +213,7 @@ def fuse_collectives(rank: int, mode: str) -> tuple[float, list[int]]:
     results = []
     for compiled in ("off", "on"):
         with (
+            with_backend(partial(compile_fx, inner_compile=passes_alone)),
             symmetric._test_mode(),
             patch.object(torch._inductor.config, "_micro_pipeline_tp", True),
             patch.object(torch._inductor.config, "post_grad_custom_pre_pass", JoinProducts()),
