@@ -162,6 +162,9 @@ class HFModel(Transformer):
     @torch.no_grad()
     def reset_buffers(self, device: torch.device) -> None:
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        if dtype == torch.float64 and self.shape.source == "hf":
+            # transformers' grouped products of experts have no fp64
+            self.hf.set_experts_implementation("eager")
         for name, value in self._build(dtype).named_buffers():
             owner, _, leaf = name.rpartition(".")
             self.hf.get_submodule(owner)._buffers[leaf] = value.to(device)

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
-from nanoscale.config.schema import Backend, Config, Optimizer
+from nanoscale.config.hf.any_model import sizes
+from nanoscale.config.schema import Backend, Config, Model, Optimizer
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
 from nanoscale.models.preferences import Objective
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
-from tests.support import hf_models
+from tests.support import hf_families, hf_models
 from tests.support.jobs import (
     StopBefore,
     assert_same_training,
@@ -284,3 +285,22 @@ def frequencies(_rank: int, config: Config) -> list[float]:
     assert all(p.dtype == torch.bfloat16 for p in part.parameters())
     found: list[float] = part.hf.gpt_neox.rotary_emb.inv_freq.tolist()
     return found
+
+
+def test_experts_of_transformers_compute_in_fp64() -> None:
+    """Its products of all experts at once have no fp64, in which `conform` compares layouts."""
+    _, settings = hf_families.FAMILIES["mixtral"]
+    document = {**settings, "model_type": "mixtral"}
+    shape = Model(source="hf", name="mixtral", hf_config=document, **sizes(document))
+    exact, narrow = HFModel(shape).double(), HFModel(shape)
+    for model in (exact, narrow):
+        model.materialize(torch.device("cpu"))
+    for number, parameter in enumerate(exact.parameters()):
+        torch.manual_seed(number)
+        nn.init.normal_(parameter, std=0.1)
+    narrow.load_state_dict(exact.state_dict())
+    logits = exact(torch.tensor([[1, 5, 9, 2]]))
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(
+        narrow(torch.tensor([[1, 5, 9, 2]])).double(), logits, rtol=1e-4, atol=1e-5
+    )
