@@ -1,29 +1,17 @@
 """Peak memory of real training on CPUs in our layouts, against the planner.
 
-    python -m tests.support.measured_memory [--rss] [WORDS OF A LAYOUT'S NAME…]
-
 Every rank counts the storages that PyTorch holds (`tests.support.live_memory`) through two steps. The peak
 of the second step counts, and the worst rank of each pipeline rank is compared with the plan. The models
-are small, but so wide and so long that activations decide, not constants. Prints two tables: layouts of our
-own, then the equivalence matrix.
-
-With --rss the models are larger, and the most memory that the process had resident in the second step is shown
-beside that, beyond what it had after the small model was trained: so libraries have loaded what they load.
-glibc's malloc is set to give freed memory back (one arena, mmap from 64 KiB on) unless MALLOC_ARENA_MAX and
-MALLOC_MMAP_THRESHOLD_ in the environment say otherwise: else it keeps much of it.
+are small, but so wide and so long that activations decide, not constants. The rows are layouts of our own, then
+the equivalence matrix; tests/rehearse compares all of them with rehearsals, with a large vocabulary too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -319,58 +307,6 @@ ROWS = [
     ),
     deepspeed("cp 2, stage 2", {"cp": 2}, 2),
     deepspeed("ulysses cp 2, stage 3", {"cp": 2, "cp_method": "ulysses"}, 3),
-    *(
-        Row(f"vocab {size}k, dp 2, stage {stage}", {"dp": 2}, stage, shape=vocabulary(size * K))
-        for size in (16, 32)
-        for stage in range(4)
-    ),
-    *(
-        Row(
-            f"vocab 16k, bf16, dp 2, stage {s}",
-            {"dp": 2},
-            s,
-            precision="bf16",
-            shape=vocabulary(16 * K),
-        )
-        for s in range(4)
-    ),
-    *(
-        Row(
-            f"vocab 16k, tied, {precision}, dp 2, stage {stage}",
-            {"dp": 2},
-            stage,
-            precision=precision,
-            shape=vocabulary(16 * K, tie_embeddings=True),
-        )
-        for precision in ("fp32", "bf16")
-        for stage in range(4)
-    ),
-    *(
-        Row(
-            f"vocab 16k, dp 2, stage {s}, no accumulation",
-            {"dp": 2},
-            s,
-            8,
-            shape=vocabulary(16 * K),
-        )
-        for s in (1, 2, 3)
-    ),
-    *(
-        Row(
-            f"vocab 16k, dp 2, stage {s}, accumulation of 4",
-            {"dp": 2},
-            s,
-            shape=vocabulary(16 * K),
-            micro_batch=2,
-        )
-        for s in (2, 3)
-    ),
-    Row(
-        "vocab 16k, tied, dp 2, stage 3, full",
-        {"dp": 2} | recomputed("full"),
-        3,
-        shape=vocabulary(16 * K, tie_embeddings=True),
-    ),
     Row("LoRA", lora=ADAPTERS),
     Row("LoRA, bf16, full", recomputed("full"), precision="bf16", lora=ADAPTERS),
     Row("LoRA, selective, bf16", recomputed("selective"), precision="bf16", lora=ADAPTERS),
@@ -388,23 +324,6 @@ ROWS = [
     Row("DoRA, wq and wv, dp 2, stage 0", {"dp": 2}, lora=replace(DORA, targets=["wq", "wv"])),
     Row("DoRA, tp 2", {"tp": 2}, lora=DORA),
     Row("DoRA, zero-bubble", scheduled("zero-bubble"), micro_batch=2, lora=DORA),
-    Row("vocab 16k, tp 2", {"tp": 2}, shape=vocabulary(16 * K)),
-    Row("vocab 16k, tp 2, tied", {"tp": 2}, shape=vocabulary(16 * K, tie_embeddings=True)),
-    Row("vocab 16k, cp 2, stage 3", {"cp": 2}, 3, shape=vocabulary(16 * K)),
-    Row("vocab 16k, pp 2", {"pp": 2}, micro_batch=2, shape=vocabulary(16 * K)),
-    Row("vocab 16k, dp 2 · tp 2, stage 2", {"dp": 2, "tp": 2}, 2, shape=vocabulary(16 * K)),
-    Row("vocab 16k, dp 2 · pp 2, stage 1", {"dp": 2, "pp": 2}, 1, 2, shape=vocabulary(16 * K)),
-    Row("vocab 128k, one process", shape=vocabulary(128 * K, hidden=64, head_dim=8), micro_batch=2),
-    *(
-        Row(
-            f"vocab 128k, dp 2, stage {stage}",
-            {"dp": 2},
-            stage,
-            micro_batch=2,
-            shape=vocabulary(128 * K, hidden=64, head_dim=8),
-        )
-        for stage in (0, 1, 3)
-    ),
     *(
         deepspeed(
             f"vocab 16k, {name}dp 2, stage {s}",
@@ -435,70 +354,20 @@ ROWS = [
         for row in MATRIX
     ),
 ]
-LARGE = {"layers": 4, "hidden": 512, "head_dim": 64, "ffn": 1408, "vocab": 4096}
-GIVES_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--rss"]
-    rows = [row for row in ROWS if not words or any(word in row.name for word in words)]
-    if "--rss" in sys.argv:
-        show_resident(rows)
-    else:
-        show_live(rows)
-
-
-def show_live(rows: list[Row]) -> None:
-    groups: dict[int, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[config_of(row).world_size].append(row)
-    errors = []
-    print(f"{'layout':36} {'rank':>4} {'measured':>10} {'plan':>10} {'error':>7}  highest at")
-    for world_size, members in sorted(groups.items()):
-        configs = [config_of(row) for row in members]
-        for row, config in zip(members, configs, strict=True):
-            errors += show(row, config, run_ranks(measure, world_size, config))
-    sizes = [abs(error) for error in errors]
-    print(f"{len(sizes)} pipeline ranks: mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}")
-
-
-def show(row: Row, config: ResolvedConfig, peaks: list[int]) -> list[float]:
-    """Print a row's pipeline ranks; their errors."""
-    pp = config.parallel.pp
+def errors_of(row: Row) -> list[float]:
+    """Return the relative errors of the plan for the pipeline ranks of a row, whose real ranks train here."""
+    config = config_of(row)
+    peaks = run_ranks(measure, config.world_size, config)
     errors = []
     for planned in predict(config).memory:
-        mine = [
+        largest = max(
             p for r, p in enumerate(peaks) if coordinates(r, config.parallel).pp == planned.rank
-        ]
-        seen, plan = max(mine), planned.allocated + sum(part.bytes for part in planned.host)
-        errors.append(plan / seen - 1)
-        print(
-            f"{row.name:36} {planned.rank if pp > 1 else '':>4} {seen / 2**20:8.2f} M {plan / 2**20:8.2f} M "
-            f"{errors[-1]:+7.1%}  {planned.peak}",
-            flush=True,
         )
+        plan = planned.allocated + sum(part.bytes for part in planned.host)
+        errors.append(plan / largest - 1)
     return errors
-
-
-def show_resident(rows: list[Row]) -> None:
-    """Print what the ranks had resident, in live tensors and by the plan. The last column: the plan's error."""
-    os.environ.update(GIVES_BACK | os.environ)
-    errors = []
-    print(f"{'layout':44} {'rank':>4} {'resident':>10} {'live':>10} {'plan':>10} {'error':>7}")
-    for row in rows:
-        config = config_of(replace(row, shape=replace(row.shape, **LARGE)))
-        peaks = run_ranks(measure_resident, config.world_size, config, config_of(row))
-        for planned in predict(config).memory:
-            mine = [
-                p for r, p in enumerate(peaks) if coordinates(r, config.parallel).pp == planned.rank
-            ]
-            plan = planned.allocated + sum(part.bytes for part in planned.host)
-            resident, live = max(mine)
-            errors.append(plan / resident - 1)
-            columns = " ".join(f"{size / 2**20:8.1f} M" for size in (resident, live, plan))
-            print(f"{row.name:44} {planned.rank:>4} {columns} {errors[-1]:+7.1%}", flush=True)
-    sizes = [abs(error) for error in errors]
-    print(f"{len(sizes)} pipeline ranks: mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}")
 
 
 def config_of(row: Row) -> ResolvedConfig:
@@ -527,30 +396,6 @@ def measure(_rank: int, config: ResolvedConfig) -> int:
         return memory.peak
 
 
-def measure_resident(_rank: int, config: ResolvedConfig, small: ResolvedConfig) -> tuple[int, int]:
-    """The peak of what this rank has resident beyond what training `small` has left, and the peak of live
-    tensors, in bytes; Linux and glibc."""
-    train_two_steps(small, gc.collect)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    base = _resident("VmRSS")
-    with LiveMemory() as memory:
-
-        def begin() -> None:
-            memory.reset_peak()
-            Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets its highest point
-
-        train_two_steps(config, begin)
-        return _resident("VmHWM") - base, memory.peak
-
-
-def _resident(name: str) -> int:
-    """Return bytes from the kernel's status of this process (man 5 proc_pid_status)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(found.split()[1]) * 2**10
-
-
 def train_two_steps(config: ResolvedConfig, begin: Callable[[], None]) -> None:
     """Train two steps, and call `begin` before each."""
     if not dist.is_initialized():
@@ -576,7 +421,3 @@ def _documents(batch: Batch) -> Batch:
     """Return the batch as two documents a row."""
     numbers = np.arange(batch.inputs.shape[1]) * 2 // batch.inputs.shape[1]
     return Batch(batch.inputs, batch.targets, np.broadcast_to(numbers, batch.inputs.shape).copy())
-
-
-if __name__ == "__main__":
-    main()
