@@ -13,7 +13,15 @@ import torch._functorch._aot_autograd.runtime_wrappers
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.optim
-from transformers import BertForSequenceClassification, GPTNeoXForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertForSequenceClassification,
+    FalconForCausalLM,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3ForCausalLM,
+)
 
 import nanoscale.backends.deepspeed
 import nanoscale.backends.native
