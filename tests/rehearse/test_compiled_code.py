@@ -20,6 +20,7 @@ from nanoscale.rehearse.rehearsals import Task, record_file
 from nanoscale.runs.directory import read_json
 from tests.support.measured_memory import SHAPE, Row, config_of, recomputed
 from tests.support.ranks import run_ranks
+from tests.support.rows import exhaustive
 
 plain = Block.forward
 Forward = Callable[..., Any]
@@ -51,7 +52,7 @@ def grows(block: Any, hidden: Any, *args: Any) -> Any:
 
 def found(_rank: int, forward: Forward, layout: dict[str, int]) -> list[str]:
     degrees = layout | ({} if forward in (counts, grows) else recomputed("selective"))
-    row = Row("", degrees, 3, shape=SHAPE)
+    row = Row("", degrees, 3, shape=replace(SHAPE, layers=2))
     config = config_of(row)
     train = replace(config.train, eval_every=5)
     config = replace(config, train=train, backend=replace(config.backend, compile="on"))
@@ -68,11 +69,11 @@ def found(_rank: int, forward: Forward, layout: dict[str, int]) -> list[str]:
     ("forward", "said", "layout"),
     [
         (plain, None, DP_TP),
-        (plain, None, {"pp": 2}),
-        (prints, "breaks a block in two at", DP_TP),
+        exhaustive(plain, None, {"pp": 2}),
+        exhaustive(prints, "breaks a block in two at", DP_TP),
         (branches, "breaks a block in two at", DP_TP),
         (counts, "compiles blocks again in every step: ", {"pp": 2, "dp": 2}),
-        (grows, "compiles blocks again in every step: ", DP_TP),
+        exhaustive(grows, "compiles blocks again in every step: ", DP_TP),
     ],
 )
 def test_what_the_compiler_cannot_do_is_named(
