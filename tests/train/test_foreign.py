@@ -43,11 +43,9 @@ from tests.support.rows import exhaustive
 
 DEEPSPEED = {"backend": Backend("deepspeed"), "precision": "fp32"}
 LAYOUTS: list[dict[str, Any]] = [
-    {"stage": 0},
     {"stage": 2},
     {"stage": 3, "parallel": {"activation_checkpointing": "full"}},
-    {"stage": 3, "parallel": {"activation_checkpointing": "selective", "offload_activations": True}},
-    {"stage": 1, **DEEPSPEED},
+    {"stage": 0, "parallel": {"activation_checkpointing": "selective", "offload_activations": True}},
     {"stage": 3, **DEEPSPEED},
 ]  # fmt: skip
 

@@ -13,7 +13,6 @@ from nanoscale.config.schema import Lora, Model, Optimizer, ParameterGroup
 from tests.support.jobs import (
     LONG_STEPS,
     SHAPE,
-    ZBV,
     make_config,
     make_run,
     read_metrics,
@@ -24,13 +23,9 @@ from tests.support.layouts import MLA
 from tests.support.reference import CURVE, assert_equal_curves, plain_loop, worst
 from tests.support.rows import exhaustive
 
-LAYOUTS = [  # dp, ZeRO stage, dp_replicate
-    (1, 0, 1),
-    *((dp, stage, 1) for dp in (2, 4) for stage in (0, 1, 2, 3)),
-    *((4, stage, 2) for stage in (1, 2, 3)),
-]
-USUAL = [(2, 1, 1), (2, 2, 1), (2, 3, 1)]
-"""Layouts that the equivalence matrix does not have."""
+LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 3, 1)]
+"""Layouts that the equivalence matrix does not have: dp, ZeRO stage, dp_replicate."""
+OTHER_LAYOUTS = [(4, 1, 1), (4, 3, 1), (4, 1, 2)]
 
 
 def our_curve(config: ResolvedConfig) -> CURVE:
@@ -43,13 +38,9 @@ def our_curve(config: ResolvedConfig) -> CURVE:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "stage", "dp_replicate", "precision"),
-    [(*layout, "fp64") for layout in USUAL]
-    + [
-        exhaustive(*layout, precision)
-        for layout in LAYOUTS
-        for precision in ("fp64", "fp32")
-        if (precision == "fp32" and layout[0] <= 2) or (precision == "fp64" and layout not in USUAL)
-    ],
+    [(*layout, "fp64") for layout in LAYOUTS]
+    + [exhaustive(*layout, "fp64") for layout in OTHER_LAYOUTS]
+    + [exhaustive(*layout, "fp32") for layout in LAYOUTS],
 )
 def test_layout_equals_plain_loop(
     tmp_path: Path, dp: int, stage: int, dp_replicate: int, precision: str
@@ -69,27 +60,19 @@ def test_layout_equals_plain_loop(
 @pytest.mark.parametrize(
     ("name", "degrees", "stage"),
     [
-        ("sgd", {}, 0),
         ("sgd", {"dp": 2}, 3),
-        ("lion", {}, 0),
         ("lion", {"dp": 2}, 3),
         exhaustive("lion", {"tp": 2, "pp": 2}, 1),
-        ("schedule-free", {}, 0),
         ("schedule-free", {"dp": 2}, 3),
         exhaustive("schedule-free", {"tp": 2, "pp": 2}, 1),
-        ("adafactor", {}, 0),
         ("adafactor", {"dp": 2, "tp": 2}, 3),
         exhaustive("adafactor", {"tp": 2, "pp": 2}, 1),
         exhaustive("adafactor", {"dp": 4, "dp_replicate": 2}, 2),
-        ("muon", {}, 0),
         ("muon", {"dp": 2}, 0),
-        ("muon", {"dp": 2}, 3),
+        exhaustive("muon", {"dp": 2}, 3),
         exhaustive("muon", {"tp": 2, "pp": 2}, 1),
         ("muon", {"dp": 2, "tp": 2}, 2),
         exhaustive("muon", {"dp": 4, "dp_replicate": 2}, 2),
-        exhaustive("muon", {"cp": 2}, 3),
-        exhaustive("sgd", {"dp": 2}, 0),
-        exhaustive("lion", {"dp": 2}, 0),
     ],
 )
 def test_other_optimizers_equal_plain_loop(
@@ -120,8 +103,7 @@ def test_blocks_that_are_gathered_ahead(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "degrees", "stage"),
     [
-        (SHAPE, {}, 0),
-        (SHAPE, {"dp": 2, "tp": 2}, 3),
+        exhaustive(SHAPE, {"dp": 2, "tp": 2}, 3),
         exhaustive(SHAPE, {"tp": 2, "pp": 2, "activation_checkpointing": "full"}, 1),
         (MLA, {"dp": 2, "tp": 2}, 2),
     ],
@@ -149,12 +131,9 @@ def test_large_attention_scores_are_clipped(
 @pytest.mark.parametrize(
     ("degrees", "stage"),
     [
-        ({}, 0),
         ({"dp": 4, "dp_replicate": 2}, 2),
         exhaustive({"tp": 2, "pp": 2}, 1),
-        exhaustive({"cp": 2}, 3),
         exhaustive({"cp": 2, "cp_method": "ulysses"}, 2),
-        (ZBV, 0),
     ],
     ids=str,
 )
@@ -181,9 +160,7 @@ def test_states_in_bf16_are_near_those_in_fp32(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("degrees", "stage"), [({}, 0), ({"dp": 2}, 3), ({"tp": 2, "pp": 2}, 1), ({"cp": 2}, 2)]
-)
+@pytest.mark.parametrize(("degrees", "stage"), [({"tp": 2, "pp": 2}, 1), ({"dp": 2, "cp": 2}, 2)])
 def test_the_z_loss_equals_the_plain_loop(
     tmp_path: Path, degrees: dict[str, int], stage: int
 ) -> None:
@@ -231,14 +208,6 @@ def test_groups_of_parameters_are_equal_in_every_layout(tmp_path: Path, name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batch", [1, *(exhaustive(size) for size in (2, 4))])
-def test_accumulation_changes_nothing(tmp_path: Path, micro_batch: int) -> None:
-    write_tokens(tmp_path)
-    config = make_config(tmp_path, dp=2, stage=2, micro_batch=micro_batch)
-    assert_equal_curves(our_curve(config), plain_loop("fp64", "adamw"), "fp64")
-
-
-@pytest.mark.slow
 def test_order_of_samples_is_the_same_in_every_layout(tmp_path: Path) -> None:
     """The corpus has many global batches, with which another order would give other losses."""
     write_tokens(tmp_path, samples=100)
@@ -256,20 +225,8 @@ def test_order_of_samples_is_the_same_in_every_layout(tmp_path: Path) -> None:
 def test_bf16_follows_fp32(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     exact = our_curve(make_config(tmp_path, precision="fp32"))
-    for dp, stage in ((1, 0), (2, 0), (2, 2), (2, 3)):
+    for dp, stage in ((2, 0), (2, 3)):
         config = make_config(tmp_path, dp=dp, stage=stage, precision="bf16")
         config = replace(config, run=replace(config.run, root=str(tmp_path / f"{dp}-{stage}")))
         loss, _ = worst(our_curve(config), exact)
         assert 1e-6 < loss < 0.01, "bf16 was not used, or is far off"
-
-
-@pytest.mark.slow
-def test_tied_embeddings_in_shards(tmp_path: Path) -> None:
-    write_tokens(tmp_path)
-    tied = replace(SHAPE, tie_embeddings=True)
-    curves = []
-    for dp, stage in ((1, 0), (2, 3)):
-        config = make_config(tmp_path, dp=dp, stage=stage, model=tied)
-        config = replace(config, run=replace(config.run, root=str(tmp_path / f"dp{dp}")))
-        curves.append(our_curve(config))
-    assert_equal_curves(curves[1], curves[0], "fp64")
