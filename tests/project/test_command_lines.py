@@ -14,9 +14,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,25 +327,7 @@ FIGURES: dict[str, Any] = {
 def test_the_command_lines_of_a_page_run(
     page: Path, left_out: set[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    type_page(page, here, monkeypatch, left_out=left_out)
-
-
-Launch = Callable[[str, list[str]], bool]
-
-
-def type_page(
-    page: Path,
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launch: Launch = lambda *_: False,
-    left_out: Collection[str] = (),
-) -> None:
-    """Type the lines in their order: a line may need what an earlier one made.
-
-    Args:
-        launch: is called with each line that launches, and its arguments; False for one to stop at --dry-run.
-        left_out: lines that are not typed.
-    """
+    """They are typed in their order: a line may need what an earlier one made."""
     below = shown(page)
     for line in dict.fromkeys(lines(page)):
         if line.startswith("make "):
@@ -360,13 +341,12 @@ def type_page(
             line not in {*EXCUSED, *left_out} and "run.from_run=" not in line
         ):  # it needs a trained run
             refused = is_refused(below.get(line, []))
-            _type(placed(line, page.name, here), monkeypatch, partial(launch, line), refused)
+            _type(placed(line, page.name, here), monkeypatch, refused)
 
 
 def _type(
     line: str,
     monkeypatch: pytest.MonkeyPatch,
-    launch: Callable[[list[str]], bool],
     refused: bool,
 ) -> None:
     typed, pipe, after = line.partition(" | nanoscale ")
@@ -386,8 +366,6 @@ def _type(
         arguments[0] in ("train", "submit", "resume", "replay", "sweep")
         and "--dry-run" not in arguments
     ):
-        if launch(arguments):
-            return
         arguments.append("--dry-run")
     if arguments[0] == "rehearse":
         arguments += ["--ranks", "0"]
@@ -495,4 +473,4 @@ def test_the_examples_of_every_help_run(
         typed = placed(line, f"help-{command}", here)
         typed = typed.replace("inspect corpus", "inspect data/models.md-corpus")
         typed = typed.replace("--step 1200", "--step 7").replace("watch first", "watch second")
-        _type(typed, monkeypatch, lambda _: False, refused=False)
+        _type(typed, monkeypatch, refused=False)
