@@ -1,13 +1,13 @@
-"""Advice on running runs, on runs that cannot be locked, on data and on hostfiles: each is typed back."""
+"""Advice on runs that another host holds, on data and on hostfiles: each is typed back.
+
+test_pasted_commands.py reads the commands for a run that goes on, and test_runs.py types them.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.lock import Owner, RunLock, terminate
+from nanoscale.runs.lock import Owner, terminate
 from tests.cli import Capsys
 from tests.support.recipes import changed
 from tests.support.token_files import write_indexed
@@ -42,46 +42,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def started(*words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "nanoscale", *words]
-    null = subprocess.DEVNULL
-    return subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdout=null)
-
-
 def advised(capsys: Capsys, *words: str) -> list[str]:
     """Return the suggestions in the error of a command."""
     capsys.readouterr()
     assert nanoscale([*words, "--json"]) == 2
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["error"]["violations"]
     return [text for violation in found for text in violation["suggestions"]]
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_is_followed_and_stopped_as_advised(
-    capsys: Capsys,
-) -> None:
-    training = started("train", "recipe=debug", "train.steps=1000000", "run.name=a run")
-    run = RunDirectory(Path("runs/a run"))
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while not run.metrics.exists():
-            assert training.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        follow, stop = advised(capsys, "resume", "a run")
-        following = started(*shlex.split(follow)[1:])
-        assert nanoscale(shlex.split(stop)[1:]) == 0
-        assert training.wait(LIMIT_S) == 130
-        assert following.wait(LIMIT_S) == 0
-    finally:
-        training.terminate()
-        training.wait(LIMIT_S)
-    run.lock.unlink()
-    with pytest.raises(UserError) as error, RunLock(run):
-        pass
-    (touch,) = error.value.violations[0].suggestions
-    subprocess.run(shlex.split(touch), check=True)
-    with RunLock(run):
-        pass
 
 
 def test_the_command_for_the_host_that_holds_a_run_is_read_by_the_shell_there() -> None:
