@@ -24,6 +24,7 @@ from tests.support.jobs import (
     curve,
     final_weights,
     make_run,
+    never_stopped,
     saving_config,
     train,
     write_tokens,
@@ -48,9 +49,7 @@ def test_the_weights_are_those_of_the_other_run(
     layout: dict[str, int], stage: int, tmp_path: Path
 ) -> None:
     write_tokens(tmp_path, samples=100)
-    config = saving_config(tmp_path, dp=2, stage=3)
-    source = make_run(config, "source")
-    train(source, config)
+    source = never_stopped(tmp_path, saving_config(tmp_path, dp=2, stage=3))
     still = saving_config(
         tmp_path, dp=layout.get("dp", 1), stage=stage, parallel=layout, optimizer=Optimizer(lr=0.0)
     )
@@ -102,7 +101,7 @@ def test_with_its_moments_it_goes_on_as_the_other_run(
     with_moments = from_run(there, source, from_optimizer=True)
     run = make_run(with_moments, "moments")
     train(run, with_moments)
-    without = from_run(there, source)
+    without = replace(from_run(there, source), train=replace(there.train, steps=3))
     other = make_run(without, "weights")
     train(other, without)
     longer = replace(config, train=replace(config.train, steps=2 * SAVED_STEPS))
@@ -110,7 +109,7 @@ def test_with_its_moments_it_goes_on_as_the_other_run(
     expected = [record["loss"] for record in curve(source)[SAVED_STEPS:]]
     assert [record["loss"] for record in curve(run)] == pytest.approx(expected, rel=1e-9)
     losses = [record["loss"] for record in curve(other)]
-    assert losses != pytest.approx(expected, rel=1e-6)
+    assert losses != pytest.approx(expected[:3], rel=1e-6)
     if ema_decay is None:
         assert losses[0] == pytest.approx(expected[0], rel=1e-9)
 
@@ -118,10 +117,10 @@ def test_with_its_moments_it_goes_on_as_the_other_run(
 @pytest.mark.slow
 def test_at_another_length_it_resumes_without_the_other_run(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
-    config = saving_config(tmp_path, precision="fp32")
-    source = make_run(config, "source")
-    train(source, config)
-    second = from_run(saving_config(tmp_path, dp=2, stage=3, precision="fp32"), source)
+    config = saving_config(tmp_path, dp=2, stage=3)
+    source = RunDirectory(tmp_path / "source")
+    shutil.copytree(never_stopped(tmp_path, config).path, source.path, symlinks=True)
+    second = from_run(config, source)
     second = replace(second, train=replace(second.train, seq_len=2 * SEQ_LEN))
     whole, run = make_run(second, "whole"), make_run(second, "stopped")
     train(whole, second)
