@@ -1,6 +1,6 @@
 """Advice on runs that another host holds, on data and on hostfiles: each is typed back.
 
-test_pasted_commands.py reads the commands for a run that goes on, and test_runs.py types them.
+test_pasted_commands.py reads the commands for a run that is running, and test_runs.py types them.
 """
 
 from __future__ import annotations
