@@ -328,6 +328,7 @@ LAYOUTS = [
     {"dp": 8, "zero": Zero(stage=2, offload_optimizer="cpu"), "backend": Backend(name="deepspeed")},
     {"dp": 8, "offload_activations": True},
 ]  # fmt: skip
+EXPERTS = [{"name": "mixtral-8x7b", "ep": 8}, {"name": "deepseek-v3", "ep": 8}]
 BETTER = [
     "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "host_bandwidth", "host_memory_bandwidth",
     "matmul", "attention", "memory", "intra_host", "inter_host",
@@ -349,7 +350,7 @@ def test_more_of_anything_good_is_never_slower(layout):
             assert step_time(config, better).seconds <= seconds * (1 + 1e-12), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERTS], ids=str)
 def test_every_part_that_takes_time_is_explained(layout):
     config = job(**layout)
     step = step_time(config, machine())

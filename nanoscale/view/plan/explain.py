@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from nanoscale.common.units import counted, duration
 from nanoscale.config.model_math import routed_share
+from nanoscale.config.parameters import block as block_parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.memory.activations import products
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.time import block, collectives, data_parallel, moe, operations
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
@@ -52,8 +54,12 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
         f"{'once (the weights are frozen; the adapters twice)' if shape.adapter_rank else 'twice'}",
     ]
     linears = block.linears(shape.model, shape.tp, shape.ep, shape.expert_tp)
-    for name, product in zip(products(shape.model), linears, strict=True):
-        name = {"v": "wv", "router": "router, in fp32"}.get(name, name)
+    names = [
+        it for it, parameter in block_parameters(shape.model).items() if not parameter.is_vector
+    ]
+    for name, product in zip(names, linears, strict=True):
+        name = re.sub(r"^(attention|mlp)\.(experts\.)?|\.weight$", "", name).replace(".", " ")
+        name = {"router": "router, in fp32"}.get(name, name)
         seconds, rows = block.product(hardware, shape, product), product.rows(shape)
         flops = 2.0 * product.experts * rows * product.outputs * product.inputs
         each = f", of each of {product.experts} experts" if product.experts_per_token > 1 else ""
