@@ -94,6 +94,12 @@ def layout_line(job: Document) -> str:
     return " · ".join(degrees)
 
 
+def layout_of(config: ResolvedConfig) -> str:
+    """Return `layout_line` with the options of the recomputation, and the micro batch."""
+    job = shape(config) | {"recompute": recomputation(config.parallel)}
+    return f"{layout_line(job)} · micro batch {config.train.micro_batch}"
+
+
 def expert_degree(layout: Parallel) -> str:
     """Return ep, and whether its ranks are ranks of tp too."""
     return f"{layout.ep} over tp" if layout.ep_over_tp else str(layout.ep)

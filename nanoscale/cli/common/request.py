@@ -323,7 +323,6 @@ def planned(
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of
-    from nanoscale.view.plan.choice_text import choice_line
     from nanoscale.view.plan.prediction import document
     from nanoscale.view.plan.verdict import require_fit
 
@@ -345,10 +344,7 @@ def planned(
         plan = with_memory(plan, program)
         if not force:
             require_fit(request.composed, plan, request.devices)
-    content = document(plan)
-    if request.choice is not None:
-        content["choice"] = choice_line(request.choice)
-    return replace(request, plan=content, program=program)
+    return replace(request, plan=document(plan, request.choice), program=program)
 
 
 def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:

@@ -138,23 +138,20 @@ def _one(
     overwrite: bool, as_json: bool,
 ) -> int:  # fmt: skip
     from nanoscale.plan.budget import within_budget
-    from nanoscale.view.plan.choice_text import choice_line
     from nanoscale.view.plan.prediction import bought_training, document, prediction_report
     from nanoscale.view.plan.verdict import remedy
 
     asked = line if budget is None else _with_length(line)
     request, prediction = _predicted(asked)
-    choice = request.choice
     bought = None if budget is None else within_budget(budget, prediction)
     if asked is not line and bought is not None:
         prediction = bought
-    content, about = document(prediction), []
+    content, about = document(prediction, request.choice), []
     if bought is not None:
         override = _accepted(line, request, bought)
         content["budget"], sentence = bought_training(str(budget), bought, override)
         about.append(sentence)
-    if choice is not None:
-        content["choice"] = choice_line(choice)
+    if "choice" in content:
         about.append(f"layout chosen by the plan: {content['choice']}")
     if not prediction.fits:
         content["remedy"] = remedy(request.composed, prediction, request.devices)

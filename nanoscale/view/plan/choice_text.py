@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from nanoscale.common.units import counted
-from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.predict import SURE, Prediction, filled_share
 from nanoscale.plan.search.choice import SIMPLER, LayoutChoice
-from nanoscale.view.job_text import layout_line, recomputation, shape
+from nanoscale.view.job_text import layout_of
 
 EVEN = 5e-4
 """The share of the time below which two layouts are as fast."""
@@ -18,7 +17,7 @@ def choice_line(choice: LayoutChoice) -> str:
     devices = f"{choice.world} × {plan.hardware.device}"
     if choice.is_assumed:
         devices += " (the recipe's reference: type cluster=NAME if the hosts have other devices)"
-    chosen, considered = _layout(plan.config), counted(result.considered, "layout")
+    chosen, considered = layout_of(plan.config), counted(result.considered, "layout")
     bound = plan.config.parallel.activation_memory
     if bound is not None:
         filled = filled_share(plan.memory, plan.capacity)
@@ -41,11 +40,6 @@ def choice_line(choice: LayoutChoice) -> str:
     return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 
 
-def _layout(config: ResolvedConfig) -> str:
-    job = shape(config) | {"recompute": recomputation(config.parallel)}
-    return f"{layout_line(job)} · micro batch {config.train.micro_batch}"
-
-
 def _runner_up(choice: LayoutChoice) -> str:
     """Describe the fastest layout with other degrees or another ZeRO stage."""
     chosen = choice.plan
@@ -55,13 +49,13 @@ def _runner_up(choice: LayoutChoice) -> str:
         return ""
     slower = other.time.seconds / chosen.time.seconds - 1
     if abs(slower) < EVEN:
-        return f"; {_layout(other.config)} is as fast"
+        return f"; {layout_of(other.config)} is as fast"
     if slower < 0:
         why = f"and fits with a probability of {other.fits_probability:.0%}"
         if other.may_be_chosen:
             why = f"but needs more axes of parallelism, which {SIMPLER:.0%} does not outweigh"
-        return f"; {_layout(other.config)} would be {-slower:.1%} faster {why}"
-    return f"; {_layout(other.config)} is {slower:.1%} slower"
+        return f"; {layout_of(other.config)} would be {-slower:.1%} faster {why}"
+    return f"; {layout_of(other.config)} is {slower:.1%} slower"
 
 
 def _degrees(plan: Prediction) -> tuple[int, ...]:

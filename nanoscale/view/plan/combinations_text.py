@@ -10,7 +10,6 @@ from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.choice import LayoutChoice
 from nanoscale.view.blocks import Lines, Report, Table
 from nanoscale.view.job_text import layout_line, shape
-from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.prediction import document
 
 _MACHINES = {"cluster": "devices", "cluster.hosts": "hosts"}
@@ -22,8 +21,7 @@ _OPTIONAL = {"MFU": 1, "step": 2, "layout": 3}
 def combination(plan: Prediction, choice: LayoutChoice | None) -> dict[str, Any]:
     """Return the document of one combination: the job, its hosts, the plan, and why its layout was chosen."""
     hosts = -(-plan.config.world_size // plan.hardware.devices_per_host)
-    chosen = {} if choice is None else {"choice": choice_line(choice)}
-    return {"hosts": hosts, **shape(plan.config), **document(plan), **chosen}
+    return {"hosts": hosts, **shape(plan.config), **document(plan, choice)}
 
 
 def combinations_report(rows: Sequence[dict[str, Any]]) -> Report:

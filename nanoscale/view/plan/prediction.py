@@ -14,10 +14,12 @@ from nanoscale.plan.memory.peak import RankMemory
 from nanoscale.plan.padding import Padding, paddings
 from nanoscale.plan.predict import Prediction, gain_of_bf16_reductions, tokens_per_s_in_bf16
 from nanoscale.plan.saving import SavingPlan, between_failures_s, memory_save_s, plan_saving
+from nanoscale.plan.search.choice import LayoutChoice
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, recomputation, shape, size
 from nanoscale.view.plan import saving_text
+from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.explain import how
 from nanoscale.view.plan.memory_text import bars
 from nanoscale.view.plan.timeline import timeline_text
@@ -42,8 +44,8 @@ MEANINGS = {
 """The names of the parts of a step."""
 
 
-def document(plan: Prediction) -> dict[str, Any]:
-    """Return the document; sizes are in GiB, times in s."""
+def document(plan: Prediction, choice: LayoutChoice | None = None) -> dict[str, Any]:
+    """Return the document, with the reason for a layout that the plan chose; sizes are in GiB, times in s."""
     time = plan.time
     return {
         "fits": plan.fits,
@@ -71,6 +73,7 @@ def document(plan: Prediction) -> dict[str, Any]:
             "about": "this engine: its own operations, kernels and overlaps",
         },
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
+        **({} if choice is None else {"choice": choice_line(choice)}),
     }
 
 

@@ -16,7 +16,7 @@ from nanoscale.plan.search.search_space import to_type
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.blocks import Chart, Column, Lines, Report, Table, rich_table, table
 from nanoscale.view.charts import Point, scatter
-from nanoscale.view.job_text import expert_degree, layout_line, recomputation, shape
+from nanoscale.view.job_text import expert_degree, layout_of
 from nanoscale.view.plan.prediction import document, first_lines, plan_blocks
 from nanoscale.view.plan.reasons import reasons
 
@@ -215,7 +215,7 @@ def search_report(result: SearchResult) -> Report:
             Chart(pictures=[picture]),
             _table(front[::-1], (), "the Pareto front"),
             Table(("why the fastest is the fastest",), [(why,) for why in reasons(result)]),
-            Lines([_layout(best)], "bold"),
+            Lines([layout_of(best.config)], "bold"),
             *first_lines(best),
             *plan_blocks(best, explain=False),
         ],
@@ -226,11 +226,5 @@ def search_report(result: SearchResult) -> Report:
 def _point(plan: Prediction) -> Point:
     """Return a layout's memory and speed, with the layout as hover text."""
     speed, size = plan.time.tokens_per_s_per_gpu, plan.worst.total
-    hint = f"{_layout(plan)}: {byte_size(size)}, {speed:,.0f} tokens/s per device"
+    hint = f"{layout_of(plan.config)}: {byte_size(size)}, {speed:,.0f} tokens/s per device"
     return size / GIB, speed, hint
-
-
-def _layout(plan: Prediction) -> str:
-    config = plan.config
-    job = shape(config) | {"recompute": recomputation(config.parallel)}
-    return f"{layout_line(job)} · micro batch {config.train.micro_batch}"

@@ -34,7 +34,6 @@ from nanoscale.view.job_text import (
     size,
 )
 from nanoscale.view.plan import saving_text
-from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.prediction import bf16_advice
 from nanoscale.view.rehearsal_text import verdict
 
@@ -111,13 +110,13 @@ def _job_table(request: Request, plan: LaunchPlan) -> Table:
         "tokens_per_step": "tokens",
         "steps": "",
     }
-    numbers = derived_values(request.config)
+    numbers, plan_json = derived_values(request.config), request.plan or {}
     rows = [
         *((name.replace("_", " "), f"{numbers[name]:,} {unit}") for name, unit in units.items()),
         ("mesh", str(plan.mesh)),
         *(settings(request.config) | {"precision": _precision(request)}).items(),
-        *((("chosen by the plan", choice_line(request.choice)),) if request.choice else ()),
-        *(forecast(request.plan).items() if request.plan else ()),
+        *((("chosen by the plan", plan_json["choice"]),) if "choice" in plan_json else ()),
+        *(forecast(plan_json).items() if plan_json else ()),
         *saving_text.sentences(request.saving).items(),
     ]
     return Table(("job", ""), rows, texts=("",))
