@@ -58,6 +58,8 @@ class Engine(ABC):
     balance: Balance | None = None
     """The balancing of experts; None without experts."""
     qk_clip: QKClip | None = None
+    logged: bool = False
+    """True in a step whose metrics are due: `figures` may then need what only this step's passes compute."""
     _tokens: Tensor | int = 1
     """The result of `_count_tokens` for the current step."""
 
@@ -76,10 +78,13 @@ class Engine(ABC):
         return self.coordinates.dp
 
     @abstractmethod
-    def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
+    def train_step(
+        self, micro_batches: list[Batch], lr: float, *, logged: bool = False
+    ) -> StepResult:
         """Update once from this rank's micro batches, each of `[micro_batch, seq]` token ids.
 
-        The loss is the mean over all tokens of the global batch that have one; if none has, it is 0.
+        The loss is the mean over all tokens of the global batch that have one; if none has, it is 0. `logged`
+        becomes `self.logged`.
         """
 
     @abstractmethod

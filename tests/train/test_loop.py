@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn import functional as F
 
+from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import find_damage, list_checkpoints
 from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer, StopWhen
@@ -25,6 +26,7 @@ from nanoscale.metrics.sinks import JsonLines
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.position import NOW
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.loop import Training
@@ -166,6 +168,28 @@ def test_the_last_step_before_a_stop_is_logged_whatever_the_cadence(tmp_path: Pa
     trained(config_for(tmp_path, every={"log_every": 2}), "all")
     same = figures(RunDirectory(run.path.with_name("all")))[[0, 2, 3, 4, 5]]  # without step 2
     assert np.array_equal(figures(run), same)
+
+
+def train_with_figure(rank: int, path: Path, stop: StopFlag) -> str:
+    """Train; a metric needs what only the passes of logged steps compute."""
+    accumulate, passes = NativeEngine._accumulate, list[int]()
+
+    def counted(self: NativeEngine, *given: Any) -> Any:
+        passes.extend([NOW.step] * self.logged)
+        return accumulate(self, *given)
+
+    figures = NativeEngine.figures
+    NativeEngine._accumulate = counted  # type: ignore[method-assign]
+    NativeEngine.figures = lambda self: figures(self) | {"computed_at": float(passes[-1])}  # type: ignore[method-assign]
+    return train_rank(rank, path, stop)
+
+
+def test_a_metric_is_computed_in_the_passes_of_logged_steps(tmp_path: Path) -> None:
+    """The step before a stop is logged as well, and has the metric of the step before."""
+    run = make_run(config_for(tmp_path, every={"log_every": 4}))
+    assert run_ranks(train_with_figure, 1, run.path, StopBefore(7)) == ["stopped"]
+    found = [(record["step"], record["computed_at"]) for record in records(run)]
+    assert found == [(1, 1), (4, 4), (6, 4)]
 
 
 class StopOneBefore(StopBefore):

@@ -145,8 +145,8 @@ def train_damaged(rank: int, path: Path) -> str:
     """Train; the update of step 3 makes a weight infinite."""
     plain = NativeEngine.train_step
 
-    def train_step(self: NativeEngine, batches: list[Batch], lr: float) -> StepResult:
-        result = plain(self, batches, lr)
+    def train_step(self: NativeEngine, batches: list[Batch], lr: float, **how: Any) -> StepResult:
+        result = plain(self, batches, lr, **how)
         if NOW.step == 3:
             dict(self.parameters())["layers.0.mlp.up.weight"].data[0, 0] = torch.inf
         return result
