@@ -43,9 +43,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python dev/docstrings.py
 
-# Lines and tokens of Python by folder, and what differs from main.
-size: $(READY)
-	@$(BIN)/python dev/size.py
+# Lines and tokens of Python by folder, and what differs from main; the standard library suffices.
+size:
+	@$(PYTHON) dev/size.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -63,8 +63,9 @@ bench-plan: $(READY)
 faults: $(READY)
 	$(BIN)/python dev/faults.py
 
-docs: $(READY)
-	$(BIN)/python dev/reference.py
+# With the environment if it exists; otherwise `PYTHON` needs PyYAML.
+docs:
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) dev/reference.py
 
 # docs/schemas, from documents that commands print here; half a minute.
 schemas: $(READY)

@@ -14,7 +14,7 @@ import pytest
 from nanoscale.common.errors import UserError
 from nanoscale.config import schema
 from nanoscale.config.schema import Config
-from nanoscale.launch.batch.systems import SYSTEMS
+from nanoscale.launch.batch.systems import SYSTEMS, Pbs
 from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.runs.directory import RunDirectory
@@ -297,6 +297,18 @@ def test_the_hosts_of_a_job_of_pbs_and_lsf(tmp_path: Path) -> None:
     slurms_qsub = {"PBS_JOBID": "7", "SLURM_JOB_NODELIST": "s1"}
     assert SYSTEMS["pbs"].hosts(slurms_qsub) == ["s1"]
     assert SYSTEMS["pbs"].hosts({}) is SYSTEMS["lsf"].hosts({}) is None
+
+
+def test_a_program_of_two_words_is_named_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flux(Pbs):
+        commands = ("flux batch --quiet", "flux cancel", "flux job kill -s")
+
+    monkeypatch.setitem(SYSTEMS, "pbs", Flux())
+    script = batch_script(batch_config("pbs"), RunDirectory(tmp_path / "run"))
+    assert "# Written by `nanoscale submit`. Submitted again with flux batch, it" in script
+    assert Flux().program == "flux"
 
 
 def test_a_job_does_not_use_its_excluded_nodes(

@@ -90,7 +90,9 @@ def _script(
     exports, path = "", source_path({})
     if config.cluster.python is None and path is not None:
         exports = f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
-    remark = f"Submitted again with {system.program}, it continues where the run stopped."
+    remark = (
+        f"Submitted again with {system.submission_command}, it continues where the run stopped."
+    )
     sections = [
         "#!/bin/bash\n" + "".join(f"{system.directive}{option}\n" for option in options),
         f"# Written by `nanoscale submit`. {remark}\n",
