@@ -10,6 +10,7 @@ JSON line: seconds a step by name.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -222,12 +223,15 @@ class Ours:
             sinks=open_sinks(Subject(run, config, workspace, 0), 0) if rank == 0 else [],
             note=lambda *_, **__: None,
         )
+        if config.train.gc_every:  # once, as in `Training.run`: a turn is a part of a training
+            gc.disable()
+            gc.collect()
 
     def run(self, steps: int) -> None:
         training = self.training
         train = replace(training.config.train, steps=training.progress.step + steps)
         training.config = replace(training.config, train=train)
-        training.run(self.agreement)
+        training.advance_to_end(self.agreement)
 
 
 def repeat(step: Callable[[], None]) -> Callable[[int], None]:

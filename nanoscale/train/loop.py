@@ -89,7 +89,7 @@ class Training:
             gc.disable()
             gc.collect()  # once in full: collections during the training skip the oldest objects
         try:
-            return self._train(agreement)
+            return self.advance_to_end(agreement)
         except BaseException:
             with suppress(Exception):  # the checkpoint in progress is of an earlier step
                 self.checkpoints.finish()
@@ -98,7 +98,8 @@ class Training:
             if collects:
                 gc.enable()
 
-    def _train(self, agreement: Agreement) -> str:
+    def advance_to_end(self, agreement: Agreement) -> str:
+        """Run steps until the last one or until asked to stop, as `run` does after it has set up Python."""
         checkpoint, guard, train = self.config.checkpoint, self.config.guard, self.config.train
         while self.progress.step < train.steps and self.reason_to_stop() is None:
             # A checkpoint that is complete by now belongs to an earlier step, so it is reported first.
