@@ -78,13 +78,10 @@ class Engine(ABC):
         return self.coordinates.dp
 
     @abstractmethod
-    def train_step(
-        self, micro_batches: list[Batch], lr: float, *, logged: bool = False
-    ) -> StepResult:
+    def train_step(self, micro_batches: list[Batch], lr: float, logged: bool = False) -> StepResult:
         """Update once from this rank's micro batches, each of `[micro_batch, seq]` token ids.
 
-        The loss is the mean over all tokens of the global batch that have one; if none has, it is 0. `logged`
-        becomes `self.logged`.
+        The loss is the mean over all tokens of the global batch that have one; if none has, it is 0.
         """
 
     @abstractmethod

@@ -67,9 +67,7 @@ class NativeEngine(Engine):
         self.skipped_steps = torch.zeros((), device=device)
         self._hooks: list[Callable[[], None]] = []
 
-    def train_step(
-        self, micro_batches: list[Batch], lr: float, *, logged: bool = False
-    ) -> StepResult:
+    def train_step(self, micro_batches: list[Batch], lr: float, logged: bool = False) -> StepResult:
         self.logged = logged
         self._loss_sum.zero_()
         # Counted before the first backward pass, which divides by the tokens of the whole global batch.

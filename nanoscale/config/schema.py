@@ -1062,9 +1062,7 @@ class Launcher:
         None, "use these hosts or slots only: `h1@h2:0,2`, without users, IPv6 in brackets"
     )
     exclude: str | None = key(None, "use all hosts and slots but these: `h1@h2:0,2`")
-    exclude_file: str | None = key(
-        None, "file of hosts that are never used, one a line; read before each attempt", path=True
-    )
+    exclude_file: str | None = key(None, "file of hosts that are never used, one a line", path=True)
     nodes: int | str | None = key(
         None,
         "hosts to use: N, the first of the hostfile; or 'MIN:MAX', an elastic job that continues "

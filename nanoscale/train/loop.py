@@ -185,8 +185,8 @@ class Training:
             batches = [batch.cut(phase.seq_len) for batch in micro_batches]
         statistics = self.statistics if is_due(step, self.config.train.statistics_every) else None
         with statistics.watching() if statistics is not None else nullcontext():
-            rate, logged = self.learning_rate(step), self.is_logged(step)
-            self.last = self.engine.train_step(batches, rate, logged=logged)
+            rate = self.learning_rate(step)
+            self.last = self.engine.train_step(batches, rate, logged=self.is_logged(step))
         if statistics is not None:
             statistics.write(self.workspace, self.rank, step, self.last.grad_norm.item())
         # Counted after the update: after an error in it, the step is one that was not done.

@@ -71,9 +71,7 @@ class DeepSpeedEngine(Engine):
         """List the trained parameters."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
-    def train_step(
-        self, micro_batches: list[Batch], lr: float, *, logged: bool = False
-    ) -> StepResult:
+    def train_step(self, micro_batches: list[Batch], lr: float, logged: bool = False) -> StepResult:
         self.logged = logged
         self._loss_sum.zero_()
         self._tokens = self._count_tokens(micro_batches)

@@ -7,17 +7,16 @@ from pathlib import Path
 
 from nanoscale.common.errors import Violation
 from nanoscale.config import machines
-from nanoscale.config.machines import Host, canonical
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import refuse
 
 _KEY = "launcher.exclude_file"
 
 
-def usable(composed: Composed, hosts: Sequence[Host]) -> list[Host]:
+def usable(composed: Composed, hosts: Sequence[machines.Host]) -> list[machines.Host]:
     """Return all hosts but the excluded ones. Raises: see `excluded_hosts`, or if none is left."""
     excluded = excluded_hosts(composed)
-    remaining = [host for host in hosts if canonical(host.name) not in excluded]
+    remaining = [host for host in hosts if machines.canonical(host.name) not in excluded]
     if hosts and not remaining:
         composed.refuse(_KEY, f"names every host ({len(hosts)})", f"{_KEY}=null")
     return remaining
@@ -37,7 +36,7 @@ def excluded_hosts(composed: Composed) -> set[str]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         composed.refuse(_KEY, f"cannot be read: {reason}", f"{_KEY}=null")
-    texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    texts = enumerate((line.partition("#")[0].strip() for line in lines), 1)
     names = [(number, name) for number, name in texts if name]
     violations = [
         Violation("", name, f"{file}:{number}", f"{machines.problem(name)}: write one host a line")
@@ -46,4 +45,4 @@ def excluded_hosts(composed: Composed) -> set[str]:
     ]
     if violations:
         refuse(violations)
-    return {canonical(name) for _, name in names}
+    return {machines.canonical(name) for _, name in names}

@@ -108,11 +108,6 @@ class BatchSystem:
     def program(self) -> str:
         return self.commands[0].split()[0]
 
-    @property
-    def submission_command(self) -> str:
-        """The words that submit a script, without options: `qsub`, or `flux batch`."""
-        return " ".join(word for word in self.commands[0].split() if not word.startswith("-"))
-
     def submit(
         self, script: Path, tasks: Sequence[int] = (), at_once: int | None = None
     ) -> Submission:

@@ -123,12 +123,12 @@ class HostChoice:
     def lacks_host(self) -> bool:
         """True if a host is excluded now that a job with a fixed number of hosts needs; an event says so."""
         self.read_excluded()
-        needed = [] if self.is_elastic else sorted(self.names & self.excluded)
-        if needed:
-            text = f"launcher.exclude_file names {listed(needed)}: the job does not restart there. "
-            text += f"To continue with the other hosts, type {way_on(self.run)}"
-            events.append(self.run, "left out", text)
-        return bool(needed)
+        if self.is_elastic or not (needed := sorted(self.names & self.excluded)):
+            return False
+        text = f"launcher.exclude_file names {listed(needed)}: the job does not restart there. "
+        text += f"To continue with other hosts, type {way_on(self.run)}"
+        events.append(self.run, "left out", text)
+        return True
 
     def fitting(self) -> tuple[list[Member], Request] | None:
         """Return the most hosts that a layout fits, and the request for them; None if there are too few."""

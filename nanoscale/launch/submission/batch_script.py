@@ -90,9 +90,8 @@ def _script(
     exports, path = "", source_path({})
     if config.cluster.python is None and path is not None:
         exports = f"export PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
-    remark = (
-        f"Submitted again with {system.submission_command}, it continues where the run stopped."
-    )
+    command = system.commands[0].partition(" -")[0]  # without options: `flux batch`
+    remark = f"Submitted again with {command}, it continues where the run stopped."
     sections = [
         "#!/bin/bash\n" + "".join(f"{system.directive}{option}\n" for option in options),
         f"# Written by `nanoscale submit`. {remark}\n",

@@ -173,8 +173,6 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
         sizes["scores"] = scores * e
         if run.dropout:
             sizes["dropped scores"] = scores * (e + 1)
-        if run.keeps_softmax_input:
-            sizes["raw scores"] = scores * e
     if run.exchanged:
         sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, with autocast for queries and for keys

@@ -106,9 +106,6 @@ class Execution:
     """True for products in 8 bits, which copy their operands."""
     gathered_keys: int = 0
     """Other software: tokens whose keys and values context parallelism gathers, repeated for every head."""
-    keeps_softmax_input: bool = False
-    """Other software: True if the softmax's input is saved too (PyTorch before 1.11,
-    `_softmax_backward_data`)."""
 
 
 Sizes = dict[str, int]
