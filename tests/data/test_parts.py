@@ -63,10 +63,14 @@ def numbers_of(folder: Path) -> list[int]:
     return [int(part.name.removeprefix("part-")) for part in sorted(folder.glob("part-*"))]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.csv", "a.json", "a.parquet"])
+NAMES = ["a.jsonl", "a.jsonl.gz", "a.txt", "a.csv", "a.json", "a.tar", "a.tar.gz", "a.parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_chunks_end_at_the_same_records_from_every_border(name: str, tmp_path: Path) -> None:
-    write = {".csv": write_records, ".json": write_records, ".parquet": write_parquet}
-    path = write.get(Path(name).suffix, write_jsonl)(tmp_path / name, DOCUMENTS[:500])
+    records = dict.fromkeys((".csv", ".json", ".tar"), write_records)
+    write = {**records, ".parquet": write_parquet}
+    path = write.get(Path(name).suffixes[0], write_jsonl)(tmp_path / name, DOCUMENTS[:500])
     reading = Reading(tuple(find_sources([str(path)])), separator="\n")
     chunks = list(read_chunks(reading, Cursor()))
     assert len(chunks) > 5

@@ -404,7 +404,7 @@ def test_a_nested_field_is_read_from_lines_and_tables(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("kind", ["json", "csv"])
+@pytest.mark.parametrize("kind", ["json", "csv", "tar"])
 def test_lists_of_records_and_csv_are_read(tmp_path, small_chunks, kind, ending):
     documents = [*texts(60), 'a "quoted", two\nlines', "x" * 200_000]
     path = tmp_path / f"a.{kind}{ending}"

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import struct
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,18 @@ def write_jsonl(path: Path, documents: Sequence[str], field: str = "text") -> Pa
 
 
 def write_records(path: Path, documents: Sequence[str]) -> Path:
-    """Write a .json or .csv, perhaps compressed."""
-    rows = [{"id": number, "text": text} for number, text in enumerate(documents)]
+    """Write a .json, .csv or .tar, perhaps compressed."""
+    rows = [{"id": f"{number}", "text": text} for number, text in enumerate(documents)]
     text = io.StringIO()
+    if ".tar" in path.suffixes:
+        files = [
+            (
+                f"shard/{number:05}.{('json', 'txt')[number % 2]}",
+                (json.dumps(row), row["text"])[number % 2],
+            )
+            for number, row in enumerate(rows)
+        ]
+        return _write(path, tar_of([("shard/00000.jpg", "an image"), *files]))
     if ".json" in path.suffixes:
         json.dump(rows, text)
     else:
@@ -64,6 +74,17 @@ def write_records(path: Path, documents: Sequence[str]) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return _write(path, text.getvalue().encode())
+
+
+def tar_of(files: Sequence[tuple[str, str]]) -> bytes:
+    """Return a tar file that holds texts by path."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as archive:
+        for name, text in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return raw.getvalue()
 
 
 def _write(path: Path, raw: bytes) -> Path:

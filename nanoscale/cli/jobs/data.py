@@ -80,7 +80,7 @@ def prepare_data(
 ) -> int:
     """Tokenize text into a folder to train on: data=megatron data.path=DIR.
 
-    SOURCES are files, folders and patterns of .txt, .md, .jsonl, .json, .csv (all also .gz and .zst) and
+    SOURCES are files, folders and patterns of .txt, .md, .jsonl, .json, .csv, .tar (all also .gz and .zst) and
     .parquet, and Hugging Face datasets as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, with NAME from the
     hub or a folder; `-` is standard input. The same command continues after an interruption, and writes the
     same bytes with any number of workers.

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from nanoscale.common.units import byte_size
-from nanoscale.data.prepare.records import EMPTY, Bad, csv_records, json_records
+from nanoscale.data.prepare.records import EMPTY, LONGEST, READERS, Bad
 from nanoscale.data.prepare.render import RecordError
 from nanoscale.data.prepare.sources import (
     Reading,
@@ -29,8 +29,6 @@ from nanoscale.data.prepare.sources import (
 
 CHUNK = 1 << 19
 """The least bytes of text that a worker gets at a time."""
-LONGEST = 32 << 20
-"""The most bytes of one record: its tokens must fit into memory, many times over."""
 
 _ROWS = 128
 _BOM = b"\xef\xbb\xbf"
@@ -86,7 +84,7 @@ def read_chunks(reading: Reading, start: Cursor) -> Generator[Chunk, None, None]
 def _chunks_of(source: TextSource, start: Cursor, reading: Reading) -> Iterator[Chunk]:
     if source.kind in ("text", "jsonl"):
         return _text_chunks(source, start, reading.separator_of(source))
-    if source.kind in ("json", "csv"):
+    if source.kind in READERS:
         return _record_chunks(source, start)
     return _table_chunks(source, start, reading)
 
@@ -176,8 +174,8 @@ def _skip(stream: Any, offset: int) -> None:
 
 
 def _record_chunks(source: TextSource, start: Cursor) -> Iterator[Chunk]:
-    """Yield the records of a .json or .csv in chunks of about CHUNK bytes; a bad one ends its chunk."""
-    read = json_records if source.kind == "json" else csv_records
+    """Yield the records of a kind of `READERS` in chunks of about CHUNK bytes; a bad one ends its chunk."""
+    read = READERS[source.kind]
     cells: list[bytes | None] = []
     begin, size, number = start.record, 0, start.source
     with opened(source) as (stream, raw):

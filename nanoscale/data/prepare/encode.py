@@ -15,14 +15,14 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nanoscale.data.prepare.chat import ChatTokenizer, Renderer
-from nanoscale.data.prepare.chunks import LONGEST, Chunk, Cursor, read_chunks, too_long
+from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks, too_long
 from nanoscale.data.prepare.pairs import conversations
-from nanoscale.data.prepare.records import Bad
+from nanoscale.data.prepare.records import LONGEST, READERS, Bad
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
 from nanoscale.data.prepare.sources import LABEL, Reading, TextSource
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
-JSON = ("jsonl", "json", "csv")
+JSON = ("jsonl", *READERS)
 """Kinds of sources whose records are JSON objects."""
 _SPLIT_SEED = 7
 _THREADS = "TOKENIZERS_PARALLELISM"

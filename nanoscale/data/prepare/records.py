@@ -1,21 +1,27 @@
-"""The records of .json and .csv files, each as a JSON object, and records that cannot be prepared."""
+"""The records of .json, .csv and .tar files, each as a JSON object, and records that cannot be prepared."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import PurePath
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import byte_size
 from nanoscale.config.objectives import RECORDS
 from nanoscale.data.prepare.render import NO_FIELD, RecordError
 
 EMPTY = "is empty"
 SKIP = "skip them with --bad skip"
+LONGEST = 32 << 20
+"""The most bytes of one record: its tokens must fit into memory, many times over."""
 _LONGEST_CELL = 1 << 30
 """The most characters of a cell, in place of Python's 131,072; records have a limit of their own."""
 
@@ -97,3 +103,63 @@ def _rows(stream: Any) -> Iterator[list[str]]:
     finally:
         with suppress(ValueError):  # it is closed already
             text.detach()  # the caller closes the stream
+
+
+def tar_records(stream: Any) -> Iterator[bytes | RecordError]:
+    """Yield each sample of a WebDataset as one object. Raises ValueError.
+
+    A sample is the files in a row whose paths are equal up to the first dot of the name. The fields of its
+    .json are those of the record; its .txt becomes `text`, and its .cls `label`. Other files are left out.
+    """
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            files = (member for member in archive if member.isfile())
+            for _, members in groupby(files, key=lambda member: _sample_and_ending(member.name)[0]):
+                yield _tar_record(archive, members)
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"is not a whole tar file: {error}") from error
+
+
+def _sample_and_ending(path: str) -> tuple[str, str]:
+    name, _, rest = PurePath(path).name.partition(".")
+    return str(PurePath(path).with_name(name or ".")), rest
+
+
+def _tar_record(
+    archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo]
+) -> bytes | RecordError:
+    record: dict[str, Any] = {}
+    endings, problem = [], ""
+    for member in members:
+        ending = _sample_and_ending(member.name)[1]
+        endings.append(f".{ending}")
+        if ending not in ("json", "txt", "cls"):
+            continue
+        if member.size > LONGEST:
+            problem = f"its .{ending} is longer than {byte_size(LONGEST)}"
+            continue
+        file = archive.extractfile(member)
+        assert file is not None, "it is a file"
+        try:
+            text = file.read().decode()
+            value = json.loads(text) if ending == "json" else text
+        except (ValueError, RecursionError) as error:
+            problem = f"its .{ending} cannot be read: {error}"
+            continue
+        if ending != "json":
+            record[{"txt": "text", "cls": "label"}[ending]] = value
+        elif isinstance(value, dict):
+            record |= value
+        else:
+            problem = "its .json is not an object"
+    if not record and not problem:
+        problem = f"holds {', '.join(endings)}, and no .txt or .json"
+    return RecordError(problem) if problem else json.dumps(record).encode()
+
+
+READERS: dict[str, Callable[[Any], Iterator[bytes | RecordError]]] = {
+    "json": json_records,
+    "csv": csv_records,
+    "tar": tar_records,
+}
+"""The readers of files that hold records, by the kind of the file; each takes a stream of bytes."""

@@ -27,13 +27,14 @@ from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
 from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
 from nanoscale.data.prepare.render import INPUT, TOOLS, VARIABLES, Template, pair_in
 
-Kind = Literal["text", "jsonl", "json", "csv", "parquet", "dataset"]
+Kind = Literal["text", "jsonl", "json", "csv", "tar", "parquet", "dataset"]
 KINDS: dict[str, Kind] = {
     ".txt": "text",
     ".md": "text",
     ".jsonl": "jsonl",
     ".json": "json",
     ".csv": "csv",
+    ".tar": "tar",
     ".parquet": "parquet",
 }
 _NAMED_ONLY = {".md", ".json", ".csv"}
@@ -45,7 +46,7 @@ _BLOCK = 1 << 20
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes into the folder of several splits, and of one."""
 
-_KNOWN = ".txt, .md, .jsonl, .json, .csv (all also .gz and .zst), .parquet"
+_KNOWN = ".txt, .md, .jsonl, .json, .csv, .tar (all also .gz and .zst), .parquet"
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,7 @@ def problem(source: TextSource, reading: Reading) -> Bad | None:
     if source.kind == "csv":
         return _csv_problem(source, reading)
     if (reading.is_chat or reading.labels) and source.kind == "text":
-        what = (
-            "is plain text, which holds no chats and no labels; .jsonl, .json, .csv and .parquet do"
-        )
+        what = "is plain text, which holds no chats and no labels; .jsonl, .json, .csv, .tar and .parquet do"
         return Bad(source.name, what)
     return None
 
