@@ -28,6 +28,8 @@ UNPLANNED = "safest on unknown devices"
 SIMPLER = 0.01
 """The share of the time that a choice gives away for a layout with fewer axes, which is less than the
 prediction's error."""
+SLOWEST = 1.1
+"""A choice leaves out layouts that cannot be as fast as this many times the step of another one."""
 _DEGREES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp"})
 _STAGE = "zero.stage"
 _DP = "parallel.dp"
@@ -91,7 +93,7 @@ def with_chosen_layout(
         if composed.config.train.micro_batch == AUTO:
             safest["train.micro_batch"] = rows_of_sample(composed.config.train)
         return _with_values(composed, safest, UNPLANNED), None
-    result = search(space, hardware)
+    result = search(space, hardware, slowest=SLOWEST)
     plan = _choice(result)
     if plan is None:
         return composed, None

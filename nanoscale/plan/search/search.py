@@ -47,6 +47,7 @@ from nanoscale.plan.search.candidates import (
     schedules,
     shapes,
 )
+from nanoscale.plan.time.step import StepTime, step_time
 
 _GAIN = 0.999
 """The share of the last time that a larger micro batch must reach for a still larger one to be tried."""
@@ -105,19 +106,25 @@ def _keeping_all() -> Iterator[None]:
 
 
 @_keeping_all()
-def search(space: SearchSpace, hardware: Hardware) -> SearchResult:
-    """Search the whole space in closed form, and simulate the pipelines of the best layouts."""
-    tried = _Tried(hardware)
+def search(space: SearchSpace, hardware: Hardware, slowest: float = math.inf) -> SearchResult:
+    """Search the whole space in closed form, and simulate the pipelines of the best layouts.
+
+    Args:
+        slowest: leave out layouts that no schedule or recomputation makes as fast as this many times the step
+            of another layout that may be chosen.
+    """
+    tried = _Tried(hardware, slowest)
     for shape in shapes(space):
         tried.add_all(space, shape)
     if space.base.model.experts:
-        for plan in _best_of_shapes(tried.fitting, 1):
+        for plan in tried.best_of_shapes(1):
             for shared in islice(expert_degrees(space, plan.config), 1, None):
                 tried.add_all(space, shared)
-    for plan in _best_of_shapes(tried.fitting, 1):
+    for plan in tried.best_of_shapes(1):
         for kept in kept_products(space, plan.config):
             tried.add(space, kept)
-    for plan in _best_of_shapes(tried.fitting, 2):
+    for plan in list(tried.best_of_shapes(2)):
+        tried.is_last = True
         for scheduled in schedules(space, plan.config):
             tried.add_all(space, scheduled)
     ranked = _simulate_first(sorted(tried.fitting, key=_rank))
@@ -169,10 +176,13 @@ def _is_estimate(plan: Prediction) -> bool:
 
 
 class _Tried:
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, slowest: float) -> None:
         self._hardware = hardware
+        self._slowest, self._limit_s = slowest, math.inf
         self.fitting: list[Prediction] = []
         self.considered = 0
+        self.is_last = False
+        """True in the last stage of the search, whose layouts are not changed any more."""
         self._least = sys.maxsize
         self._nearest: tuple[ResolvedConfig, Memory] | None = None
         self._in_pipelines: dict[str, Memory] = {}
@@ -202,6 +212,12 @@ class _Tried:
             limit = max(room, self._least)
             if fixed > limit:
                 break
+            time = step_time(config, self._hardware)
+            if self._is_slow(time):  # a larger micro batch may not be
+                if time.seconds > _GAIN * fastest:
+                    break
+                fastest = time.seconds
+                continue
             memory = self._memory(config, limit)
             needed = highest(memory).total
             is_enough = fits_host(config, self._hardware, memory) and _is_bounded(
@@ -212,12 +228,38 @@ class _Tried:
                     self._least, self._nearest = needed, (config, memory)
                 fixed = _without_activations(memory[0])
                 break
-            plan = with_time(config, self._hardware, memory)
+            plan = Prediction(config, self._hardware, memory, time, None)
             self.fitting.append(plan)
+            if plan.may_be_chosen:
+                self._limit_s = min(self._limit_s, self._slowest * time.seconds)
             if plan.time.seconds > _GAIN * fastest:
                 break
             fastest = plan.time.seconds
         return fixed if fastest == math.inf else 0
+
+    def _is_slow(self, time: StepTime) -> bool:
+        """True if a layout is too slow; before the last stage, even without what later stages change."""
+        parts = time.parts
+        changes = 0.0 if self.is_last else parts.bubble + parts.pp + parts.recomputed + parts.ep
+        return time.seconds - changes > self._limit_s
+
+    def best_of_shapes(self, least_pp: int) -> Iterator[Prediction]:
+        """Yield the fastest layout of each of the first `REFINED` shapes that have at least this pp.
+
+        Plans that are added meanwhile are not considered.
+        """
+        seen: set[tuple[int, ...]] = set()
+        for plan in sorted(self.fitting, key=_rank):
+            layout = plan.config.parallel
+            shape = (
+                *(layout.tp, layout.pp, layout.cp, layout.ep, layout.ep_over_tp),
+                *(plan.config.zero.stage, layout.dp_replicate),
+            )
+            if layout.pp >= least_pp and shape not in seen and not self._is_slow(plan.time):
+                seen.add(shape)
+                yield plan
+            if len(seen) == REFINED:
+                return
 
     def _memory(self, config: ResolvedConfig, limit: int) -> Memory:
         """Return the estimated memory. In a pipeline, FSDP2's is the same in ZeRO stages 1 and 2."""
@@ -242,25 +284,6 @@ def _without_activations(memory: RankMemory) -> int:
     """Return the most bytes in use in a phase without activations."""
     phases = (it.allocated for it in memory.phases.phases if not it.parts["activations"])
     return max(phases, default=0) + memory.context
-
-
-def _best_of_shapes(plans: list[Prediction], least_pp: int) -> Iterator[Prediction]:
-    """Yield the fastest layout of each of the first `REFINED` shapes that have at least this pp.
-
-    Plans that are added meanwhile are not considered.
-    """
-    seen: set[tuple[int, ...]] = set()
-    for plan in sorted(plans, key=_rank):
-        layout = plan.config.parallel
-        shape = (
-            *(layout.tp, layout.pp, layout.cp, layout.ep, layout.ep_over_tp),
-            *(plan.config.zero.stage, layout.dp_replicate),
-        )
-        if layout.pp >= least_pp and shape not in seen:
-            seen.add(shape)
-            yield plan
-        if len(seen) == REFINED:
-            return
 
 
 def _rank(plan: Prediction) -> tuple[bool, float, int, int]:

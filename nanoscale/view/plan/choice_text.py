@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanoscale.common.units import counted
 from nanoscale.plan.predict import SURE, Prediction, filled_share
-from nanoscale.plan.search.choice import SIMPLER, LayoutChoice
+from nanoscale.plan.search.choice import SIMPLER, SLOWEST, LayoutChoice
 from nanoscale.view.job_text import layout_of
 
 EVEN = 5e-4
@@ -26,16 +26,14 @@ def choice_line(choice: LayoutChoice) -> str:
             return f"no layout stores activations in {part}, on {devices}; {chosen} comes closest"
     if not plan.fits:
         return f"none of the {considered} considered fits {devices}; {chosen} comes closest"
-    sure = sum(found.may_be_chosen for found in result.ranked)
+    sure = [found.time.seconds for found in result.ranked if found.may_be_chosen]
     why = f"of the {considered} considered, the one that most probably fits"
     if sure:
-        least = min(found.time.seconds for found in result.ranked if found.may_be_chosen)
-        near = "" if plan.time.seconds < (1 + EVEN) * least else f"within {SIMPLER:.0%} of "
-        fit, store = ("fits", "stores") if sure == 1 else ("fit", "store")
-        what = f"{fit} with a probability of {SURE:.0%} or more"
+        near = "" if plan.time.seconds < (1 + EVEN) * min(sure) else f"within {SIMPLER:.0%} of "
+        what = f"fits with a probability of {SURE:.0%} or more"
         if bound is not None:
-            what = f"{store} activations in {part} (it fills {filled:.0%})"
-        why = f"{near}the fastest of the {counted(sure, 'layout')} that {what}"
+            what = f"stores activations in {part} (it fills {filled:.0%})"
+        why = f"{near}the fastest of {considered} considered that {what}"
     speed = f"{plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"
     return f"{chosen}: {why}, on {devices}, with {speed}{_runner_up(choice)}"
 
@@ -48,6 +46,8 @@ def _runner_up(choice: LayoutChoice) -> str:
     if other is None:
         return ""
     slower = other.time.seconds / chosen.time.seconds - 1
+    if slower > SLOWEST - 1:  # the search leaves out some of these
+        return f"; no other degrees are within {SLOWEST - 1:.0%} of it"
     if abs(slower) < EVEN:
         return f"; {layout_of(other.config)} is as fast"
     if slower < 0:
