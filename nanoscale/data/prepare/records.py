@@ -108,8 +108,8 @@ def _rows(stream: Any) -> Iterator[list[str]]:
 def tar_records(stream: Any) -> Iterator[bytes | RecordError]:
     """Yield each sample of a WebDataset as one object. Raises ValueError.
 
-    A sample is the files in a row whose paths are equal up to the first dot of the name. The fields of its
-    .json are those of the record; its .txt becomes `text`, and its .cls `label`. Other files are left out.
+    A sample is the files in a row whose paths are equal up to the first dot of the name. The record has the
+    fields of its .json; its .txt becomes `text`, and its .cls `label`. Other files are left out.
     """
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
