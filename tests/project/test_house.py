@@ -75,7 +75,7 @@ def test_arrows_point_downwards(imports):
     assert {room(name) for name in imports} - {None} == {*ROOMS}
 
 
-LIMIT = size.Size(lines=77_700, tokens=526_000)
+LIMIT = size.Size(lines=78_000, tokens=528_000)
 """The most code of nanoscale/, as `make size` counts it. Growth is a decision: a commit that needs more raises
 the limit and says why."""
 
