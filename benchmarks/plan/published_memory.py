@@ -161,7 +161,16 @@ def torchtitan(row: Row) -> Prediction:
     kept: Any = frozenset(("wq", "v", "gate", "down"))
     parallel = replace(config.parallel, selective_keep=kept)
     setting = replace(setting, run=run, config=replace(config, parallel=parallel))
-    return _worst(setting, micro_batches, lambda rank: rank.reserved)
+    boundary = 2 * setting.shape.tokens // setting.shape.shares * setting.shape.hidden
+    flying = under_way(config, micro_batches)
+
+    def reserved(rank: RankMemory) -> int:
+        """Return the bytes with torch's own buffers: an input and a gradient of each micro batch and stage."""
+        buffers = 2 * micro_batches * len(rank.stages) * (stages > 1)
+        held = sum(flying[rank.rank]) + len(rank.stages) if buffers else 0  # in the plan already
+        return rank.reserved + max(0, buffers - held) * boundary
+
+    return _worst(setting, micro_batches, reserved)
 
 
 def megatron(row: Row) -> Prediction:
