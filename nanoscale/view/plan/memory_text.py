@@ -35,7 +35,8 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
     from rich.text import Text
 
     worst = max(memory, key=lambda rank: rank.total)
-    label, tail = len(f"rank {len(memory) - 1} "), len(f" {byte_size(worst.total)}")
+    label = len(f"rank {len(memory) - 1} ")
+    tail = max(len(f" {byte_size(rank.total)}") for rank in memory)
     columns = max(20, width - label - tail - 1)
     scale = columns / max(capacity, worst.total)
     text = Text(no_wrap=True)
