@@ -43,9 +43,9 @@ from nanoscale.worker import Job
 
 _POLL_S = 0.05
 _STACKS_S = 2.0
-"""The longest time for the ranks to say where they are."""
+"""The longest time to wait for the stacks of the ranks."""
 _EXIT_S = 1.0
-"""The longest time for a rank that has reported its failure to exit, so that its exit code is known."""
+"""The longest time to wait for the exit code of a rank that has reported its failure."""
 _REAP_S = 10.0
 _FORWARD_S = 0.25
 """Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""

@@ -125,7 +125,7 @@ def fill_magnitudes(state: dict[str, Tensor]) -> None:
                 for axis, placement in enumerate(weight.placements):
                     if placement.is_shard(1):
                         dist.all_reduce(squares, group=weight.device_mesh.get_group(axis))
-            # FSDP2 may shard the magnitudes alone, whose rows are then some of the weight's.
+            # FSDP2 may shard the magnitudes and not the weight. This rank then has a part of the weight's rows.
             (start, count), (first, _) = _rows(magnitude), _rows(weight)
             _local(magnitude).copy_(squares[start - first : start - first + count].sqrt())
 

@@ -145,7 +145,7 @@ COLLECTIVES = {
     getattr(torch.ops._c10d_functional, name).default
     for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 }
-# A near tie between experts could fall otherwise in the recomputation, whose scores differ in their last bits.
+# Recomputed scores of experts differ in their last bits, which could decide a near tie differently.
 ROUTING = {it._opoverload for it in (multiply_router, choose_experts, exchange_counts)}
 _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 _SELECTION_NAMES = {

@@ -70,10 +70,11 @@ def _replicated(engine: Engine) -> Iterator[tuple[str, tuple[int, ...], list[Ten
 
 
 def _differing(rows: list[list[int]]) -> tuple[int, list[int], list[int]] | None:
-    """Return the index of a set whose ranks do not agree, the ranks that differ from most, and all ranks of
-    the set; None if all agree.
+    """Return a set of ranks that do not agree: its index, the ranks that differ from the majority, and all its
+    ranks. Return None if all sets agree. Without a majority, all ranks of the set differ.
 
-    Without a majority, all of the set differ. `rows`: by rank, the first rank and the digest of each set.
+    Args:
+        rows: for each rank, the first rank of each of its sets, followed by the digest of that set.
     """
     for index in range(_SETS):
         sets: dict[int, dict[int, int]] = defaultdict(dict)

@@ -446,9 +446,9 @@ def _require_tokens_of_model(
 
 
 def _require_tokenizer_of_model(resolution: Resolution, data: Data) -> None:
-    """Refuse the same of texts whose tokens are made here."""
+    """Refuse texts whose tokenizer is not the tokenizer of `model.init_from`."""
     if data.tokenizer == "bpe":
-        return  # the ids of another embedding, for which model.init_from is of no use in any case
+        return  # a new vocabulary has a new embedding, so no ids of model.init_from are used
     path = None if data.tokenizer == "byte" else Path(data.tokenizer).expanduser()
     own = _other_tokenizer(resolution, path)
     if own is not None:

@@ -51,7 +51,7 @@ TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _THOUGHT_TAG = re.compile(r"</?[\w:]*think(ing)?>")
 _SWITCHES = ("weight", "train")
-"""The fields of a message that leave its answer out, with 0 or false."""
+"""The fields of a message. If one of them is 0 or false, the model does not learn this answer."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _DATE = datetime(2024, 7, 26)
 """The date of templates that cannot be rendered without one."""
@@ -196,10 +196,10 @@ class Template:
     def _begin_of(
         self, first: Sequence[Message], whole: str, messages: Sequence[Message]
     ) -> int | None:
-        """Return where the answer to the first messages begins; None if that is not certain.
+        """Return the position at which the answer to the first messages begins; None if it is not certain.
 
-        It follows the generation prompt. If the conversation has the header of that prompt without the thought
-        that the prompt opens after it, a tag, the answer follows the header.
+        The answer follows the generation prompt. Some prompts end with a tag that opens a thought. If the
+        conversation has the header of such a prompt without the tag, the answer follows the header.
         """
         common = []
         for at, text in self._common(first, whole, messages, asks=True):

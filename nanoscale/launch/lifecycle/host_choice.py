@@ -55,7 +55,7 @@ class HostChoice:
         self._used = set[str]()
         """The hosts of all attempts."""
         self._checked: dict[str, tuple[Message, str | None]] = {}
-        """The facts of hosts that were checked beside an attempt, and why they cannot be used."""
+        """Hosts that were checked during an attempt: their facts, and why a host cannot be used."""
         self._causes: deque[Failure] = deque(maxlen=_CAUSES)
         self._reports = events.follow(self.run)
         self._reports.poll()
@@ -63,7 +63,7 @@ class HostChoice:
         self._slow: dict[str, float] = {}
         """The slow hosts of the newest attempt, and the ratio of their time in a step to their peers' time."""
         self._judged: tuple[list[str], dict[str, float]] | None = None
-        """The hosts, and slow hosts, from which the newest attempt would not gain."""
+        """The last hosts and slow hosts for which a new attempt would not have been faster."""
         self._requests: dict[tuple[Host, ...], Request] = {}
         if self.is_elastic:
             with suppress(UserError):  # the hostfile has changed

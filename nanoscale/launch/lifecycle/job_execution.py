@@ -137,7 +137,7 @@ class JobExecution:
         for failure in failures:
             key = (failure.host, failure.rank)
             recorded = self.failures.get(key)
-            # If nothing had failed before the kill, ranks can also have lost the first ones that it ended.
+            # The kill reaches ranks one after another. Until it has reached all, a rank can lose a killed one.
             lost = self.failing_since is None and is_consequence(failure)
             by_kill = lost or failure.kind in ("ended", "stopped")
             after_kill = self.killing_since is not None and recorded is None and by_kill

@@ -23,10 +23,10 @@ def newest_in_memory(
     copied: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> MemorySource | None:
-    """Return the newest state of which the hosts keep every part; None if there is none.
+    """Return the newest state whose parts are all in the memory of the hosts; None if no state is complete.
 
     Args:
-        refused: attempt and count of states from which no step could be trained.
+        refused: states from which no step could be trained, each by its attempt and its count.
         copied: a folder of states that agents have copied to the disk.
         report: a function that is called with a sentence for each damaged file.
     """
