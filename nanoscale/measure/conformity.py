@@ -275,8 +275,10 @@ class RecordedTraining:
         """Evaluate; what changes by it is a finding."""
         before = self._state()
         result = self.training.evaluator.evaluate()
-        if name := _first_of_all(_changed(before, self._state())):
-            self.findings.append(f"the evaluation changes {name}")
+        name = _first_of_all(_changed(before, self._state()))
+        finding = f"the evaluation changes {name}"
+        if name and finding not in self.findings:
+            self.findings.append(finding)
         return result
 
     def _state(self) -> dict[str, Tensor]:

@@ -255,6 +255,17 @@ class _Stage(PipelineStage):
         for key in list(self._sent):
             self._wait(*key)
 
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it, and its graph would keep the input of the stage
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         # torch requests every matrix's gradient from autograd separately. Without a common group, recomputed
         # tensors would belong to one such call, and stay until the last.

@@ -151,7 +151,7 @@ def errors(line, capsys, *words):
 
 def test_a_path_that_names_no_texts_is_answered_as_prepare_answers_it(line, capsys):
     Path("code.py").write_text("print(1)")
-    for path, what in (("nope.jsonl", "no such file"), ("code.py", ".csv (all also .gz and .zst)")):
+    for path, what in (("nope.jsonl", "no such file"), ("code.py", ".tar (all also .gz and .zst)")):
         (wrong,) = errors(line, capsys, f"data.path={path}")
         assert wrong["key"] == path and what in wrong["message"]
     inspect = ["data", "inspect", "--json"]

@@ -232,8 +232,8 @@ BUGS = {
         instead(
             NativeEngine,
             "train_step",
-            lambda rank, plain, engine, batches, *rest: plain(
-                engine, batches[: len(batches) - bool(rank)], *rest
+            lambda rank, plain, engine, batches, *rest, **how: plain(
+                engine, batches[: len(batches) - bool(rank)], *rest, **how
             ),
         ),
         "ranks 0 and 1 share differs",
