@@ -145,7 +145,7 @@ class Pipeline:
             return SINGLE[name](pipeline_stages[0], accumulation, loss, scale_grads=False)
         schedule = MULTI[name](pipeline_stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
         for stage in pipeline_stages:
-            stage.follow(schedule.pipeline_order)
+            stage.arrived = arrived_gradients(schedule.pipeline_order, stage.stage_index)
         return schedule
 
     def _make_stage(self, number: int) -> _Stage:
@@ -186,13 +186,8 @@ class _Stage(PipelineStage):
     tensor has arrived.
     """
 
-    sends_itself = False
-    """True if the schedule waits for what was sent only at the end of a step."""
-
-    def follow(self, order: dict[int, list[Any]]) -> None:
-        """Send by itself, and free what was sent by the order of all ranks' actions."""
-        self.sends_itself = True
-        self._arrived = arrived_gradients(order, self.stage_index)
+    arrived: dict[int, list[int]] | None = None
+    """The result of `arrived_gradients`; None if the schedule itself soon waits for what it sends."""
 
     @cached_property
     def _sent(self) -> dict[tuple[str, int], list[dist.Work]]:
@@ -223,7 +218,7 @@ class _Stage(PipelineStage):
         return [] if self.is_first else super().get_fwd_recv_ops(fwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        for micro_batch in self._arrived.get(fwd_chunk_id, ()) if self.sends_itself else ():
+        for micro_batch in (self.arrived or {}).get(fwd_chunk_id, ()):
             self._wait("gradient", micro_batch)
         return _handed_over(super()._retrieve_recv_activations, self.args_recv_info, fwd_chunk_id)
 
@@ -241,7 +236,7 @@ class _Stage(PipelineStage):
 
     def _send(self, what: str, micro_batch: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Start to send; return the operations that are left to the schedule."""
-        if not self.sends_itself:
+        if self.arrived is None:
             return operations
         self._sent[what, micro_batch] = _batch_p2p(operations)
         return []
