@@ -7,7 +7,7 @@ actions, which deadlock or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nanoscale.config.parameters import block_products
@@ -41,6 +41,23 @@ def coordinates(rank: int, parallel: ResolvedParallel) -> Coordinates:
     rest, cp = divmod(rest, parallel.cp)
     pp, dp = divmod(rest, parallel.dp)
     return Coordinates(pp, dp, cp, tp)
+
+
+def axis_of(members: Sequence[int], degrees: dict[str, int]) -> str:
+    """Return the axes along which the members of a group differ, such as `tp` or `dp·cp`.
+
+    `degrees`: pp, dp, cp and tp, from the slowest to the fastest.
+    """
+    indices: dict[str, set[int]] = {axis: set() for axis in degrees}
+    for rank in members:
+        rest = rank
+        for axis in reversed(degrees):
+            rest, index = divmod(rest, degrees[axis])
+            indices[axis].add(index)
+    axes = [axis for axis in degrees if len(indices[axis]) > 1]
+    if len(axes) == sum(degree > 1 for degree in degrees.values()) > 1:
+        return "all ranks"
+    return "·".join(axes) or "one rank"
 
 
 def is_replicated(config: ResolvedConfig) -> bool:

@@ -186,20 +186,3 @@ def _difference(sender: int, receiver: int, sent: list[Letter], awaited: list[Le
         f"message {number} from rank {sender} to rank {receiver}: {byte_size(one[0])} {one[1]} are sent and "
         f"{byte_size(other[0])} {other[1]} awaited"
     )
-
-
-def axis_of(members: Sequence[int], degrees: dict[str, int]) -> str:
-    """Return the axes along which the members of a group differ, such as `tp` or `dp·cp`.
-
-    `degrees`: pp, dp, cp and tp, from the slowest to the fastest.
-    """
-    indices: dict[str, set[int]] = {axis: set() for axis in degrees}
-    for rank in members:
-        rest = rank
-        for axis in reversed(degrees):
-            rest, index = divmod(rest, degrees[axis])
-            indices[axis].add(index)
-    axes = [axis for axis in degrees if len(indices[axis]) > 1]
-    if len(axes) == sum(degree > 1 for degree in degrees.values()) > 1:
-        return "all ranks"
-    return "·".join(axes) or "one rank"

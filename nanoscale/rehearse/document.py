@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from nanoscale.config.layout import axis_of
 from nanoscale.config.objectives import is_distilled
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.rehearse.compare import axis_of, compared_groups, mismatches
+from nanoscale.rehearse.compare import compared_groups, mismatches
 from nanoscale.rehearse.played.record import RankRecord
 
 

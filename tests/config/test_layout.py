@@ -15,6 +15,7 @@ from nanoscale.config.layout import (
     ONE_STAGE,
     V_SHAPED,
     Coordinates,
+    axis_of,
     coordinates,
     stage_layers,
     takes,
@@ -138,3 +139,12 @@ def test_tp_varies_fastest_then_cp_then_dp_then_pp():
     ]
     assert places[12] == Coordinates(pp=1, dp=0, cp=0, tp=0)
     assert len(set(places)) == 24
+
+
+def test_axes_of_groups() -> None:
+    degrees = {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
+    assert axis_of([0, 1], degrees) == "tp"
+    assert axis_of([0, 2], degrees) == "dp"
+    assert axis_of([0, 4], degrees) == "pp"
+    assert axis_of(range(8), degrees) == "all ranks"
+    assert axis_of([0, 2, 4, 6], degrees) == "pp·dp"

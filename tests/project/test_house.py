@@ -60,19 +60,39 @@ def test_no_folder_imports_in_a_circle(imports):
     TopologicalSorter(folders).prepare()
 
 
-def test_arrows_point_downwards(imports):
-    def room(module):
-        return module.split(".")[1] if "." in module else None
+def room_of(module):
+    return module.split(".")[1] if "." in module else None
 
+
+@pytest.fixture(scope="module")
+def rooms(imports):
+    """Return the other rooms that each room imports."""
+    targets = {room: set() for room in {*map(room_of, imports)} - {None}}
+    for name in imports:
+        if room_of(name):
+            targets[room_of(name)].update({*map(room_of, imports[name])} - {None, room_of(name)})
+    return targets
+
+
+def test_arrows_point_downwards(imports, rooms):
     upwards = {
         (name, target)
         for name, targets in imports.items()
         for target in targets
-        if room(name) and room(target) and room(name) != room(target)
-        if ROOMS.index(room(target)) < ROOMS.index(room(name))
+        if room_of(name) and room_of(target) and room_of(name) != room_of(target)
+        if ROOMS.index(room_of(target)) < ROOMS.index(room_of(name))
     }
     assert sorted(upwards) == []
-    assert {room(name) for name in imports} - {None} == {*ROOMS}
+    assert {*rooms} == {*ROOMS}
+
+
+def test_no_more_than_thirteen_floors(rooms):
+    """The longest chain of rooms, each of which imports the next. With `rehearse` below `plan` it had 16."""
+    chains = {}
+    for room in TopologicalSorter(rooms).static_order():
+        chains[room] = (room, *max((chains[below] for below in rooms[room]), key=len, default=()))
+    longest = max(chains.values(), key=len)
+    assert len(longest) <= 13, " → ".join(longest)
 
 
 LIMIT = size.Size(lines=78_000, tokens=528_000)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.rehearse.compare import axis_of, mismatches
+from nanoscale.rehearse.compare import mismatches
 from nanoscale.rehearse.played.record import Call, RankRecord
 
 REDUCE = Call("allreduce_", 0, 1024, "float32", None, "step 1", 1, "", "loop.py:1")
@@ -85,12 +85,3 @@ def test_a_ring_of_which_two_ranks_are_played() -> None:
     assert mismatches([first, last], lambda _: True) == []
     less = replace(last, calls=[SEND._replace(peer=0)])
     assert "rank 2 sends 1 messages" in mismatches([first, less], lambda _: True)[0]
-
-
-def test_axes_of_groups() -> None:
-    degrees = {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
-    assert axis_of([0, 1], degrees) == "tp"
-    assert axis_of([0, 2], degrees) == "dp"
-    assert axis_of([0, 4], degrees) == "pp"
-    assert axis_of(range(8), degrees) == "all ranks"
-    assert axis_of([0, 2, 4, 6], degrees) == "pp·dp"

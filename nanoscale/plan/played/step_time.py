@@ -7,11 +7,11 @@ from typing import Any
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+from nanoscale.config.layout import axis_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import described_hardware
 from nanoscale.plan.played.costs import PlayedCosts
 from nanoscale.plan.played.streams import RankTime, simulate
-from nanoscale.rehearse.compare import axis_of
 
 _MOST_OPERATIONS = 10
 Document = dict[str, Any]
