@@ -35,7 +35,14 @@ from nanoscale.config.schema import Optimizer
 from nanoscale.data.batch import Batch
 from nanoscale.models import initialization, moe
 from nanoscale.models.attention import AttentionSpan, CausalAttention, merge_sinks, pad_heads
-from nanoscale.models.attention_kernels import KERNELS, Limits, has_cuda_flash, has_cudnn
+from nanoscale.models.attention_kernels import (
+    KERNELS,
+    Attended,
+    Limits,
+    Pairs,
+    has_cuda_flash,
+    has_cudnn,
+)
 from nanoscale.models.head import linear_cross_entropy
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import set_kernels
@@ -233,11 +240,12 @@ def attention_kernel(
         if limited is not None:
             of_queries, of_keys = (torch.tensor(it).int().to(where) for it in starts)
             limits = Limits(of_queries, of_keys)
-        out, lse = KERNELS[kernel].forward(q, k, v, causal, scale, limits)
+        pairs = Pairs(causal, scale, limits)
+        out, lse = KERNELS[kernel].forward(q, k, v, pairs)
         if limited == "other":  # the backward pass gets what all ranks' keys give together
             out, lse = merge_sinks(out, lse, torch.zeros(8, device=where))
-        arguments = grad, q, k, v, out.to(dtype), lse, causal, scale, limits
-        results.append([out, lse, *KERNELS[kernel].backward(*arguments)])
+        attended = Attended(q, k, v, out.to(dtype), lse)
+        results.append([out, lse, *KERNELS[kernel].backward(grad, attended, pairs)])
     return difference(*results)
 
 

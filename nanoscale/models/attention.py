@@ -6,17 +6,21 @@ Kernels compute the pairs that a query sees, and no mask of all pairs is in memo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.library import CustomOpDef
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 from nanoscale.models.attention_kernels import (
     KERNELS,
+    Attended,
     Limits,
+    Pairs,
     accumulator,
     choose_kernel,
     has_cuda_flash,
@@ -120,7 +124,7 @@ def limited_attention(
     head_dim = q.shape[-1]
     q, k, v = pad_heads(kernel, q, k, v)
     settings = kernel, head_dim**-0.5, span.window, softcap
-    out: Tensor = _Attention.apply(q, k, v, sinks, span.starts, *settings)
+    out: Tensor = Attention.apply("attention", q, k, v, sinks, span.starts, *settings)
     return out[..., :head_dim]
 
 
@@ -129,83 +133,101 @@ def pad_heads(kernel: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, padding)) for x in tensors) if padding else tensors
 
 
-class _Attention(torch.autograd.Function):
-    """Attention that saves q, k, v, its result and the log-sum-exp."""
+_Run = Callable[..., Any]
+
+
+class Passes(NamedTuple):
+    """Attention's passes. Each is one operation to PyTorch: its compiler skips it, and selective activation
+    checkpointing can keep its result and then neither computes nor communicates again."""
+
+    forward: CustomOpDef
+    """Q, k, v, sinks (or None), positions, settings -> out, lse."""
+    backward: CustomOpDef
+    """The gradient of out, q, k, v, out, lse, positions, settings -> the gradients of q, k and v."""
+
+
+PASSES: dict[str, Passes] = {}
+"""The passes by the names of their operations."""
+
+
+def register(name: str, settings: str, attend: _Run, differentiate: _Run) -> Passes:
+    """Register the operations `name` and `name_backward`, which `Attention` calls by this name.
+
+    Args:
+        settings: the positions of documents and the settings, as PyTorch's schemas write them.
+        attend: q, k, v, positions, settings -> out, lse, without sinks.
+        differentiate: the gradient of out, `Attended`, positions, settings -> the gradients of q, k and v.
+    """
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> Any:
+        out, lse = attend(q, k, v, *rest)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
+        return sequence_major(out.to(q.dtype)), lse.contiguous()
+
+    def empty_results(q: Tensor, *_: object) -> Any:
+        lse = q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
+        return empty_sequence_major(q), lse
+
+    def backward(grad_out: Tensor, *rest: Any) -> Any:
+        grads = differentiate(grad_out, Attended(*rest[:5]), *rest[5:])
+        return tuple(map(sequence_major, grads))
+
+    def empty_gradients(_: Tensor, *tensors: Any) -> Any:
+        return tuple(map(empty_sequence_major, tensors[:3]))
+
+    three = "Tensor q, Tensor k, Tensor v"
+    returned = f"Tensor grad_out, {three}, Tensor out, Tensor lse"
+    schema = f"({three}, Tensor? sinks, {settings}) -> (Tensor, Tensor)"
+    back = f"({returned}, {settings}) -> (Tensor, Tensor, Tensor)"
+    PASSES[name] = Passes(
+        _operation(name, schema, forward, empty_results),
+        _operation(f"{name}_backward", back, backward, empty_gradients),
+    )
+    return PASSES[name]
+
+
+def _operation(name: str, schema: str, run: _Run, empty: _Run) -> CustomOpDef:
+    operation = torch.library.custom_op(f"nanoscale::{name}", run, mutates_args=(), schema=schema)
+    operation.register_fake(empty)
+    return operation
+
+
+class Attention(torch.autograd.Function):
+    """Attention that saves q, k, v, its result and the log-sum-exp.
+
+    Its arguments are the name of its passes and the arguments of the forward pass.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        starts: Tensor,
-        *settings: Any,
-    ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, starts, *settings)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, starts)
-        ctx.settings = settings
+    def forward(ctx: Any, name: str, *arguments: Any) -> Tensor:
+        q, k, v, sinks, positions, *settings = arguments
+        out, lse = PASSES[name].forward(*arguments)
+        ctx.save_for_backward(q, k, v, out, lse, positions, sinks)
+        ctx.name, ctx.settings = name, settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks, starts = ctx.saved_tensors
-        grads = _backward(grad_out, q, k, v, out, lse, starts, *ctx.settings)
-        return *grads, sink_gradient(grad_out, out, lse, sinks), *[None] * 5
+        *tensors, sinks = ctx.saved_tensors
+        grads = PASSES[ctx.name].backward(grad_out, *tensors, *ctx.settings)
+        of_sinks = sink_gradient(grad_out, tensors[3], tensors[4], sinks)
+        return None, *grads, of_sinks, None, *[None] * len(ctx.settings)
 
 
-# Each pass is one operation to PyTorch, as in `parallel.ring`.
+def _pairs(starts: Tensor, scale: float, window: int | None, softcap: float | None) -> Pairs:
+    return Pairs(True, scale, Limits(starts, starts, window, softcap))
 
 
-@torch.library.custom_op("nanoscale::attention", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    starts: Tensor,
-    kernel: str,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    limits = Limits(starts, starts, window, softcap)
-    out, lse = KERNELS[kernel].forward(query, key, value, True, scale, limits)
-    if sinks is not None:
-        out, lse = merge_sinks(out, lse, sinks)
-    return sequence_major(out.to(query.dtype)), lse.contiguous()
-
-
-@_forward.register_fake
-def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:-1], dtype=accumulator(query.dtype))
-    return empty_sequence_major(query), lse
-
-
-@torch.library.custom_op("nanoscale::attention_backward", mutates_args=())
-def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor,
-    kernel: str,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    limits = Limits(starts, starts, window, softcap)
-    grads = KERNELS[kernel].backward(grad_out, query, key, value, out, lse, True, scale, limits)
-    grad_q, grad_k, grad_v = map(sequence_major, grads)
-    return grad_q, grad_k, grad_v
-
-
-@_backward.register_fake
-def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: object) -> tuple[Tensor, ...]:
-    return empty_sequence_major(query), empty_sequence_major(key), empty_sequence_major(value)
+register(
+    "attention",
+    "Tensor starts, str kernel, float scale, int? window, float? softcap",
+    lambda q, k, v, starts, kernel, *rest: KERNELS[kernel].forward(q, k, v, _pairs(starts, *rest)),
+    lambda grad_out, whole, starts, kernel, *rest: KERNELS[kernel].backward(
+        grad_out, whole, _pairs(starts, *rest)
+    ),
+)
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,13 +48,39 @@ class Limits(NamedTuple):
         return first.view(batch, queries), end.view(batch, queries)
 
 
+class Pairs(NamedTuple):
+    """The pairs of queries and keys that attention computes, and the factor of their scores."""
+
+    causal: bool
+    """The last keys of a causal block are its queries' own; without limits it has no earlier keys."""
+    scale: float
+    limits: Limits | None = None
+
+
+class Attended(NamedTuple):
+    """Attention's arguments and results, from which gradients are computed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def block(self, queries: slice, keys: slice) -> Attended:
+        q, out, lse = (x[:, :, queries] for x in (self.q, self.out, self.lse))
+        return Attended(q, self.k[:, :, keys], self.v[:, :, keys], out, lse)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""The gradients of q, k and v."""
+
+
 @dataclass(frozen=True)
 class Kernel:
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    """Q, k, v, causal, scale, limits (or None) -> out, lse. The last keys of a causal block are its queries'
-    own; without limits it has no earlier keys."""
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """grad_out, q, k, v, out, lse, causal, scale, limits (or None) -> grad_q, grad_k, grad_v."""
+    forward: Callable[[Tensor, Tensor, Tensor, Pairs], tuple[Tensor, Tensor]]
+    """Q, k, v -> out, lse."""
+    backward: Callable[[Tensor, Attended, Pairs], Gradients]
+    """The gradient of out -> the gradients of q, k and v."""
     head_dim_multiple: int = 1
 
 
@@ -113,47 +139,26 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _portable_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, limits: Limits | None = None
-) -> tuple[Tensor, Tensor]:
-    if limits is None:
-        return _block_forward(q, k, v, _future(q) if causal else None, scale)
+def _portable_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    if pairs.limits is None:
+        return _block_forward(q, k, v, _future(q) if pairs.causal else None, pairs)
     blocks = [
-        _block_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], hidden, scale, limits.softcap)
-        for rows, keys, hidden in _blocks(q, k, causal, limits)
+        _block_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], hidden, pairs)
+        for rows, keys, hidden in _blocks(q, k, pairs)
     ]
     out, lse = zip(*blocks, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
-def _portable_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    limits: Limits | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if limits is None:
-        hidden = _future(q) if causal else None
-        return _block_backward(grad_out, q, k, v, out, lse, hidden, scale)
+def _portable_backward(grad_out: Tensor, whole: Attended, pairs: Pairs) -> Gradients:
+    if pairs.limits is None:
+        hidden = _future(whole.q) if pairs.causal else None
+        return _block_backward(grad_out, whole, hidden, pairs)
+    q, k, v = whole[:3]
     grads = tuple(torch.zeros_like(x, dtype=accumulator(q.dtype)) for x in (q, k, v))
-    for rows, keys, hidden in _blocks(q, k, causal, limits):
-        block_grads = _block_backward(
-            grad_out[:, :, rows],
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            out[:, :, rows],
-            lse[:, :, rows],
-            hidden,
-            scale,
-            limits.softcap,
-        )
-        for grad, part, block_grad in zip(grads, (rows, keys, keys), block_grads, strict=True):
+    for rows, keys, hidden in _blocks(q, k, pairs):
+        block = _block_backward(grad_out[:, :, rows], whole.block(rows, keys), hidden, pairs)
+        for grad, part, block_grad in zip(grads, (rows, keys, keys), block, strict=True):
             grad[:, :, part] += block_grad
     grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in grads)
     return grad_q, grad_k, grad_v
@@ -163,12 +168,12 @@ _QUERIES = 256
 """Queries of a block of the portable kernel."""
 
 
-def _blocks(
-    q: Tensor, k: Tensor, causal: bool, limits: Limits
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(q: Tensor, k: Tensor, pairs: Pairs) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield blocks of queries, the keys that they may see, and bools `[batch, queries, keys]`, True for hidden
     pairs."""
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    causal, limits = pairs.causal, pairs.limits
+    assert limits is not None
     first, end = limits.seen(batch, queries, keys, causal)
     for start in range(0, queries, _QUERIES):
         rows = slice(start, min(start + _QUERIES, queries))
@@ -187,14 +192,9 @@ def _future(q: Tensor) -> Tensor:
 
 
 def _block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, pairs: Pairs
 ) -> tuple[Tensor, Tensor]:
-    weights = _scores(q, k, hidden, scale, softcap)
+    weights = _scores(q, k, hidden, pairs)
     # In place throughout: the scores are by far the largest tensor, and one copy of them is enough.
     highest = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
     weights.sub_(highest).exp_()
@@ -204,18 +204,11 @@ def _block_forward(
 
 
 def _block_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads = k.shape[1]
-    weights = _scores(q, k, hidden, scale, softcap)
+    grad_out: Tensor, block: Attended, hidden: Tensor | None, pairs: Pairs
+) -> Gradients:
+    q, k, v, out, lse = block
+    kv_heads, softcap = k.shape[1], _softcap(pairs)
+    weights = _scores(q, k, hidden, pairs)
     # The derivative of c · tanh(s / c) is 1 - tanh², and a hidden pair's weight is 0.
     slope = None if softcap is None else 1 - (weights / softcap).square_().clamp_(max=1)
     weights.sub_(_rows(lse.unsqueeze(-1), kv_heads)).exp_()
@@ -224,7 +217,7 @@ def _block_backward(
     # Softmax's Jacobian needs the sum of weight · gradient over all keys: it is out · grad_out.
     grad_dot_out = (grad_out * _rows(out, kv_heads)).sum(-1, keepdim=True)
     grad_scores = _product(grad_out, v.mT, q)
-    grad_scores.sub_(grad_dot_out).mul_(weights).mul_(scale)
+    grad_scores.sub_(grad_dot_out).mul_(weights).mul_(pairs.scale)
     if slope is not None:
         grad_scores.mul_(slope)
     grad_q = _product(grad_scores, k, q)
@@ -232,12 +225,14 @@ def _block_backward(
     return grad_q.view(q.shape), grad_k, grad_v
 
 
-def _scores(
-    q: Tensor, k: Tensor, hidden: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+def _softcap(pairs: Pairs) -> float | None:
+    return pairs.limits.softcap if pairs.limits else None
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, pairs: Pairs) -> Tensor:
     """Return `[batch, kv_heads, heads / kv_heads · queries, keys]`, as products of at least fp32."""
-    scores = _product(_rows(q, k.shape[1]), k.mT, q).mul_(scale)
-    if softcap is not None:
+    scores = _product(_rows(q, k.shape[1]), k.mT, q).mul_(pairs.scale)
+    if (softcap := _softcap(pairs)) is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:
         by_head = scores.unflatten(2, (-1, q.shape[2]))
@@ -261,17 +256,14 @@ def _rows(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(batch, kv_heads, -1, width)
 
 
-def _flash_cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, limits: Limits | None = None
-) -> tuple[Tensor, Tensor]:
+def _flash_cuda_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    causal, scale, limits = pairs
     if limits is None:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out, lse
-    numbers = (limits.queries, limits.keys, q.shape[2], k.shape[2], 0.0)
-    only_causal, window = _flash_limits(causal, limits)
-    packed = map(_pack, (q, k, v))
+    lengths, only_causal, window = _flash_limits(q, k, causal, limits)
     out, lse, *_ = aten._flash_attention_forward(
-        *packed, *numbers, only_causal, False, scale=scale, **window
+        *map(_pack, (q, k, v)), *lengths, only_causal, False, scale=scale, **window
     )
     lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1)
     if not causal:  # the kernel's lse of no keys is inf
@@ -279,48 +271,41 @@ def _flash_cuda_forward(
     return _unpack(out, len(q)), lse
 
 
-def _flash_cuda_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    limits: Limits | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_cuda_backward(grad_out: Tensor, whole: Attended, pairs: Pairs) -> Gradients:
+    (q, k, v, out, lse), (causal, scale, limits) = whole, pairs
     # Random states are read only with dropout.
     unread = torch.empty(0, dtype=torch.uint64, device=q.device)
     if limits is None:
-        tensors = (
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-        )  # the kernel ignores the strides of lse
+        tensors = (grad_out, *whole[:4], lse.contiguous())  # the kernel ignores the strides of lse
         return aten._scaled_dot_product_flash_attention_backward(
             *tensors, None, None, q.shape[2], k.shape[2], 0.0, causal, unread, unread, scale=scale
         )
-    packed = map(_pack, (grad_out, q, k, v, out))
     lse = lse.transpose(0, 1).flatten(1).contiguous()
-    numbers = (limits.queries, limits.keys, q.shape[2], k.shape[2], 0.0)
-    only_causal, window = _flash_limits(causal, limits)
+    lengths, only_causal, window = _flash_limits(q, k, causal, limits)
     grads = aten._flash_attention_backward(
-        *packed, lse, *numbers, only_causal, unread, unread, scale=scale, **window
+        *map(_pack, (grad_out, q, k, v, out)),
+        lse,
+        *lengths,
+        only_causal,
+        unread,
+        unread,
+        scale=scale,
+        **window,
     )
     grad_q, grad_k, grad_v = (_unpack(grad, len(q)) for grad in grads)
     return grad_q, grad_k, grad_v
 
 
-def _flash_limits(causal: bool, limits: Limits) -> tuple[bool, dict[str, int]]:
-    """Return FlashAttention's `is_causal` and window: a window that ends at the query is causal, too."""
+def _flash_limits(
+    q: Tensor, k: Tensor, causal: bool, limits: Limits
+) -> tuple[tuple[Any, ...], bool, dict[str, int]]:
+    """Return FlashAttention's lengths and dropout, `is_causal` and window: a window that ends at the query is
+    causal, too."""
+    lengths = (limits.queries, limits.keys, q.shape[2], k.shape[2], 0.0)
     if limits.window is None:
-        return causal, {"window_size_left": -1, "window_size_right": -1}
+        return lengths, causal, {"window_size_left": -1, "window_size_right": -1}
     assert causal, "a window ends at the query"
-    return False, {"window_size_left": limits.window - 1, "window_size_right": 0}
+    return lengths, False, {"window_size_left": limits.window - 1, "window_size_right": 0}
 
 
 def _pack(x: Tensor) -> Tensor:
@@ -332,53 +317,28 @@ def _unpack(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, limits: None = None
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, scale=scale
-    )
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    numbers = (None, True, 0.0, pairs.causal)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, *numbers, scale=pairs.scale)
     return out, lse.squeeze(-1)
 
 
-def _cudnn_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    limits: None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(grad_out: Tensor, whole: Attended, pairs: Pairs) -> Gradients:
+    q, k, _, _, lse = whole
     unread = torch.empty((), dtype=torch.int64, device=q.device)  # random states, without dropout
-    tensors = (grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unread, unread)
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        *tensors, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
-    )
+    tensors = (grad_out, *whole[:4], lse.contiguous().unsqueeze(-1), unread, unread)
+    numbers = (None, None, None, q.shape[2], k.shape[2], 0.0, pairs.causal)
+    return aten._scaled_dot_product_cudnn_attention_backward(*tensors, *numbers, scale=pairs.scale)
 
 
-def _flash_cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, limits: None = None
-) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    return forward(q, k, v, 0.0, pairs.causal, scale=pairs.scale)
 
 
-def _flash_cpu_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    limits: None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
-    )
+def _flash_cpu_backward(grad_out: Tensor, whole: Attended, pairs: Pairs) -> Gradients:
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad_out, *whole, 0.0, pairs.causal, scale=pairs.scale)
 
 
 KERNELS = {

@@ -22,18 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional as F
 
 from nanoscale.config.model_math import window_reach
-from nanoscale.models.attention import (
-    empty_sequence_major,
-    merge_sinks,
-    sequence_major,
-    sink_gradient,
+from nanoscale.models.attention import Attention, register
+from nanoscale.models.attention_kernels import (
+    KERNELS,
+    Attended,
+    Kernel,
+    Limits,
+    Pairs,
+    accumulator,
 )
-from nanoscale.models.attention_kernels import KERNELS, Kernel, Limits, accumulator
 
 
 def ring_attention(
@@ -51,97 +52,11 @@ def ring_attention(
     Args:
         settings: kernel, scale, softcap and window, as `Blocks` has them. A window needs `ends`.
     """
-    out: Tensor = _Ring.apply(q, k, v, ends, sinks, group.group_name, *settings)
+    # Operations refer to a group by its name.
+    out: Tensor = Attention.apply(
+        "ring_attention", q, k, v, sinks, ends, group.group_name, *settings
+    )
     return out
-
-
-class _Ring(torch.autograd.Function):
-    """Ring attention that saves this rank's q, k, v, out and lse, and sends keys and values round again
-    backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ends: Tensor | None,
-        sinks: Tensor | None,
-        *settings: Any,
-    ) -> Tensor:
-        out, lse = _forward(q, k, v, ends, sinks, *settings)
-        ctx.save_for_backward(q, k, v, out, lse, ends, sinks)
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, ends, sinks = ctx.saved_tensors
-        grads = _backward(grad_out, *saved, ends, *ctx.settings)
-        of_sinks = sink_gradient(grad_out, saved[3], saved[4], sinks)
-        return *grads, None, of_sinks, *[None] * len(ctx.settings)
-
-
-# Each pass is one operation to PyTorch: its compiler skips it, and selective activation checkpointing can keep
-# its result and then neither computes nor communicates again. Operations refer to a group by its name.
-
-
-@torch.library.custom_op("nanoscale::ring_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor | None,
-    sinks: Tensor | None,
-    group: str,
-    kernel: str,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, window, ends)
-    attend = pass_keys if window is None else attend_in_window
-    out, lse = attend(q, k, v, blocks)
-    if sinks is not None:
-        out, lse = merge_sinks(out, lse, sinks)
-    return sequence_major(out.to(q.dtype)), lse.contiguous()
-
-
-@_forward.register_fake
-def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_sequence_major(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
-
-
-@torch.library.custom_op("nanoscale::ring_attention_backward", mutates_args=())
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends: Tensor | None,
-    group: str,
-    kernel: str,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = Blocks(_resolve_group(group), KERNELS[kernel], scale, softcap, window, ends)
-    differentiate = pass_gradients if window is None else window_gradients
-    grads = differentiate(grad_out, q, k, v, out, lse, blocks)
-    grad_q, grad_k, grad_v = (sequence_major(grad) for grad in grads)
-    return grad_q, grad_k, grad_v
-
-
-@_backward.register_fake
-def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_sequence_major(q), empty_sequence_major(k), empty_sequence_major(v)
-
-
-def _resolve_group(group: Any) -> dist.ProcessGroup:
-    return _resolve_process_group(group)
 
 
 @dataclass(frozen=True)
@@ -164,18 +79,23 @@ class Blocks:
     def degree(self) -> int:
         return dist.get_world_size(self.group)
 
-    def settings(
-        self, seq: int, owner: int, queries: slice, keys: slice
-    ) -> tuple[bool, float, Limits | None]:
-        """Return the last arguments of the kernel for slices of this rank's queries and of another's keys."""
+    @classmethod
+    def of(
+        cls, ends: Tensor | None, group: Any, kernel: str, scale: float, softcap: Any, window: Any
+    ) -> Blocks:
+        """Return the blocks of an operation's arguments."""
+        return cls(_resolve_process_group(group), KERNELS[kernel], scale, softcap, window, ends)
+
+    def pairs(self, seq: int, owner: int, queries: slice, keys: slice) -> Pairs:
+        """Return the pairs of slices of this rank's queries and of another's keys."""
         causal = owner == self.rank
         if self.ends is None and self.softcap is None:
-            return causal, self.scale, None
+            return Pairs(causal, self.scale)
         both = (
             chunks[:1] if part.stop else chunks[1:] if part.start else chunks
             for chunks, part in ((self.chunks(self.rank), queries), (self.chunks(owner), keys))
         )
-        return causal, self.scale, self.limits(seq // 2, *both)
+        return Pairs(causal, self.scale, self.limits(seq // 2, *both))
 
     def chunks(self, rank: int) -> tuple[int, int]:
         """Return the numbers of the chunks that a rank holds."""
@@ -205,62 +125,47 @@ def pass_keys(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> tuple[Tensor, 
     group, rank, degree, kernel = blocks.group, blocks.rank, blocks.degree, blocks.kernel
     seq, wide = q.shape[2], accumulator(q.dtype)
     incoming = Transfer((k, v), group)
-    local = blocks.settings(seq, rank, _ALL, _ALL)
-    out, lse = (x.to(wide) for x in kernel.forward(q, k, v, *local))
+    local = blocks.pairs(seq, rank, _ALL, _ALL)
+    out, lse = (x.to(wide) for x in kernel.forward(q, k, v, local))
     for hop in range(1, degree):
         k, v = incoming.wait()
         if hop + 1 < degree:
             incoming = Transfer((k, v), group)
         owner = (rank - hop) % degree
         queries, keys = _attending_slices(rank, owner, seq)
-        settings = blocks.settings(seq, owner, queries, keys)
-        block_out, block_lse = kernel.forward(
-            q[:, :, queries], k[:, :, keys], v[:, :, keys], *settings
-        )
+        pairs = blocks.pairs(seq, owner, queries, keys)
+        block_out, block_lse = kernel.forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], pairs)
         _merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
     return out.to(q.dtype), lse
 
 
-def pass_gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    blocks: Blocks,
-) -> tuple[Tensor, ...]:
+def pass_gradients(grad_out: Tensor, whole: Attended, blocks: Blocks) -> tuple[Tensor, ...]:
     """Return the gradients of this rank's q, k and v."""
     group, rank, degree, kernel = blocks.group, blocks.rank, blocks.degree, blocks.kernel
-    seq, wide = q.shape[2], accumulator(q.dtype)
-    incoming = Transfer((k, v), group)
-    local = blocks.settings(seq, rank, _ALL, _ALL)
-    grad_q, grad_k, grad_v = (
-        grad.to(wide) for grad in kernel.backward(grad_out, q, k, v, out, lse, *local)
-    )
+    seq, dtype = whole.q.shape[2], whole.q.dtype
+    incoming = Transfer((whole.k, whole.v), group)
+    grads = kernel.backward(grad_out, whole, blocks.pairs(seq, rank, _ALL, _ALL))
+    grad_q, grad_k, grad_v = (grad.to(accumulator(dtype)) for grad in grads)
     for hop in range(1, degree):
         # Gradients are sent one hop behind their keys, while the next keys' gradients are computed.
-        grads = Transfer((grad_k, grad_v), group)
+        outgoing = Transfer((grad_k, grad_v), group)
         k, v = incoming.wait()
         if hop + 1 < degree:
             incoming = Transfer((k, v), group)
         owner = (rank - hop) % degree
         queries, keys = _attending_slices(rank, owner, seq)
+        # The block has no name, which would keep its keys and values while the next ones arrive.
         block_grad_q, block_grad_k, block_grad_v = kernel.backward(
             grad_out[:, :, queries],
-            q[:, :, queries],
-            k[:, :, keys],
-            v[:, :, keys],
-            out[:, :, queries],
-            lse[:, :, queries],
-            *blocks.settings(seq, owner, queries, keys),
+            whole._replace(k=k, v=v).block(queries, keys),
+            blocks.pairs(seq, owner, queries, keys),
         )
         grad_q[:, :, queries] += block_grad_q
-        grad_k, grad_v = grads.wait()
+        grad_k, grad_v = outgoing.wait()
         grad_k[:, :, keys] += block_grad_k
         grad_v[:, :, keys] += block_grad_v
     grad_k, grad_v = Transfer((grad_k, grad_v), group).wait()
-    return tuple(grad.to(q.dtype) for grad in (grad_q, grad_k, grad_v))
+    return tuple(grad.to(dtype) for grad in (grad_q, grad_k, grad_v))
 
 
 def _attending_slices(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
@@ -282,21 +187,20 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Return this rank's out and log-sum-exp, as `pass_keys` does, in a layer with a window."""
     results = [
-        blocks.kernel.forward(q[:, :, part], *pair, *settings)
-        for part, _, pair, settings in _window_blocks(torch.stack((k, v)), blocks)
+        blocks.kernel.forward(q[:, :, part], keys, values, pairs)
+        for part, _, (keys, values), pairs in _window_blocks(torch.stack((k, v)), blocks)
     ]
     out, lse = (torch.cat(x, dim=2) for x in zip(*results, strict=True))
     return out.to(q.dtype), lse.to(accumulator(q.dtype))
 
 
-def window_gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Blocks
-) -> tuple[Tensor, ...]:
+def window_gradients(grad_out: Tensor, whole: Attended, blocks: Blocks) -> tuple[Tensor, ...]:
     """Return the gradients of this rank's q, k and v in a layer with a window."""
+    q, k, v, *_ = whole
     wide, of_queries, of_chunks = accumulator(q.dtype), [], dict[int, Tensor]()
-    for part, chunks, pair, settings in _window_blocks(torch.stack((k, v)), blocks):
-        *rows, out_rows, lse_rows = (x[:, :, part] for x in (grad_out, q, out, lse))
-        grad_q, *grads = blocks.kernel.backward(*rows, *pair, out_rows, lse_rows, *settings)
+    for part, chunks, (keys, values), pairs in _window_blocks(torch.stack((k, v)), blocks):
+        block = whole._replace(k=keys, v=values).block(part, _ALL)
+        grad_q, *grads = blocks.kernel.backward(grad_out[:, :, part], block, pairs)
         of_queries.append(grad_q)
         grad = torch.stack([x.to(wide) for x in grads])
         for chunk, of_chunk in zip(chunks, grad.chunk(len(chunks), dim=3), strict=True):
@@ -307,11 +211,9 @@ def window_gradients(
     return tuple(x.to(q.dtype) for x in (torch.cat(of_queries, dim=2), grad_k, grad_v))
 
 
-def _window_blocks(
-    pair: Tensor, blocks: Blocks
-) -> Iterator[tuple[slice, range, Tensor, tuple[bool, float, Limits]]]:
+def _window_blocks(pair: Tensor, blocks: Blocks) -> Iterator[tuple[slice, range, Tensor, Pairs]]:
     """Yield for each chunk of this rank its slice, the numbers of the chunks that its queries reach, their keys
-    and values, and the last arguments of the kernel."""
+    and values, and the kernel's pairs."""
     assert blocks.window is not None
     seq, local = pair.shape[3], blocks.chunks(blocks.rank)
     half, reach = seq // 2, window_reach(blocks.window, seq)
@@ -321,7 +223,7 @@ def _window_blocks(
         keys = range(max(0, last - reach), last + 1)
         limits = blocks.limits(half, [last], keys)
         reached = torch.cat([chunks[chunk] for chunk in keys], dim=3)
-        yield slice(at * half, (at + 1) * half), keys, reached, (True, blocks.scale, limits)
+        yield slice(at * half, (at + 1) * half), keys, reached, Pairs(True, blocks.scale, limits)
 
 
 def _exchange(
@@ -379,3 +281,21 @@ def _operation(
     kind: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup
 ) -> dist.P2POp:
     return dist.P2POp(kind, tensor, group=group, group_peer=peer % dist.get_world_size(group))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    blocks = Blocks.of(*arguments)
+    return (pass_keys if blocks.window is None else attend_in_window)(q, k, v, blocks)
+
+
+def _differentiate(grad_out: Tensor, whole: Attended, *arguments: Any) -> tuple[Tensor, ...]:
+    blocks = Blocks.of(*arguments)
+    return (pass_gradients if blocks.window is None else window_gradients)(grad_out, whole, blocks)
+
+
+RING = register(
+    "ring_attention",
+    "Tensor? ends, str group, str kernel, float scale, float? softcap, int? window",
+    _attend,
+    _differentiate,
+)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.data.batch import Batch
-from nanoscale.models.attention import AttentionSpan, _forward, dense_attention, limited_attention
-from nanoscale.models.attention_kernels import KERNELS, Limits
+from nanoscale.models.attention import PASSES, AttentionSpan, dense_attention, limited_attention
+from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation
 
@@ -65,7 +65,9 @@ def test_the_operation_says_what_it_returns() -> None:
     q, k = (torch.randn(ROWS, heads, SEQ, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     starts = AttentionSpan.of(ends_of(DOCUMENTS), SEQ).starts
     given = (q, k, k, torch.zeros(HEADS), starts, "portable", 1.0, 5, 2.0)
-    torch.library.opcheck(_forward, given, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        PASSES["attention"].forward, given, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.slow
@@ -130,13 +132,12 @@ def test_flash_attention_equals_the_portable_kernel(
     keys = torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int32), (1, 0))
     limits = Limits(queries, keys, window)
     portable, flash = KERNELS["portable"], KERNELS["flash-cuda"]
-    out, lse = portable.forward(q, k, v, causal, 0.125, limits)
+    pairs = Pairs(causal, 0.125, limits)
+    out, lse = portable.forward(q, k, v, pairs)
     lse = lse.clamp(min=-10)
     for run in ("forward", "backward"):
-        given = (q, k, v) if run == "forward" else (grad, q, k, v, out.bfloat16(), lse)
-        found, expected = (
-            getattr(kernel, run)(*given, causal, 0.125, limits) for kernel in (flash, portable)
-        )
+        given = (q, k, v) if run == "forward" else (grad, Attended(q, k, v, out.bfloat16(), lse))
+        found, expected = (getattr(kernel, run)(*given, pairs) for kernel in (flash, portable))
         for x, y in zip(found, expected, strict=True):
             x, y = x.nan_to_num(neginf=-10), y.nan_to_num(neginf=-10)
             assert float((x - y).abs().max() / y.abs().max()) <= 0.03

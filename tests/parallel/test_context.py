@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 
 from nanoscale.config.schema import Model
 from nanoscale.models import attention, attention_kernels
-from nanoscale.models.attention import AttentionSpan, dense_attention
-from nanoscale.models.attention_kernels import KERNELS, Limits, has_cudnn
+from nanoscale.models.attention import PASSES, AttentionSpan, dense_attention
+from nanoscale.models.attention_kernels import KERNELS, Attended, Limits, Pairs, has_cudnn
 from nanoscale.parallel import context, ring
 from tests.support.ranks import run_ranks
 
@@ -236,7 +236,7 @@ def allocations(group: dist.ProcessGroup, kernel: str, seq: int) -> tuple[int, i
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         blocks = ring.Blocks(group, KERNELS[kernel], 1.0)
         out, lse = ring.pass_keys(q, k, v, blocks)
-        ring.pass_gradients(grad_out, q, k, v, out, lse, blocks)
+        ring.pass_gradients(grad_out, Attended(q, k, v, out, lse), blocks)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return max(accumulate(changes)), max(changes)
@@ -341,12 +341,11 @@ def operation_rank(rank: int) -> None:
     for kernel, window in (("portable", None), ("flash-cpu", None), ("portable", 3)):
         ends = None if window is None else torch.full((BATCH, 1), 16, dtype=torch.int32)
         settings = (dist.group.WORLD.group_name, kernel, 1.0, None, window)
-        out, lse = ring._forward(q, k, v, ends, None, *settings)
+        forward, backward = PASSES["ring_attention"]
+        out, lse = forward(q, k, v, None, ends, *settings)
         checks = {"test_utils": ("test_schema", "test_faketensor")}
-        torch.library.opcheck(ring._forward, (q, k, v, ends, None, *settings), **checks)
-        torch.library.opcheck(
-            ring._backward, (grad_out, q, k, v, out, lse, ends, *settings), **checks
-        )
+        torch.library.opcheck(forward, (q, k, v, None, ends, *settings), **checks)
+        torch.library.opcheck(backward, (grad_out, q, k, v, out, lse, ends, *settings), **checks)
 
 
 def test_operations_say_what_they_return() -> None:
@@ -363,11 +362,10 @@ def test_cuda_kernel_calls_what_pytorch_declares(name: str) -> None:
     window = 3 if name == "window" else None
     limits = None if name in KERNELS else Limits(starts, starts, window)
     kernel = KERNELS[name if limits is None else "flash-cuda"]
-    out, lse = kernel.forward(q, k, v, True, 0.125, limits)
+    out, lse = kernel.forward(q, k, v, Pairs(True, 0.125, limits))
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
-    halves = (x[:, :, 8:] for x in (grad_out, q))
-    rest = (out[:, :, 8:], lse[:, :, 8:], window is not None, 0.125, limits)
-    grads = kernel.backward(*halves, k, v, *rest)
+    block = Attended(q, k, v, out, lse).block(slice(8, None), slice(None))
+    grads = kernel.backward(grad_out[:, :, 8:], block, Pairs(window is not None, 0.125, limits))
     assert [grad.shape for grad in grads] == [q[:, :, 8:].shape, k.shape, v.shape]
 
 
@@ -394,17 +392,14 @@ def test_fused_kernel_equals_the_portable(name: str, causal: bool) -> None:
     )
     portable, fused = KERNELS["portable"], KERNELS[name]
     q, grad_out = q[:, :, 32:], grad_out[:, :, 32:]
-    out, lse = portable.forward(q, k, v, False, 0.125)
+    out, lse = portable.forward(q, k, v, Pairs(False, 0.125))
     out = out.bfloat16()
     keys = slice(32) if causal else slice(None)
     k, v = k[:, :, keys], v[:, :, keys]
-    ours = (
-        *fused.forward(q, k, v, causal, 0.125),
-        *fused.backward(grad_out, q, k, v, out, lse, causal, 0.125),
-    )
-    exact = (
-        *portable.forward(q, k, v, causal, 0.125),
-        *portable.backward(grad_out, q, k, v, out, lse, causal, 0.125),
+    pairs, block = Pairs(causal, 0.125), Attended(q, k, v, out, lse)
+    ours, exact = (
+        (*kernel.forward(q, k, v, pairs), *kernel.backward(grad_out, block, pairs))
+        for kernel in (fused, portable)
     )
     for x, y in zip(ours, exact, strict=True):
         assert float((x - y).abs().max() / y.abs().max()) <= 0.03

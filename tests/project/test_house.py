@@ -67,7 +67,7 @@ def room_of(module):
 @pytest.fixture(scope="module")
 def rooms(imports):
     """Return the other rooms that each room imports."""
-    targets = {room: set() for room in {*map(room_of, imports)} - {None}}
+    targets: dict[str, set[str]] = {room: set() for room in {*map(room_of, imports)} - {None}}
     for name in imports:
         if room_of(name):
             targets[room_of(name)].update({*map(room_of, imports[name])} - {None, room_of(name)})
@@ -88,7 +88,7 @@ def test_arrows_point_downwards(imports, rooms):
 
 def test_no_more_than_thirteen_floors(rooms):
     """The longest chain of rooms, each of which imports the next. With `rehearse` below `plan` it had 16."""
-    chains = {}
+    chains: dict[str, tuple[str, ...]] = {}
     for room in TopologicalSorter(rooms).static_order():
         chains[room] = (room, *max((chains[below] for below in rooms[room]), key=len, default=()))
     longest = max(chains.values(), key=len)

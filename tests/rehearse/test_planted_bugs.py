@@ -17,7 +17,7 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
 from nanoscale.models import transformer
-from nanoscale.models.attention_kernels import KERNELS
+from nanoscale.models.attention_kernels import KERNELS, Pairs
 from nanoscale.parallel import expert, fsdp, ring
 from nanoscale.rehearse.compare import mismatches
 from nanoscale.rehearse.kinds import played_ranks
@@ -286,7 +286,7 @@ BUGS = {
             lambda rank, plain, q, k, v, *rest: (
                 plain(q, k, v, *rest)
                 if rank == 0
-                else KERNELS["portable"].forward(q, k, v, True, 1.0)
+                else KERNELS["portable"].forward(q, k, v, Pairs(True, 1.0))
             ),
         ),
         "messages to rank",

@@ -23,8 +23,7 @@ _resize = torch.UntypedStorage.resize_
 OPENED: dict[Any, Any] = {
     operation._opoverload: operation._init_fn
     for operation in (
-        ring._forward,
-        ring._backward,
+        *ring.RING,
         expert.exchange_counts,
         moe.multiply_router,
         moe.choose_experts,
