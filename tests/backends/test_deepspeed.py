@@ -91,14 +91,14 @@ def loop(shape: Model = SHAPE, lora: Lora = TRAINS_ALL, steps: int = STEPS) -> C
 
 def shared_out(dp: int, number: int) -> Any:
     """Return a row: stages on two ranks that no other test has there; the others are exhaustive."""
-    is_usual = dp == 2 and NAMES[number] in ("0", "2-offload", "3-offload")
+    is_usual = dp == 2 and NAMES[number] in ("0", "3-offload")
     marks = pytest.mark.slow if is_usual else pytest.mark.exhaustive
     return pytest.param(*STAGES[number], dp, marks=marks, id=f"{NAMES[number]}-{dp}")
 
 
 @pytest.mark.parametrize(
     ("stage", "zero", "dp"),
-    [shared_out(dp, number) for number in range(len(STAGES)) for dp in (1, 2, 4)],
+    [shared_out(dp, number) for number in range(len(STAGES)) for dp in (1, 2)],
 )
 def test_equals_plain_loop(
     tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: Deviations
@@ -138,15 +138,8 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
     ("ring pp 2 · cp 2, stage 1", 1, {"cp": 2, "pp": 2}, 2),
 ]
 OTHER_LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
-    ("pp 2, stage 1", 1, {"pp": 2}, 2),
-    ("tp 2, stage 2", 2, {"tp": 2}, 4),
     ("pp 2 · tp 2, stage 0", 0, {"pp": 2, "tp": 2}, 2),
     ("ring cp 2 · tp 2, stage 1", 1, {"cp": 2, "tp": 2}, 4),
-    ("pp 2, stage 0", 0, {"pp": 2}, 2),
-    ("dp 2 · pp 2, stage 0", 0, {"dp": 2, "pp": 2}, 2),
-    ("tp 2, stage 0", 0, {"tp": 2}, 4),
-    ("dp 2 · tp 2, stage 1", 1, {"dp": 2, "tp": 2}, 2),
-    ("ulysses cp 2, stage 0", 0, {"cp": 2, "cp_method": "ulysses"}, 4),
     ("ulysses dp 2 · cp 2, stage 2", 2, {"dp": 2, "cp": 2, "cp_method": "ulysses"}, 2),
 ]
 
@@ -196,17 +189,11 @@ def test_packed_documents_equal_each_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "changes"),
-    [
-        exhaustive(3, {"dp": 2}),
-        (2, {"parallel": {"tp": 2, "sequence_parallel": False}, "micro_batch": 4}),
-    ],
-)
-def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
+def test_gpt2_equals_plain_loop(tmp_path: Path) -> None:
     """Tied embeddings, biases, learned positions."""
     write_tokens(tmp_path)
-    config = config_for(tmp_path, stage, model=GPT2, **changes)
+    divided = {"tp": 2, "sequence_parallel": False}
+    config = config_for(tmp_path, 2, model=GPT2, parallel=divided, micro_batch=4)
     (ours,) = run_ranks(train_all, 2, [config])[0]
     assert_equal_curves(ours, loop(GPT2), "fp32")
 
@@ -215,9 +202,8 @@ ODD = replace(SHAPE, ffn=SHAPE.ffn + 1)
 """A model whose adapters have an odd number of elements, so that stage 3 pads the last shards."""
 ADAPTERS = Lora(rank=3, alpha=12.0, targets=("wq", "wk", "wv", "wo", "gate", "up", "down"))
 LORA = [
-    exhaustive(2, OFFLOAD, {"dp": 2}),
     (3, EVERYTHING, {"dp": 2}),
-    (1, {}, {"parallel": {"pp": 2}, "micro_batch": 2}),
+    exhaustive(1, {}, {"parallel": {"pp": 2}, "micro_batch": 2}),
 ]
 
 
@@ -233,11 +219,10 @@ def test_adapters_alone_equal_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "zero"), [(2, {}), exhaustive(0, {}), exhaustive(3, EVERYTHING)])
-def test_lion_equals_plain_loop(tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
+def test_lion_equals_plain_loop(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     lion = Optimizer(name="lion", lr=1e-2, clip_norm=0.5)
-    config = config_for(tmp_path, stage, zero, dp=2, optimizer=lion)
+    config = config_for(tmp_path, 2, dp=2, optimizer=lion)
     (ours,) = run_ranks(train_all, 2, [config])[0]
     reference = plain_loop("fp32", "lion")
     # A gradient near 0 rounds to another sign, and then a weight moves the other way.
@@ -246,7 +231,7 @@ def test_lion_equals_plain_loop(tmp_path: Path, stage: int, zero: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [exhaustive(1), 3])
 def test_groups_and_the_z_loss_equal_the_native_backend(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)
     groups = {"mlp": ParameterGroup("*.mlp.*", lr_factor=0.3, weight_decay=0.2)}
@@ -259,10 +244,9 @@ def test_groups_and_the_z_loss_equal_the_native_backend(tmp_path: Path, stage: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [exhaustive(0), exhaustive(2), 3])
-def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> None:
+def test_mixture_of_experts_equals_plain_loop(tmp_path: Path) -> None:
     write_tokens(tmp_path)
-    config = config_for(tmp_path, stage, model=MOE, dp=2)
+    config = config_for(tmp_path, 3, model=MOE, dp=2)
     (ours,) = run_ranks(train_all, 2, [config])[0]
     assert_equal_curves(ours, loop(MOE), "fp32")
 
@@ -272,15 +256,10 @@ GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
 
 
 NARROW = [
-    *((compute, *STAGES[number], {"dp": 2}) for compute, number in (
-        ("bf16", 0), ("bf16", 3), ("fp16", 1), ("fp16", 5))),
-    *(exhaustive(compute, *STAGES[number], {"dp": 2}) for compute, number in (
-        ("bf16", 1), ("bf16", 2), ("bf16", 4), ("bf16", 5),
-        ("fp16", 0), ("fp16", 2), ("fp16", 3), ("fp16", 4))),
+    *((compute, *STAGES[number], {"dp": 2}) for compute, number in (("bf16", 3), ("fp16", 1))),
+    *(exhaustive(compute, *STAGES[number], {"dp": 2}) for compute, number in (("bf16", 0), ("fp16", 5))),
     ("fp16", 1, {}, {"parallel": {"pp": 2}}),
     exhaustive("bf16", 2, {}, {"parallel": {"tp": 2, "sequence_parallel": False}}),
-    exhaustive("bf16", 1, {}, {"parallel": {"pp": 2}}),
-    exhaustive("bf16", 0, {}, {"parallel": {"cp": 2, "cp_method": "ulysses"}}),
 ]  # fmt: skip
 
 
@@ -323,13 +302,12 @@ def scales(config: ResolvedConfig) -> list[tuple[float, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [exhaustive(1), 2, exhaustive(3)])
-def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: int) -> None:
+def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path) -> None:
     write_tokens(tmp_path)
-    ours = scales(config_for(tmp_path, stage, steps=LONG_STEPS, dp=2))
+    ours = scales(config_for(tmp_path, 2, steps=LONG_STEPS, dp=2))
     assert ours[0] == (2.0**19, 1)
     assert any(later > earlier for (earlier, _), (later, _) in pairwise(ours)), "it doubles"
-    assert ours == scales(native_config(tmp_path, LONG_STEPS, dp=2, stage=stage))
+    assert ours == scales(native_config(tmp_path, LONG_STEPS, dp=2, stage=2))
 
 
 @pytest.mark.slow
@@ -357,15 +335,10 @@ def test_overflows_under_stage_0(tmp_path: Path) -> None:
 ADAMW = Optimizer(lr=1e-2, clip_norm=0.5)
 SGD = Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)
 RESUMED = [
-    (1, {}, ADAMW),
     (3, EVERYTHING, ADAMW),
     exhaustive(3, {}, ADAMW),
     exhaustive(0, {}, SGD),
-    exhaustive(0, {}, ADAMW),
-    exhaustive(2, {}, ADAMW),
     exhaustive(2, OFFLOAD, ADAMW),
-    exhaustive(1, {}, SGD),
-    exhaustive(3, EVERYTHING, SGD),
 ]
 
 
@@ -434,20 +407,19 @@ def test_offload_to_a_disk_is_the_same_training(
     assert curve(run) == curve(whole)
 
 
-def train_compiled(rank: int, config: ResolvedConfig, backend: str) -> Any:
-    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+def train_compiled(rank: int, config: ResolvedConfig) -> Any:
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         return train_all(rank, [config])[0]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_blocks_are_the_same_training(tmp_path: Path, backend: str) -> None:
-    """The first does all but write code; tests/parallel/test_compile.py runs written code."""
+def test_compiled_blocks_are_the_same_training(tmp_path: Path) -> None:
+    """All but written code, which tests/parallel/test_compile.py runs."""
     write_tokens(tmp_path)
     config = config_for(tmp_path, 2, dp=2)
     config = replace(config, backend=Backend(name="deepspeed", compile="on"))
-    ours = run_ranks(train_compiled, 2, config, backend)[0]
+    ours = run_ranks(train_compiled, 2, config)[0]
     assert_equal_curves(ours, loop(), "fp32")
 
 
@@ -461,8 +433,7 @@ def test_a_second_closer_sharding_is_the_same_training(tmp_path: Path) -> None:
 
 
 CHECKPOINTING: list[Any] = [
-    exhaustive(3, {"activation_checkpointing": "full"}),
-    (2, {"activation_checkpointing": "selective"}),
+    exhaustive(2, {"activation_checkpointing": "selective"}),
     (1, {"activation_checkpointing": "sqrt", "pp": 2}),
     (1, {"activation_checkpointing": "full", "checkpoint_every": 2, "offload_activations": True}),
 ]

@@ -40,7 +40,7 @@ from tests.data.texts import (
     write_parquet,
     write_records,
 )
-from tests.support.rows import exhaustive
+from tests.support.rows import usual_rows
 
 ROOT = Path(nanoscale.__file__).parents[1]
 
@@ -120,14 +120,13 @@ def _words(count: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [exhaustive(2), 5])
-def test_any_number_of_workers_makes_the_same_bytes(tmp_path, small_chunks, workers):
+def test_any_number_of_workers_makes_the_same_bytes(tmp_path, small_chunks):
     write_jsonl(tmp_path / "a.jsonl", texts(80))
     write_parquet(tmp_path / "b.parquet", texts(40, seed=1))
-    for number in (1, workers):
+    for number in (1, 5):
         prepared(tmp_path / f"out{number}", tmp_path / "a.jsonl", tmp_path / "b.parquet",
                  validation=0.1, workers=number)  # fmt: skip
-    assert every_file(tmp_path / "out1") == every_file(tmp_path / f"out{workers}")
+    assert every_file(tmp_path / "out1") == every_file(tmp_path / "out5")
 
 
 KILLED = """
@@ -156,7 +155,6 @@ if __name__ == "__main__":
 """
 KILLS = {
     "after the first commit": (2, ""),
-    "in the middle": (9, ""),
     "late": (19, ""),
     "before the index": (0, "folder._Split.write_index = die"),
     "before it appears": (
@@ -169,7 +167,12 @@ KILLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", KILLS)
+@pytest.mark.parametrize(
+    "when",
+    usual_rows(
+        {name: name for name in KILLS}, ("late", "before it appears", "when it has appeared")
+    ),
+)
 def test_killed_and_run_again_it_makes_the_same_bytes(tmp_path, small_chunks, when, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl.gz", texts(120))
@@ -321,8 +324,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [exhaustive("a.jsonl.zst"), "a.parquet"])
-def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """MiB at the peak, of the parent and of the largest worker, for 16 and for 48 MB of text.
 
     Less than 16 MB do not fill the queues between the processes.
@@ -334,11 +336,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
     for megabytes in (16, 48):
         count = megabytes * 10**6 // len(document.encode())
         documents = [f"{number} {document}" for number in range(count)]
-        source = tmp_path / f"{megabytes}-{name}"
-        if name.endswith("parquet"):
-            write_parquet(source, documents, rows=10**6)
-        else:
-            write_jsonl(source, documents)
+        source = tmp_path / f"{megabytes}.parquet"
+        write_parquet(source, documents, rows=10**6)
         done = subprocess.run(
             [sys.executable, str(program), str(source), str(tmp_path / f"out{megabytes}")],
             env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
@@ -414,11 +413,9 @@ def test_lists_of_records_and_csv_are_read(tmp_path, small_chunks, kind, ending)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [exhaustive("jsonl"), "text"])
-def test_standard_input_is_a_source_and_the_same_one_is_not_prepared_again(tmp_path, form):
+def test_standard_input_is_a_source_and_the_same_one_is_not_prepared_again(tmp_path):
     documents = texts(40)
-    raw = write_jsonl(tmp_path / "a", documents).read_bytes()
-    raw = raw if form == "jsonl" else "<|>".join(documents).encode()
+    raw = "<|>".join(documents).encode()
     words = ["data", "prepare", "-", "--tokenizer", "byte", "--separator", "<|>", "--out"]
     command = [sys.executable, "-m", "nanoscale", *words]
     (tmp_path / "temporary").mkdir()

@@ -51,6 +51,16 @@ ROWS = {
     "packed documents, GPT-2, fp32, full": on_gpus(
         Row("", recomputed("full"), 0, 2, shape=GPT2, global_batch=8, seq=512, documents=True)
     ),
+    **{
+        f"GPT-2, fp32, {keep or mode}": on_gpus(
+            Row("", recomputed(mode, **({"selective_keep": keep} if keep else {})), shape=GPT2)
+        )
+        for mode, keep in (
+            ("sqrt", ""),
+            ("selective", "attention"),
+            ("selective", "every-2nd-matmul"),
+        )
+    },
     "LoRA, bf16": on_gpus(Row("", precision="bf16", lora=ADAPTERS)),
     "LoRA of attention, bf16": on_gpus(Row("", precision="bf16", lora=LORA_OF_ATTENTION)),
     "LoRA, bf16, selective": on_gpus(
@@ -85,7 +95,7 @@ for name, degrees, changes in (
 USUAL = (
     "offloaded, dp 2, bf16",
     "dp 2, stage 2, large tied vocabulary, few tokens",
-    "Muon, dp 2, stage 3",
+    "GPT-2, fp32, attention",
     "LoRA, dp 2, stage 3, bf16",
     "gpt-oss, bf16, selective",
 )

@@ -27,11 +27,6 @@ Forward = Callable[..., Any]
 DP_TP = {"dp": 2, "tp": 2}
 
 
-def prints(block: Any, hidden: Any, *args: Any) -> Any:
-    print("a block")
-    return plain(block, hidden, *args)
-
-
 def branches(block: Any, hidden: Any, *args: Any) -> Any:
     if hidden.sum() > 0:
         hidden = hidden * 2
@@ -45,18 +40,14 @@ def counts(block: Any, hidden: Any, *args: Any) -> Any:
     return plain(block, hidden, *args)
 
 
-def grows(block: Any, hidden: Any, *args: Any) -> Any:
-    block.kept.append(hidden.detach())
-    return plain(block, hidden, *args) + torch.stack(block.kept).mean(0)
-
-
 def found(_rank: int, forward: Forward, layout: dict[str, int]) -> list[str]:
-    degrees = layout | ({} if forward in (counts, grows) else recomputed("selective"))
+    degrees = layout | ({} if forward is counts else recomputed("selective"))
     row = Row("", degrees, 3, shape=replace(SHAPE, layers=2))
     config = config_of(row)
     train = replace(config.train, eval_every=5)
     config = replace(config, train=train, backend=replace(config.backend, compile="on"))
-    vars(module)["Block"].count, vars(module)["Block"].kept = 0, []
+    vars(module)["Block"].count = 0
+    torch._dynamo.config.recompile_limit = 4  # eight take half a minute
     Block.forward = forward  # type: ignore[method-assign]
     try:
         return compiler_findings(config)
@@ -68,12 +59,10 @@ def found(_rank: int, forward: Forward, layout: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize(
     ("forward", "said", "layout"),
     [
-        (plain, None, DP_TP),
-        exhaustive(plain, None, {"pp": 2}),
-        exhaustive(prints, "breaks a block in two at", DP_TP),
+        (plain, None, {"dp": 2}),
+        exhaustive(plain, None, DP_TP),
         (branches, "breaks a block in two at", DP_TP),
         (counts, "compiles blocks again in every step: ", {"pp": 2, "dp": 2}),
-        exhaustive(grows, "compiles blocks again in every step: ", DP_TP),
     ],
 )
 def test_what_the_compiler_cannot_do_is_named(

@@ -67,14 +67,12 @@ def test_a_second_member_of_each_axis_is_played_on_one_stage(
 
 ALIKE: dict[str, Row] = {
     "uneven": Row("", {"dp": 3}, 3, 1, global_batch=3),
-    "hsdp": Row("", {"dp": 4, "dp_replicate": 2}, 2, 1, global_batch=4),
     "ring": Row("", {"cp": 4}, 3, 1, global_batch=1),
     "window": Row("", {"cp": 4}, 3, 1, shape=replace(SHAPE, sliding_window=4), global_batch=1),
     "bias": Row("", {"tp": 4}, 0, 1, shape=replace(SHAPE, bias=True), global_batch=1),
-    "stages": Row("", {"pp": 2, "dp": 2, "tp": 2}, 1, 1, global_batch=4),
     "experts": Row("", {"dp": 4, "ep": 2}, 3, 1, shape=MIXTURE, global_batch=4),
 }
-USUAL = ("uneven", "ring", "window", "bias")
+USUAL = ("uneven", "ring", "bias")
 
 
 @pytest.mark.slow

@@ -26,21 +26,13 @@ LONG = RopeScaling(
 LONGROPE = replace(DENSE, rope_scaling=LONG)
 DEGREES: dict[str, Any] = {"dp": 2}
 ROWS = {
-    "fp32": (Row("", DEGREES, 2, shape=DENSE), {}),
-    "bf16": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
-    "fp8": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
+    "fp8, qk_clip and longrope": (Row("", DEGREES, 3, precision="bf16", shape=LONGROPE), {}),
     "Muon": (Row("", {"dp": 2, "tp": 2}, 3, shape=DENSE, optimizer="muon"), {}),
     "bf16 without masters": (Row("", DEGREES, 3, precision="bf16-pure", shape=DENSE), {}),
     "schedule-free": (Row("", DEGREES, 3, shape=DENSE, optimizer="schedule-free"), {}),
     "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
-    "qk_clip": (Row("", DEGREES, 2, shape=DENSE), {}),
-    "longrope": (Row("", DEGREES, 2, shape=LONGROPE), {}),
     "statistics": (Row("", DEGREES, 2, shape=DENSE), {"item": 1, "tolist": 1}),
     "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
-    "experts, ep 2": (
-        Row("", DEGREES | {"ep": 2}, 2, precision="bf16", shape=EXPERTS),
-        {"copy to the host": LAYERS * MICRO_BATCHES},
-    ),
     "experts, ep 2, recomputed": (
         Row("", DEGREES | {"ep": 2} | recomputed("full"), 2, precision="bf16", shape=EXPERTS),
         {"copy to the host": LAYERS * MICRO_BATCHES},
@@ -51,12 +43,9 @@ ROWS = {
     ),
 }
 USUAL = (
-    "fp8",
+    "fp8, qk_clip and longrope",
     "Muon",
-    "schedule-free",
     "fp16",
-    "qk_clip",
-    "longrope",
     "statistics",
     "experts",
     "experts, ep 2, recomputed",
@@ -75,8 +64,8 @@ def test_waits_of_a_step(name: str) -> None:
     config = config_of(replace(row, micro_batch=1, global_batch=2 * MICRO_BATCHES))
     config = replace(
         config,
-        precision=replace(config.precision, fp8=name == "fp8"),
-        optimizer=replace(config.optimizer, qk_clip=100.0 if name == "qk_clip" else None),
+        precision=replace(config.precision, fp8="fp8" in name),
+        optimizer=replace(config.optimizer, qk_clip=100.0 if "qk_clip" in name else None),
         train=replace(config.train, statistics_every=2 if name == "statistics" else 0),
     )
     assert run_ranks(waits, 1, config) == [("", expected)]
@@ -85,7 +74,7 @@ def test_waits_of_a_step(name: str) -> None:
 def events_after_an_operation(_: int) -> list[StreamEvent]:
     record = RankRecord(0)
     gpu = Gpu("NVIDIA H200", 140 << 30, 8)
-    with world_of(config_of(ROWS["fp32"][0]), record, gpu) as world, world.timed():
+    with world_of(config_of(ROWS["schedule-free"][0]), record, gpu) as world, world.timed():
         x = torch.zeros(4, device=world.device)
         torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
         x.mul_(2)

@@ -22,7 +22,7 @@ from nanoscale.train.agreement import Agreement
 from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Training
-from tests.support.jobs import SHAPE, STEPS, make_config, packed_data
+from tests.support.jobs import SHAPE, STEPS, ZBV, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 
 OFFLOADED = Zero(stage=3, offload_optimizer="cpu", offload_param="cpu")
@@ -252,7 +252,7 @@ ROWS = [
     mixture(3, 1, dp=4, ep=4, shape=replace(MOE, balance="none")),
     mixture(3, 1, dp=2, tp=2, ep=2, shape=replace(SHARED, shared_gate=False)),
     mixture(3, 1, dp=2, tp=2, ep=2, shape=GROUPED),
-    mixture(0, 1, dp=2, pp=2, ep=2, shape=replace(GROUPED, balance="aux", balance_rate=0.1)),
+    mixture(0, 1, dp=2, ep=2, **ZBV, shape=replace(GROUPED, balance="aux", balance_rate=0.1)),
     mixture(0, 1, tp=2, pp=2, shape=SHARED),
     mixture(2, 1, dp=4, ep=2, dp_replicate=2),
     mixture(3, 1, dp=2, tp=2, ep=2, shape=GPT_OSS, activation_checkpointing="full"),

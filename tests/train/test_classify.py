@@ -128,7 +128,6 @@ def plain_figures(
 LAYOUTS: list[Any] = [
     ("bert", {"dp": 2, "stage": 1}),
     ("llama", {"micro_batch": 1, "parallel": {"tp": 2, "sequence_parallel": False}}),
-    exhaustive("llama", {"dp": 2, "stage": 3, "parallel": {"activation_checkpointing": "full"}}),
     exhaustive("bert", {"dp": 2, "stage": 2, **DEEPSPEED}),
 ]
 

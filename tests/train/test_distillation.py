@@ -101,7 +101,6 @@ def assert_equal(run: RunDirectory, expected: reference.CURVE, tolerance: float 
     [
         ({"pp": 2, "tp": 2}, 0),
         ({"cp": 2, "dp": 2}, 1),
-        exhaustive({"tp": 2, "sequence_parallel": False}, 0),
         exhaustive(ZBV, 1),
     ],
     ids=str,

@@ -120,7 +120,6 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
     [
         ("fp64", {"dp": 2}, 3),
         ("bf16", {}, 0),
-        exhaustive("fp64", {}, 0),
         exhaustive("fp64", {"tp": 2, "pp": 2}, 1),
     ],
 )

@@ -25,7 +25,6 @@ from tests.support.rows import exhaustive
 
 LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 3, 1)]
 """Layouts that the equivalence matrix does not have: dp, ZeRO stage, dp_replicate."""
-OTHER_LAYOUTS = [(4, 1, 1), (4, 3, 1), (4, 1, 2)]
 
 
 def our_curve(config: ResolvedConfig) -> CURVE:
@@ -39,7 +38,7 @@ def our_curve(config: ResolvedConfig) -> CURVE:
 @pytest.mark.parametrize(
     ("dp", "stage", "dp_replicate", "precision"),
     [(*layout, "fp64") for layout in LAYOUTS]
-    + [exhaustive(*layout, "fp64") for layout in OTHER_LAYOUTS]
+    + [exhaustive(4, 1, 2, "fp64")]
     + [exhaustive(*layout, "fp32") for layout in LAYOUTS],
 )
 def test_layout_equals_plain_loop(
@@ -62,14 +61,10 @@ def test_layout_equals_plain_loop(
     [
         ("sgd", {"dp": 2}, 3),
         ("lion", {"dp": 2}, 3),
-        exhaustive("lion", {"tp": 2, "pp": 2}, 1),
         ("schedule-free", {"dp": 2}, 3),
-        exhaustive("schedule-free", {"tp": 2, "pp": 2}, 1),
         ("adafactor", {"dp": 2, "tp": 2}, 3),
-        exhaustive("adafactor", {"tp": 2, "pp": 2}, 1),
         exhaustive("adafactor", {"dp": 4, "dp_replicate": 2}, 2),
         ("muon", {"dp": 2}, 0),
-        exhaustive("muon", {"dp": 2}, 3),
         exhaustive("muon", {"tp": 2, "pp": 2}, 1),
         ("muon", {"dp": 2, "tp": 2}, 2),
         exhaustive("muon", {"dp": 4, "dp_replicate": 2}, 2),
@@ -90,7 +85,7 @@ def test_other_optimizers_equal_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", [exhaustive("none"), "full"])
 def test_blocks_that_are_gathered_ahead(tmp_path: Path, mode: str) -> None:
     write_tokens(tmp_path)
     parallel = {"activation_checkpointing": mode}
@@ -103,7 +98,6 @@ def test_blocks_that_are_gathered_ahead(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "degrees", "stage"),
     [
-        exhaustive(SHAPE, {"dp": 2, "tp": 2}, 3),
         exhaustive(SHAPE, {"tp": 2, "pp": 2, "activation_checkpointing": "full"}, 1),
         (MLA, {"dp": 2, "tp": 2}, 2),
     ],
@@ -131,9 +125,8 @@ def test_large_attention_scores_are_clipped(
 @pytest.mark.parametrize(
     ("degrees", "stage"),
     [
-        ({"dp": 4, "dp_replicate": 2}, 2),
+        ({"dp": 2}, 2),
         exhaustive({"tp": 2, "pp": 2}, 1),
-        exhaustive({"cp": 2, "cp_method": "ulysses"}, 2),
     ],
     ids=str,
 )
@@ -160,7 +153,9 @@ def test_states_in_bf16_are_near_those_in_fp32(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("degrees", "stage"), [({"tp": 2, "pp": 2}, 1), ({"dp": 2, "cp": 2}, 2)])
+@pytest.mark.parametrize(
+    ("degrees", "stage"), [exhaustive({"tp": 2, "pp": 2}, 1), ({"dp": 2, "cp": 2}, 2)]
+)
 def test_the_z_loss_equals_the_plain_loop(
     tmp_path: Path, degrees: dict[str, int], stage: int
 ) -> None:
@@ -212,13 +207,12 @@ def test_order_of_samples_is_the_same_in_every_layout(tmp_path: Path) -> None:
     """The corpus has many global batches, with which another order would give other losses."""
     write_tokens(tmp_path, samples=100)
     curves = []
-    for dp, stage in ((1, 0), (2, 3), (4, 1)):
+    for dp, stage in ((1, 0), (2, 3)):
         root = tmp_path / f"dp{dp}"
         config = make_config(tmp_path, dp=dp, stage=stage)
         config = replace(config, run=replace(config.run, root=str(root)))
         curves.append(our_curve(config))
     assert_equal_curves(curves[1], curves[0], "fp64")
-    assert_equal_curves(curves[2], curves[0], "fp64")
 
 
 @pytest.mark.slow

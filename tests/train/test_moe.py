@@ -77,11 +77,11 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
     """Preferences so strong that one expert takes all: the other rank has nothing to compute."""
     write_tokens(tmp_path)
     shape = replace(MOE, experts_per_token=1, balance_rate=10.0)
-    config = row_config(tmp_path, mixture(3, shape=shape, dp=2, ep=2), "fp64", LONG_STEPS)
+    config = row_config(tmp_path, mixture(3, shape=shape, dp=2, ep=2), "fp64", steps=10)
     records = run_ranks(record_all, 2, config)[0]
     assert any(record["moe_imbalance"] == shape.experts for record in records)
     ours = [tuple(record[k] for k in ("loss", "grad_norm", "lr", "tokens")) for record in records]
-    assert_equal_curves(ours, plain_loop("fp64", shape=shape, steps=LONG_STEPS), "fp64")
+    assert_equal_curves(ours, plain_loop("fp64", shape=shape, steps=10), "fp64")
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
     [
         ("muon", 3, {"dp": 2, "ep": 2}),
         exhaustive("schedule-free", 3, {"dp": 2, "ep": 2}),
-        ("adafactor", 3, {"dp": 4, "ep": 2}),
+        exhaustive("adafactor", 3, {"dp": 4, "ep": 2}),
     ],
 )
 def test_other_optimizers_of_experts_equal_plain_loop(

@@ -96,11 +96,9 @@ def plain_loop(tokens: np.ndarray) -> CURVE:
     [
         ({}, 0),
         ({"dp": 2}, 3),
-        exhaustive({"tp": 2, "dp": 2}, 2),
-        exhaustive({"pp": 2}, 0),
-        (ZBV | {"dp": 2}, 1),
+        ({"pp": 2, "tp": 2}, 0),
+        exhaustive(ZBV | {"dp": 2}, 1),
         ({"cp": 2}, 0),
-        exhaustive({"cp": 2, "tp": 2}, 0),
     ],
     ids=str,
 )
@@ -113,14 +111,13 @@ def test_phases_equal_a_plain_loop(tmp_path: Path, degrees: dict[str, Any], stag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [exhaustive(1), 3])
-def test_a_resume_within_a_phase_is_exact(tmp_path: Path, step: int) -> None:
+def test_a_resume_within_a_phase_is_exact(tmp_path: Path) -> None:
     write_tokens(tmp_path, STORED)
     config = with_phases(saving_config(tmp_path, dp=2, stage=3))
     run = make_run(config)
-    train(run, config, StopBefore(step))
+    train(run, config, StopBefore(3))
     train(run, config)
-    assert resumed_at(run) == [step]
+    assert resumed_at(run) == [3]
     whole = never_stopped(tmp_path, config)
     assert_same_training(run, whole)
     assert_same_weights(run, whole)

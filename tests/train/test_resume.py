@@ -55,21 +55,14 @@ def _tokens(tmp_path: Path) -> None:
     ("dp", "stage", "precision", "changes"),
     [
         (1, 0, "fp32", {}),
-        exhaustive(2, 3, "fp32", {}),
-        exhaustive(2, 2, "bf16", {}),
-        exhaustive(2, 1, "fp64", {}),
         exhaustive(4, 3, "fp32", HSDP),
         (1, 0, "fp32", SGD),
-        exhaustive(2, 3, "fp32", LION),
+        exhaustive(1, 0, "fp32", LION),
         (2, 3, "fp32", MUON),
-        exhaustive(1, 3, "bf16", OFFLOADED),
         (2, 3, "fp32", OFFLOADED | AVERAGED),
         (1, 0, "fp32", SCHEDULE_FREE),
-        exhaustive(2, 3, "fp32", SCHEDULE_FREE),
-        exhaustive(1, 0, "bf16", AVERAGED),
-        (4, 2, "bf16-pure", HSDP),
+        (2, 2, "bf16-pure", {}),
         (1, 0, "fp32", MOMENTS),
-        exhaustive(2, 2, "fp32", SGD),
     ],
 )
 def test_stopped_and_resumed_bit_for_bit(
@@ -128,12 +121,10 @@ def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "optimizer"),
     [
-        exhaustive({"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}, SGD["optimizer"]),
         ({"dp": 4, "stage": 2, "dp_replicate": 2}, {"dp": 2, "stage": 0}, ADAMW),
-        ({"dp": 2, **OFFLOADED}, {"dp": 4, "stage": 1}, SGD["optimizer"]),
-        exhaustive({"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}, ADAMW),
+        exhaustive({"dp": 2, **OFFLOADED}, {"dp": 4, "stage": 1}, SGD["optimizer"]),
     ],
-    ids=["2-4-1-sgd", "hsdp-2-1-adamw", "offloaded-4-1-sgd", "2-4-1-adamw"],
+    ids=["hsdp-2-1-adamw", "offloaded-4-1-sgd"],
 )
 def test_resumed_in_other_layouts(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], optimizer: Optimizer
@@ -190,11 +181,9 @@ def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
     ("stage", "degrees"),
     [
         (0, {}),
-        exhaustive(0, {"dp": 2}),
         (3, {"dp": 2}),
-        exhaustive(1, {"tp": 2, "pp": 2}),
         exhaustive(3, {"dp": 2, "cp": 2}),
-        (0, ZBV),
+        exhaustive(0, ZBV),
     ],
     ids=str,
 )

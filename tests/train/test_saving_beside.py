@@ -111,7 +111,6 @@ class HeldAndKilled(Held):
 LAYOUTS = [
     {},
     exhaustive({"dp": 2, "stage": 3, "parallel": {"tp": 2}}),
-    exhaustive({"dp": 2, "stage": 0}),
     {"dp": 2, "stage": 2, "precision": "fp32", "backend": Backend(name="deepspeed")},
 ]
 

@@ -84,10 +84,10 @@ def steps(run: RunDirectory) -> list[int]:
     return [stored.step for stored in list_checkpoints(run.checkpoints)]
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS: list[Any] = [
     {"dp": 2, "stage": 3, "asynchronous": True},
     {"parallel": {"pp": 2}},
-    {"dp": 2, "stage": 1, "precision": "fp32", "backend": Backend(name="deepspeed")},
+    exhaustive({"dp": 2, "stage": 1, "precision": "fp32", "backend": Backend(name="deepspeed")}),
 ]
 
 
@@ -109,7 +109,7 @@ def test_it_can_be_turned_off(tmp_path: Path, minutes: float | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "expected"), [(7, [5, 7, 12, 14, 19]), (4, [4, 8, 12, 16, 20])], ids=str
+    ("every", "expected"), [(7, [5, 7, 12, 14, 19]), exhaustive(4, [4, 8, 12, 16, 20])], ids=str
 )
 def test_the_clock_restarts_at_each_checkpoint(
     tmp_path: Path, every: int, expected: list[int]
@@ -124,15 +124,14 @@ def test_all_that_are_kept_are_not_those_saved_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [exhaustive(False), True])
-def test_a_run_continues_from_it_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_run_continues_from_it_bit_for_bit(tmp_path: Path) -> None:
     write_tokens(tmp_path)
-    config = config_for(tmp_path, dp=2, stage=2, asynchronous=asynchronous)
+    config = config_for(tmp_path, dp=2, stage=2, asynchronous=True)
     whole = make_run(config, "whole")
     train(whole, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
         train(run, config, KilledBefore(13))
-    assert steps(run)[-1] in ((10,) if not asynchronous else (5, 10))
+    assert steps(run)[-1] in (5, 10)
     train(run, config)
     assert resumed_at(run)[0] in (5, 10) and curve(run) == curve(whole)

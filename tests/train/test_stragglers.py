@@ -108,9 +108,6 @@ def late_rank(rank: int, path: Path, late: int) -> str:
     "layout",
     [
         pytest.param({"dp": 4}, id="dp 4"),
-        exhaustive({"dp": 2}, name="dp 2"),
-        exhaustive({"dp": 2, "parallel": {"tp": 2}}, name="tp dp"),
-        exhaustive({"dp": 2, "parallel": {"cp": 2}}, name="cp dp"),
         exhaustive({"dp": 2, "parallel": {"pp": 2}}, name="pp dp"),
     ],
 )
