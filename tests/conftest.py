@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
 def settings_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Sign runs of the tests with a secret of their own, not with the user's."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("settings"))
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Let commands start their ranks without agents: see `tests/support/forked_jobs.py`."""
+    from tests.support.forked_jobs import forked_jobs
+
+    with forked_jobs():
+        yield
 
 
 @pytest.fixture(autouse=True)

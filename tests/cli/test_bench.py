@@ -29,8 +29,9 @@ LIMIT_S = 60.0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    """The job has two ranks and a checkpoint, and goes through the launcher; another has one rank."""
+    """The job has two ranks and a checkpoint; another has one rank."""
     monkeypatch.chdir(tmp_path)
     words = ["recipe=debug", "parallel.dp=2", "train.steps=6", "train.sample_tokens=0"]
     words += ["train.seq_len=32", "launcher.threads=1"]

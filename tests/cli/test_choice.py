@@ -10,6 +10,8 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs.directory import RunDirectory, read_json
 from tests.support.jobs import read_metrics
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def train(folder, ranks):
     words = [

@@ -7,6 +7,7 @@ import pytest
 from nanoscale.cli.main import run
 from nanoscale.view.conformity_text import sentences
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 WRONG = """
 from torch.nn import functional as F
 

@@ -18,6 +18,7 @@ from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 from tests.support.rows import exhaustive
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 EARLIER = Path(__file__).parent / "earlier"
 VERSIONS = sorted(it.name for it in EARLIER.iterdir())
 LOSSES = [

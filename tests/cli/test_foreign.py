@@ -16,6 +16,8 @@ from nanoscale.cli.main import run as nanoscale
 from tests.cli import Capsys
 from tests.support import hf_models
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
 HF = ["model=hf", "model.name=small"]
 

@@ -20,6 +20,8 @@ from tests.cli import Capsys
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
 
 

@@ -20,6 +20,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import EXACT, Curve
 from tests.support.s3_server import BUCKET, environment, s3_environment, s3_server
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 UPLOAD = f"checkpoint.upload=s3://{BUCKET}/models"
 WORDS = [
     "recipe=debug",

@@ -15,6 +15,8 @@ from nanoscale.config.composing.frozen import load
 from nanoscale.config.values import hooks
 from tests.support.hf_families import save
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LOSS = """
 def loss(logits, targets, config):
     import torch

@@ -366,6 +366,7 @@ def test_a_price_is_shown_with_every_layout(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_train_goes_on_by_force_and_keeps_its_plan(capsys):
     assert nanoscale(["train", *LARGE, "train.steps=2", "scheduler.warmup_steps=0", "--force"]) == 0
     shown = capsys.readouterr().out

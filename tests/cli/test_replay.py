@@ -18,6 +18,8 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run import replay_text
 from tests.support.jobs import resumed_at, run_of_bytes
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 WORDS = (
     "recipe=debug", "model.layers=2", "train.steps=9", "train.eval_every=4", "parallel.dp=2", "zero=stage3",
     "checkpoint.every=4", "checkpoint.keep_last=null",
@@ -25,7 +27,7 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def trained(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) -> RunDirectory:
     root = tmp_path_factory.mktemp("runs")
     assert nanoscale(["train", *WORDS, f"run.root={root}", "run.name=first"]) == 0
     return RunDirectory.open(str(root / "first"))

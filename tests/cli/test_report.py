@@ -182,6 +182,7 @@ def test_the_predicted_speed_is_drawn_where_its_layout_trained(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_training_leaves_a_report_and_resuming_plans_again(capsys):
     words = ["recipe=debug", "model.layers=1", "train.steps=2", "train.log_every=1", "logger=none"]
     words += ["launcher.device=cpu", "launcher.threads=1", "run.name=real"]

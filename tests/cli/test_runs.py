@@ -238,6 +238,7 @@ def test_stop_gives_up_after_a_time(runs, hold, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_diverged_run_is_shown_as_such(tmp_path, monkeypatch, capsys):
     """Its last figures are null in metrics.jsonl, and no reader may trip over that."""
     monkeypatch.chdir(tmp_path)

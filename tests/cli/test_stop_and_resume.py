@@ -1,4 +1,5 @@
-"""Law 2 through the front door: real signals to a real `nanoscale train`, then `nanoscale resume`."""
+"""Law 2 through the front door: real signals to a real `nanoscale train`, then `nanoscale resume`
+(with forked ranks, as the run that is never stopped)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import EXACT, Curve
 from tests.support.rows import exhaustive
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 STEPS = 80
 WORDS = [
     "recipe=debug",
@@ -25,6 +27,7 @@ WORDS = [
     f"train.steps={STEPS}",
     "parallel.dp=2",
     "zero=stage3",
+    "launcher.threads=1",
     "checkpoint.every=10",
     "checkpoint.keep_last=null",
 ]
@@ -52,7 +55,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def never_stopped(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) -> Path:
     root = tmp_path_factory.mktemp("whole")
     assert nanoscale(["train", *WORDS, f"run.root={root}", "run.name=run"]) == 0
     return root / "run"

@@ -26,6 +26,7 @@ from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 from tests.support.jobs import make_run, read_metrics, train
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 FEW, MANY = 40, 4000
 Records = Callable[[int], Any]
 

@@ -17,6 +17,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json
+from tests.support.forked_jobs import forked_jobs
 from tests.support.rows import exhaustive
 from tests.support.token_files import write_indexed
 
@@ -106,6 +107,7 @@ def test_the_run_directory_is_complete(trained):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_run_goes_on_in_another_layout(trained, capsys):
     run = RunDirectory(trained[0] / "runs" / "first")
     first = run.config.read_text()
@@ -134,11 +136,13 @@ def test_deepspeed_trains_with_the_same_command_and_keeps_its_noise_to_itself(fo
     assert not screen
     run = RunDirectory(folder / "runs" / "other")
     assert read_json(run.deepspeed)["zero_optimization"]["stage"] == 2
-    assert nanoscale(["resume", str(run.path), "backend=native", "train.steps=6"]) == 0
+    with forked_jobs():
+        assert nanoscale(["resume", str(run.path), "backend=native", "train.steps=6"]) == 0
     assert "resumed from step-00000004" in capsys.readouterr().out
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_failure_within_deepspeed_is_one_diagnosis(folder, capsys):
     command = ["train", *words(folder, "run.name=broken", "backend=deepspeed", "zero=stage1")]
     assert nanoscale([*command, "optimizer.lr=1e30", "train.steps=6"]) == 1

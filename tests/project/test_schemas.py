@@ -38,6 +38,7 @@ def schemas() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_documents_fit_their_schemas(script: Any) -> None:
     documents, stored = script.documents(), schemas()
     assert documents.keys() == stored.keys() == script.COMMANDS.keys(), "run `make schemas`"
