@@ -105,13 +105,7 @@ def export(
     )
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
-        raise UserError(
-            "model",
-            f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
-            f"router's scores is {1 / config.model.experts:.3g}; transformers cannot store them, and its "
-            f"model would choose other experts. --drop-bias exports the model without them; runs with "
-            f"model.balance=aux or none have no such bias",
-        )
+        raise _has_bias(bias, config.model.experts)
     with new_folder(out, size) as temporary:
         special = vocabulary.write(temporary, config)
         if config.model.source == "hf":  # what the data leave open stays as in its config.json
@@ -120,18 +114,37 @@ def export(
         _require_accepted(hf_config, config.model)
         source = _Source(stored.path, config, tensors, kind, note)
         _write_weights(source, files, names, temporary, size)
-        if config.model.trust_remote_code and Path(config.model.name).is_dir():
-            for file in sorted(Path(config.model.name).glob("*.py")):
-                shutil.copyfile(file, temporary / file.name)
-        if config.model.source == "hooks":
-            hooks = stored.path.parents[1] / file_name(str(config.hooks.sha256))
-            content = hooks.read_bytes()
-            if hashlib.sha256(content).hexdigest() != config.hooks.sha256:
-                raise UserError("hooks", f"{hooks} has changed since the launch")
-            (temporary / "hooks.py").write_bytes(content)
+        _copy_code(stored, config, temporary)
         write_json(temporary / "config.json", hf_config)
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
     return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
+
+
+def _has_bias(bias: float, experts: int) -> UserError:
+    return UserError(
+        "model",
+        f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
+        f"router's scores is {1 / experts:.3g}; transformers cannot store them, and its "
+        f"model would choose other experts. --drop-bias exports the model without them; runs with "
+        f"model.balance=aux or none have no such bias",
+    )
+
+
+def _copy_code(stored: StoredCheckpoint, config: ResolvedConfig, out: Path) -> None:
+    """Copy the Python files of a model with code of its own.
+
+    Raises:
+        UserError: the hooks are not those of the launch.
+    """
+    if config.model.trust_remote_code and Path(config.model.name).is_dir():
+        for file in sorted(Path(config.model.name).glob("*.py")):
+            shutil.copyfile(file, out / file.name)
+    if config.model.source == "hooks":
+        hooks = stored.path.parents[1] / file_name(str(config.hooks.sha256))
+        content = hooks.read_bytes()
+        if hashlib.sha256(content).hexdigest() != config.hooks.sha256:
+            raise UserError("hooks", f"{hooks} has changed since the launch")
+        (out / "hooks.py").write_bytes(content)
 
 
 @contextmanager

@@ -116,27 +116,34 @@ def check(
     own_code.check_hooks(resolution)
     run = training.resolve_run(resolution)
     resolution.refuse_all()
-    parallel, backend = resolution.config.parallel, config.backend
+    launcher = resolve_ranks(resolution, launcher, device, ranks)
+    final = replace(_choose(resolution, searched), run=run, launcher=launcher)
+    return resolved(final)
+
+
+def _choose(resolution: Resolution, searched: frozenset[str]) -> Config:
+    """Return the configuration with what is `auto` until here: compilation, virtual stages, checkpoints in
+    memory, the schedule's decay."""
+    config = resolution.config
+    parallel, backend, saving = config.parallel, config.backend, config.checkpoint
     if backend.compile == "auto":  # on GPUs, if no rule forbids it
-        compiled = replace(resolution.config, backend=replace(backend, compile="on"))
+        compiled = replace(config, backend=replace(backend, compile="on"))
         possible = all(rule.holds(compiled) for rule in RULES if "backend.compile" in rule.reads)
-        backend = replace(backend, compile="on" if device == "cuda" and possible else "off")
+        backend = replace(
+            backend, compile="on" if config.launcher.device == "cuda" and possible else "off"
+        )
     is_open = not searched.isdisjoint(("parallel.pp", "parallel.schedule"))
     if parallel.virtual_stages == "auto" or not is_open:
         parallel = replace(parallel, virtual_stages=pipeline.virtual_stages(parallel))
-    saving = config.checkpoint
     if saving.memory_every == "auto":
         saving = replace(saving, memory_every=1)  # until the plan chooses
-    final = replace(
-        resolution.config,
+    return replace(
+        config,
         checkpoint=saving,
-        run=run,
         parallel=parallel,
         backend=backend,
-        launcher=resolve_ranks(resolution, launcher, device, ranks),
-        scheduler=training.resolve_scheduler(resolution.config),
+        scheduler=training.resolve_scheduler(config),
     )
-    return resolved(final)
 
 
 def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:

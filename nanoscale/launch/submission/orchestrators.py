@@ -56,11 +56,13 @@ def _name(request: Request) -> str:
     return label if label[:1].isalpha() else f"run-{label}".strip("-")
 
 
-def _jobset(request: Request, hosts: int, slots: int) -> Document:
-    launcher, name = request.config.launcher, _name(request)
+def _claims(request: Request) -> list[tuple[str, str]]:
+    """Return the persistent volume claims of a pod and their folders; refuse a job that a pod cannot run."""
+    launcher = request.config.launcher
     key, is_set = "launcher.container", launcher.container is not None
     _require(request, key, is_set, "is needed by a pod", f"{key}=IMAGE")
-    claims = [mount.rpartition(":")[::2] for mount in launcher.container_mounts]
+    mounts = [mount.rpartition(":") for mount in launcher.container_mounts]
+    claims = [(claim, path) for claim, _, path in mounts]
     root = PurePosixPath(request.config.run.root)
     holds_runs = any(root.is_relative_to(path) for _, path in claims)
     message = f"has no CLAIM:FOLDER of a persistent volume that holds run.root={root}"
@@ -75,6 +77,12 @@ def _jobset(request: Request, hosts: int, slots: int) -> Document:
         is_free = path.startswith("/") and [it for _, it in (*claims, ("", _SHM))].count(path) == 1
         message = f"mounts {path!r}, which must be a folder from / on and the place of one claim"
         _require(request, "launcher.container_mounts", is_free, message, advice)
+    return claims
+
+
+def _jobset(request: Request, hosts: int, slots: int) -> Document:
+    launcher, name = request.config.launcher, _name(request)
+    claims = _claims(request)
     variables: list[Document] = [
         {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         {"name": "WORLD_SIZE", "value": str(hosts)},

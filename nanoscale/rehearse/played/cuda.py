@@ -80,8 +80,8 @@ def pretend(patches: Patches, gpu: Gpu, world: Any) -> None:
     _replace_streams(patches, world)
 
 
-def _replace_streams(patches: Patches, world: Any) -> None:
-    """Replace the streams and events of torch.cuda and torch.accelerator. The default stream has number 0."""
+def _stream_types(world: Any) -> tuple[Any, Any]:
+    """Return the classes of streams and events of a played device. The default stream has number 0."""
     device, numbers = world.device, count(1)
 
     def number_of(stream: Any) -> int:
@@ -139,6 +139,13 @@ def _replace_streams(patches: Patches, world: Any) -> None:
 
         def __exit__(self, *_: Any) -> None: ...
 
+    return Stream, Event
+
+
+def _replace_streams(patches: Patches, world: Any) -> None:
+    """Replace the streams and events of torch.cuda and torch.accelerator."""
+    Stream, Event = _stream_types(world)  # noqa: N806
+
     @contextmanager
     def on_stream(stream: Any) -> Iterator[None]:
         before, world.stream = world.stream, getattr(stream, "number", 0)
@@ -147,7 +154,7 @@ def _replace_streams(patches: Patches, world: Any) -> None:
         finally:
             world.stream = before
 
-    def current_stream(*_: Any) -> Stream:
+    def current_stream(*_: Any) -> Any:
         return Stream(number=world.stream)
 
     for name, value in {
