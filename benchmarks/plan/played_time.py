@@ -19,9 +19,9 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.plan.hardware.planned_devices import planned_devices
-from nanoscale.plan.played.step_time import times_of
-from nanoscale.plan.played.streams import RankTime
 from nanoscale.plan.predict import predict
+from nanoscale.plan.rehearsed.step_time import times_of
+from nanoscale.plan.rehearsed.streams import RankTime
 from nanoscale.plan.time.step import StepBreakdown
 
 _COMMON = ("cluster=h100-sxm", "cluster.hosts=1", "backend.compile=off", "train.micro_batch=1")

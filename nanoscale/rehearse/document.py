@@ -147,7 +147,7 @@ def _totals(
 
 
 def _streams(record: RankRecord) -> dict[str, Any]:
-    """Return the events of a rank's streams in the last step, for its time (`plan.played`)."""
+    """Return the events of a rank's streams in the last step, for its time (`plan.rehearsed`)."""
     first, end = record.step_events
     called = sorted({it.of for it in record.events[first:end] if it.what == "call"})
     numbers = {call: number for number, call in enumerate(called)}

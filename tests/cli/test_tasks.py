@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from nanoscale.cli.common import texts
+from nanoscale.cli.common import text_preparation
 from nanoscale.cli.common.request import CommandLine
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
@@ -106,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("NANOSCALE_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(texts, "cores", lambda: 1)
+    monkeypatch.setattr(text_preparation, "cores", lambda: 1)
 
 
 def words_of(task: str, form: str, count: int) -> list[str]:
@@ -156,7 +156,7 @@ def test_a_classifier_of_names_is_trained_and_exported(
 ) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    texts._prepared.cache_clear()
+    text_preparation._prepared.cache_clear()
     assert nanoscale(["train", *words_of("classify", "names of labels", FEW)]) == 0
     out, err = capsys.readouterr()
     assert "labels: bad, positive" in err and "3.08 epochs" in out

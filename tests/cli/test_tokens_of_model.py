@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.common import texts
+from nanoscale.cli.common import text_preparation
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.objectives import RECORDS
 from nanoscale.config.token_files import manifest
@@ -105,7 +105,7 @@ def line(tmp_path, monkeypatch):
 def test_a_text_file_becomes_tokens_of_the_models_tokenizer_once(line, capsys):
     words = ["recipe=finetune", "model.init_from=./model", "data.path=a.jsonl", "--dry-run"]
     for command in ("train", "plan"):
-        texts._prepared.cache_clear()  # each command is a process of its own
+        text_preparation._prepared.cache_clear()  # each command is a process of its own
         others = words[:-1] if command == "plan" else words
         assert nanoscale([command, *others, *line[2:5]]) == 0
         assert (
@@ -115,7 +115,7 @@ def test_a_text_file_becomes_tokens_of_the_models_tokenizer_once(line, capsys):
     found = manifest(folder)
     assert found is not None and found["tokenizer"] == digest(Path("model/tokenizer.json"))
     Path("a.jsonl").write_text(json.dumps({"text": TEXTS[1] * 99}))
-    texts._prepared.cache_clear()
+    text_preparation._prepared.cache_clear()
     assert nanoscale(["train", *words, *line[2:5]]) == 0
     assert len(list(Path("cache/texts").iterdir())) == 2
 
@@ -135,7 +135,7 @@ def test_a_file_of_chats_is_recognised(line, record, capsys):
 
 
 def test_a_large_text_file_is_prepared_with_the_command_that_is_shown(line, capsys, monkeypatch):
-    monkeypatch.setattr(texts, "_MOST", 1000)
+    monkeypatch.setattr(text_preparation, "_MOST", 1000)
     # data.path would be prepared beside the training
     assert nanoscale([*line, "data.path=a.jsonl", "data.valid_path=a.jsonl"]) == 2
     (command,) = json.loads(capsys.readouterr().out)["error"]["violations"][0]["suggestions"]

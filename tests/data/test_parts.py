@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoscale.cli.common import texts
+from nanoscale.cli.common import text_preparation
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Data, Train
@@ -264,7 +264,7 @@ def test_a_training_that_waits_is_the_one_that_does_not(
 ) -> None:
     """Two ranks wait in about step 18 until the parts may be prepared; then one rank resumes the run."""
     monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(texts, "_MOST", 1000)
+    monkeypatch.setattr(text_preparation, "_MOST", 1000)
     monkeypatch.setattr(by_parts, "PART", 5000)
     write_lines(tmp_path / "texts")
     assert nanoscale([*words(tmp_path, "dry"), "--dry-run"]) == 0
@@ -303,7 +303,7 @@ def test_a_training_whose_texts_cannot_be_prepared_ends_with_the_cause(
 ) -> None:  # fmt: skip
     """A full disk takes not even the sentence that says so, so the launcher ends the ranks, which save."""
     monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(texts, "_MOST", 1000)
+    monkeypatch.setattr(text_preparation, "_MOST", 1000)
     monkeypatch.setattr(by_parts, "PART", 5000)
     folder = write_lines(tmp_path / "texts")
     start = RestOfTexts._start

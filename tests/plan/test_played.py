@@ -10,9 +10,9 @@ import pytest
 
 from nanoscale.config.schema import Launcher, Precision
 from nanoscale.plan.hardware.hardware import Efficiency
-from nanoscale.plan.played.costs import PlayedCosts
-from nanoscale.plan.played.step_time import trace
-from nanoscale.plan.played.streams import HOST, RankTime, simulate
+from nanoscale.plan.rehearsed.costs import PlayedCosts
+from nanoscale.plan.rehearsed.step_time import trace
+from nanoscale.plan.rehearsed.streams import HOST, RankTime, simulate
 from nanoscale.plan.time import collectives, operations
 from tests.plan.machines import job, machine
 

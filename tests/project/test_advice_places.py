@@ -30,7 +30,7 @@ TYPED_BACK = {
     "config/values/provenance.py": "launch/test_hosts.py",
     "common/object_storage.py": "cli/test_object_storage.py",
     "cli/common/rehearsal.py": "rehearse/test_command.py",
-    "cli/common/texts.py": "cli/test_tokens_of_model.py",
+    "cli/common/text_preparation.py": "cli/test_tokens_of_model.py",
     "view/run/run_table.py": "cli/test_ls.py",
     "launch/batch/jobs.py": "cli/test_remove.py",
     "cli/inspect/config.py": "cli/test_advice.py",

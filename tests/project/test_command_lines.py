@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoscale.cli.common import texts
+from nanoscale.cli.common import text_preparation
 from nanoscale.cli.common.examples import EXAMPLES
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing import frozen
@@ -409,7 +409,7 @@ def test_the_page_of_tasks_shows_lines_as_they_are_printed(
         return re.sub(r"epochs?|[\d,.]+", lambda it: "epochs" if it[0][0] == "e" else "N", text)
 
     for line, below in shown(ROOT / "docs" / "tasks.md").items():
-        texts._prepared.cache_clear()
+        text_preparation._prepared.cache_clear()
         assert nanoscale(shlex.split(line)[1:]) == 0, line
         printed = form("\n".join(capsys.readouterr()))
         parts = [part for each in below for part in each.split("…") if part]

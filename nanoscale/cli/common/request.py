@@ -76,7 +76,7 @@ class CommandLine:
             UserError: with every mistake in overrides and files.
         """
         from nanoscale.cli.common.fetched import fetched_data
-        from nanoscale.cli.common.texts import tokens_of_texts
+        from nanoscale.cli.common.text_preparation import tokens_of_texts
 
         words = tuple(self.overrides or ())
         composed = self._compose(words, self.options)

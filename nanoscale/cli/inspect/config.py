@@ -239,7 +239,7 @@ def _named(name: str) -> list[str]:
 
 def _composed(line: CommandLine) -> Composed:
     """Return the configuration; as it is written, without tokens, if texts are not why the job cannot start."""
-    from nanoscale.cli.common.texts import EARLY
+    from nanoscale.cli.common.text_preparation import EARLY
 
     try:
         return line.compose(_checked)

@@ -58,7 +58,7 @@ def rehearse(
     The hardware is what `cluster` describes, or this machine.
     """
     from nanoscale.plan.hardware.planned_devices import planned_devices
-    from nanoscale.plan.played import step_time
+    from nanoscale.plan.rehearsed import step_time
     from nanoscale.rehearse.against import changes as changes_against
     from nanoscale.rehearse.against import read_former
     from nanoscale.rehearse.document import failed

@@ -10,8 +10,8 @@ from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.layout import axis_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import described_hardware
-from nanoscale.plan.played.costs import PlayedCosts
-from nanoscale.plan.played.streams import RankTime, simulate
+from nanoscale.plan.rehearsed.costs import PlayedCosts
+from nanoscale.plan.rehearsed.streams import RankTime, simulate
 
 _MOST_OPERATIONS = 10
 Document = dict[str, Any]

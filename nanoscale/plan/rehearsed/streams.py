@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoscale.plan.played.costs import PlayedCosts
+from nanoscale.plan.rehearsed.costs import PlayedCosts
 
 HOST = -1
 """The stream of events for which the host waits, as in a rehearsal's record."""
