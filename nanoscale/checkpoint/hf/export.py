@@ -134,7 +134,7 @@ def _copy_code(stored: StoredCheckpoint, config: ResolvedConfig, out: Path) -> N
     """Copy the Python files of a model with code of its own.
 
     Raises:
-        UserError: the hooks are not those of the launch.
+        UserError: the file of hooks has changed since the launch.
     """
     if config.model.trust_remote_code and Path(config.model.name).is_dir():
         for file in sorted(Path(config.model.name).glob("*.py")):
