@@ -17,7 +17,7 @@ from nanoscale.backends.qk_clip import QKClip
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import adapters, load, load_any_model
 from nanoscale.config.layout import Coordinates, stage_layers
-from nanoscale.config.objectives import is_distilled, is_paired
+from nanoscale.config.objectives import is_distilled, is_of_answers, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
@@ -146,7 +146,7 @@ class Engine(ABC):
 
     def figures(self) -> dict[str, float]:
         """Return metrics that are logged with the loss: with fp16 the loss scale, with experts their loads,
-        with qk_clip the largest score, with pairs how clearly the model prefers the chosen answers. Every rank
+        with qk_clip the largest score, with answers how clearly the model prefers the better ones. Every rank
         calls it."""
         sources = (self.scaling, self.balance, self.qk_clip)
         figures = [source.figures() for source in sources if source is not None]
@@ -155,11 +155,11 @@ class Engine(ABC):
         }
 
     def preferences(self) -> dict[str, float]:
-        """Return the share of the pairs since the last call with a positive margin, and the mean margin; of
-        labels the share that is predicted. With other objectives nothing. Every rank calls it."""
+        """Return the share of the samples of answers since the last call with a positive margin, and the mean
+        margin; of labels the share that is predicted. With other objectives nothing. Every rank calls it."""
         if self.config.train.objective == "classify":
             return self._accuracy()
-        if not is_paired(self.config.train):
+        if not is_of_answers(self.config.train):
             return {}
         objectives = [stage.objective for stage in self.stages.values()]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -167,9 +167,11 @@ class Engine(ABC):
             if objective is not None:
                 sums += objective.read().to(self.device)
         if dist.is_initialized():
-            dist.all_reduce(sums)  # ranks of tp and cp have the same pairs, all equally often
-        pairs, preferred, margins = sums.tolist()
-        return {"preferred": preferred / pairs, "margin": margins / pairs} if pairs else {}
+            dist.all_reduce(sums)  # ranks of tp and cp have the same answers, all equally often
+        samples, preferred, margins = sums.tolist()
+        if not samples:
+            return {}
+        return {"preferred": preferred / samples, "margin": margins / samples}
 
     def _accuracy(self) -> dict[str, float]:
         (model,) = self.stages.values()
@@ -211,12 +213,15 @@ class Engine(ABC):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
         """Return the sum of the losses and the number of this rank's validation tokens that have one, or of its
-        pairs.
+        samples of answers.
 
         Each batch comes with the number of its rows that count.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
+        if self.config.train.objective == "kto":
+            batches = list(batches)
+            self._set_baseline(batches)
         for batch, rows in batches:
             inputs, targets, documents, references = self._local_batch(batch)
             row = torch.arange(len(targets), device=self.device)
@@ -228,28 +233,54 @@ class Engine(ABC):
             if references is None:
                 count += (targets != IGNORED).sum()
             elif self.coordinates.cp == 0:
-                count += rows // 2
+                count += rows // rows_of_sample(self.config.train)
         self._after_forward()
         return loss_sum.item(), int(count.item())
 
     @torch.no_grad()
     def log_likelihoods(self, batches: Iterable[Batch]) -> Tensor:
-        """Return the log-likelihood of the answer of each row of this rank's pairs: fp64 `[rows]` on the host.
+        """Return the log-likelihood of the answer of each row of this rank: fp64 `[rows]` on the host.
 
         In a pipeline the last stage's ranks return them, and the others zeros.
         """
+        return torch.cat([rows.cpu() for rows in self._likelihoods(batches)])
+
+    def _likelihoods(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
+        """Yield those of each batch on the device."""
         objectives = [it.objective for it in self.stages.values() if it.objective is not None]
-        found = []
         for objective in objectives:
             objective.returns_likelihoods = True
         for batch in batches:
             inputs, targets, documents, references = self._local_batch(batch)
             rows = self._forward(inputs, documents, targets, references)
-            found.append(torch.zeros(len(batch)) if rows is None else rows.cpu())
+            yield inputs.new_zeros(len(batch)).double() if rows is None else rows.double()
         for objective in objectives:
             objective.returns_likelihoods = False
         self._after_forward()
-        return torch.cat(found).double()
+
+    @torch.no_grad()
+    def _set_baseline(self, batches: Sequence[tuple[Batch, int]]) -> None:
+        """Compare the model with its reference on answers to other questions, over the batches of all ranks.
+
+        Each batch comes with the number of its rows that count.
+        """
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        unmatched = [batch.unmatched for batch, _ in batches if batch.unmatched is not None]
+        for likelihoods, other, (_, rows) in zip(
+            self._likelihoods(unmatched), unmatched, batches, strict=True
+        ):
+            assert other.references is not None
+            counted = torch.tensor([other.references[:rows, 0].sum(), rows], dtype=torch.float64)
+            sums[0] += likelihoods[:rows].sum()
+            sums[1:] += self._to_device(counted) * (self.coordinates.pp == 0)
+        if self.coordinates.tp or self.coordinates.cp:
+            sums.zero_()  # another rank has the same rows
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        baseline = ((sums[0] - sums[1]) / sums[2]).clamp(min=0)
+        for stage in self.stages.values():
+            if stage.objective is not None:
+                stage.objective.baseline = baseline
 
     @torch.no_grad()
     def top_tokens(self, batch: Batch, k: int) -> Tensor:
@@ -328,6 +359,13 @@ class Engine(ABC):
         factor = weight / self._tokens
         return loss_sum * (factor.to(loss_sum.dtype) if isinstance(factor, Tensor) else factor)
 
+    def _begin_step(self, micro_batches: list[Batch], logged: bool) -> None:
+        """Set what the losses of all micro batches have in common."""
+        self.logged = logged
+        if self.config.train.objective == "kto":
+            self._set_baseline([(batch, len(batch)) for batch in micro_batches])
+        self._tokens = self._count_tokens(micro_batches)
+
     def _count_tokens(self, micro_batches: list[Batch]) -> Tensor | int:
         """Count the tokens of the global batch that have a loss, with communication only if the number is not
         known."""
@@ -335,7 +373,8 @@ class Engine(ABC):
             rows = sum(batch.inputs.size for batch in micro_batches)
             return rows * self.config.parallel.dp
         parallel = self.config.parallel
-        count = sum(batch.counted() for batch in micro_batches)
+        rows_each = rows_of_sample(self.config.train)
+        count = sum(batch.counted(rows_each) for batch in micro_batches)
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
         total = self._to_device(torch.tensor(count, dtype=torch.float64))
         if dist.is_initialized():
@@ -357,7 +396,7 @@ class Engine(ABC):
         if self.config.parallel.cp > 1:
             positions = self._positions(inputs.shape[1], inputs.device)
             inputs, targets = inputs[:, positions], targets[:, positions]
-            if references is not None and references.ndim > 1:
+            if references is not None and references.ndim > 2:
                 references = references[:, positions]
         documents = None if documents is None else self._to_device(documents)
         if references is not None:
@@ -385,9 +424,9 @@ class Engine(ABC):
 def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Transformer:
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     objective = None
-    if is_paired(config.train):
-        objective = Objective(config.train.objective, config.train.preference_beta)
     train, distillation = config.train, None
+    if is_of_answers(train):
+        objective = Objective(train)
     if is_distilled(train):
         distillation = Distillation(train.distill_weight, train.distill_temperature)
     token_losses = function(config, "loss") if config.train.objective == "hooks" else None

@@ -68,10 +68,9 @@ class NativeEngine(Engine):
         self._hooks: list[Callable[[], None]] = []
 
     def train_step(self, micro_batches: list[Batch], lr: float, logged: bool = False) -> StepResult:
-        self.logged = logged
+        # Before the first backward pass, which divides by the tokens of the whole global batch.
+        self._begin_step(micro_batches, logged)
         self._loss_sum.zero_()
-        # Counted before the first backward pass, which divides by the tokens of the whole global batch.
-        self._tokens = self._count_tokens(micro_batches)
         if self.balance is not None:
             # Each rank of tp has the loss of the whole sequence, and their gradients add up.
             sequences = sum(map(len, micro_batches)) * self.config.parallel.dp

@@ -1,4 +1,4 @@
-"""The objectives of a training: a loss of single tokens, of pairs of answers, or of labels."""
+"""The objectives of a training: a loss of single tokens, of answers, or of labels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ CLASSIFIER = "ForSequenceClassification"
 """The end of the names of transformers' models that classify."""
 PAIRED = ("dpo", "orpo")
 """Objectives of pairs: each sample is a chosen answer and a rejected one, a row of the batch each."""
+ANSWERS = (*PAIRED, "kto")
+"""Objectives of answers: each sample is a pair of them, or one that is good or bad."""
 RECORDS = {
     "pairs": '{"prompt": "…", "chosen": "…", "rejected": "…"}',
+    "rated": '{"prompt": "…", "completion": "…", "label": true}',
     "labels": '{"text": "…", "label": 0}',
     "chat": '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}',
     "text": '{"text": "…"}',
 }
 """A record of each kind of samples."""
 _EVALUATED = {
-    **dict.fromkeys(PAIRED, ("eval_preferred", "eval_margin")),
+    **dict.fromkeys(ANSWERS, ("eval_preferred", "eval_margin")),
     "classify": ("eval_accuracy",),
 }
 
@@ -29,9 +32,14 @@ def is_paired(train: Train) -> bool:
     return train.objective in PAIRED
 
 
+def is_of_answers(train: Train) -> bool:
+    """True if the loss is of whole answers: of pairs, or of good and bad ones."""
+    return train.objective in ANSWERS
+
+
 def has_whole_documents(train: Train) -> bool:
     """True if each document has a row of its own."""
-    return is_paired(train) or train.objective == "classify"
+    return is_of_answers(train) or train.objective == "classify"
 
 
 def rows_of_sample(train: Train) -> int:
@@ -51,7 +59,7 @@ def is_distilled(train: Train) -> bool:
 
 def needs_reference(train: Train) -> bool:
     """True if the loss compares with the likelihoods by the initial weights."""
-    return train.objective == "dpo"
+    return train.objective in ("dpo", "kto")
 
 
 def evaluated(train: Train) -> tuple[str, ...]:

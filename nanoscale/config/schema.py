@@ -824,7 +824,7 @@ class Checkpoint:
     best_metric: str = key(
         "eval_loss",
         "metric that checkpoint.keep_best compares: eval_loss, eval_accuracy of classify, eval_preferred or "
-        "eval_margin of pairs, or eval_tasks/TASK/METRIC of train.eval_tasks",
+        "eval_margin of answers, or eval_tasks/TASK/METRIC of train.eval_tasks",
     )
     asynchronous: bool = key(
         False,
@@ -1298,13 +1298,15 @@ class Train:
         "after a loss far above the last ones: note it and continue, stop the run, or go back to the "
         "checkpoint before it and skip the batches since then",
     )
-    objective: Literal["next-token", "masked", "dpo", "orpo", "distill", "hooks", "classify"] = key(
+    objective: Literal[
+        "next-token", "masked", "dpo", "orpo", "kto", "distill", "hooks", "classify"
+    ] = key(
         "next-token",
         "what the loss is of; next-token: of every token · masked: of hidden tokens, by an encoder (model=hf) "
-        "· dpo: of pairs of a chosen and a rejected answer, "
-        "compared with the initial weights · orpo: of such pairs, without a reference · distill: of all tokens "
-        "and the likely ones of train.teacher · hooks: of every token, by loss() of hooks.path "
-        "· classify: of a text's label (model=hf)",
+        "· dpo: of pairs of a chosen and a rejected answer, compared with the initial weights · orpo: of such "
+        "pairs, without a reference · kto: of single answers, good or bad, compared with the initial weights "
+        "· distill: of all tokens and the likely ones of train.teacher · hooks: of every token, by loss() of "
+        "hooks.path · classify: of a text's label (model=hf)",
     )
     teacher: str | None = key(
         None,
@@ -1328,9 +1330,11 @@ class Train:
     )
     preference_beta: float = key(
         0.1,
-        "dpo: strength of the reference · orpo: weight of the odds ratio beside the chosen answer's loss",
+        "dpo, kto: strength of the reference · orpo: weight of the odds ratio beside the chosen answer's loss",
         at_least=0,
     )
+    desirable_weight: float = key(1.0, "kto: weight of the losses of good answers", at_least=0)
+    undesirable_weight: float = key(1.0, "kto: weight of the losses of bad answers", at_least=0)
     mask_share: float = key(
         0.15,
         "masked: share of the tokens that are predicted; 8 of 10 are hidden, 1 is another token, 1 stays",

@@ -126,6 +126,8 @@ def _texts(file: Path) -> dict[int, str]:
         raise ValueError(f"{file} is not a tokenizer.json") from error
 
 
+BAD = 2
+"""The mark of a bad answer's tokens; those of good answers, and of all others with a loss, have 1."""
 PACKED_TOGETHER = 1 << 20
 """Documents that are packed together: neighbors in the file stay near each other."""
 BYTE_VOCAB = 257
@@ -158,7 +160,7 @@ def row_tokens(config: Config) -> float | None:
     None: rows hold several documents, or it is not known.
     """
     data, train = config.data, config.train
-    if _form(data, train) not in ("pairs", "classify") or not training_samples(data, train):
+    if _form(data, train) not in ("pairs", "kto", "classify") or not training_samples(data, train):
         return None
     tokens = open_index(data, str(data.path))
     documents = tokens.document_at(tokens.count - 1) + 1
@@ -183,7 +185,7 @@ def training_samples(data: Data, train: Train) -> int | None:
 
 def _form(data: Data, train: Train) -> str:
     form = "pairs" if is_paired(train) else data.packing
-    return train.objective if train.objective == "classify" else form
+    return train.objective if train.objective in ("classify", "kto") else form
 
 
 @lru_cache(16)
@@ -197,13 +199,18 @@ def _count(data: Data, form: str, seq_len: int, *changed: int) -> int:
     starts = [tokens.document_start(it) for it in range(tokens.document_at(end - 1) + 2)]
     if form == "classify":
         return sum(stop - start > 1 and stop <= end for start, stop in pairwise(starts))
-    if form == "pairs":
+    if form in ("pairs", "kto"):
         marks = mapped(answers_of(data.path).expanduser()) if is_marked else None
 
         def fits(start: int, stop: int) -> bool:
-            has_answer = marks is None or marks.find(b"\1", start + 1, stop) >= 0
-            return 0 < stop - start - 1 <= seq_len and has_answer
+            found = (
+                marks is None or marks.find(it, start + 1, stop) >= 0
+                for it in (b"\1", bytes([BAD]))
+            )
+            return 0 < stop - start - 1 <= seq_len and any(found)
 
+        if form == "kto":
+            return sum(stop <= end and fits(start, stop) for start, stop in pairwise(starts))
         pairs = zip(starts[0::2], starts[1::2], starts[2::2], strict=False)
         return sum(stop <= end and fits(it, mid) and fits(mid, stop) for it, mid, stop in pairs)
     starts[-1] = min(starts[-1], end)

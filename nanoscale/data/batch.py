@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -24,9 +24,11 @@ class Batch:
     """int64 [rows, seq]: the number of each token's document within its row, rising from left to right. None:
     attention covers the whole row."""
     references: np.ndarray | None = None
-    """fp64 [rows]: if rows are pairs of a chosen and a rejected answer, the log-likelihood of each by the
-    reference model. Or fp64 [rows, seq, k, 2]: the log-probabilities and the ids of the k most likely tokens of
-    a teacher. None: neither."""
+    """fp64 [rows, 2]: if rows are answers, the log-likelihood of each by the reference model, and its sign: 1
+    for a chosen or good one, -1 for a rejected or bad one. Or fp64 [rows, seq, k, 2]: the log-probabilities and
+    the ids of the k most likely tokens of a teacher. None: neither."""
+    unmatched: Self | None = None
+    """The same questions with answers to others, for an objective that compares with these."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -44,11 +46,13 @@ class Batch:
         if len(documents) not in (0, len(batches)):
             raise ValueError("some of these batches mark their documents, and others do not")
         references = [batch.references for batch in batches if batch.references is not None]
+        unmatched = [batch.unmatched for batch in batches if batch.unmatched is not None]
         return cls(
             np.concatenate([batch.inputs for batch in batches]),
             np.concatenate([batch.targets for batch in batches]),
             np.concatenate(documents) if documents else None,
             np.concatenate(references) if references else None,
+            cls.concatenate(unmatched) if unmatched else None,
         )
 
     def take(self, rows: np.ndarray) -> Self:
@@ -65,11 +69,15 @@ class Batch:
         """Return the rows up to the last column with a loss, rounded up to a multiple of this length."""
         columns = (self.targets != IGNORED).any(axis=0).nonzero()[0]
         length = -(-(int(columns.max(initial=0)) + 1) // multiple) * multiple
-        return self._changed(lambda array: array[:, :length] if array.ndim > 1 else array)
+        return self._changed(lambda array: array[:, :length])
 
     def _changed(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        present = {name: array for name, array in vars(self).items() if array is not None}
-        return replace(self, **{name: change(array) for name, array in present.items()})
+        parts: dict[str, Any] = {
+            name: part for name, part in vars(self).items() if part is not None
+        }
+        for name, part in parts.items():
+            parts[name] = part._changed(change) if name == "unmatched" else change(part)
+        return replace(self, **parts)
 
     def ends(self) -> np.ndarray | None:
         """Return the ends of the documents of each row, int32 [rows, documents], or None without documents.
@@ -85,8 +93,8 @@ class Batch:
         ends[np.arange(ends.shape[1]) < counts[:, None]] = at + 1
         return ends
 
-    def counted(self) -> int:
-        """Return the number of tokens that have a loss, or of pairs."""
-        if self.references is not None and self.references.ndim == 1:
-            return len(self) // 2
+    def counted(self, rows: int = 1) -> int:
+        """Return the number of tokens that have a loss, or of samples of answers with so many `rows`."""
+        if self.references is not None and self.references.ndim == 2:
+            return len(self) // rows
         return int(np.count_nonzero(self.targets != IGNORED))

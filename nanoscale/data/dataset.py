@@ -12,7 +12,13 @@ from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import counted
-from nanoscale.config.objectives import has_whole_documents, is_masked, is_paired, rows_of_sample
+from nanoscale.config.objectives import (
+    has_whole_documents,
+    is_masked,
+    is_of_answers,
+    is_paired,
+    rows_of_sample,
+)
 from nanoscale.config.schema import Data, Train
 from nanoscale.config.token_files import (
     MANIFEST,
@@ -38,9 +44,9 @@ from nanoscale.data.parts import Parts
 from nanoscale.data.samples import (
     ENDLESS,
     HELD_OUT,
+    Answers,
     Masked,
     OwnSamples,
-    Pairs,
     RandomSamples,
     Samples,
     Split,
@@ -83,13 +89,14 @@ class Dataset:
     description: str
     """One line for people: name, size and path of the data."""
 
-    def pairs(self) -> list[Pairs]:
-        """List the pairs of all sources, to train on and to validate on; without an objective of pairs none."""
+    def answers(self) -> list[Answers]:
+        """List the answers of all sources, to train on and to validate on; without an objective of answers
+        none."""
         if isinstance(self.train, Parts):
             return []
         train = self.train.loaders if isinstance(self.train, Mixture) else [self.train]
         loaders = [*train, *(split.loader for split in self.valid)]
-        return [loader.pairs for loader in loaders if loader.rows == 2]
+        return [loader.answers for loader in loaders if loader.has_answers]
 
     def require_counted(self, samples: int | None, option: str) -> None:
         """Raise a UserError if a source has no token with a loss in an evaluation of `samples`; None: all.
@@ -265,7 +272,7 @@ class _Opener:
         held_out_share = self.data.valid_fraction if valid_tokens is None else 0.0
         training, held_out = split_tokens(tokens, held_out_share)
         form = self._form(source.path, tokens)
-        if form.packing == "pairs" and len(tokens) % 2:
+        if is_paired(self.train) and len(tokens) % 2:
             message = f"holds {len(tokens)} documents, which are not pairs of a chosen and a rejected answer"
             violation = Violation(f"{source.key}.path", source.path, "", message)
             raise UserError("data", f"{tokens.path} {message}", [violation])
@@ -279,9 +286,10 @@ class _Opener:
         description = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
         description += f"; {len(loader):,} training samples"
         description += f", {len(valid):,} for validation" if valid else ", none for validation"
-        if form.packing == "pairs" and (left_out := loader.pairs.left_out):
+        if loader.has_answers and (left_out := loader.answers.left_out):
             why = "too long for train.seq_len, or no answer"
-            description += f"; {counted(left_out, 'pair')} left out: {why}"
+            sample = "pair" if is_paired(self.train) else "answer"
+            description += f"; {counted(left_out, sample)} left out: {why}"
         if loader.cut:
             description += f"; {counted(loader.cut, 'text')} cut to train.seq_len"
         if training.within_document:
@@ -299,9 +307,10 @@ class _Opener:
             prefix = Path(path).expanduser()
             if path == data.path or answers_of(prefix).is_file():
                 answers = open_answers(prefix, tokens)
-        packing = "pairs" if is_paired(self.train) else data.packing
+        packing = "answers" if is_of_answers(self.train) else data.packing
         masked = self.train if is_masked(self.train) else None
-        return Form(packing, data.document_mask, answers, masked, self.train.labels or 0)
+        labels, rows = self.train.labels or 0, rows_of_sample(self.train)
+        return Form(packing, data.document_mask, answers, masked, labels, rows)
 
     def _loader(self, tokens: TokenFile, split: Split, form: Form) -> Loader:
         train = self.train
@@ -351,6 +360,7 @@ class _Opener:
         differences += ["attention within documents"] if data.document_mask else []
         differences += ["loss on answers"] if data.loss_on == "answers" else []
         differences += ["pairs"] if is_paired(self.train) else []
+        differences += ["rated answers"] if self.train.objective == "kto" else []
         if not data.mixture:
             (only,) = sources
             valid = (Validation("", 1.0, only.valid),) if only.valid else ()

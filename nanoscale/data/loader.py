@@ -15,10 +15,10 @@ from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, sample_indices, taken
 from nanoscale.data.samples import (
+    Answers,
     Labeled,
     Masked,
     Packed,
-    Pairs,
     Samples,
     Split,
     SplitTokens,
@@ -38,8 +38,8 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
 class Form:
     """The way tokens become samples; see `Data`."""
 
-    packing: Literal["stream", "whole", "pairs"] = "stream"
-    """pairs: of a chosen and a rejected answer, for an objective of pairs."""
+    packing: Literal["stream", "whole", "answers"] = "stream"
+    """answers: each document in a row of its own, for an objective of answers."""
     document_mask: bool = False
     answers: np.ndarray | None = None
     """uint8 [tokens] of the file: nonzero for tokens that have a loss. None: all of them."""
@@ -47,6 +47,8 @@ class Form:
     """The settings of hidden tokens; None: no token is hidden."""
     labels: int = 0
     """The number of classes of documents that are texts with labels; 0: other documents."""
+    rows: int = 1
+    """The rows of a sample."""
 
 
 def samples_of(tokens: TokenFile, split: Split, seq_len: int, vocab: int, form: Form) -> Samples:
@@ -66,8 +68,8 @@ def samples_of(tokens: TokenFile, split: Split, seq_len: int, vocab: int, form: 
         samples = Labeled(source, form.labels)
     elif form.packing == "whole":
         samples = Packed(source)
-    elif form.packing == "pairs":
-        samples = Pairs(source)
+    elif form.packing == "answers":
+        samples = Answers(source, form.rows)
     else:
         samples = TokenStream(source, form.document_mask)
     return Masked(samples, form.masked, vocab) if form.masked else samples
@@ -79,7 +81,8 @@ class Loader:
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples = samples
         self._seed = seed
-        self.rows = 2 if isinstance(samples, Pairs) else 1
+        self.has_answers = isinstance(samples, Answers)
+        self.rows = samples.rows if isinstance(samples, Answers) else 1
         """The rows of a batch that a sample takes."""
         self.cut = samples.cut if isinstance(samples, Labeled) else 0
         """The number of texts with labels that are cut at the end of a row."""
@@ -102,11 +105,12 @@ class Loader:
         Reading raises UserError for a token outside the model's vocabulary.
         """
         samples = samples_of(tokens, split, seq_len, vocab, form)
-        if len(samples) < 1 and form.packing == "pairs":
-            what = f"{tokens.path} has no pair with answers in at most {seq_len + 1} tokens"
+        if len(samples) < 1 and form.packing == "answers":
+            sample = "pair with answers" if form.rows == 2 else "question with its answer"
+            what = f"{tokens.path} has no {sample} in at most {seq_len + 1} tokens"
             longer = (f"train.seq_len={2 * seq_len}",)
             violation = Violation("train.seq_len", seq_len, "", what, longer)
-            raise UserError("data", f"no pairs: {what}", [violation])
+            raise UserError("data", f"no answers: {what}", [violation])
         if len(samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
         return cls(samples, seed)
@@ -116,9 +120,9 @@ class Loader:
         return len(self._samples)
 
     @property
-    def pairs(self) -> Pairs:
-        """The pairs of a job with an objective of pairs."""
-        assert isinstance(self._samples, Pairs)
+    def answers(self) -> Answers:
+        """The answers of a job with an objective of answers."""
+        assert isinstance(self._samples, Answers)
         return self._samples
 
     def batch(self, indices: Any) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Train
-from nanoscale.config.token_files import PACKED_TOGETHER, Sequences
+from nanoscale.config.token_files import BAD, PACKED_TOGETHER, Sequences
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.tokens.files import TokenFile
 
@@ -164,41 +164,88 @@ class Packed:
         return Batch(inputs, targets, documents)
 
 
-class Pairs:
-    """Pairs of documents, a chosen answer and then a rejected one: a row each, with padding at its end.
+class Answers:
+    """Documents that are answers to questions, a row each with padding at its end: pairs of a chosen and a
+    rejected one, or with `rows` of 1 single ones, whose marks say whether they are good or bad.
 
-    Pairs with a document that is longer than a row, or that has no token with a loss, are left out.
+    Samples with a document that is longer than a row, or that has no token with a loss, are left out.
     """
 
-    def __init__(self, source: SplitTokens) -> None:
-        self._source = source
+    def __init__(self, source: SplitTokens, rows: int = 2) -> None:
+        self._source, self.rows = source, rows
         split, starts = source.split, source.file.document_starts(0, len(source.file))
-        ends = np.stack([starts[0:-1:2], starts[1::2], starts[2::2]], axis=1)
-        inside = (ends[:, 0] >= split.start) & (ends[:, 2] <= split.stop)
-        fits = (np.diff(ends, axis=1) <= source.seq_len + 1).all(1)
+        borders = np.stack([starts[i : len(starts) - rows + i : rows] for i in range(rows + 1)], 1)
+        inside = (borders[:, 0] >= split.start) & (borders[:, -1] <= split.stop)
+        fits = (np.diff(borders, axis=1) <= source.seq_len + 1).all(1)
         counted = inside & fits
-        for pair in counted.nonzero()[0]:
-            targets = [source.targets(start + 1, stop) for start, stop in pairwise(ends[pair])]
-            counted[pair] = all((each != IGNORED).any() for each in targets)
-        self._ends = ends[counted]
-        """The starts of both documents of each pair, and its end: int64 [pairs, 3]."""
+        for sample in counted.nonzero()[0]:
+            targets = [source.targets(start + 1, stop) for start, stop in pairwise(borders[sample])]
+            counted[sample] = all((each != IGNORED).any() for each in targets)
+        self._borders = borders[counted]
+        """The starts of the documents of each sample, and its end: int64 [samples, rows + 1]."""
         self.left_out = int((inside & ~counted).sum())
-        """The number of pairs that are left out."""
-        self.references: np.ndarray = np.zeros((len(self._ends), 2))
-        """The log-likelihood of each answer by the reference model: fp64 [pairs, 2]."""
+        """The number of samples that are left out."""
+        self.references: np.ndarray = np.zeros((len(self._borders), 2))
+        """The log-likelihoods by the reference model: of both answers of each pair, or of a question with its
+        answer and with another: fp64 [samples, 2]."""
+        self._signs = np.array([[1.0, -1.0]]).repeat(len(self._borders), 0)
+        if rows == 1:
+            self._rate()
+
+    def _rate(self) -> None:
+        """Read which answers are good, and choose for each question an answer to another one."""
+        assert self._source.answers is not None, "the rules require them"
+        self._first = np.empty(len(self._borders), dtype=np.int64)
+        """The first token of each answer."""
+        questions = []
+        for sample, (start, stop) in enumerate(self._borders):
+            marks = self._source.answers[start:stop]
+            self._first[sample] = start + 1 + int((marks[1:] != 0).argmax())
+            self._signs[sample] = -1.0 if marks.max() == BAD else 1.0
+            questions.append(self._source.file.tokens[start : self._first[sample]].tobytes())
+        self._signs = self._signs[:, :1]
+        count = len(questions)
+        self._other = np.arange(count) - 1
+        """The number of the sample before, whose question differs if any does."""
+        for sample in [*range(count)] * 2:  # twice: the last samples come before the first
+            before = (sample - 1) % count
+            is_same = questions[before] == questions[sample]
+            self._other[sample] = self._other[before] % count if is_same else before
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._borders)
 
     def batch(self, numbers: list[int]) -> Batch:
-        shape = 2 * len(numbers), self._source.seq_len
-        inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
-        documents = [it for number in numbers for it in pairwise(self._ends[number])]
-        for row, (start, stop) in enumerate(documents):
-            inputs[row, : stop - start - 1] = self._source.file.tokens[start : stop - 1]
-            targets[row, : stop - start - 1] = self._source.targets(start + 1, stop)
-        self._source.check_both(inputs, targets)
-        return Batch(inputs, targets, references=self.references[numbers].flatten())
+        spans = [each for number in numbers for each in pairwise(self._borders[number])]
+        parts = [[span] for span in spans]
+        batch = self._rows(parts, self.references[numbers, : self.rows], self._signs[numbers])
+        if self.rows == 2:
+            return batch
+        swapped = []
+        for number in numbers:
+            other = self._other[number]
+            question = self._borders[number, 0], self._first[number]
+            swapped.append([question, (self._first[other], self._borders[other, 1])])
+        signs = np.zeros((len(numbers), 1))
+        return replace(batch, unmatched=self._rows(swapped, self.references[numbers, 1:], signs))
+
+    def _rows(
+        self, rows: list[list[tuple[int, int]]], references: np.ndarray, signs: np.ndarray
+    ) -> Batch:
+        """Return rows of one or two spans of the file each; a row that is too long is cut at its end."""
+        source, seq_len = self._source, self._source.seq_len
+        inputs = np.zeros((len(rows), seq_len), dtype=np.int64)
+        targets = np.full((len(rows), seq_len), IGNORED)
+        for row, spans in enumerate(rows):
+            tokens = np.concatenate([source.file.tokens[start:stop] for start, stop in spans])
+            learned = np.concatenate([source.targets(start, stop) for start, stop in spans])
+            if len(spans) > 1:
+                learned[: spans[0][1] - spans[0][0]] = IGNORED
+            count = min(len(tokens) - 1, seq_len)
+            inputs[row, :count], targets[row, :count] = tokens[:count], learned[1 : count + 1]
+        source.check_both(inputs, targets)
+        answers = np.stack([references.flatten(), signs.flatten()], 1)
+        return Batch(inputs, targets, references=answers)
 
 
 class Labeled:

@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.common.errors import UserError
-from nanoscale.config.objectives import is_distilled, is_masked, is_paired, rows_of_sample
+from nanoscale.config.objectives import is_distilled, is_masked, is_of_answers, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.translation.miniature import SAVED, STEPS
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
-from nanoscale.data.samples import ENDLESS, Masked, Pairs, RandomSamples, Samples
+from nanoscale.data.samples import ENDLESS, Answers, Masked, RandomSamples, Samples
 from nanoscale.metrics.meter import Meter
 from nanoscale.parallel import ddp, process_group
 from nanoscale.runs import fence
@@ -334,7 +334,7 @@ def small_data(config: ResolvedConfig) -> Dataset:
     if config.data.source == "hooks":
         own = function(config, "data")
         return open_data(config.data, config.train, config.model.vocab, own)
-    kind = SmallPairs if is_paired(config.train) else SmallSamples
+    kind = SmallAnswers if is_of_answers(config.train) else SmallSamples
     train, valid = (Loader(kind(config, split), config.train.seed) for split in (0, 1))
     return Dataset(None, train, (Validation("", 1.0, valid),), "", "random samples")
 
@@ -347,17 +347,16 @@ def _epoch(config: ResolvedConfig) -> int:
 class SmallSamples:
     """Random rows with documents, uneven numbers of tokens that have a loss, and a teacher's tokens."""
 
-    rows = 1
-
     def __init__(self, config: ResolvedConfig, split: int) -> None:
         train, vocab = config.train, config.model.vocab
+        self.rows = rows_of_sample(train)
         self._config, self._split = config, split
         self.read: list[int] = []
-        self._rows: Samples = RandomSamples(
+        self._random: Samples = RandomSamples(
             split, ENDLESS, train.seq_len, train.seed, vocab, train.labels
         )
         if is_masked(train):
-            self._rows = Masked(self._rows, train, vocab)
+            self._random = Masked(self._random, train, vocab)
 
     def __len__(self) -> int:
         return _epoch(self._config)
@@ -367,7 +366,7 @@ class SmallSamples:
         config, train = self._config, self._config.train
         self.read += numbers
         numbers = [self.rows * number + i for number in numbers for i in range(self.rows)]
-        batch, documents, references = self._rows.batch(numbers), None, None
+        batch, documents, references = self._random.batch(numbers), None, None
         inputs, targets = batch.inputs, batch.targets.copy()
         dice = [np.random.default_rng([train.seed, number]) for number in numbers]
         if not config.every_token_counts and train.labels is None and not is_masked(train):
@@ -378,18 +377,28 @@ class SmallSamples:
                 targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
             lengths = np.array([each.integers(3, train.seq_len + 1) for each in dice])
             targets[position >= lengths[:, None]] = IGNORED
-        if is_paired(train):
-            references = np.array([-10 * each.random() for each in dice])
-        elif is_distilled(train) and self._split == 0:
+        if is_of_answers(train):
+            return self._answers(Batch(inputs, targets), dice)
+        if is_distilled(train) and self._split == 0:
             likely = [_likely_tokens(each, inputs.shape[1], config) for each in dice]
             references = np.array(likely)
         return Batch(inputs, targets, documents, references)
 
+    def _answers(self, batch: Batch, dice: list[np.random.Generator]) -> Batch:
+        """Return rows with likelihoods and signs, and for kto with others that have other likelihoods."""
+        signs = [1 - 2 * (i % 2) for i in range(len(batch))]
+        if self.rows == 1:
+            signs = [1 - 2 * int(each.integers(2)) for each in dice]
+        own, other = (
+            np.array([[-10 * each.random(), sign] for each, sign in zip(dice, signs, strict=True)])
+            for _ in (0, 1)
+        )
+        unmatched = replace(batch, references=other) if self.rows == 1 else None
+        return replace(batch, references=own, unmatched=unmatched)
 
-class SmallPairs(SmallSamples, Pairs):
-    """Random pairs of a chosen and a rejected answer."""
 
-    rows = 2
+class SmallAnswers(SmallSamples, Answers):
+    """Random pairs of answers, or good and bad ones."""
 
 
 def _likely_tokens(dice: np.random.Generator, positions: int, config: ResolvedConfig) -> np.ndarray:

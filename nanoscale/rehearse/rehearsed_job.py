@@ -21,7 +21,7 @@ from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.sharded import Description, describe
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.hf.safetensors_headers import Stored
-from nanoscale.config.objectives import is_distilled, is_paired
+from nanoscale.config.objectives import is_distilled, is_of_answers, rows_of_sample
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Guard
 from nanoscale.data.batch import Batch
@@ -137,8 +137,11 @@ class EqualSamples:
             numbers = np.arange(config.train.seq_len) // length
             documents = np.broadcast_to(numbers, one.inputs.shape)
             one = Batch(one.inputs, one.targets, documents)
-        if is_paired(config.train):
-            one = replace(one, references=np.zeros(len(one)))
+        if is_of_answers(config.train):
+            one = replace(one, references=np.zeros((len(one), 2)))
+            self.rows = rows_of_sample(config.train)
+        if config.train.objective == "kto":
+            one = replace(one, unmatched=one)
         self._valid = one
         if is_distilled(config.train):
             shape = (*one.inputs.shape, config.train.distill_top_k, 2)
@@ -160,8 +163,8 @@ class EqualSamples:
         return samples
 
     def __len__(self) -> int:
-        """Return the number of pairs in a micro batch of all ranks."""
-        return len(self.batches[0]) // 2 * self._dp
+        """Return the samples of answers in a micro batch of all ranks."""
+        return len(self.batches[0]) // self.rows * self._dp
 
     def batch(self, _: list[int]) -> Batch:
         return self.batches[0]

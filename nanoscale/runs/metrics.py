@@ -35,7 +35,7 @@ class Metric:
 
 
 _CLASSES = "with `train.objective=classify`: see [methods.md](methods.md#classification)"
-_PAIRS = "with an objective of pairs: see [methods.md](methods.md#preferences)"
+_ANSWERS = "with an objective of answers: see [methods.md](methods.md#preferences)"
 METRICS = {
     "step": Metric("optimizer step"),
     "time": Metric("UNIX time in seconds"),
@@ -72,12 +72,12 @@ METRICS = {
     "moe_imbalance": Metric("with experts: the largest load of an expert over the mean load, in the layer "
         "where this is largest", "expert imbalance", "{:.2f}"),
     "attention_score": Metric("with `optimizer.qk_clip`: the largest score of attention in the last step"),
-    "preferred": Metric(_PAIRS, "preferred", "{:.1%}", rises=True),
-    "margin": Metric(_PAIRS, rises=True),
+    "preferred": Metric(_ANSWERS, "preferred", "{:.1%}", rises=True),
+    "margin": Metric(_ANSWERS, rises=True),
     "accuracy": Metric(_CLASSES, "accuracy", "{:.1%}", rises=True),
     "eval_loss": Metric("on steps with an evaluation", "eval loss", "{:.4f}", chart="loss"),
-    "eval_preferred": Metric(_PAIRS, "eval preferred", "{:.1%}", rises=True),
-    "eval_margin": Metric(_PAIRS, rises=True),
+    "eval_preferred": Metric(_ANSWERS, "eval preferred", "{:.1%}", rises=True),
+    "eval_margin": Metric(_ANSWERS, rises=True),
     "eval_accuracy": Metric(_CLASSES, "eval accuracy", "{:.1%}", rises=True),
 }  # fmt: skip
 """The metrics by name; evaluations of several data sets add `eval_loss/NAME`, and evaluations of tasks

@@ -103,6 +103,7 @@ def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
         begun = f" model=hf model.name=… {how}"
     elif "answers" in train:
         how = "train.objective=dpo" if manifest.get("pairs") else "data.packing=whole"
+        how = "train.objective=kto" if manifest.get("rated") else how
         begun = f" model.init_from=… {how}"
     display.show(
         f"  train       nanoscale train recipe=… data=megatron {override('data.path', str(out))}{begun}"
@@ -114,10 +115,10 @@ def prepared_line(request: PreparationRequest, folder: Path) -> str:
     prepared = manifest(folder)
     assert prepared is not None, "it was prepared"
     train = prepared["train"]
-    documents = counted(train["documents"], "chat" if request.chat else "document")
-    if request.pairs:
+    documents = counted(train["documents"], "chat" if request.is_chat else "document")
+    if request.kind == "pairs":
         documents = counted(train["documents"] // 2, "pair")
-    learned = f", of which {_share(train)} are learned" if request.chat else ""
+    learned = f", of which {_share(train)} are learned" if request.is_chat else ""
     if prepared.get("labels"):
         learned = f", labels: {', '.join(prepared.get('label_names', [])) or prepared['labels']}"
     tokenizer = request.tokenizer or "a new BPE"

@@ -51,6 +51,12 @@ FORMS: dict[str, Records] = {
     "alpaca": lambda i: {"instruction": "Add 1.", "input": str(i), "output": str(i + 1)},
     "texts of pairs": lambda i: {"prompt": f"After {i}?", "chosen": f"{i + 1}", "rejected": f"{i}"},
     "lists of pairs": lambda i: {"chosen": _turns(i), "rejected": _turns(i, str(i))},
+    "rated texts": lambda i: {
+        "prompt": f"After {i}?",
+        "completion": f"{i + i % 2}",
+        "label": i % 2 > 0,
+    },
+    "rated chats": lambda i: {"messages": _turns(i), "label": i % 2},
     "names of labels": lambda i: {"text": f"It was good {i}", "label": ("positive", "bad")[i % 2]},
     "labels": lambda i: {"text": f"It was good {i}", "label": i % 3},
 }
@@ -64,6 +70,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "qlora": ("text", *CHATS),
     "dpo": PAIRS,
     "orpo": PAIRS,
+    "kto": ("rated texts", "rated chats"),
     "distill": ("text", "messages"),
     "classify": ("names of labels", "labels"),
     "encoder": ("text",),

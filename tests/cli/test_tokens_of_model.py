@@ -217,6 +217,7 @@ def test_a_length_that_follows_from_the_texts_is_not_refused_before_they_are_pre
 KINDS = {
     "chat": ({"messages": [{"role": "user"}]}, ["recipe=chat"]),
     "pairs": ({"chosen": "1", "rejected": "2"}, ["recipe=dpo"]),
+    "rated": ({"prompt": "1", "completion": "2", "label": "good"}, ["recipe=kto"]),
     "labels": (
         {"text": "abc", "class": "x"},
         ["recipe=classify", "model.name=./model", "train.labels=2"],

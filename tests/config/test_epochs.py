@@ -81,10 +81,15 @@ def test_pairs_and_labels_are_counted_as_they_are_loaded(fraction, tmp_path):
     dice = np.random.default_rng(5)
     lengths = dice.integers(1, 40, 60).tolist()
     write_indexed("corpus", [[1] * n for n in lengths])
-    marks = [bytes(n) if n % 7 == 0 else bytes(n - 1) + b"\1" for n in lengths]
+    marks = [bytes(n) if n % 7 == 0 else bytes(n - 1) + bytes([1 + n % 2]) for n in lengths]
     Path("corpus.answers").write_bytes(b"".join(marks))
     given = {"source": "megatron", "path": str(tmp_path / "corpus"), "valid_fraction": fraction}
-    for objective, loss_on in (("dpo", "answers"), ("orpo", "all"), ("classify", "answers")):
+    for objective, loss_on in (
+        ("dpo", "answers"),
+        ("orpo", "all"),
+        ("kto", "answers"),
+        ("classify", "answers"),
+    ):
         data = Data(**given, loss_on=loss_on)  # type: ignore[arg-type]
         labels = 2 if objective == "classify" else None
         train = Train(objective=objective, seq_len=32, labels=labels)  # type: ignore[arg-type]

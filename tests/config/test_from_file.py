@@ -249,8 +249,8 @@ def test_another_file_is_refused(
         ("a.yaml", b"a: 1\n", "these are read: torchtitan's TOML, "),
         ("empty.sh", b"", "is not recognized"),
         (
-            "kto.yaml",
-            b"base_model: a\nadapter: lora\nsequence_len: 8\nrl: kto\n",
+            "grpo.yaml",
+            b"base_model: a\nadapter: lora\nsequence_len: 8\nrl: grpo\n",
             "this way of training is not here",
         ),
         ("binary.sh", b"\xff\x00", "is not UTF-8 text"),

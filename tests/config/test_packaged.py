@@ -24,7 +24,7 @@ CPU = Devices("cpu", 2)
 GPUS = Devices("cuda", 8, ("NVIDIA H100",) * 8)
 
 FINE_TUNING = {
-    **dict.fromkeys(("chat", "chat-lora", "finetune", "lora", "qlora", "dpo", "orpo"), ()),
+    **dict.fromkeys(("chat", "chat-lora", "finetune", "lora", "qlora", "dpo", "orpo", "kto"), ()),
     "distill": ("train.teacher=./model",),
     "classify": ("train.labels=2",),
     "encoder": ("train.mask_token=3",),

@@ -92,7 +92,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def settings(model) -> dict[str, Any]:
-    return {"tokenizer": str(model), "chat": True, "field": "messages"}
+    return {"tokenizer": str(model), "kind": "chat", "field": "messages"}
 
 
 def write_config(folder: Path, template: str | None) -> None:
@@ -157,7 +157,7 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path, model, name):
     for number, ours in enumerate((template, without_blocks)[: 1 if name == "content" else 2]):
         write_config(tmp_path, ours)
         out = tmp_path / f"out-{number}"
-        manifest = prepared(out, source, tokenizer=str(tmp_path), chat=True, field="messages")
+        manifest = prepared(out, source, tokenizer=str(tmp_path), kind="chat", field="messages")
         found = marked(out)
         assert len(found) == 40
         for messages, (ids, answers) in zip(conversations, found, strict=True):
@@ -177,7 +177,7 @@ def test_without_a_template_a_plain_one_is_taken_and_bytes_can_be_tokens(tmp_pat
     chat = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
     chat += [{"from": "human", "value": "Ü?"}, {"from": "gpt", "value": "é"}]
     source = write_chats(tmp_path / "a.jsonl", [{"conversations": chat}])
-    prepared(tmp_path / "out", source, chat=True, field="messages")
+    prepared(tmp_path / "out", source, kind="chat", field="messages")
     ((ids, answers),) = marked(tmp_path / "out")
     wanted = [*b"User: Hi\n\nAssistant: Yes", 256, *b"\n\nUser: "]
     wanted += [*"Ü?\n\nAssistant: é".encode(), 256, *b"\n\n"]
@@ -203,7 +203,7 @@ def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, setting
     with pytest.raises(KeyboardInterrupt):
         prepared(tmp_path / "cut", tmp_path / "a.jsonl", watcher=Interrupter(3), **settings)
     with pytest.raises(UserError, match="other settings: --chat-template"):
-        prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings | {"chat": False})
+        prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings | {"kind": "text"})
     prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings)
     assert every_file(tmp_path / "cut") == every_file(tmp_path / "one")
 

@@ -18,7 +18,7 @@ RECORDS = [{"text": "good", "label": 1}, {"text": "so bad", "label": 0}]
 
 
 def test_the_last_token_is_the_label(tmp_path: Path) -> None:
-    prepared(tmp_path / "out", write_chats(tmp_path / "a.jsonl", RECORDS), labels=2)
+    prepared(tmp_path / "out", write_chats(tmp_path / "a.jsonl", RECORDS), kind="labels", labels=2)
     for record, (ids, answers) in zip(RECORDS, marked(tmp_path / "out"), strict=True):
         text = record["text"].encode()  # type: ignore[attr-defined]
         assert ids == [*text, record["label"]]
@@ -37,7 +37,7 @@ def test_tables_hold_labels(tmp_path: Path, ending: str) -> None:
         source.write_text(json.dumps(records))
     else:
         source.write_text("id,text,label\n7,good,1\n7,so bad,0\n")
-    prepared(tmp_path / "out", source, labels=2)
+    prepared(tmp_path / "out", source, kind="labels", labels=2)
     assert [ids for ids, _ in marked(tmp_path / "out")] == [[*b"good", 1], [*b"so bad", 0]]
 
 
@@ -52,7 +52,13 @@ def test_the_tokenizers_own_special_tokens_are_around_a_text(tmp_path: Path) -> 
     )
     native.save(str(tmp_path / "tokenizer.json"))
     source = write_chats(tmp_path / "a.jsonl", [{"text": "good bad", "label": 4}])
-    prepared(tmp_path / "out", source, labels=5, tokenizer=str(tmp_path / "tokenizer.json"))
+    prepared(
+        tmp_path / "out",
+        source,
+        kind="labels",
+        labels=5,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+    )
     assert marked(tmp_path / "out") == [([1, 3, 4, 2, 4], [0, 0, 0, 0, 1])]
 
 
@@ -69,18 +75,18 @@ def test_the_tokenizers_own_special_tokens_are_around_a_text(tmp_path: Path) -> 
 def test_a_bad_record_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     source = write_chats(tmp_path / "a.jsonl", [RECORDS[0], record])
     with pytest.raises(UserError, match=message) as caught:
-        prepared(tmp_path / "out", source, labels=2)
+        prepared(tmp_path / "out", source, kind="labels", labels=2)
     assert "a.jsonl:2" in str(caught.value.violations[0].key)
 
 
 def test_a_source_without_labels_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("good")
     with pytest.raises(UserError, match="no labels"):
-        prepared(tmp_path / "out", tmp_path / "a.txt", labels=2)
+        prepared(tmp_path / "out", tmp_path / "a.txt", kind="labels", labels=2)
     pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     pq.write_table(pa.Table.from_pylist([{"text": "good"}]), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="'text' .--field. or 'label'"):
-        prepared(tmp_path / "out", tmp_path / "a.parquet", labels=2)
+        prepared(tmp_path / "out", tmp_path / "a.parquet", kind="labels", labels=2)
 
 
 NAMED = [
@@ -99,7 +105,7 @@ NAMED = [
 def test_the_classes_of_a_file_are_found(tmp_path: Path, given: list[Any], labels: Any, ids: Any):
     records = [{"text": "x", "label": label} for label in given]
     source = write_chats(tmp_path / "a.jsonl", records)
-    found = prepared(tmp_path / "out", source, labels=None)
+    found = prepared(tmp_path / "out", source, kind="labels", labels=None)
     assert [tokens[-1] for tokens, _ in marked(tmp_path / "out")] == ids
     named = labels if isinstance(labels, list) else None
     assert found.get("label_names") == named
@@ -112,19 +118,21 @@ def test_the_classes_of_a_file_are_found(tmp_path: Path, given: list[Any], label
 
 def test_numbers_of_a_csv_are_numbers_and_other_texts_are_names(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\na,10\nb,2\n")
-    assert prepared(tmp_path / "a", tmp_path / "a.csv", labels=None)["labels"] == 11
+    assert prepared(tmp_path / "a", tmp_path / "a.csv", kind="labels", labels=None)["labels"] == 11
     (tmp_path / "b.csv").write_text("text,label\na,up\nb,down\n")
-    assert prepared(tmp_path / "b", tmp_path / "b.csv", labels=None)["label_names"] == [
+    assert prepared(tmp_path / "b", tmp_path / "b.csv", kind="labels", labels=None)[
+        "label_names"
+    ] == [
         "down",
         "up",
     ]
     (tmp_path / "c.csv").write_text("text,label\na,10\nb,other\n")
     with pytest.raises(UserError, match=r"'label' is not an integer in .0, 11.: 'other'"):
-        prepared(tmp_path / "c", tmp_path / "c.csv", labels=None)
+        prepared(tmp_path / "c", tmp_path / "c.csv", kind="labels", labels=None)
 
 
 def test_names_may_be_fewer_than_labels(tmp_path: Path) -> None:
     source = write_chats(tmp_path / "a.jsonl", NAMED)
-    assert prepared(tmp_path / "few", source, labels=2)["labels"] == 3
-    found = prepared(tmp_path / "out", source, labels=4)
+    assert prepared(tmp_path / "few", source, kind="labels", labels=2)["labels"] == 3
+    found = prepared(tmp_path / "out", source, kind="labels", labels=4)
     assert (found["labels"], found["label_names"][2]) == (4, "positive")

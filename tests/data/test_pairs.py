@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.token_files import manifest
+from nanoscale.config.token_files import BAD, manifest
+from nanoscale.data.prepare.answers import holds_pair
 from nanoscale.data.prepare.cached import first_fields
-from nanoscale.data.prepare.pairs import holds_pair
 from nanoscale.data.prepare.sources import find_sources
 from tests.data.test_chat import marked, write_chats
 from tests.data.texts import prepared
@@ -37,7 +37,7 @@ def learned(folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", RECORDS)
 def test_forms_of_records_are_the_same_pairs(tmp_path: Path, name: str) -> None:
     source = write_chats(tmp_path / "a.jsonl", [RECORDS[name]] * 2)
-    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages")
+    prepared(tmp_path / "out", source, kind="pairs", field="messages")
     (chosen, rejected, *_) = marked(tmp_path / "out")
     assert bytes(chosen[0][:-3]).decode() == "User: Hi\n\nAssistant: 4"
     assert bytes(rejected[0][:-3]).decode() == "User: Hi\n\nAssistant: 5"
@@ -51,8 +51,28 @@ def test_forms_of_records_are_the_same_pairs(tmp_path: Path, name: str) -> None:
 def test_answers_that_both_share_are_not_learned(tmp_path: Path) -> None:
     record = {"chosen": [*EARLIER, FOUR], "rejected": [*EARLIER, FIVE]}
     source = write_chats(tmp_path / "a.jsonl", [record])
-    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages")
+    prepared(tmp_path / "out", source, kind="pairs", field="messages")
     assert learned(tmp_path / "out") == [" 4Ā", " 5Ā"]
+
+
+@pytest.mark.parametrize("named", ["messages", "prompt"])
+def test_rated_answers_have_marks_of_their_own(tmp_path: Path, named: str) -> None:
+    forms = {
+        "messages": {"messages": [*EARLIER, FOUR]},
+        "prompt": {"prompt": EARLIER, "completion": [FOUR]},
+    }
+    records = [forms[named] | {"label": label} for label in (True, False, 1)]
+    source = write_chats(tmp_path / "a.jsonl", records)
+    prepared(tmp_path / "out", source, kind="rated", field="messages")
+    assert learned(tmp_path / "out") == [" 4Ā"] * 3, "earlier answers belong to the question"
+    assert [max(marks) for _, marks in marked(tmp_path / "out")] == [1, BAD, 1]
+    found = manifest(tmp_path / "out")
+    assert found is not None and found["rated"] is True and found["train"]["answers"] == 9
+    wrong = write_chats(tmp_path / "b.jsonl", [forms[named] | {"label": 2}])
+    with pytest.raises(
+        UserError, match="its 'label' is neither true for a good answer nor false: 2"
+    ):
+        prepared(tmp_path / "other", wrong, kind="rated", field="messages")
 
 
 def test_both_documents_of_a_pair_are_in_one_split_and_tables_hold_pairs(tmp_path: Path) -> None:
@@ -65,7 +85,7 @@ def test_both_documents_of_a_pair_are_in_one_split_and_tables_hold_pairs(tmp_pat
     ]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     source = tmp_path / "a.parquet"
-    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages", validation=0.3)
+    prepared(tmp_path / "out", source, kind="pairs", field="messages", validation=0.3)
     counts = []
     for name in ("tokens", "valid"):
         documents = marked(tmp_path / "out", name)
@@ -90,7 +110,7 @@ def test_both_documents_of_a_pair_are_in_one_split_and_tables_hold_pairs(tmp_pat
 def test_a_bad_pair_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     source = write_chats(tmp_path / "a.jsonl", [RECORDS["texts"], record])
     with pytest.raises(UserError, match=message) as caught:
-        prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages")
+        prepared(tmp_path / "out", source, kind="pairs", field="messages")
     assert "a.jsonl:2" in str(caught.value.violations[0].key)
-    prepared(tmp_path / "out", source, chat=True, pairs=True, field="messages", skip_bad=True)
+    prepared(tmp_path / "out", source, kind="pairs", field="messages", skip_bad=True)
     assert len(marked(tmp_path / "out")) == 2

@@ -130,7 +130,7 @@ def prepare(folder: Path, model: Path, template: str, records: list[Any]) -> lis
     """Return the tokens and marks of JSON records."""
     write_config(model, template)
     source = write_chats(folder / "a.jsonl", records)
-    prepared(folder / "out", source, tokenizer=str(model), chat=True, field="messages")
+    prepared(folder / "out", source, tokenizer=str(model), kind="chat", field="messages")
     return marked(folder / "out")
 
 
@@ -225,7 +225,7 @@ def test_tables_and_other_forms_of_tools_are_the_same_chats(tmp_path: Path, mode
     for name, record in forms.items():
         table = tmp_path / f"{name}.parquet"
         parquet.write_table(pa.Table.from_pylist([record]), table)
-        prepared(tmp_path / name, table, tokenizer=str(model), chat=True, field="messages")
+        prepared(tmp_path / name, table, tokenizer=str(model), kind="chat", field="messages")
         assert marked(tmp_path / name) == [wanted], name
 
 
@@ -238,7 +238,7 @@ def test_a_pair_has_tools_and_the_template_gets_variables(tmp_path: Path, model:
     record |= {"tools": TOOLS, "chat_template_kwargs": {"mood": "calm"}}
     write_config(model, template)
     source = write_chats(tmp_path / "a.jsonl", [record])
-    settings = {"tokenizer": str(model), "chat": True, "pairs": True, "field": "messages"}
+    settings = {"tokenizer": str(model), "kind": "pairs", "field": "messages"}
     prepared(tmp_path / "out", source, **settings)
     native = Native.from_file(str(model / "tokenizer.json"))
     for (ids, marks), answer in zip(marked(tmp_path / "out"), ("<b>No</b>.", "Yes"), strict=True):

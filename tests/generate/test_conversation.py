@@ -161,7 +161,7 @@ def test_it_is_the_default_after_training_on_chats(
     source.write_text(json.dumps({"messages": pair}) + "\n")
     (tmp_path / "own.jinja").write_text(NO_TOKEN)
     prepared(
-        tmp_path / "out", source, chat=True, field="messages", tokenizer="byte",
+        tmp_path / "out", source, kind="chat", field="messages", tokenizer="byte",
         chat_template=tmp_path / "own.jinja",
     )  # fmt: skip
     run = run_of_bytes(tmp_path / "runs")

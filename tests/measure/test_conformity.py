@@ -381,7 +381,9 @@ def test_a_job_of_one_rank_resumes_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", [exhaustive(name) for name in ("dpo", "orpo", "distill")])
+@pytest.mark.parametrize(
+    "objective", [exhaustive(name) for name in ("dpo", "orpo", "kto", "distill")]
+)
 def test_an_objective_is_equal_in_a_layout(tmp_path: Path, objective: Any) -> None:
     config = make_config(tmp_path, dp=2, parallel={"tp": 2}, stage=3, data=Data("random"))
     config = replace(config, train=replace(config.train, objective=objective))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.hf.any_model import sizes
-from nanoscale.config.schema import Backend, Config, Model, Optimizer
+from nanoscale.config.schema import Backend, Config, Model, Optimizer, Train
 from nanoscale.data.batch import IGNORED
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
@@ -89,7 +89,11 @@ def test_the_loss_in_chunks_is_the_loss_of_all_logits(
     teacher = torch.stack([torch.randn(4, 9, 3).double(), torch.randint(64, (4, 9, 3))], -1)
     settings: list[tuple[str, Any, Tensor | None]] = [
         ("objective", None, None),
-        ("objective", Objective("dpo", 0.3), torch.randn(4).double()),
+        (
+            "objective",
+            Objective(Train(objective="dpo", preference_beta=0.3)),
+            torch.randn(4, 2).double(),
+        ),
         ("distillation", Distillation(0.7, 2.0), teacher),
         ("token_losses", lambda logits, its: logits.square().sum(1) * (its + 1), None),
     ]

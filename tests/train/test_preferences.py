@@ -1,4 +1,4 @@
-"""Objectives of pairs: the same losses as a plain loop in every layout, exact resumes, one reference."""
+"""Objectives of answers: the same losses as a plain loop in every layout, exact resumes, one reference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from nanoscale.config.schema import (
     Lora,
     Optimizer,
     PhaseSettings,
+    Train,
 )
-from nanoscale.config.token_files import row_tokens
+from nanoscale.config.token_files import BAD, row_tokens
 from nanoscale.data.dataset import open_data
 from nanoscale.data.sampler import sample_indices
 from nanoscale.models.initialization import initialize
@@ -71,16 +72,17 @@ BETA = 0.5
 VALUES = ("loss", "grad_norm", "preferred", "margin", "eval_loss", "eval_preferred", "eval_margin")
 
 
-def write_pairs(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Write a file of pairs with marks of answers; return tokens and targets of each document."""
+def write_pairs(folder: Path, bad: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Write a file of pairs with marks of answers, of rejected ones `bad`; return tokens and targets of each
+    document."""
     dice = np.random.default_rng(7)
     lengths = [length for pair in LENGTHS for length in pair]
     documents = [dice.integers(0, SHAPE.vocab, length) for length in lengths]
     answers = [np.arange(length) >= min(2, length - 2) for length in lengths]
     for name in ("tokens", "held"):
         write_indexed(folder / name, documents)
-        marks = np.concatenate(answers).astype(np.uint8).tobytes()
-        (folder / f"{name}.answers").write_bytes(marks)
+        marks = [each * np.uint8((1, bad)[i % 2]) for i, each in enumerate(answers)]
+        (folder / f"{name}.answers").write_bytes(np.concatenate(marks).tobytes())
     return [
         (document, np.where(marks, document, -100))
         for document, marks in zip(documents, answers, strict=True)
@@ -92,6 +94,7 @@ def with_objective(
 ) -> ResolvedConfig:
     steps = {"steps": 5, "eval_every": 2, "eval_samples": 3}
     changes = steps | {"objective": objective, "preference_beta": BETA, "micro_batch": 2} | more
+    changes |= {"undesirable_weight": 0.7} if objective == "kto" else {}
     data = Data(
         "megatron",
         str(folder / "tokens"),
@@ -108,12 +111,40 @@ def plain_loop(
     """Train as the papers write it: each document alone, without padding."""
 
     def likelihood(document: int) -> tuple[torch.Tensor, int]:
-        tokens, targets = map(torch.tensor, documents[document])
+        return of_tokens(*documents[document])
+
+    def of_tokens(*arrays: np.ndarray) -> tuple[torch.Tensor, int]:
+        tokens, targets = map(torch.tensor, arrays)
         logits = model(tokens[None, :-1])
         logits = getattr(logits, "logits", logits)[0]
         return -F.cross_entropy(logits, targets[1:], reduction="sum"), int((targets[1:] >= 0).sum())
 
+    def unmatched(document: int) -> torch.Tensor:
+        """The question with the answer of the document before it, cut to a row."""
+        other, length = single[single.index(document) - 1], SEQ_LEN + 1
+        first, start = (int((documents[it][1] >= 0).argmax()) for it in (document, other))
+        tokens = np.append(documents[document][0][:first], documents[other][0][start:])[:length]
+        targets = np.where(np.arange(len(tokens)) < first, -100, tokens)
+        return of_tokens(tokens, targets)[0]
+
+    def rated(numbers: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        with torch.no_grad():
+            baseline = sum(unmatched(it) - others[it] for it in numbers) / len(numbers)
+        signs = [1 - 2 * (it % 2) for it in numbers]
+        margins = torch.stack([
+            BETA * sign * (likelihood(it)[0] - reference[it] - max(0, baseline))
+            for it, sign in zip(numbers, signs, strict=True)
+        ])  # fmt: skip
+        weights = torch.tensor([1.0 if sign > 0 else 0.7 for sign in signs])
+        figures = {
+            "preferred": float((margins > 0).double().mean()),
+            "margin": margins.mean().item(),
+        }
+        return (weights * (1 - torch.sigmoid(margins))).mean(), figures
+
     def losses(pairs: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        if objective == "kto":
+            return rated(pairs)
         losses, margins = [], []
         for pair in pairs:
             (chosen, n), (rejected, m) = (likelihood(2 * pair + side) for side in (0, 1))
@@ -131,15 +162,18 @@ def plain_loop(
 
     with torch.no_grad():
         reference = [likelihood(number)[0] for number in range(len(documents))]
+        single = [it for it, (tokens, _) in enumerate(documents) if len(tokens) <= SEQ_LEN + 1]
+        others = {number: unmatched(number) for number in single}
+    trained = single if objective == "kto" else TRAINED
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1]},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
-    curve, pairs_a_step = [], SAMPLES // 2
+    curve, samples_a_step = [], SAMPLES // (1 if objective == "kto" else 2)
     for step in range(5):
-        places = np.arange(step * pairs_a_step, (step + 1) * pairs_a_step)
-        numbers = [TRAINED[i] for i in sample_indices(3, places, len(TRAINED))]
+        places = np.arange(step * samples_a_step, (step + 1) * samples_a_step)
+        numbers = [trained[i] for i in sample_indices(3, places, len(trained))]
         loss, figures = losses(numbers)
         optimizer.zero_grad()
         loss.backward()
@@ -150,7 +184,7 @@ def plain_loop(
         record = {"loss": loss.item(), "grad_norm": norm, **figures}
         if step % 2:
             with torch.no_grad():
-                held, figures = losses(TRAINED[:3])
+                held, figures = losses(trained[:3])
             record |= {"eval_loss": held.item()}
             record |= {f"eval_{name}": value for name, value in figures.items()}
         curve.append(record)
@@ -184,15 +218,20 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 @pytest.mark.parametrize(
     ("objective", "degrees", "stage"),
     [("dpo", *layout) for layout in LAYOUTS]
-    + [("orpo", {"dp": 2, "cut": True}, 2)]
-    + [exhaustive("dpo", ZBV, 1)],
+    + [
+        ("orpo", {"dp": 2, "cut": True}, 2),
+        ("kto", {"pp": 2, "tp": 2}, 0),
+        ("kto", {"cp": 2, "dp": 2}, 1),
+    ]
+    + [exhaustive(name, ZBV, 1) for name in ("dpo", "kto")]
+    + [exhaustive("kto", {"cp": 2, "cp_method": "ulysses", "tp": 2}, 3)],
     ids=str,
 )
 def test_every_layout_equals_a_plain_loop(
     tmp_path: Path, objective: str, degrees: dict[str, Any], stage: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    documents = write_pairs(tmp_path)
+    documents = write_pairs(tmp_path, BAD if objective == "kto" else 1)
     is_cut, degrees = "cut" in degrees, {it: degrees[it] for it in degrees if it != "cut"}
     config = make_config(
         tmp_path, dp=degrees.get("dp", 1), stage=stage, parallel=degrees, micro_batch=2
@@ -222,11 +261,19 @@ def test_the_highest_margin_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "degrees", "stage"), [(1, {"pp": 2}, 1), exhaustive(2, {}, 3)])
+@pytest.mark.parametrize(
+    ("objective", "dp", "degrees", "stage"),
+    [
+        ("dpo", 1, {"pp": 2}, 1),
+        exhaustive("dpo", 2, {}, 3),
+        exhaustive("kto", 1, {"pp": 2}, 1),
+        ("kto", 2, {}, 3),
+    ],
+)
 def test_deepspeed_equals_a_plain_loop(
-    tmp_path: Path, dp: int, degrees: dict[str, Any], stage: int
+    tmp_path: Path, objective: str, dp: int, degrees: dict[str, Any], stage: int
 ) -> None:
-    documents = write_pairs(tmp_path)
+    documents = write_pairs(tmp_path, BAD if objective == "kto" else 1)
     config = make_config(
         tmp_path,
         dp=dp,
@@ -235,17 +282,18 @@ def test_deepspeed_equals_a_plain_loop(
         precision="fp32",
         backend=Backend("deepspeed"),
     )
-    run = make_run(with_objective(config, tmp_path, "dpo"))
-    train(run, with_objective(config, tmp_path, "dpo"))
-    assert_equal(read_metrics(run), plain_loop(documents, "dpo", our_model()), 1e-3)
+    config = with_objective(config, tmp_path, objective)
+    run = make_run(config)
+    train(run, config)
+    assert_equal(read_metrics(run), plain_loop(documents, objective, our_model()), 1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["dpo", exhaustive("orpo")])
+@pytest.mark.parametrize("objective", ["dpo", exhaustive("orpo"), exhaustive("kto")])
 def test_any_model_of_transformers_equals_a_plain_loop(tmp_path: Path, objective: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    documents = write_pairs(tmp_path)
+    documents = write_pairs(tmp_path, BAD if objective == "kto" else 1)
     hf_models.save("gpt_neox", tmp_path / "hf")
     config = make_config(tmp_path, dp=2, stage=3, model=hf_models.shape_of(tmp_path / "hf"))
     config = with_objective(config, tmp_path, objective)
@@ -304,12 +352,12 @@ def test_samples_are_pairs_that_fit(tmp_path: Path) -> None:
     config = with_objective(make_config(tmp_path), tmp_path, "dpo")
     data = open_data(config.data, config.train, SHAPE.vocab)
     assert "1 pair left out" in data.description
-    training, held = data.pairs()
+    training, held = data.answers()
     assert len(training) == len(held) == len(TRAINED)
     training.references = np.arange(2.0 * len(TRAINED)).reshape(-1, 2)
     batch = training.batch([2, 3])
     assert batch.references is not None
-    assert batch.references.tolist() == [4, 5, 6, 7] and batch.counted() == 2
+    assert batch.references.tolist() == [[4, 1], [5, -1], [6, 1], [7, -1]] and batch.counted(2) == 2
     for row, document in enumerate([4, 5, 8, 9]):
         tokens, targets = documents[document]
         count = len(tokens) - 1
@@ -325,9 +373,9 @@ def test_samples_are_pairs_that_fit(tmp_path: Path) -> None:
 
 
 def test_certain_answers_have_finite_odds() -> None:
-    objective = Objective("orpo", 0.5)
+    objective = Objective(Train(objective="orpo", preference_beta=0.5))
     losses = torch.tensor([0.0, 3.0, 2.0, 0.0])
-    value, weights = objective.value_and_weights(losses, torch.zeros(4, 3), torch.zeros(4))
+    value, weights = objective.value_and_weights(losses, torch.zeros(4, 3), torch.zeros(4, 2))
     assert value.isfinite() and weights.isfinite().all()
     assert objective.read()[1] == 1, "the first pair alone is preferred"
 
@@ -341,14 +389,14 @@ def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
     }
     data = replace(config.data, path=None, valid_path=None, mixture=names)
     opened = open_data(data, config.train, SHAPE.vocab)
-    for number, pairs in enumerate(opened.pairs()):
+    for number, pairs in enumerate(opened.answers()):
         rows = np.arange(2.0 * len(pairs)).reshape(-1, 2)
         pairs.references = rows + 100 * number
     taken = []
     for rank in (0, 1):
         for batch in opened.train.micro_batches(16, 8, rank, 2, 2):
             assert batch.references is not None
-            chosen, rejected = batch.references.tolist()
+            chosen, rejected = batch.references[:, 0].tolist()
             assert rejected == chosen + 1
             taken.append(chosen)
     phases = {
@@ -356,14 +404,14 @@ def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:
         "b": PhaseSettings(weights={"b": 1.0}),
     }
     changing = open_data(data, replace(config.train, phases=phases), SHAPE.vocab)
-    for number, pairs in enumerate(changing.pairs()):
+    for number, pairs in enumerate(changing.answers()):
         pairs.references = np.full((len(pairs), 2), number)
     for step, source in enumerate((0, 0, 1, 1)):
         (batch,) = changing.train.micro_batches(8 * step, 8, 0, 1, 8)
-        assert batch.references is not None and set(batch.references) == {source}
+        assert batch.references is not None and set(batch.references[:, 0]) == {source}
     whole = next(iter(opened.train.micro_batches(16, 8, 0, 1, 8)))
     assert whole.references is not None
-    assert whole.references[::2].tolist() == taken
+    assert whole.references[::2, 0].tolist() == taken
 
 
 @pytest.mark.parametrize(

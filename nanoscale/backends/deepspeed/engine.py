@@ -72,9 +72,8 @@ class DeepSpeedEngine(Engine):
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def train_step(self, micro_batches: list[Batch], lr: float, logged: bool = False) -> StepResult:
-        self.logged = logged
+        self._begin_step(micro_batches, logged)
         self._loss_sum.zero_()
-        self._tokens = self._count_tokens(micro_batches)
         set_lr(self.engine.optimizer, lr)
         self._set_scale()
         self.before_norm()  # the engine's step computes it

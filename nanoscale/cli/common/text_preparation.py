@@ -18,7 +18,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.hardware.data_sheets import UnknownHardwareError
 from nanoscale.config.hf.hub import missing_path
 from nanoscale.config.hf.pretrained import NoSuchModelError, refuse_model
-from nanoscale.config.objectives import PAIRED, has_whole_documents
+from nanoscale.config.objectives import ANSWERS, PAIRED, has_whole_documents
 from nanoscale.config.rules.data import FORMS
 from nanoscale.config.token_files import TOKENIZER, TOKENS, folder_of, manifest
 from nanoscale.config.token_formats import FORMATS, format_of, is_parts
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from nanoscale.config.values.provenance import Composed
     from nanoscale.data.prepare import PreparationRequest
+    from nanoscale.data.prepare.sources import RecordKind
 
 _MOST = 256 << 20
 """The most bytes of texts that are all prepared on the way to a launch, which takes up to some minutes."""
@@ -153,9 +154,9 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     """Return the request that prepares the texts, and True if that is done beside the training."""
     from nanoscale.data.corpus import cache_folder
     from nanoscale.data.prepare import PreparationRequest
-    from nanoscale.data.prepare.cached import first_fields, holds_chats
-    from nanoscale.data.prepare.pairs import holds_pair
-    from nanoscale.data.prepare.sources import LABEL, find_sources
+    from nanoscale.data.prepare.answers import LABEL
+    from nanoscale.data.prepare.cached import first_fields
+    from nanoscale.data.prepare.sources import CHATS, find_sources
 
     sources = find_sources([file])
     source, size = sources[0], sum(source.bytes for source in sources)
@@ -163,14 +164,16 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     by_hand = composed.by_hand("data.tokenizer")
     named = data.tokenizer if by_hand or model.init_from is None else model.init_from
     names = first_fields(source)
-    pairs = names is not None and holds_pair(names)
-    chat = pairs or holds_chats(names)
-    if train.objective in PAIRED and not pairs:
-        what = f"needs pairs, and {file} has none: {FORMS['pairs']}"
+    kind = _kind(names, train.objective)
+    chat = kind in CHATS
+    needed = "pairs" if train.objective in PAIRED else "rated" if train.objective == "kto" else kind
+    if kind != needed:
+        samples = "pairs" if needed == "pairs" else "good and bad answers"
+        what = f"needs {samples}, and {file} has none: {FORMS[needed]}"
         refuse([Violation("train.objective", train.objective, "", what)], kind="data")
-    if names and LABEL in names and train.objective != "classify":
+    if names and LABEL in names and kind not in ("labels", "rated"):
         display.note(
-            f"{file}: its field `label` is not used: only train.objective=classify learns it"
+            f"{file}: its field `label` is not used: train.objective=classify and kto learn it"
         )
     if chat and named == "bpe":
         what = "chats need the tokenizer of the model that is trained on them, not a new one"
@@ -182,14 +185,13 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
         tokenizer=None if named == "bpe" else named,
         vocab_size=data.bpe_vocab,
         field="messages" if chat else "text",
-        chat=chat,
-        pairs=pairs,
+        kind=kind,
         workers=cores(),
-        labels=train.labels if train.objective == "classify" else 0,
+        labels=train.labels,
     )
     if size <= _MOST:
         return request, False
-    if key == "path" and train.objective not in (*PAIRED, "distill", "classify"):
+    if key == "path" and train.objective not in (*ANSWERS, "distill", "classify"):
         held_out = 0.0 if data.valid_path else data.valid_fraction
         return replace(request, validation=held_out), True
     what = f"has {byte_size(size)}, and texts of more than {byte_size(_MOST)} are "
@@ -198,14 +200,28 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     raise UserError("data", f"{file}: {what}", [wrong])
 
 
+def _kind(names: list[str] | None, objective: str) -> RecordKind:
+    """Return the kind of records with these fields, or of lists, that an objective learns from."""
+    from nanoscale.data.prepare.answers import LABEL, holds_pair
+    from nanoscale.data.prepare.cached import holds_chats
+
+    if objective == "classify":
+        return "labels"
+    if names is not None and holds_pair(names):
+        return "pairs"
+    if not holds_chats(names):
+        return "text"
+    return "rated" if objective == "kto" and LABEL in (names or ()) else "chat"
+
+
 def _command(request: PreparationRequest) -> str:
     """Return the command that prepares the same texts by hand."""
     (file,) = request.sources
     words = ["--train-tokenizer", "--vocab-size", str(request.vocab_size)]
     if request.tokenizer:
         words = ["--tokenizer", request.tokenizer]
-    words += ["--pairs"] if request.pairs else ["--chat"] if request.chat else []
-    words += ["--labels", str(request.labels or "auto")] if request.labels != 0 else []
+    words += [f"--{request.kind}"] if request.is_chat else []
+    words += ["--labels", str(request.labels or "auto")] if request.kind == "labels" else []
     words += ["--out", f"{Path(file).stem}-tokens"]
     return shlex.join(["nanoscale", "data", "prepare", file, *words])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,9 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer, refuse_option
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
+
+if TYPE_CHECKING:
+    from nanoscale.data.prepare.sources import RecordKind
 
 app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 
@@ -56,6 +59,11 @@ def prepare_data(
         "--pairs",
         default=False,
     ),
+    rated: bool = opt.option(
+        "Read records as chats, each with a `label`: true for a good answer, false for a bad one",
+        "--rated",
+        default=False,
+    ),
     labels: str | None = opt.option(
         "Read texts, each with a `label` of this number of classes", metavar="N|auto"
     ),
@@ -90,14 +98,22 @@ def prepare_data(
     from nanoscale.view.data_text import PreparationScreen, print_prepared
 
     opt.refuse_unused((pairs, "reads `prompt`, `chosen` and `rejected`", {"--field": field}))
-    chat = chat or pairs
+    opt.refuse_unused((pairs, "is for single answers, and these are pairs", {"--rated": rated}))
+    kinds: dict[RecordKind, object] = {
+        "pairs": pairs,
+        "rated": rated,
+        "chat": chat,
+        "labels": labels,
+    }
+    kind: RecordKind = next((name for name, asked in kinds.items() if asked), "text")
+    chat = chat or pairs or rated
     opt.refuse_unused((chat, "is for texts, and these records are chats", {"--labels": labels}))
     opt.refuse_unused((not chat, "is for chats; add --chat", {"--chat-template": chat_template}))
     request = PreparationRequest(
         sources=tuple(sources), out=out, vocab_size=vocab_size, eos=eos, validation=validation,
         tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos, chat),
         field=field or ("messages" if chat else "text"), separator=_unescaped(separator),
-        skip_bad=bad == "skip", chat=chat, pairs=pairs, chat_template=chat_template,
+        skip_bad=bad == "skip", kind=kind, chat_template=chat_template,
         workers=workers or cores(), labels=_labels(labels),
     )  # fmt: skip
     with PreparationScreen() as screen:
@@ -174,7 +190,7 @@ def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bo
 
 def _labels(asked: str | None) -> int | None:
     if asked in (None, "auto"):
-        return None if asked else 0
+        return None
     if not asked.isdecimal() or not 2 <= int(asked) <= 65536:
         message = "is neither auto nor the number of classes, from 2 to 65536"
         refuse_option("--labels", asked, message, "--labels auto")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nanoscale.common.units import counted
 from nanoscale.config import reference, token_files, token_formats
 from nanoscale.config.hf.pretrained import NoSuchModelError, locate
-from nanoscale.config.objectives import PAIRED, RECORDS, has_whole_documents, is_distilled
+from nanoscale.config.objectives import ANSWERS, PAIRED, RECORDS, has_whole_documents, is_distilled
 from nanoscale.config.rules.only_with import OF_TEXT
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, only_with, other_than, refused
@@ -56,6 +56,8 @@ MASKED = of_kind("data",
 FORMS = {
     "pairs": "each record needs an answer to prefer and one to avoid, as in "
         f"{RECORDS['pairs']}; `nanoscale data prepare --pairs` reads them",
+    "rated": "each record needs a question, its answer and `label`, true for a good answer, as in "
+        f"{RECORDS['rated']}; `nanoscale data prepare --rated` reads them",
     "labels": f"each record needs a text and its class, a number from 0, as in {RECORDS['labels']}; "
         "`nanoscale data prepare --labels N` reads them",
 }  # fmt: skip
@@ -92,19 +94,25 @@ DISTILLED = of_kind("config",
         lambda config: not is_distilled(config.train) or config.train.distill_top_k <= config.model.vocab,
         "is more than the vocabulary has: {c.model.vocab}", ("train.distill_top_k={c.model.vocab}",)),
 )  # fmt: skip
-_PAIRED = {"train.objective": PAIRED}
-PAIRS = of_kind("data",
-    refused("train.objective", {**_PAIRED, "data.source": ("stdlib", "random")},
+_OF_ANSWERS, _NO_ANSWERS = {"train.objective": ANSWERS}, {"data.source": ("stdlib", "random")}
+OF_ANSWERS = of_kind("data",
+    refused("train.objective", {"train.objective": PAIRED, **_NO_ANSWERS},
         f"needs pairs of answers, and data.source={{c.data.source}} has none: {_TEMPLATES['pairs']}",
         "data=megatron data.path=/path/to/pairs.jsonl"),
-    refused("data.packing", {**_PAIRED, "data.packing": "whole"},
+    refused("train.objective", {"train.objective": "kto", **_NO_ANSWERS},
+        f"needs good and bad answers, and data.source={{c.data.source}} has none: {_TEMPLATES['rated']}",
+        "data=megatron data.path=/path/to/answers.jsonl"),
+    refused("data.loss_on", {"train.objective": "kto", "data.loss_on": "all"},
+        "counts the question too, and train.objective=kto learns whether its answer is good",
+        "data.loss_on=auto"),
+    refused("data.packing", {**_OF_ANSWERS, "data.packing": "whole"},
         "packs documents, and train.objective={c.train.objective} has each answer in a row of its own",
         "data.packing=stream"),
-    refused("data.document_mask", {**_PAIRED, "data.document_mask": True},
+    refused("data.document_mask", {**_OF_ANSWERS, "data.document_mask": True},
         "separates documents, and train.objective={c.train.objective} has each in a row of its own",
         "data.document_mask=false"),
-    refused("train.z_loss", {**_PAIRED, "train.z_loss": other_than(0.0)},
-        "is a part of the loss of single tokens, and train.objective={c.train.objective} is of pairs",
+    refused("train.z_loss", {**_OF_ANSWERS, "train.z_loss": other_than(0.0)},
+        "is a part of the loss of single tokens, and train.objective={c.train.objective} is of answers",
         "train.z_loss=0"),
 )  # fmt: skip
 
@@ -119,7 +127,7 @@ ENDS = of_kind("data",
 def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = resolution.config.data
-    resolution.apply((*PAIRS, *MASKED, *CLASSIFIED, *DISTILLED, *ENDS))
+    resolution.apply((*OF_ANSWERS, *MASKED, *CLASSIFIED, *DISTILLED, *ENDS))
     if data.source not in FORMATS:
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
@@ -385,7 +393,7 @@ def _require_one_pass(resolution: Resolution, source: MixtureSource) -> None:
     what = "is prepared beside the training, and "
     if source.name:
         message = what + "the sources of a data mixture are prepared before it"
-    elif objective in (*PAIRED, "distill"):
+    elif objective in (*ANSWERS, "distill"):
         message = what + f"train.objective={objective} looks at all samples before the first step"
     else:
         return
@@ -416,7 +424,7 @@ def _require_kind_of_samples(
     resolution: Resolution, source: MixtureSource, folder: Path, manifest: dict[str, Any]
 ) -> None:
     train = resolution.config.train
-    for kind, objectives in (("pairs", PAIRED), ("labels", ("classify",))):
+    for kind, objectives in (("pairs", PAIRED), ("rated", ("kto",)), ("labels", ("classify",))):
         is_needed, is_held = train.objective in objectives, bool(manifest.get(kind))
         if is_held and not is_needed:
             message = f"was prepared with --{kind}, and train.objective={train.objective} learns every token"
@@ -424,7 +432,8 @@ def _require_kind_of_samples(
             advice = f"train.objective={objectives[0]}{labels}"
             resolution.refuse_value(f"{source.key}.path", str(folder), message, advice, kind="data")
         elif is_needed and not is_held:
-            message = f"needs {kind}, and {folder} has none: {FORMS[kind]}"
+            samples = "good and bad answers" if kind == "rated" else kind
+            message = f"needs {samples}, and {folder} has none: {FORMS[kind]}"
             resolution.refuse("train.objective", message, kind="data")
     if (held := manifest.get("labels", 0)) > (train.labels or held):
         message = f"is less than the {held} labels of {folder}"

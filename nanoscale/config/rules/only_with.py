@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoscale.config.objectives import PAIRED
+from nanoscale.config.objectives import ANSWERS
 from nanoscale.config.optimizers import KEYS, optimizers_with
 from nanoscale.config.rules.rule import ignored, of_kind, only_with, other_than, refused, several
 
@@ -56,7 +56,8 @@ OF_JOB = of_kind("config",
     only_with("launcher.exclude_stragglers", {"launcher.device": "cpu"}),
     *(only_with(key, {"launcher.max_restarts": bool}, "launcher.max_restarts=100")
         for key in ("checkpoint.memory_every", "launcher.mtbf_hours")),
-    only_with("train.preference_beta", {"train.objective": PAIRED}),
+    only_with("train.preference_beta", {"train.objective": ANSWERS}),
+    *(only_with(f"train.{name}_weight", {"train.objective": "kto"}) for name in ("desirable", "undesirable")),
     only_with("train.teacher", {"train.objective": "distill"}, "train.objective=distill"),
     *(only_with(f"train.distill_{name}", {"train.objective": "distill"})
         for name in ("top_k", "weight", "temperature")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanoscale.config.objectives import PAIRED
+from nanoscale.config.objectives import ANSWERS
 from nanoscale.config.reference import declared, value_of
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import of_kind, only_with, other_than, refused
@@ -26,7 +26,7 @@ RULES = of_kind("config",
         "precision=bf16", "optimizer=adamw"),
     refused("train.sample_tokens", {**_DATA, "train.sample_tokens": bool},
         "needs a tokenizer to write a text, and data.source=hooks has none", "train.sample_tokens=0"),
-    refused("train.objective", {**_DATA, "train.objective": ("masked", "classify", *PAIRED)},
+    refused("train.objective", {**_DATA, "train.objective": ("masked", "classify", *ANSWERS)},
         "makes samples of tokens in files, and data() of hooks.path makes its own",
         "train.objective=next-token"),
 )  # fmt: skip

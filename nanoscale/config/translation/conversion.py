@@ -93,7 +93,7 @@ def _refuse_other_task(path: str, value: Any, became: str, kind: Kind) -> None:
     """Refuse a way of training that is not here: the other keys would make a recipe for another one."""
     meant = equivalent(f"{kind.name}.{path}")
     if meant and "train.objective" in meant.about and became.startswith("no counterpart"):
-        told = "there are supervised fine-tuning, dpo, orpo, distill, classify and masked"
+        told = "there are supervised fine-tuning, dpo, orpo, kto, distill, classify and masked"
         wrong = Violation(path, value, "", f"this way of training is not here: {told}")
         raise UserError("config", f"{path}={shown(value)}: {wrong.message}", [wrong])
 
@@ -277,7 +277,8 @@ class Conversion:
     def _objective(self, values: dict[str, Any]) -> None:
         is_paired = "train.preference_beta" in values or _OF_PAIRS.search(str(self.settings))
         if is_paired and "train.objective" not in values:
-            values["train.objective"] = "orpo" if "orpo" in str(self.settings).lower() else "dpo"
+            named = str(self.settings).lower()
+            values["train.objective"] = next((it for it in ("orpo", "kto") if it in named), "dpo")
             self.became["(pairs)"] = f"train.objective={values['train.objective']} is assumed"
 
     def _batches(self, values: dict[str, Any], dp: int | None) -> int | None:
@@ -365,6 +366,7 @@ class Conversion:
         is_paired = values.get("train.objective") in PAIRED
         is_text = self.kind.name in ("torchtitan", "megatron") or _is_pretraining(self.settings)
         form = "--pairs" if is_paired else "" if is_text else "--chat"
+        form = "--rated" if values.get("train.objective") == "kto" else form
         tokenizer = values.get("data.tokenizer") or values.get("model.init_from") or "TOKENIZER"
         template = self.settings.get("chat_template") if self.kind.name == "hf" else None
         words = ["nanoscale data prepare", *map(shlex.quote, sources), "--out data", form]

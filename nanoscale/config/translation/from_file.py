@@ -95,7 +95,11 @@ def verdict(result: Translation, file: Path, out: Path | None) -> list[str]:
 _RULES = (
     *(*only_with.OF_LAYOUT, *only_with.OF_JOB, *only_with.OF_TEXT, *layout.RULES, *pipeline.RULES),
     *(*layout.EXECUTION, *numbers.RULES, *numbers.PRECISION, *numbers.ATTENTION),
-    *(*backends.RULES, *backends.JOB, *(it for it in data.PAIRS if it.key.startswith("data."))),
+    *(
+        *backends.RULES,
+        *backends.JOB,
+        *(it for it in data.OF_ANSWERS if it.key.startswith("data.")),
+    ),
 )
 
 

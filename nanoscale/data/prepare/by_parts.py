@@ -180,7 +180,7 @@ class _Parts:
         temporary = self._folder / f".{uuid.uuid4().hex}"
         (temporary / "whole").mkdir(parents=True)
         request = self._request
-        return UnfinishedFolder(temporary, dtype, self._sizes, request.chat)
+        return UnfinishedFolder(temporary, dtype, self._sizes, request.is_chat)
 
     def _publish(self, part: UnfinishedFolder) -> tuple[int, Any]:
         number, progress = self.number, part.progress

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from nanoscale.config.token_files import BAD
+from nanoscale.data.prepare.answers import LABEL, conversations, rated
 from nanoscale.data.prepare.chat import ChatTokenizer, Renderer
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks, too_long
-from nanoscale.data.prepare.pairs import conversations
 from nanoscale.data.prepare.records import LONGEST, READERS, Bad
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
-from nanoscale.data.prepare.sources import LABEL, Reading, TextSource
+from nanoscale.data.prepare.sources import Reading, TextSource
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 
 JSON = ("jsonl", *READERS)
@@ -36,7 +37,8 @@ class Tokens:
     lengths: bytes
     """int32, tokens of each document."""
     answers: bytes = b""
-    """For chats and labels: one byte per token, 1 for tokens of an answer and for a label."""
+    """For chats and labels: one byte per token, 1 for tokens of an answer and for a label, BAD for tokens of a
+    bad answer."""
 
 
 @dataclass(frozen=True)
@@ -112,28 +114,32 @@ class Documents:
                     yield record, error
             return
         records = [(record, self._chats(raw)) for record, raw in self.records()]
-        chats = [chat for _, found in records if isinstance(found, list) for chat in found]
+        chats = [
+            chat for _, found in records if not isinstance(found, RecordError) for chat in found[0]
+        ]
         rendered = self._renderer.render(chats)
         for record, found in records:
             if isinstance(found, RecordError):
                 yield record, found
                 continue
-            outcomes = [next(rendered) for _ in found]
+            outcomes = [next(rendered) for _ in found[0]]
             errors = [outcome for outcome in outcomes if isinstance(outcome, RecordError)]
-            texts = [outcome for outcome in outcomes if isinstance(outcome, Chat)]
+            texts = [replace(it, label=found[1]) for it in outcomes if isinstance(it, Chat)]
             yield record, errors[0] if errors else texts
 
-    def _chats(self, raw: bytes | None) -> list[bytes] | RecordError:
-        """Return a record's chats, or its error."""
+    def _chats(self, raw: bytes | None) -> tuple[list[bytes], int | None] | RecordError:
+        """Return a record's chats and the label of its answer, or its error."""
         try:
             chat = self._decoded(raw).encode()
-            return conversations(chat) if self._reading.pairs else [chat]
+            if self._reading.kind == "rated":
+                return rated(chat, self._reading.field)
+            return conversations(chat) if self._reading.kind == "pairs" else [chat], None
         except RecordError as error:
             return error
 
     def _plain(self, raw: bytes | None) -> Chat:
         text = self._decoded(raw)
-        is_json = self._source.kind in JSON or self._reading.labels
+        is_json = self._source.kind in JSON or self._reading.kind == "labels"
         return self._from_json(text) if is_json else Chat(text, ())
 
     def _decoded(self, raw: bytes | None) -> str:
@@ -164,7 +170,7 @@ class Documents:
             raise RecordError(f"{error}{hint}") from error
         if not isinstance(text, str):
             raise RecordError(f"its field {field!r} holds {_type_name(text)}, not text")
-        return Chat(text, (), self._label(record) if self._reading.labels else None)
+        return Chat(text, (), self._label(record) if self._reading.kind == "labels" else None)
 
     def _label(self, record: dict[str, Any]) -> int:
         label, count = record.get(LABEL), self._reading.labels
@@ -276,9 +282,9 @@ def _tokens(
     marks: list[bytes] = []
     documents: list[np.ndarray] = []
     if isinstance(tokenizer, ChatTokenizer):
-        for ids, answers in tokenizer.encode(chats):
+        for chat, (ids, answers) in zip(chats, tokenizer.encode(chats), strict=True):
             documents.append(ids.astype(dtype))
-            marks.append(answers.tobytes())
+            marks.append((answers * BAD if chat.label == 0 else answers).tobytes())
     else:
         has_labels = bool(chats) and chats[0].label is not None
         texts = [chat.text for chat in chats]

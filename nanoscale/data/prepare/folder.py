@@ -154,7 +154,7 @@ class _Split:
         self._count = Count(
             self._count.documents + len(tokens.lengths) // 4,
             self._count.tokens + len(tokens.tokens) // self._itemsize,
-            self._count.answers + tokens.answers.count(1),
+            self._count.answers + len(tokens.answers) - tokens.answers.count(0),
         )
         return self._count
 

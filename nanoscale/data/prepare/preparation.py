@@ -21,7 +21,7 @@ from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Setup, encode_here, with_labels
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.records import bad_records_error
-from nanoscale.data.prepare.sources import Reading, find_sources, problem
+from nanoscale.data.prepare.sources import CHATS, Reading, RecordKind, find_sources, problem
 from nanoscale.data.tokens.files import smallest_type
 from nanoscale.data.tokens.tokenizer import (
     CONFIG,
@@ -64,23 +64,18 @@ class PreparationRequest:
     validation: float = 0.0
     """The share of the documents that is held out."""
     skip_bad: bool = False
-    chat: bool = False
-    """True if records are chats, whose messages are in `field`."""
-    pairs: bool = False
-    """True if records are pairs of chats."""
+    kind: RecordKind = "text"
+    """Texts and messages are in `field`."""
     chat_template: Path | None = None
     """A file that replaces the tokenizer's own template."""
     workers: int = 1
-    labels: int | None = 0
-    """The number of classes of the records, each a text in `field` and a `label`; None: as many as the records
-    have. 0: they have no labels."""
+    labels: int | None = None
+    """The number of classes of texts with labels; None: as many as the records have."""
 
     @property
-    def kind(self) -> str:
-        """The kind of its records: pairs, chat, labels or text."""
-        if self.chat:
-            return "pairs" if self.pairs else "chat"
-        return "text" if self.labels == 0 else "labels"
+    def is_chat(self) -> bool:
+        """True if a template renders its records."""
+        return self.kind in CHATS
 
 
 class Watcher(Protocol):
@@ -129,12 +124,14 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
         path = find(request.tokenizer, "--tokenizer")
         tokenizer = load(path, key="--tokenizer", eos=request.eos)
     template = None
-    if request.chat:
+    if request.is_chat:
         assert tokenizer is not None, "a chat needs the tokenizer of its model"
         template = find_template(tokenizer, request.chat_template)
     form = request.field, request.separator, request.validation
-    reading = Reading(sources, *form, template, request.pairs)
-    return reading if request.labels == 0 else with_labels(reading, request.labels or 0), tokenizer
+    reading = Reading(sources, *form, template, request.kind)
+    if request.kind == "labels":
+        reading = with_labels(reading, request.labels or 0)
+    return reading, tokenizer
 
 
 def write_folder(
@@ -154,7 +151,7 @@ def write_folder(
         tokenizer = write_tokenizer(request, reading, tokenizer, whole, watcher, stop)
         sizes = [source.bytes for source in reading.sources]
         dtype = smallest_type(tokenizer.vocab_size)
-        unfinished = UnfinishedFolder(path, dtype, sizes, request.chat or reading.labels > 0)
+        unfinished = UnfinishedFolder(path, dtype, sizes, request.kind != "text")
         _fill(unfinished, path, request, reading, watcher, stop)
         _refuse_empty(unfinished.progress, request)
         unfinished.publish(
@@ -318,8 +315,8 @@ def identity_of(
         identity["eos"] = tokenizer.eos
     if reading.template:
         identity["chat-template"] = hashlib.sha256(repr(reading.template).encode()).hexdigest()
-    if reading.pairs:
-        identity["pairs"] = True
+    if reading.kind in ("pairs", "rated"):
+        identity[reading.kind] = True
     if reading.labels:
         identity["labels"] = reading.labels
     if reading.label_names:
@@ -348,7 +345,7 @@ def manifest_of(
         "train": _counts(progress.train, has_answers),
         "valid": _counts(progress.valid, has_answers),
         **({"answers": "one byte a token"} if has_answers else {}),
-        **({"pairs": True} if identity.get("pairs") else {}),
+        **{kind: True for kind in ("pairs", "rated") if identity.get(kind)},
         **({"labels": labels} if labels else {}),
         **({"label_names": identity["label-names"]} if "label-names" in identity else {}),
         "text_bytes": progress.text_bytes,

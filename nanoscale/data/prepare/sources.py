@@ -23,7 +23,7 @@ from nanoscale.common.json_text import parse
 from nanoscale.common.object_storage import is_address, open_storage, retried, version_of
 from nanoscale.common.versions import missing
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
-from nanoscale.data.prepare.pairs import PAIR, QUESTION, holds_pair
+from nanoscale.data.prepare.answers import LABEL, PAIR, QUESTION, holds_pair
 from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
 from nanoscale.data.prepare.render import INPUT, TOOLS, VARIABLES, Template, pair_in
 
@@ -41,7 +41,6 @@ _NAMED_ONLY = {".md", ".json", ".csv"}
 """Endings that are read if they are named or match a pattern; in a folder they may be descriptions of data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
-LABEL = "label"
 _BLOCK = 1 << 20
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes into the folder of several splits, and of one."""
@@ -75,6 +74,13 @@ class TextSource:
         return {key: value for key, value in asdict(self).items() if key != "copy"}
 
 
+RecordKind = Literal["text", "labels", "chat", "pairs", "rated"]
+"""The kind of records: texts, texts with a LABEL, chats, pairs of chats, which become two documents, the chosen
+one first, or chats whose LABEL says whether the answer is good."""
+CHATS = ("chat", "pairs", "rated")
+"""The kinds that a template renders."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """The way records become documents."""
@@ -87,8 +93,7 @@ class Reading:
     """The share of the documents that is held out."""
     template: Template | None = None
     """The template that renders chats, whose messages are in `field`; None: records are texts."""
-    pairs: bool = False
-    """True if each record is a pair of chats, which become two documents, the chosen one first."""
+    kind: RecordKind = "text"
     labels: int = 0
     """The number of classes of the records; each record has a text and a LABEL. 0: they have no labels."""
     label_names: tuple[str, ...] = ()
@@ -138,7 +143,7 @@ def problem(source: TextSource, reading: Reading) -> Bad | None:
         return _column_problem(source, dataset(source.name).data.schema, reading)
     if source.kind == "csv":
         return _csv_problem(source, reading)
-    if (reading.is_chat or reading.labels) and source.kind == "text":
+    if reading.kind != "text" and source.kind == "text":
         what = "is plain text, which holds no chats and no labels; .jsonl, .json, .csv, .tar and .parquet do"
         return Bad(source.name, what)
     return None
@@ -333,7 +338,7 @@ def _csv_problem(source: TextSource, reading: Reading) -> Bad | None:
         return Bad(source.name, f"cannot be read: {first_line(error)}")
     if not names:
         return Bad(source.name, EMPTY)
-    if reading.pairs:
+    if reading.kind == "pairs":
         if holds_pair(names):
             return None
     elif reading.field in names or (reading.is_chat and pair_in(names)):
@@ -342,9 +347,11 @@ def _csv_problem(source: TextSource, reading: Reading) -> Bad | None:
 
 
 def _missing(reading: Reading) -> str:
-    if reading.pairs:
+    if reading.kind == "pairs":
         return "has no columns 'chosen' and 'rejected'"
-    return f"has no column {reading.field!r} (--field)" + f" or {LABEL!r}" * bool(reading.labels)
+    return f"has no column {reading.field!r} (--field)" + f" or {LABEL!r}" * (
+        reading.kind == "labels"
+    )
 
 
 @contextmanager
@@ -401,7 +408,7 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
         names = ", ".join(schema.names)
         return Bad(source.name, f"{_missing(reading)}; its columns: {names}")
     kind = _type_of(schema, field)
-    if reading.pairs or reading.labels or kind is None:
+    if reading.kind in ("pairs", "labels") or kind is None:
         return None  # questions and answers are checked record by record
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view)
     if _is_text(kind) or (chat and any(is_kind(kind) for is_kind in lists)):
@@ -413,10 +420,10 @@ def _column_problem(source: TextSource, schema: Any, reading: Reading) -> Bad | 
 def columns_of(schema: Any, reading: Reading) -> list[str]:
     """Return the columns of a record: the field's, or a question's and its answer's; [] if none."""
     field = reading.field
-    labels = [LABEL] if reading.labels else []
-    more = [TOOLS, VARIABLES] if reading.is_chat else labels
+    labels = [LABEL] if reading.kind in ("labels", "rated") else []
+    more = [*labels, *([TOOLS, VARIABLES] if reading.is_chat else [])]
     pair = pair_in(schema.names) if reading.is_chat else None
-    if reading.pairs:
+    if reading.kind == "pairs":
         names = [*PAIR, QUESTION] if holds_pair(schema.names) else []
     elif _type_of(schema, field) is not None and set(labels).issubset(schema.names):
         names = [field if field in schema.names else field.split(".")[0]]

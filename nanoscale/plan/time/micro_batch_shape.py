@@ -44,7 +44,7 @@ class MicroBatchShape:
     adapter_rank: int = 0
     """The rank of LoRA's adapters; 0: all weights are trained."""
     paired: bool = False
-    """True if the loss is of pairs, whose logits are computed twice."""
+    """True if the loss is of answers, whose logits are computed twice."""
     adapted: tuple[str, ...] = ()
     """The layers of a block that have adapters."""
     dora: bool = False

@@ -21,7 +21,7 @@ from nanoscale.plan.memory.shards import RankParameters, all_stages, kinds_of_ra
 from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import collectives, data_parallel, offload, operations
-from nanoscale.plan.time.micro_batch_shape import NOTHING, MicroBatchShape, Passes, Work
+from nanoscale.plan.time.micro_batch_shape import NOTHING, WORK, MicroBatchShape, Passes, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,9 @@ def step_time(
     loads = [(_load(kind, forward + backward, ends), kind) for kind in kinds]
     load, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
+    if config.train.objective == "kto":  # answers to other questions are read before the step
+        more = _busy(holding, one, ends, "forward")
+        busy = Work(*(getattr(busy, name) + getattr(more, name) for name in WORK))
     idle, transfers = _waiting(config, hardware, shape, one, ends)
     if makespan is not None:
         waiting = max(0.0, makespan - count * load)
@@ -220,11 +223,14 @@ def _load(holding: RankParameters, block: float, ends: tuple[Passes, Passes]) ->
     return holding.blocks * block + holding.first * first + holding.last * last
 
 
-def _busy(holding: RankParameters, one: Passes, ends: tuple[Passes, Passes]) -> Work:
-    """Return the work of a rank for one micro batch, forward and backward, without recomputation."""
-    count, block = holding.blocks, one.both
-    first = ends[0].both if holding.first else NOTHING
-    last = ends[1].both if holding.last else NOTHING
+def _busy(
+    holding: RankParameters, one: Passes, ends: tuple[Passes, Passes], part: str = "both"
+) -> Work:
+    """Return the work of a rank for one micro batch, forward and backward, without recomputation; `part` is
+    `forward` for a forward pass alone."""
+    count, block = holding.blocks, getattr(one, part)
+    first = getattr(ends[0], part) if holding.first else NOTHING
+    last = getattr(ends[1], part) if holding.last else NOTHING
     return Work(
         count * block.matmul + first.matmul + last.matmul,
         count * block.attention,

@@ -11,7 +11,7 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, counted, duration, numbered
 from nanoscale.config.composing.frozen import read_values
-from nanoscale.config.objectives import PAIRED
+from nanoscale.config.objectives import ANSWERS
 from nanoscale.launch.batch.jobs import Job, in_words, output_of, way_on
 from nanoscale.launch.lifecycle.attempt import Outcome
 from nanoscale.runs import failure, metrics, status
@@ -147,7 +147,7 @@ def _next(run: RunDirectory, steps: int) -> list[str]:
     keys = "train.objective", "data.loss_on"
     objective, loss_on = read_values(run.config, keys).values()
     writes = objective not in ("classify", "masked")
-    answers = loss_on == "answers" or objective in PAIRED
+    answers = loss_on == "answers" or objective in ANSWERS
     prompt = "'What can you do?'" if answers else "'Once'"
     asks = f"  nanoscale generate {shlex.quote(run.reference)} --prompt {prompt}"
     return [

@@ -1,4 +1,4 @@
-"""Records of preferences: a chosen and a rejected answer to the same question."""
+"""Records of preferences: a chosen and a rejected answer to the same question, or a good or bad one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Container
 from itertools import takewhile
 from typing import Any
 
-from nanoscale.data.prepare.render import TOOLS, VARIABLES, RecordError, parsed
+from nanoscale.data.prepare.render import TOOLS, VARIABLES, RecordError, messages_of, parsed
 
 PAIR = ("chosen", "rejected")
 """The fields of the answers: texts, or lists of messages, with or without the question's messages."""
+LABEL = "label"
+"""The field of a text's class, or of whether an answer is good."""
 QUESTION = "prompt"
 """The field of the question: a text or a list of messages; it may be missing before whole conversations."""
 
@@ -50,6 +52,29 @@ def conversations(raw: bytes) -> list[bytes]:
         json.dumps(variables | {"conversations": first + answer[len(shared) :]}).encode()
         for answer in (chosen, rejected)
     ]
+
+
+def rated(raw: bytes, field: str) -> tuple[list[bytes], int]:
+    """Return the conversation, as JSON, and 1 for a good answer or 0 for a bad one; only what follows the last
+    question is learned.
+
+    Raises RecordError.
+    """
+    record = parsed(raw.decode())
+    label = record.get(LABEL) if isinstance(record, dict) else None
+    if isinstance(label, str):  # a .csv has only texts
+        label = {"true": 1, "1": 1, "false": 0, "0": 0}.get(label.lower())
+    if label not in (0, 1):
+        raise RecordError(
+            f"its {LABEL!r} is neither true for a good answer nor false: {label!r:.40}"
+        )
+    messages = messages_of(record, field)
+    last = max((i for i, it in enumerate(messages) if it["role"] != "assistant"), default=-1)
+    first = [message | {"train": False} for message in messages[: last + 1]]
+    variables = {name: record[name] for name in (TOOLS, VARIABLES) if name in record}
+    return [json.dumps(variables | {"conversations": first + messages[last + 1 :]}).encode()], int(
+        label
+    )
 
 
 def _messages(value: Any, role: str, name: str) -> list[Any]:
