@@ -246,7 +246,7 @@ class Engine(ABC):
         return torch.cat([rows.cpu() for rows in self._likelihoods(batches)])
 
     def _likelihoods(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
-        """Yield those of each batch on the device."""
+        """Yield the log-likelihoods of each batch, on the device."""
         objectives = [it.objective for it in self.stages.values() if it.objective is not None]
         for objective in objectives:
             objective.returns_likelihoods = True

@@ -127,7 +127,7 @@ def _texts(file: Path) -> dict[int, str]:
 
 
 BAD = 2
-"""The mark of a bad answer's tokens; those of good answers, and of all others with a loss, have 1."""
+"""The mark of a bad answer's tokens; tokens of good answers, and all others with a loss, have 1."""
 PACKED_TOGETHER = 1 << 20
 """Documents that are packed together: neighbors in the file stay near each other."""
 BYTE_VOCAB = 257
