@@ -23,6 +23,7 @@ from nanoscale.config.rules.layout import row_step
 from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models import lora
+from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, LossHead
 from nanoscale.models.own_model import OwnModel
@@ -442,6 +443,8 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
         owners: list[HFModel | LossHead] = [hf_model, *filter(None, (hf_model.head,))]
         for it in owners:
             it.objective, it.token_losses, it.distillation = objective, token_losses, distillation
+        if config.data.document_mask:
+            hf_model.attend_with(CausalAttention(config.model))
         return hf_model
     parallel = config.parallel
     stages = parallel.pp * parallel.virtual_stages

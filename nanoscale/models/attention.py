@@ -87,13 +87,15 @@ class CausalAttention(nn.Module):
         *,
         sinks: Tensor | None = None,
         sees_all: bool = False,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attend to earlier keys, or to the keys of the mask, or to all keys if `sees_all`.
 
         A sink is a score of each head, `[heads]`, of a further key whose value is 0 (OpenAI 2025,
         arXiv:2508.10925, section 2.2; Xiao et al. 2023, arXiv:2309.17453).
         """
-        plain = self.softcap is None and sinks is None
+        softcap = self.softcap if softcap is None else softcap
+        plain = softcap is None and sinks is None
         if plain and not isinstance(mask, AttentionSpan):
             return F.scaled_dot_product_attention(
                 q,
@@ -105,10 +107,10 @@ class CausalAttention(nn.Module):
             )
         if isinstance(mask, Tensor) or sees_all:
             assert not isinstance(mask, AttentionSpan), "a cache has masks of its own"
-            return dense_attention(q, k, v, mask, self.softcap, sinks)
+            return dense_attention(q, k, v, mask, softcap, sinks)
         span = mask if mask is not None else AttentionSpan.whole(len(q), q.shape[2], q.device)
-        kernel = choose_kernel(q, self.cuda_flash, limited=True, capped=self.softcap is not None)
-        return limited_attention(q, k, v, span, sinks, kernel, self.softcap)
+        kernel = choose_kernel(q, self.cuda_flash, limited=True, capped=softcap is not None)
+        return limited_attention(q, k, v, span, sinks, kernel, softcap)
 
 
 def limited_attention(

@@ -28,10 +28,17 @@ from torch.nn import functional as F
 from nanoscale.config.objectives import made_for
 from nanoscale.config.schema import Model
 from nanoscale.data.batch import IGNORED
+from nanoscale.models import hf_attention
+from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
-from nanoscale.models.transformer import Transformer, scaled, whole_sequence
+from nanoscale.models.transformer import (
+    Transformer,
+    positions_in_documents,
+    scaled,
+    whole_sequence,
+)
 
 PREFIX = "hf."
 """The prefix of our names of transformers' parameters."""
@@ -64,6 +71,8 @@ class HFModel(Transformer):
     """The head, which computes the loss in chunks; None: the loss needs all logits at once, because the head
     has a bias, the model's code does more with logits than scale them, or the model is the user's own."""
     distillation: Distillation | None = None
+    attends_with_ours = False
+    """True if our attention takes the place of transformers'."""
     hits: Tensor | None = None
     """The numbers of rows with labels, and of rows with the right class, since the last reading."""
 
@@ -74,10 +83,9 @@ class HFModel(Transformer):
         self.shape = shape
         self.first = self.last = True
         self.sequence_shards = 1
+        self.sequence_length = lambda seq: seq
         self.token_positions = whole_sequence
-        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(
-            tokens, cast("Tensor | None", masks[0])
-        )
+        self.run_layers = lambda layers, tokens, rotations, masks: self._logits(tokens, masks[0])
         self.hf: Any = self._build(real=real)
         self.hf.eval()  # training mode would enable dropout
         layers_by_number = nn.ModuleDict(
@@ -99,12 +107,15 @@ class HFModel(Transformer):
         targets: Tensor | None = None,
         references: Tensor | None = None,
     ) -> Tensor:
-        assert documents is None, "the rules refuse document masks"
         if targets is not None and made_for(self.shape.hf_config) == "classify":
             return self._class_loss(inputs, targets)
         if self.head is not None:
             self.head.batch = None if targets is None else (targets, references)
-        logits = self.run_layers(self.layers, inputs, (None, None), (None, None))
+        length = self.sequence_length(inputs.shape[1])
+        masks = (
+            self.make_masks(inputs, length, documents) if self.attends_with_ours else (None, None)
+        )
+        logits = self.run_layers(self.layers, inputs, (None, None), masks)
         if targets is None or self.head is not None:
             return logits
         if self.token_losses is not None:
@@ -139,10 +150,23 @@ class HFModel(Transformer):
     def _build(self, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:
         return build(self.shape, dtype, real=real)
 
-    def _logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        masked = {} if mask is None else {"attention_mask": mask.long()}
-        logits: Tensor = self.hf(input_ids=tokens, **masked).logits
-        return logits
+    def _logits(self, tokens: Tensor, mask: Mask) -> Tensor:
+        if isinstance(mask, Tensor):
+            return cast("Tensor", self.hf(input_ids=tokens, attention_mask=mask.long()).logits)
+        if not self.attends_with_ours:
+            return cast("Tensor", self.hf(input_ids=tokens).logits)
+        rows, length = len(tokens), self.sequence_length(tokens.shape[1])
+        span = mask or AttentionSpan.whole(rows, length, tokens.device)
+        positions = self.token_positions(tokens.shape[1], tokens.device).expand(rows, -1)
+        if mask is not None:
+            positions = positions_in_documents(span, rows, length).gather(1, positions)
+        with hf_attention.within(span, mask is not None):
+            return cast("Tensor", self.hf(input_ids=tokens, position_ids=positions).logits)
+
+    def attend_with(self, core: nn.Module) -> None:
+        """Let the layers attend with `core`, a `CausalAttention`, within documents and divided sequences."""
+        self.attends_with_ours = True
+        hf_attention.set_core(self.hf, core)
 
     @property
     def has_separate_head(self) -> bool:

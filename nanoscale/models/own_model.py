@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Model
+from nanoscale.models.attention import Mask
 from nanoscale.models.hf_model import PREFIX, HFModel, parameters_on_meta
 from nanoscale.models.initialization import Draw
 
@@ -33,7 +34,7 @@ class OwnModel(HFModel):
         with nullcontext() if real else parameters_on_meta():
             return build(self.__dict__["_make"], dtype)
 
-    def _logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    def _logits(self, tokens: Tensor, mask: Mask) -> Tensor:
         logits: Tensor = self.hf(tokens)
         wanted = (*tokens.shape, self.shape.vocab)
         if logits.shape != wanted:

@@ -24,6 +24,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.models.attention import AttentionSpan, CausalAttention, Mask, pad_heads
 from nanoscale.models.attention_kernels import choose_kernel, has_cudnn
+from nanoscale.models.hf_model import HFModel
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, LatentAttention, Transformer
 from nanoscale.parallel.ring import ring_attention
@@ -45,6 +46,8 @@ def apply(model: Transformer, config: ResolvedConfig, group: dist.ProcessGroup, 
     method, degree = config.parallel.cp_method, config.parallel.cp
     model.sequence_length = lambda seq: seq * degree
     model.token_positions = lambda seq, device: positions(method, seq, rank, degree, device)
+    if isinstance(model, HFModel):
+        model.attend_with(make_core(method, group, config.model))
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
             module.core = make_core(method, group, config.model)
@@ -84,9 +87,11 @@ class RingAttention(CausalAttention):
         *,
         sinks: Tensor | None = None,
         sees_all: bool = False,
+        softcap: float | None = None,
     ) -> Tensor:
         assert not sees_all, "a KV cache has whole sequences"
-        head_dim, capped = q.shape[-1], self.softcap is not None
+        softcap = self.softcap if softcap is None else softcap
+        head_dim, capped = q.shape[-1], softcap is not None
         ends = window = None
         if isinstance(mask, AttentionSpan) or capped:
             length = q.shape[2] * dist.get_world_size(self.group)
@@ -96,7 +101,7 @@ class RingAttention(CausalAttention):
         limited = ends is not None
         kernel = choose_kernel(q, self.cuda_flash, limited=limited, capped=capped, cudnn=self.cudnn)
         q, k, v = pad_heads(kernel, q, k, v)
-        settings = self.group, kernel, head_dim**-0.5, self.softcap, window
+        settings = self.group, kernel, head_dim**-0.5, softcap, window
         out = ring_attention(q, k, v, ends, sinks, *settings)
         return out[..., :head_dim]
 
@@ -118,13 +123,14 @@ class UlyssesAttention(CausalAttention):
         *,
         sinks: Tensor | None = None,
         sees_all: bool = False,
+        softcap: float | None = None,
     ) -> Tensor:
         degree = dist.get_world_size(self.group)
         assert q.shape[1] % degree == k.shape[1] % degree == 0, "heads are divided over the ranks"
         q, k, v = (_exchange(x, 1, 2, self.group) for x in (q, k, v))
         if sinks is not None:
             sinks = sinks.chunk(degree)[dist.get_rank(self.group)]
-        out = super().forward(q, k, v, mask, sinks=sinks, sees_all=sees_all)
+        out = super().forward(q, k, v, mask, sinks=sinks, sees_all=sees_all, softcap=softcap)
         return _exchange(out, 2, 1, self.group)
 
 

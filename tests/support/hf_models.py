@@ -34,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "gemma2": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "cohere": COMMON | {"num_key_value_heads": 2},
+    "gpt_oss": COMMON
+    | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     # a decoder without its encoder: the attention to the encoder is never used
     "bart": COMMON
     | {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},

@@ -18,6 +18,7 @@ from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
 from nanoscale.config.objectives import CLASSIFIER, made_for
+from nanoscale.models import hf_attention
 from nanoscale.models.hf_model import PREFIX, build, tied_parameters, tp_styles
 
 if TYPE_CHECKING:
@@ -155,6 +156,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             tp_styles(model, request["tp"])
         except ValueError as error:
             return {"problem": f"cannot divide this model: {error}", "of": "tp"}
+    if request["attention"] and problem is None and (why := hf_attention.problem(model)):
+        return {"problem": f"needs our attention, and {why}", "of": "attention"}
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"problem": problem, "of": "model", "parameters": count}
 

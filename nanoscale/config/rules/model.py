@@ -239,6 +239,7 @@ ADAPTERS = of_kind("config",
 # --- models of transformers and of your own ---------------------------------------------------------------
 
 _FOREIGN = {"model.source": other_than("own")}
+_WITHOUT = {"model.source": "hooks"}
 _BLOCKS = "parallel.activation_checkpointing"
 _WITHIN = "masks the attention of layers that it knows"
 
@@ -290,8 +291,9 @@ FOREIGN = (
         "divides the stream between blocks, and those of model=hf take it whole",
         "parallel.sequence_parallel=false"),
     _axis("parallel.pp", "splits a model between blocks that it can call one by one"),
-    _axis("parallel.cp",
-        "replaces the attention with one that exchanges keys and values between ranks"),
+    refused("parallel.cp", {"model.source": "hooks", "parallel.cp": several},
+        _of_others("replaces the attention with one that exchanges keys and values between ranks"),
+        "parallel.cp=1"),
     _axis("parallel.ep", "distributes experts that it finds by their names"),
     refused(_BLOCKS, {**_FOREIGN, _BLOCKS: "sqrt"},
         "runs groups of blocks, and model={c.model.source} runs its blocks itself",
@@ -312,8 +314,8 @@ FOREIGN = (
         Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
             _fits_objective, _what_it_predicts,
             lambda config: [_PREDICTS[made_for(config.model.hf_config)][1]]),
-        refused("data.packing", {**_FOREIGN, "data.packing": "whole"},
+        refused("data.packing", {**_WITHOUT, "data.packing": "whole"},
             _of_others(_WITHIN), "data.packing=stream"),
-        refused("data.document_mask", {**_FOREIGN, "data.document_mask": True, "data.packing": "stream"},
+        refused("data.document_mask", {**_WITHOUT, "data.document_mask": True, "data.packing": "stream"},
             _of_others(_WITHIN), "data.document_mask=false")),
 )  # fmt: skip

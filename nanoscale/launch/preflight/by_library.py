@@ -100,6 +100,14 @@ def _with_teacher(composed: Composed, config: ResolvedConfig, *, fetch: bool) ->
     return replace(config, train=replace(config.train, teacher=str(folder)))
 
 
+_WITHOUT_OURS = {
+    "parallel.cp": "parallel.cp=1",
+    "data.packing": "data.packing=stream data.document_mask=false",
+    "data.document_mask": "data.document_mask=false",
+}
+"""Keys of whose layouts and data our attention is a part, and what leaves it out."""
+
+
 def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
     """Return the configuration of a transformers model, with the number of its parameters.
 
@@ -112,7 +120,14 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
             folder = str(locate(init_from, weights=True))
     except NoSuchModelError as error:
         refuse_model(composed, KEY, init_from, error)
+    divided = {
+        "parallel.cp": config.parallel.cp > 1,
+        "data.packing": config.data.packing == "whole",
+    }
+    divided["data.document_mask"] = config.data.document_mask
+    needs_ours = next((key for key, is_set in divided.items() if is_set), "")
     question = {"model": asdict(model), "folder": folder, "tp": config.parallel.tp}
+    question["attention"] = needs_ours
     answer = _ask("nanoscale.checkpoint.hf.load_any_model", question, "transformers")
     if isinstance(answer, str):
         answer = {"problem": answer, "of": "model"}
@@ -122,6 +137,8 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
             refuse(
                 [Violation(key, tp, composed.source(key), answer["problem"], ("parallel.tp=1",))]
             )
+        if answer["of"] == "attention":
+            composed.refuse(needs_ours, answer["problem"], _WITHOUT_OURS[needs_ours], kind="model")
         has_code = "auto_map" in model.hf_config and not model.trust_remote_code
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
         key = KEY if answer["of"] == "files" else any_model.KEY
