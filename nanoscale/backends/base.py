@@ -123,9 +123,10 @@ class Engine(ABC):
             BadFileError: they are incomplete, or of another shape.
         """
         state = self.state() | self.frozen_state()
-        stage = next(iter(self.stages.values()))
-        if isinstance(stage, HFModel):
-            load_any_model.load(folder, stage.hf, state)
+        if self.config.model.source == "hf":
+            for stage in self.stages.values():
+                assert isinstance(stage, HFModel)
+                load_any_model.load(folder, stage.hf, state)
         else:
             load.load(folder, self.config.model, state)
             lora.fill_magnitudes(state)
@@ -261,15 +262,12 @@ class Engine(ABC):
 
     @torch.no_grad()
     def _set_baseline(self, batches: Sequence[tuple[Batch, int]]) -> None:
-        """Compare the model with its reference on answers to other questions, over the batches of all ranks.
-
-        Each batch comes with the number of its rows that count.
-        """
+        """Compare the model with its reference on answers to other questions, over the batches of all ranks,
+        each with the number of its rows that count."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         unmatched = [batch.unmatched for batch, _ in batches if batch.unmatched is not None]
-        for likelihoods, other, (_, rows) in zip(
-            self._likelihoods(unmatched), unmatched, batches, strict=True
-        ):
+        found = self._likelihoods(unmatched)
+        for likelihoods, other, (_, rows) in zip(found, unmatched, batches, strict=True):
             assert other.references is not None
             counted = torch.tensor([other.references[:rows, 0].sum(), rows], dtype=torch.float64)
             sums[0] += likelihoods[:rows].sum()
@@ -431,8 +429,13 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
     if is_distilled(train):
         distillation = Distillation(train.distill_weight, train.distill_temperature)
     token_losses = function(config, "loss") if config.train.objective == "hooks" else None
+    parallel = config.parallel
+    stages = parallel.pp * parallel.virtual_stages
+    counts = stage_layers(config.model, stages, parallel.layers_per_stage)
+    before = sum(counts[:stage])
+    blocks = range(before, before + counts[stage])
     if config.model.source == "hf":
-        hf_model = HFModel(config.model, real=real)
+        hf_model = HFModel(config.model, real=real, layers=blocks if stages > 1 else None)
     elif config.model.source == "hooks":
         make = function(config, "model")
         assert make is not None, "the rules require it"
@@ -446,11 +449,6 @@ def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Tra
         if config.data.document_mask:
             hf_model.attend_with(CausalAttention(config.model))
         return hf_model
-    parallel = config.parallel
-    stages = parallel.pp * parallel.virtual_stages
-    counts = stage_layers(config.model, stages, parallel.layers_per_stage)
-    before = sum(counts[:stage])
-    blocks = range(before, before + counts[stage])
     model = Transformer(config.model, blocks, first=stage == 0, last=stage == stages - 1)
     if model.last:
         model.head.z_loss = config.train.z_loss

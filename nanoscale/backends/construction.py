@@ -81,12 +81,12 @@ def make_reducer(
 
 
 def make_tied_gradient(
-    parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout
+    parameters: Iterable[tuple[str, nn.Parameter]], layout: Layout, name: str
 ) -> TiedGradient | None:
     """Create the sum of the gradients of a tied embedding; None if this rank shares none with another stage."""
     if layout.ends is None:
         return None
-    return TiedGradient(dict(parameters)["embed.weight"], layout.ends)
+    return TiedGradient(dict(parameters)[name], layout.ends)
 
 
 def make_pipeline(

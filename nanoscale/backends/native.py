@@ -54,7 +54,8 @@ class NativeEngine(Engine):
         named = named if self.masters is None else self.masters.parameters
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.reducer = make_reducer(trained, config, layout)
-        self.tied = make_tied_gradient(trained, layout)
+        tied_name = next(iter(self.stages.values())).tied_name
+        self.tied = make_tied_gradient(trained, layout, tied_name)
         rounded = rounds(config.optimizer, config.precision)
         self.optimizer = make_optimizer(
             trained, config.optimizer, rounded=rounded, build=own_optimizer(config)

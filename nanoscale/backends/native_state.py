@@ -104,15 +104,16 @@ class NativeState:
 
     def replicated(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
         """Yield names, ranks and tensors as in `Engine.replicated`."""
+        tied = next(iter(self.stages.values())).tied_name
         # Both ends of a pipeline begin with a tied embedding, whatever their stages.
-        for name, parameter in sorted(self.named, key=lambda named: named[0] != "embed.weight"):
+        for name, parameter in sorted(self.named, key=lambda named: named[0] != tied):
             if isinstance(parameter, DTensor):
                 ranks = _replica_ranks(parameter.device_mesh, tuple(parameter.placements))
             elif self.data is not None:  # whole, or in 4 bits, on each rank of dp and cp
                 ranks = tuple(self.data.mesh.flatten().tolist())
             else:
                 ranks = (0,)
-            if name == "embed.weight" and self.config.ties_ends:
+            if name == tied and self.config.ties_ends:
                 ranks = tied_ranks(self.config, ranks)
             # The counts of steps are scalars: a wrong one changes the next update, and so the weights.
             local: list[Tensor] = [parameter]

@@ -44,7 +44,7 @@ from nanoscale.data.parts import Parts
 from nanoscale.data.samples import (
     ENDLESS,
     HELD_OUT,
-    Answers,
+    AnswerSamples,
     Masked,
     OwnSamples,
     RandomSamples,
@@ -89,7 +89,7 @@ class Dataset:
     description: str
     """One line for people: name, size and path of the data."""
 
-    def answers(self) -> list[Answers]:
+    def answers(self) -> list[AnswerSamples]:
         """List the answers of all sources, to train on and to validate on; without an objective of answers
         none."""
         if isinstance(self.train, Parts):

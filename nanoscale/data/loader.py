@@ -15,7 +15,7 @@ from nanoscale.config.token_files import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import PrecomputedSamples, due, sample_indices, taken
 from nanoscale.data.samples import (
-    Answers,
+    AnswerSamples,
     Labeled,
     Masked,
     Packed,
@@ -69,7 +69,7 @@ def samples_of(tokens: TokenFile, split: Split, seq_len: int, vocab: int, form: 
     elif form.packing == "whole":
         samples = Packed(source)
     elif form.packing == "answers":
-        samples = Answers(source, form.rows)
+        samples = AnswerSamples(source, form.rows)
     else:
         samples = TokenStream(source, form.document_mask)
     return Masked(samples, form.masked, vocab) if form.masked else samples
@@ -81,8 +81,8 @@ class Loader:
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples = samples
         self._seed = seed
-        self.has_answers = isinstance(samples, Answers)
-        self.rows = samples.rows if isinstance(samples, Answers) else 1
+        self.has_answers = isinstance(samples, AnswerSamples)
+        self.rows = samples.rows if isinstance(samples, AnswerSamples) else 1
         """The rows of a batch that a sample takes."""
         self.cut = samples.cut if isinstance(samples, Labeled) else 0
         """The number of texts with labels that are cut at the end of a row."""
@@ -120,9 +120,9 @@ class Loader:
         return len(self._samples)
 
     @property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerSamples:
         """The answers of a job with an objective of answers."""
-        assert isinstance(self._samples, Answers)
+        assert isinstance(self._samples, AnswerSamples)
         return self._samples
 
     def batch(self, indices: Any) -> Batch:

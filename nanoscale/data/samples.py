@@ -164,7 +164,7 @@ class Packed:
         return Batch(inputs, targets, documents)
 
 
-class Answers:
+class AnswerSamples:
     """Documents that are answers to questions, a row each with padding at its end: pairs of a chosen and a
     rejected one, or with `rows` of 1 single ones, whose marks say whether they are good or bad.
 
@@ -204,8 +204,7 @@ class Answers:
             self._signs[sample] = -1.0 if marks.max() == BAD else 1.0
             questions.append(self._source.file.tokens[start : self._first[sample]].tobytes())
         self._signs = self._signs[:, :1]
-        count = len(questions)
-        self._other = np.arange(count) - 1
+        count, self._other = len(questions), np.arange(len(questions)) - 1
         """The number of the sample before, whose question differs if any does."""
         for sample in [*range(count)] * 2:  # twice: the last samples come before the first
             before = (sample - 1) % count
@@ -216,16 +215,13 @@ class Answers:
         return len(self._borders)
 
     def batch(self, numbers: list[int]) -> Batch:
-        spans = [each for number in numbers for each in pairwise(self._borders[number])]
-        parts = [[span] for span in spans]
-        batch = self._rows(parts, self.references[numbers, : self.rows], self._signs[numbers])
+        spans = [[each] for number in numbers for each in pairwise(self._borders[number])]
+        batch = self._rows(spans, self.references[numbers, : self.rows], self._signs[numbers])
         if self.rows == 2:
             return batch
-        swapped = []
-        for number in numbers:
-            other = self._other[number]
-            question = self._borders[number, 0], self._first[number]
-            swapped.append([question, (self._first[other], self._borders[other, 1])])
+        starts, ends, first = *self._borders.T, self._first
+        both = zip(numbers, self._other[numbers], strict=True)
+        swapped = [[(starts[it], first[it]), (first[other], ends[other])] for it, other in both]
         signs = np.zeros((len(numbers), 1))
         return replace(batch, unmatched=self._rows(swapped, self.references[numbers, 1:], signs))
 

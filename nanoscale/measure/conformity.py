@@ -29,7 +29,7 @@ from nanoscale.config.values.hooks import function
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
-from nanoscale.data.samples import ENDLESS, Answers, Masked, RandomSamples, Samples
+from nanoscale.data.samples import ENDLESS, AnswerSamples, Masked, RandomSamples, Samples
 from nanoscale.metrics.meter import Meter
 from nanoscale.parallel import ddp, process_group
 from nanoscale.runs import fence
@@ -397,7 +397,7 @@ class SmallSamples:
         return replace(batch, references=own, unmatched=unmatched)
 
 
-class SmallAnswers(SmallSamples, Answers):
+class SmallAnswers(SmallSamples, AnswerSamples):
     """Random pairs of answers, or good and bad ones."""
 
 

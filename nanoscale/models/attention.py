@@ -126,7 +126,7 @@ def limited_attention(
     head_dim = q.shape[-1]
     q, k, v = pad_heads(kernel, q, k, v)
     settings = kernel, head_dim**-0.5, span.window, softcap
-    out: Tensor = Attention.apply("attention", q, k, v, sinks, span.starts, *settings)
+    out: Tensor = AttentionFunction.apply("attention", q, k, v, sinks, span.starts, *settings)
     return out[..., :head_dim]
 
 
@@ -138,7 +138,7 @@ def pad_heads(kernel: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 _Run = Callable[..., Any]
 
 
-class Passes(NamedTuple):
+class AttentionPasses(NamedTuple):
     """Attention's passes. Each is one operation to PyTorch: its compiler skips it, and selective activation
     checkpointing can keep its result and then neither computes nor communicates again."""
 
@@ -148,12 +148,12 @@ class Passes(NamedTuple):
     """The gradient of out, q, k, v, out, lse, positions, settings -> the gradients of q, k and v."""
 
 
-PASSES: dict[str, Passes] = {}
+PASSES: dict[str, AttentionPasses] = {}
 """The passes by the names of their operations."""
 
 
-def register(name: str, settings: str, attend: _Run, differentiate: _Run) -> Passes:
-    """Register the operations `name` and `name_backward`, which `Attention` calls by this name.
+def register(name: str, settings: str, attend: _Run, differentiate: _Run) -> AttentionPasses:
+    """Register the operations `name` and `name_backward`, which `AttentionFunction` calls by this name.
 
     Args:
         settings: the positions of documents and the settings, as PyTorch's schemas write them.
@@ -182,7 +182,7 @@ def register(name: str, settings: str, attend: _Run, differentiate: _Run) -> Pas
     returned = f"Tensor grad_out, {three}, Tensor out, Tensor lse"
     schema = f"({three}, Tensor? sinks, {settings}) -> (Tensor, Tensor)"
     back = f"({returned}, {settings}) -> (Tensor, Tensor, Tensor)"
-    PASSES[name] = Passes(
+    PASSES[name] = AttentionPasses(
         _operation(name, schema, forward, empty_results),
         _operation(f"{name}_backward", back, backward, empty_gradients),
     )
@@ -195,7 +195,7 @@ def _operation(name: str, schema: str, run: _Run, empty: _Run) -> CustomOpDef:
     return operation
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Attention that saves q, k, v, its result and the log-sum-exp.
 
     Its arguments are the name of its passes and the arguments of the forward pass.

@@ -1,14 +1,12 @@
 """Attention of transformers' models by ours, so that documents, windows, sinks, bounded scores and divided
 sequences work as in the native model.
 
-transformers asks two functions that it knows by a name: one makes the mask of a kind of layers, before the
-first block; the other attends, in each layer. Our mask is the span of documents with the layers' window.
+transformers asks two functions by a name: one makes the mask of a kind of layers, before the first block; the
+other attends. Our mask is the span of documents with the layers' window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,30 +21,26 @@ from nanoscale.models.transformer import scaled
 
 NAME = "nanoscale"
 """The name of both functions in transformers."""
-_DOCUMENTS: ContextVar[tuple[AttentionSpan, bool]] = ContextVar("documents")
-"""While a model runs, the documents of the batch, and False if each is a whole row."""
+DOCUMENTS: ContextVar[tuple[AttentionSpan, bool]] = ContextVar("documents")
+"""The documents of the rows that a model runs on, and False if each is a whole row."""
 _CAUSAL = "causal"
 """The mask of layers that see all earlier tokens of rows of one document."""
 _RECURRENT = ("A_log", "dt_bias", "conv1d.weight")
 """The ends of names of parameters of layers that pass a state from token to token."""
-
 _KINDS = {"full_attention", "sliding_attention"}
 """The kinds of layers, by `layer_types` of config.json, whose attention is causal within documents."""
 
 
 def problem(model: Any) -> str:
     """Return why attention by ours would not be the model's; empty if nothing is known against it."""
-    if made_for(model.config.to_dict()) != "next-token" or not getattr(
-        model.config, "is_causal", True
-    ):
+    is_causal = getattr(model.config, "is_causal", True)
+    if made_for(model.config.to_dict()) != "next-token" or not is_causal:
         return "its attention sees later tokens"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention is not one of transformers' functions"
-    names = [name for name, _ in model.named_parameters() if name.endswith(_RECURRENT)]
-    if names:
+    if names := [it for it, _ in model.named_parameters() if it.endswith(_RECURRENT)]:
         return f"{names[0].rpartition('.')[0]} passes a state from token to token"
-    others = {*(getattr(model.config, "layer_types", None) or ())} - _KINDS
-    if others:
+    if others := {*(getattr(model.config, "layer_types", None) or ())} - _KINDS:
         return f"layers of the kind {min(others)} are not attention to earlier tokens"
     kinds = getattr(model.config, "rope_parameters", None) or {}
     kinds = [it for it in (kinds, *kinds.values()) if isinstance(it, dict)]
@@ -73,17 +67,6 @@ def set_core(model: Any, core: nn.Module) -> None:
         object.__setattr__(module, "nanoscale_core", core)  # not a module of theirs
 
 
-@contextmanager
-def within(span: AttentionSpan, several: bool) -> Iterator[None]:
-    """Let models that run in this context attend within these documents of whole sequences; `several` is False
-    if each is a whole row."""
-    token = _DOCUMENTS.set((span, several))
-    try:
-        yield
-    finally:
-        _DOCUMENTS.reset(token)
-
-
 def _span_of_layers(
     *, mask_function: Any, use_vmap: bool = False, local_size: int | None = None, **_: Any
 ) -> AttentionSpan | str:
@@ -97,7 +80,7 @@ def _span_of_layers(
         return "sees later tokens"
     if local_size is not None and (sees(later, here) or not sees(later, here + 1)):
         return f"divides a sequence into chunks of {local_size} tokens"
-    span, several = _DOCUMENTS.get()
+    span, several = DOCUMENTS.get()
     return span._replace(window=local_size) if several or local_size is not None else _CAUSAL
 
 
@@ -112,16 +95,13 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' layers ask for it; q, k, v `[batch, heads, seq, width]`.
-
-    Values are padded to the width of keys, which every kernel accepts.
-    """
-    is_causal = isinstance(attention_mask, str) and attention_mask == _CAUSAL
-    mask = None if is_causal else attention_mask
-    if isinstance(mask, str):
-        raise _refusal(mask)
-    if attention_mask is None or isinstance(mask, Tensor) or query.shape[2] != key.shape[2]:
+    """Attend as transformers' layers ask for it; q, k, v `[batch, heads, seq, width]`; values are padded to the
+    width of keys, which every kernel accepts."""
+    if isinstance(attention_mask, str) and attention_mask != _CAUSAL:
+        raise _refusal(attention_mask)
+    if not isinstance(attention_mask, AttentionSpan | str) or query.shape[2] != key.shape[2]:
         raise _refusal(f"has masks or keys of its own in {type(module).__name__}")
+    mask = None if isinstance(attention_mask, str) else attention_mask
     width, value_width = query.shape[-1], value.shape[-1]
     query = query if scaling is None else scaled(query, scaling * width**0.5)
     value = F.pad(value, (0, width - value_width)) if value_width < width else value
@@ -131,7 +111,5 @@ def attend(
 
 
 def _refusal(what: str) -> UserError:
-    advice = "data.document_mask=false data.packing=stream parallel.cp=1"
-    return UserError(
-        "config", f"the model's attention {what}, which only its own code computes: {advice}"
-    )
+    why = f"the model's attention {what}, which only its own code computes"
+    return UserError("config", f"{why}: data.packing=stream data.document_mask=false parallel.cp=1")

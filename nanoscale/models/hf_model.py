@@ -1,7 +1,7 @@
 """Any language model of transformers, causal or an encoder, in place of our own transformer.
 
-It is a single stage, first and last, since nothing here knows its structure in depth. Only its residual blocks
-are located; they are sharded, recomputed and compiled one by one. Dropout is never applied, since no layout
+Nothing here knows its structure in depth. Only its residual blocks are located; they are sharded, recomputed
+and compiled one by one, and divided into stages. Dropout is never applied, since no layout
 could repeat another's.
 
 Parameters are built on the meta device. Other tensors that a model computes when it is built (rotary
@@ -18,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from nanoscale.config.objectives import made_for
 from nanoscale.config.schema import Model
 from nanoscale.data.batch import IGNORED
-from nanoscale.models import hf_attention
+from nanoscale.models import hf_attention, hf_stage
 from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
@@ -76,9 +76,9 @@ class HFModel(Transformer):
     hits: Tensor | None = None
     """The numbers of rows with labels, and of rows with the right class, since the last reading."""
 
-    def __init__(self, shape: Model, *, real: bool = False) -> None:
-        """Build the model; with `real`, parameters are allocated, and the caller makes sure that they fit into
-        memory."""
+    def __init__(self, shape: Model, *, real: bool = False, layers: range | None = None) -> None:
+        """Build the model, or the stage with the blocks `layers`; with `real`, parameters are allocated, and
+        the caller makes sure that they fit into memory."""
         nn.Module.__init__(self)  # without our own blocks
         self.shape = shape
         self.first = self.last = True
@@ -88,13 +88,19 @@ class HFModel(Transformer):
         self.run_layers = lambda layers, tokens, rotations, masks: self._logits(tokens, masks[0])
         self.hf: Any = self._build(real=real)
         self.hf.eval()  # training mode would enable dropout
-        layers_by_number = nn.ModuleDict(
-            {str(i): block for i, block in enumerate(blocks(self.hf).values())}
-        )
+        found = list(blocks(self.hf).values())
+        own = range(len(found)) if layers is None else layers
+        self.first, self.last = own.start == 0, own.stop == len(found)
+        for name in [*tied_parameters(self.hf).values()][:1]:
+            self.tied_name = PREFIX + name
+        self._received: list[Tensor] = []
+        if len(own) < len(found):
+            hf_stage.cut(self.hf, found, own, hf_stage.ends_of(self._build, blocks), self._received)
+        layers_by_number = nn.ModuleDict({str(i): found[i] for i in own})
         # transformers has registered each of them elsewhere
         object.__setattr__(self, "layers", layers_by_number)
         self._ties = tied_parameters(self.hf)
-        scale = _logit_scale(self.hf)
+        scale = _logit_scale(self.hf) if self.last else None
         if scale is not None:
             head = self.hf.get_output_embeddings()
             head.__class__, head.scale = LossHead, scale
@@ -107,6 +113,7 @@ class HFModel(Transformer):
         targets: Tensor | None = None,
         references: Tensor | None = None,
     ) -> Tensor:
+        targets = targets if self.last else None
         if targets is not None and made_for(self.shape.hf_config) == "classify":
             return self._class_loss(inputs, targets)
         if self.head is not None:
@@ -151,17 +158,29 @@ class HFModel(Transformer):
         return build(self.shape, dtype, real=real)
 
     def _logits(self, tokens: Tensor, mask: Mask) -> Tensor:
+        """Return the logits of tokens `[batch, seq]`; a stage takes and returns the stream, too."""
+        given = {"input_ids": tokens}
+        if not self.first:  # what the code makes of its input before the blocks is not used
+            given = {"inputs_embeds": torch.zeros_like(tokens)}
+            self._received.append(tokens)
         if isinstance(mask, Tensor):
-            return cast("Tensor", self.hf(input_ids=tokens, attention_mask=mask.long()).logits)
-        if not self.attends_with_ours:
-            return cast("Tensor", self.hf(input_ids=tokens).logits)
+            given["attention_mask"] = mask.long()
+        elif self.attends_with_ours:
+            given["position_ids"] = self._set_documents(tokens, mask)
+        try:
+            return cast("Tensor", self.hf(**given).logits)
+        except hf_stage.StageEnd as end:
+            return cast("Tensor", end.args[0])
+        finally:
+            self._received.clear()
+
+    def _set_documents(self, tokens: Tensor, mask: AttentionSpan | None) -> Tensor:
+        """Tell our attention the documents; return the position of each token within its own."""
         rows, length = len(tokens), self.sequence_length(tokens.shape[1])
         span = mask or AttentionSpan.whole(rows, length, tokens.device)
+        hf_attention.DOCUMENTS.set((span, mask is not None))
         positions = self.token_positions(tokens.shape[1], tokens.device).expand(rows, -1)
-        if mask is not None:
-            positions = positions_in_documents(span, rows, length).gather(1, positions)
-        with hf_attention.within(span, mask is not None):
-            return cast("Tensor", self.hf(input_ids=tokens, position_ids=positions).logits)
+        return positions_in_documents(span, rows, length).gather(1, positions)
 
     def attend_with(self, core: nn.Module) -> None:
         """Let the layers attend with `core`, a `CausalAttention`, within documents and divided sequences."""
@@ -189,7 +208,10 @@ class HFModel(Transformer):
         if dtype == torch.float64 and self.shape.source == "hf":
             # transformers' grouped products of experts have no fp64
             self.hf.set_experts_implementation("eager")
+        present = dict(self.hf.named_buffers())
         for name, value in self._build(dtype).named_buffers():
+            if name not in present:  # another stage's
+                continue
             owner, _, leaf = name.rpartition(".")
             self.hf.get_submodule(owner)._buffers[leaf] = value.to(device)
 
@@ -336,6 +358,23 @@ def blocks(model: Any) -> dict[str, nn.Module]:
         return {}
     name, largest = max(module_lists.items(), key=lambda pair: _size(pair[1]))
     return {f"{name}.{i}": block for i, block in enumerate(largest)}
+
+
+_SHARED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+"""Settings by which blocks read more than the stream: embeddings of their own, or keys of other blocks."""
+
+
+def require_stages(model: Any, shape: Model) -> None:
+    """Raise ValueError if the blocks of a model cannot be divided into stages."""
+    found, ties = blocks(model), tied_parameters(model)
+    if len(found) != shape.layers:
+        raise ValueError(f"it has {len(found)} blocks, and config.json {shape.layers} layers")
+    if names := [name for name in _SHARED if getattr(model.config, name, 0)]:
+        raise ValueError(f"its blocks read more than the stream ({names[0]})")
+    head = model.get_output_embeddings()
+    if any(model.get_parameter(name) is not getattr(head, "weight", None) for name in ties):
+        raise ValueError(f"{next(iter(ties))} is shared, and only a head may share its weights")
+    hf_stage.ends_of(partial(build, shape), blocks)
 
 
 _TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")

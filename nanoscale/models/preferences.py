@@ -73,9 +73,8 @@ class Objective:
     """The loss of answers on one rank, with sums for its metrics."""
 
     def __init__(self, train: Train) -> None:
-        self._loss, self._train, self._rows = (
-            OBJECTIVES[train.objective], train, rows_of_sample(train)
-        )  # fmt: skip
+        self._loss, self._train = OBJECTIVES[train.objective], train
+        self._rows = rows_of_sample(train)
         self.returns_likelihoods = False
         """True while the log-likelihood of each row is computed, in place of the loss."""
         self.baseline: Tensor | float = 0.0

@@ -41,6 +41,8 @@ class Transformer(nn.Module):
 
     objective: Objective | None = None
     """The loss of pairs in the last stage; None: each token has a loss of its own."""
+    tied_name = "embed.weight"
+    """The name of a tied embedding, which both ends of a pipeline have."""
     token_losses: TokenLosses | None = None
     """The user's own loss in the last stage; None: cross-entropy."""
 

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional as F
 
 from nanoscale.config.model_math import window_reach
-from nanoscale.models.attention import Attention, register
+from nanoscale.models.attention import AttentionFunction, register
 from nanoscale.models.attention_kernels import (
     KERNELS,
     Attended,
@@ -53,7 +53,7 @@ def ring_attention(
         settings: kernel, scale, softcap and window, as `Blocks` has them. A window needs `ends`.
     """
     # Operations refer to a group by its name.
-    out: Tensor = Attention.apply(
+    out: Tensor = AttentionFunction.apply(
         "ring_attention", q, k, v, sinks, ends, group.group_name, *settings
     )
     return out

@@ -26,7 +26,7 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.objectives import needs_reference
 from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.data.samples import Answers
+from nanoscale.data.samples import AnswerSamples
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
 from nanoscale.rehearse.kinds import repeated_batches
@@ -155,7 +155,7 @@ def _train(config: ResolvedConfig, world: World) -> None:
     training.callbacks = make_callbacks(config, run, record.rank, engine)
     if needs_reference(config.train):
         with world.during("reference"):
-            references._likelihoods(engine, cast(Answers, samples))
+            references._likelihoods(engine, cast(AnswerSamples, samples))
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)

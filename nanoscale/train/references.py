@@ -14,7 +14,7 @@ from nanoscale.backends.base import Engine
 from nanoscale.common.errors import UserError
 from nanoscale.config.objectives import is_paired, needs_reference
 from nanoscale.data.dataset import Dataset
-from nanoscale.data.samples import Answers
+from nanoscale.data.samples import AnswerSamples
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import write_atomically
 from nanoscale.runs.events import Note
@@ -64,7 +64,7 @@ def _read(file: Path, fingerprint: str) -> np.ndarray | None:
     return likelihoods
 
 
-def _likelihoods(engine: Engine, answers: Answers) -> np.ndarray:
+def _likelihoods(engine: Engine, answers: AnswerSamples) -> np.ndarray:
     """Compute fp64 [samples, 2] over all ranks."""
     parallel, at = engine.config.parallel, engine.coordinates
     each = engine.config.train.micro_batch // answers.rows

@@ -23,7 +23,7 @@ def imported(commands: list[list[str]], folder: Path) -> str:
     """Run the commands in a fresh interpreter; return the heavy packages that it has then."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(commands=commands)],
-        cwd=folder, capture_output=True, text=True, timeout=60,
+        cwd=folder, capture_output=True, text=True, timeout=300,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def test_the_test_would_notice(tmp_path):
     program = f"import numpy\n{PROGRAM}"
     done = subprocess.run(
         [sys.executable, "-c", program.format(commands=[])],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.stderr.strip() == "numpy"
@@ -71,7 +71,7 @@ def test_help_needs_neither_hydra_nor_rich(tmp_path):
     program += "print(*{'hydra', 'omegaconf', 'rich', 'yaml'} & set(sys.modules), file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.stderr.strip() == ""
@@ -81,7 +81,7 @@ def test_help_needs_neither_hydra_nor_rich(tmp_path):
 def test_the_module_is_a_program(tmp_path, words):
     done = subprocess.run(
         [sys.executable, "-m", "nanoscale", *words],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

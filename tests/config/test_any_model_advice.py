@@ -22,15 +22,10 @@ FAMILIES = {
 LAWS = {
     "parallel.tp=2": "parallel.sequence_parallel=false",
     "parallel.tp=2 parallel.sequence_parallel=true": "",
-    "parallel.pp=2 parallel.schedule=gpipe parallel.layers_per_stage=[1,1]": "",
-    "parallel.cp=2 parallel.cp_method=ulysses": "",
     "parallel.ep=2": "parallel.ep=1",
     "parallel.activation_checkpointing=sqrt": "",
     "precision=fp8": "precision=bf16",
     "lora.rank=2": "lora.rank=0",
-    "data.packing=whole": "",
-    "data.packing=whole data.document_mask=true": "",
-    "data.document_mask=true": "data.document_mask=false",
 }
 """The typed overrides, and the overrides that must be advised, if it matters."""
 

@@ -14,7 +14,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Model
 from nanoscale.models import hf_attention
 from nanoscale.models.attention import AttentionSpan, CausalAttention
-from nanoscale.models.hf_model import HFModel
+from nanoscale.models.hf_model import HFModel, require_stages
 from tests.support import hf_models
 from tests.support.jobs import make_config, packed_data, write_documents, write_tokens
 from tests.support.ranks import run_ranks
@@ -80,6 +80,17 @@ def test_what_our_attention_cannot_compute_is_named(tmp_path: Path) -> None:
             UserError, match=r"the model's attention .*, which only its own code computes"
         ):
             hf_attention.attend(model, q, keys, keys, mask)
+
+
+def test_blocks_that_read_more_than_the_stream_are_named(tmp_path: Path) -> None:
+    model = made(tmp_path / "a", "qwen3")
+    require_stages(model.hf, model.shape)
+    model.hf.config.num_kv_shared_layers = 1
+    with pytest.raises(ValueError, match="more than the stream .num_kv_shared_layers"):
+        require_stages(model.hf, model.shape)
+    encoder = made(tmp_path / "b", "bart")
+    with pytest.raises(ValueError, match="it has 2 blocks, and config.json 8 layers"):
+        require_stages(encoder.hf, encoder.shape)
 
 
 LAYOUTS: list[Any] = [

@@ -120,6 +120,6 @@ def test_a_compiled_job_is_rehearsed_as_one_that_is_not() -> None:
 
 def _peak_of_steps(_rank: int, config: ResolvedConfig) -> int:
     record = play(config, 0, 2, H100)
-    assert not record.error
+    assert not record.error, record.error
     names = {"forward", "backward", "update"} & record.phases.keys()
     return max(record.phases[name].peak for name in names)

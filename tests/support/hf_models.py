@@ -42,6 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }
 
+DEPTH = {"gpt2": "n_layer"}
+"""The names of the number of blocks in config.json; mostly `num_hidden_layers`."""
+
 
 def save(family: str, folder: Path, **changes: Any) -> Any:
     """Save a model with random weights, norms and biases too, in several files; return the model."""
@@ -62,7 +65,10 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
 def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     """Return the shape that the launcher makes of a folder."""
     document = json.loads((folder / "config.json").read_text())
+    from transformers import AutoConfig
+
     sizes = any_model.sizes(document)
+    sizes["tie_embeddings"] = bool(AutoConfig.from_pretrained(folder).tie_word_embeddings)
     begin = str(folder) if loaded else None
     return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
 

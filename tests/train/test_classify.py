@@ -194,7 +194,13 @@ def test_only_a_head_may_be_missing(tmp_path: Path, family: str, kind: str) -> N
     write_texts(tmp_path)
     saved(family, tmp_path / "model", kind)
     shape = shape_of(tmp_path / "model")
-    question: dict[str, Any] = {"model": shape.__dict__, "folder": str(tmp_path / "model"), "tp": 1}
+    question: dict[str, Any] = {
+        "model": shape.__dict__,
+        "folder": str(tmp_path / "model"),
+        "tp": 1,
+        "attention": "",
+        "stages": 1,
+    }
     assert judge(question)["problem"] is None
     config = replace(job(tmp_path, shape, dp=2, stage=3), checkpoint=Checkpoint(every=1))
     config = replace(config, optimizer=replace(config.optimizer, lr=1e-300))
@@ -230,7 +236,15 @@ def test_a_decoder_without_padding_is_refused(tmp_path: Path) -> None:
     shape = shape_of(tmp_path / "model")
     assert shape.hf_config["pad_token_id"] == 63
     document = {**shape.hf_config, "pad_token_id": None}
-    answer = judge({"model": {**shape.__dict__, "hf_config": document}, "folder": None, "tp": 1})
+    answer = judge(
+        {
+            "model": {**shape.__dict__, "hf_config": document},
+            "folder": None,
+            "tp": 1,
+            "attention": "",
+            "stages": 1,
+        }
+    )
     assert "model.hf_config.pad_token_id=0" in answer["problem"]
 
 

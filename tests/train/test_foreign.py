@@ -32,8 +32,10 @@ from tests.support.jobs import (
     make_config,
     make_run,
     never_stopped,
+    packed_data,
     saving_config,
     train,
+    write_documents,
     write_tokens,
 )
 from tests.support.layouts import record_all
@@ -139,6 +141,39 @@ def test_plans_of_transformers_divide_layers(tmp_path: Path, family: str) -> Non
     )
     run = make_run(config)
     train(run, config, StopBefore(4))
+    train(run, alone)
+    assert_same_training(run, never_stopped(long, alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gpt2", exhaustive("gpt_oss"), exhaustive("gpt_neox"), exhaustive("falcon")]
+)
+def test_stages_train_what_the_whole_model_trains(tmp_path: Path, family: str) -> None:
+    """Tied ends and an embedding of positions; documents and divided sequences in the stages of a V."""
+    long = tmp_path / "long"
+    long.mkdir()
+    write_documents(tmp_path)
+    write_tokens(long, samples=100)
+    hf_models.save(
+        family, tmp_path / family, **{hf_models.DEPTH.get(family, "num_hidden_layers"): 4}
+    )
+    shape = hf_models.shape_of(tmp_path / family)
+    packed = (
+        {"model": shape, "data": packed_data(tmp_path)} if family != "falcon" else {"model": shape}
+    )
+    (expected,) = run_ranks(curves_of, 1, [make_config(tmp_path, **packed)])[0]
+    schedule = (
+        "interleaved-1f1b" if shape.tie_embeddings else "zbv"
+    )  # both ends of a V are on one rank
+    layouts = [{"pp": 2, "schedule": "1f1b"}, {"pp": 2, "schedule": schedule, "virtual_stages": 2}]
+    configs = [make_config(tmp_path, **packed, parallel=it) for it in layouts]
+    for found in run_ranks(curves_of, 2, configs)[0]:
+        assert_equal_curves(found, expected, "fp64")
+    config = saving_config(long, model=shape, parallel=layouts[0])
+    run = make_run(config)
+    train(run, config, StopBefore(4))
+    alone = saving_config(long, model=shape)
     train(run, alone)
     assert_same_training(run, never_stopped(long, alone))
 

@@ -19,7 +19,7 @@ from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
 from nanoscale.config.objectives import CLASSIFIER, made_for
 from nanoscale.models import hf_attention
-from nanoscale.models.hf_model import PREFIX, build, tied_parameters, tp_styles
+from nanoscale.models.hf_model import PREFIX, build, require_stages, tied_parameters, tp_styles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,8 +158,14 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             return {"problem": f"cannot divide this model: {error}", "of": "tp"}
     if request["attention"] and problem is None and (why := hf_attention.problem(model)):
         return {"problem": f"needs our attention, and {why}", "of": "attention"}
+    if request["stages"] > 1 and problem is None:
+        try:
+            require_stages(model, shape)
+        except ValueError as error:
+            return {"problem": f"cannot divide this model: {error}", "of": "pp"}
     count = sum(parameter.numel() for parameter in model.parameters())
-    return {"problem": problem, "of": "model", "parameters": count}
+    ties = bool(tied_parameters(model))
+    return {"problem": problem, "of": "model", "parameters": count, "tie_embeddings": ties}
 
 
 def _objective_problem(model: Any, objective: str) -> str | None:

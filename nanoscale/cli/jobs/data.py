@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,9 +12,6 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer, refuse_option
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
-
-if TYPE_CHECKING:
-    from nanoscale.data.prepare.sources import RecordKind
 
 app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 
@@ -60,7 +57,7 @@ def prepare_data(
         default=False,
     ),
     rated: bool = opt.option(
-        "Read records as chats, each with a `label`: true for a good answer, false for a bad one",
+        "Read records as chats with a `label`: true for good answers, false for bad ones",
         "--rated",
         default=False,
     ),
@@ -99,13 +96,8 @@ def prepare_data(
 
     opt.refuse_unused((pairs, "reads `prompt`, `chosen` and `rejected`", {"--field": field}))
     opt.refuse_unused((pairs, "is for single answers, and these are pairs", {"--rated": rated}))
-    kinds: dict[RecordKind, object] = {
-        "pairs": pairs,
-        "rated": rated,
-        "chat": chat,
-        "labels": labels,
-    }
-    kind: RecordKind = next((name for name, asked in kinds.items() if asked), "text")
+    kinds = ("pairs", pairs), ("rated", rated), ("chat", chat), ("labels", labels)
+    kind: Any = next((name for name, asked in kinds if asked), "text")
     chat = chat or pairs or rated
     opt.refuse_unused((chat, "is for texts, and these records are chats", {"--labels": labels}))
     opt.refuse_unused((not chat, "is for chats; add --chat", {"--chat-template": chat_template}))

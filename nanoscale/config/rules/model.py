@@ -276,13 +276,17 @@ def _what_it_predicts(config: Config) -> str:
     return f"is not what model.name={config.model.name} was made for: {shown(classes)} predicts {predicts}"
 
 
-def _axis(key: str, why: str) -> Rule:
-    return refused(key, {**_FOREIGN, key: several}, _of_others(why), f"{key}=1")
+_AXES = {
+    "parallel.tp": "divides matrices that it finds by their names",
+    "parallel.pp": "splits a model between blocks that it can call one by one",
+    "parallel.cp": "replaces the attention with one that exchanges keys and values between ranks",
+    "parallel.ep": "distributes experts that it finds by their names",
+}
 
 
 FOREIGN = (
-    refused("parallel.tp", {"model.source": "hooks", "parallel.tp": several},
-        _of_others("divides matrices that it finds by their names"), "parallel.tp=1"),
+    *(refused(key, {"model.source": "hooks", key: several}, _of_others(why), f"{key}=1")
+        for key, why in _AXES.items()),
     refused("parallel.tp", {"model.source": "hf", "backend.name": "deepspeed", "parallel.tp": several},
         "divides model=hf by transformers' own plan, which DeepSpeed's engine does not run",
         "parallel.tp=1", "backend=native"),
@@ -290,11 +294,11 @@ FOREIGN = (
         {"model.source": "hf", "parallel.tp": several, "parallel.sequence_parallel": True},
         "divides the stream between blocks, and those of model=hf take it whole",
         "parallel.sequence_parallel=false"),
-    _axis("parallel.pp", "splits a model between blocks that it can call one by one"),
-    refused("parallel.cp", {"model.source": "hooks", "parallel.cp": several},
-        _of_others("replaces the attention with one that exchanges keys and values between ranks"),
-        "parallel.cp=1"),
-    _axis("parallel.ep", "distributes experts that it finds by their names"),
+    refused("parallel.pp", {"model.source": "hf", "backend.name": "deepspeed", "parallel.pp": several},
+        "runs stages of transformers' model as one module each, and DeepSpeed's engine lists of layers",
+        "parallel.pp=1", "backend=native"),
+    refused("parallel.ep", {"model.source": "hf", "parallel.ep": several},
+        _of_others(_AXES["parallel.ep"]), "parallel.ep=1"),
     refused(_BLOCKS, {**_FOREIGN, _BLOCKS: "sqrt"},
         "runs groups of blocks, and model={c.model.source} runs its blocks itself",
         f"{_BLOCKS}=full"),

@@ -100,14 +100,6 @@ def _with_teacher(composed: Composed, config: ResolvedConfig, *, fetch: bool) ->
     return replace(config, train=replace(config.train, teacher=str(folder)))
 
 
-_WITHOUT_OURS = {
-    "parallel.cp": "parallel.cp=1",
-    "data.packing": "data.packing=stream data.document_mask=false",
-    "data.document_mask": "data.document_mask=false",
-}
-"""Keys of whose layouts and data our attention is a part, and what leaves it out."""
-
-
 def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
     """Return the configuration of a transformers model, with the number of its parameters.
 
@@ -127,23 +119,24 @@ def _with_hf_model(composed: Composed, config: ResolvedConfig, *, fetch: bool) -
     divided["data.document_mask"] = config.data.document_mask
     needs_ours = next((key for key, is_set in divided.items() if is_set), "")
     question = {"model": asdict(model), "folder": folder, "tp": config.parallel.tp}
-    question["attention"] = needs_ours
+    question |= {"attention": needs_ours, "stages": config.parallel.pp}
     answer = _ask("nanoscale.checkpoint.hf.load_any_model", question, "transformers")
     if isinstance(answer, str):
         answer = {"problem": answer, "of": "model"}
     if answer["problem"] is not None:
-        if answer["of"] == "tp":
-            key, tp = "parallel.tp", config.parallel.tp
-            refuse(
-                [Violation(key, tp, composed.source(key), answer["problem"], ("parallel.tp=1",))]
-            )
+        if answer["of"] in ("tp", "pp"):
+            key = f"parallel.{answer['of']}"
+            composed.refuse(key, answer["problem"], f"{key}=1")
         if answer["of"] == "attention":
-            composed.refuse(needs_ours, answer["problem"], _WITHOUT_OURS[needs_ours], kind="model")
+            advice = "data.packing=stream data.document_mask=false"
+            advice = "parallel.cp=1" if needs_ours == "parallel.cp" else advice
+            composed.refuse(needs_ours, answer["problem"], advice, kind="model")
         has_code = "auto_map" in model.hf_config and not model.trust_remote_code
         code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
         key = KEY if answer["of"] == "files" else any_model.KEY
         composed.refuse(key, "; ".join(filter(None, (answer["problem"], code))), kind="model")
-    checked = replace(model, init_from=folder or init_from, parameters=answer["parameters"])
+    found = {key: answer[key] for key in ("parameters", "tie_embeddings")}
+    checked = replace(model, init_from=folder or init_from, **found)
     return replace(config, model=checked)
 
 

@@ -89,7 +89,7 @@ def _product(name: str, tensors: Sequence[Tensor]) -> Work:
 def _attention(name: str, func: Any, args: Any, kwargs: Any) -> Work:
     """Return the work of attention. Documents divide a row equally, and each is a batch of its own."""
     given = _given(func, args, kwargs)
-    query, key = given["query"], given["key"]
+    query, key = (given[it] for it in (("q", "k") if "q" in given else ("query", "key")))
     causal = bool(given.get("is_causal", given.get("causal", False)))
     *batch, heads, queries, size = query.shape
     keys, starts = key.shape[-2], given.get("starts", given.get("cum_seq_q"))
