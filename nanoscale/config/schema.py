@@ -439,7 +439,8 @@ class Parallel:
     )
     sequence_parallel: bool = key(
         True,
-        "with tp: also divide the sequence outside the tensor-parallel layers (norms, residual stream)",
+        "with tp: also divide the sequence outside the tensor-parallel layers (norms, residual stream); "
+        "model=hf has false",
     )
     tp_overlap: bool = key(
         False,

@@ -64,7 +64,8 @@ def set_core(model: Any, core: nn.Module) -> None:
         register()
         model.set_attn_implementation(NAME)
     for module in model.modules():
-        object.__setattr__(module, "nanoscale_core", core)  # not a module of theirs
+        for reader in (module, *getattr(module, "copied_modules", ())):
+            object.__setattr__(reader, "nanoscale_core", core)  # not a module of theirs
 
 
 def _span_of_layers(

@@ -377,14 +377,19 @@ def require_stages(model: Any, shape: Model) -> None:
     hf_stage.ends_of(partial(build, shape), blocks)
 
 
-_TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""The divisions of transformers' plans of tensor parallelism that are applied."""
-_WHOLE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+_TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""The divisions of layers, in transformers' plans of tensor parallelism, that are applied."""
+_WHOLE = (
+    *("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise"),
+    *("all_reduce", "local_params", "moe_identity_expert", "moe_tp_experts", "replicate"),
+)
 """The divisions of layers with whole inputs and outputs, which stay whole here: every rank has all of them."""
 
 
 def tp_styles(model: Any, tp: int) -> dict[str, str]:
     """Return how transformers' own plan divides layers over the ranks of tp, by their names.
+
+    Experts are divided by their number. A vector with its own name in the result has a number for each head.
 
     Raises:
         ValueError: it has no plan, one with divisions that are not applied here, or sizes that tp does not
@@ -392,23 +397,39 @@ def tp_styles(model: Any, tp: int) -> dict[str, str]:
     """
     plan = {re.compile(name.replace(".", r"\.").replace("*", r"\d+")): style
             for name, style in (model._tp_plan or {}).items()}  # fmt: skip
-    modules = [name for name, _ in model.named_modules()]
-    modules += [name for name, _ in model.named_parameters()]
+    modules, sizes = dict(model.named_modules()), dict[str, int]()
     styles = {name: style for name in modules for it, style in plan.items() if it.fullmatch(name)}
     others = {*styles.values()} - {*_TP_STYLES, *_WHOLE}
     if others:
         raise ValueError(f"transformers' plan for it has {', '.join(sorted(others))}")
-    if "colwise" not in styles.values():
-        raise ValueError("transformers has no plan that divides its layers")
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    sizes = {"its heads of keys": heads}
+    if model.config.model_type in _COUNT_HEADS:
+        raise ValueError("its code computes with the number of all heads")
+    applied = {name: style for name, style in styles.items() if style in _TP_STYLES}
     for name, style in styles.items():
+        module, owner = modules[name], modules[name.rpartition(".")[0]]
+        if style == "moe_tp_experts" and hasattr(module, "_is_expert_parallel"):
+            applied[name], sizes[f"the experts of {name}"] = style, module.num_experts
         if style in ("colwise", "rowwise"):
-            sizes[name] = model.get_submodule(name).weight.shape[style == "rowwise"]
+            sizes[name] = module.weight.shape[style == "rowwise"]
+        if style == "colwise" and name.endswith(".k_proj") and hasattr(owner, "head_dim"):
+            sizes[f"the heads of {name}"] = sizes[name] // owner.head_dim
+        elif style == "colwise" and _OF_HEADS.search(name):
+            sizes["its heads"] = model.config.num_attention_heads
+    if not {"colwise", "moe_tp_experts"} & {*applied.values()}:
+        raise ValueError("transformers has no plan that divides its layers")
+    by_column = [it for it, style in plan.items() if style == "colwise"]
+    for name, value in model.named_parameters():
+        if value.ndim == 1 and any(it.fullmatch(name) for it in by_column):
+            applied[name], sizes[name] = "colwise", len(value)
     if undivided := [f"{name} ({size})" for name, size in sizes.items() if size % tp]:
         raise ValueError(f"{tp} ranks do not divide {undivided[0]}")
-    return {name: style for name, style in styles.items() if style in _TP_STYLES}
+    return applied
+
+
+_OF_HEADS = re.compile(r"\.([kq]_proj|kv_b_proj|qkv_proj|query_key_value)$")
+"""The ends of the names of layers whose results are divided into heads."""
+_COUNT_HEADS = ("deepseek_v4", "doge")
+"""Families whose plans divide heads that their code counts, or groups, by the configuration."""
 
 
 def _size(module: nn.Module) -> int:

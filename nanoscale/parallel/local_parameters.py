@@ -6,6 +6,7 @@ shard in its place, so that no operation on activations goes through DTensor.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,8 +57,38 @@ class _LocalView:
             if parameter is not None:
                 setattr(self, name, read(parameter))
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # which `super()` in the module's code asks for
+        return type(self.module)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
+
+
+def divide_tree(
+    unit: nn.Module, mesh: DeviceMesh, divisions: Mapping[str, tuple[Placements, Read]]
+) -> nn.Module:
+    """Divide a unit with all modules inside as `divide` does, and return the copy that computes for it.
+
+    The copy has local shards in place of all parameters, so that a module's code may read the parameters
+    of another module. It shares the unit's buffers and configurations. `divisions` has the modules' names.
+    """
+    configs = [it.config for it in unit.modules() if hasattr(it, "config")]
+    twin = copy.deepcopy(unit, {id(config): config for config in configs})
+    pairs = [(it, twin.get_submodule(name), *divisions[name]) for name, it in unit.named_modules()]
+    for module, copied, placements, _ in pairs:
+        distribute(module, mesh, placements)
+        copied._buffers, copied._parameters = module._buffers, {}
+
+    def read_all(*_: Any) -> None:
+        for module, copied, _placements, read in pairs:
+            for leaf, value in module._parameters.items():
+                copied.__dict__[leaf] = None if value is None else read(value)
+
+    object.__setattr__(unit, "copied_modules", list(twin.modules()))
+    unit.register_forward_pre_hook(read_all)
+    unit.forward = lambda *inputs, **options: twin.forward(*inputs, **options)
+    return twin
 
 
 def replicated_grad(parameter: Tensor) -> Tensor:

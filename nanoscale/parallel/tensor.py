@@ -24,8 +24,11 @@ from nanoscale.models.lora import Adapter
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer, WholeNorm
 from nanoscale.parallel.local_parameters import (
+    Placements,
+    Read,
     distribute,
     divide,
+    divide_tree,
     partial_grad,
     rank0_only,
     replicated_grad,
@@ -64,24 +67,75 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
 def apply_plan(model: HFModel, mesh: DeviceMesh) -> None:
     """Split a model of transformers by its own plan over the ranks of `mesh`, in place, on the meta device.
 
-    Layers by column and by row are divided; all else is whole on every rank, and so is the residual stream.
+    Layers by column and by row are divided, and experts, of which each rank has whole ones; all else is whole
+    on every rank, and so is the residual stream.
     """
     stream, styles = ResidualStream.on_mesh(mesh, divided=False), tp_styles(model.hf, mesh.size())
-    block_of = {module: block for block in model.layers.values() for module in block.modules()}
+    shared = getattr(model.hf.config, "qk_rope_head_dim", 0)
+    names = {block: name for name, block in model.hf.named_modules()}
+    in_blocks = {module for block in model.layers.values() for module in block.modules()}
+    for block in model.layers.values():
+        prefix = f"{names[block]}."
+        divisions = {
+            name: _division(module, styles, f"{prefix}{name}".rstrip("."))
+            for name, module in block.named_modules()
+        }
+        twin = divide_tree(block, mesh, divisions)
+        for name, module in twin.named_modules():
+            _connect(module, styles.get(f"{prefix}{name}"), stream, mesh.get_local_rank(), shared)
     for name, module in list(model.hf.named_modules()):
-        placements: dict[str, Placement] = dict.fromkeys(module._parameters, Replicate())
-        style, read = styles.get(name), replicated_grad
-        if style == "colwise":
-            placements = {"weight": Shard(0), "bias": Shard(0)}
-            module.register_forward_pre_hook(lambda _, inputs: stream.gather(inputs[0]))
-        elif style == "rowwise":
-            placements, read = placements | {"weight": Shard(1)}, rank0_only
-            module.register_forward_hook(lambda _, __, partial_sum: stream.reduce(partial_sum))
-        elif style is not None:
-            read = partial_grad
-        if placements:
-            divide(module, block_of.get(module, module), mesh, placements, read)
+        if module not in in_blocks and module._parameters:
+            divide(module, module, mesh, *_division(module, {}, name))
     model.tie()
+
+
+def _division(module: nn.Module, styles: dict[str, str], name: str) -> tuple[Placements, Read]:
+    """Return the placements of a module's own parameters by the plan, and how its code reads them."""
+    style = styles.get(name)
+    placements: dict[str, Placement] = {
+        leaf: Shard(0) if f"{name}.{leaf}" in styles else Replicate() for leaf in module._parameters
+    }
+    if style in ("colwise", "moe_tp_experts"):
+        return dict.fromkeys(placements, Shard(0)), replicated_grad
+    if style == "rowwise":
+        return placements | {"weight": Shard(1)}, rank0_only
+    is_inside = style == "replicated_with_grad_allreduce" or name.endswith(".act_fn")
+    return placements, partial_grad if is_inside else replicated_grad
+
+
+def _connect(
+    module: nn.Module, style: str | None, stream: ResidualStream, rank: int, shared: int
+) -> None:
+    """Connect a divided module with the stream; all heads use `shared` numbers of latent keys."""
+    if style == "colwise":
+        module.register_forward_pre_hook(lambda _, inputs: stream.gather(inputs[0]))
+    elif style == "rowwise":
+        module.register_forward_hook(lambda _, __, partial_sum: stream.reduce(partial_sum))
+    elif style == "mla_kv_a_proj":
+        module.register_forward_hook(lambda _, __, keys: _share_keys(stream, shared, keys))
+    elif style == "moe_tp_experts":
+        experts: Any = module
+        experts.num_experts //= stream.ranks
+        experts._is_expert_parallel = True  # there are numbers of experts that it does not have
+        choose = partial(_choose_local, stream, rank, experts.num_experts)
+        experts.register_forward_pre_hook(lambda _, inputs: choose(*inputs))
+        experts.register_forward_hook(lambda _, __, partial_sum: stream.reduce(partial_sum))
+
+
+def _share_keys(stream: ResidualStream, shared: int, keys: Tensor) -> Tensor:
+    """Sum the gradient of the keys that all heads share; heads sum the latent's gradient where they read it."""
+    latent, rotated = keys.tensor_split([keys.shape[-1] - shared], dim=-1)
+    return torch.cat((latent, stream.gather(rotated)), dim=-1)
+
+
+def _choose_local(
+    stream: ResidualStream, rank: int, count: int, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens, and their choices among this rank's `count` experts, in place of others `count`."""
+    local = chosen - rank * count
+    is_local = (local >= 0) & (local < count)
+    weights = stream.gather(weights) * is_local
+    return stream.gather(hidden), local.where(is_local, count), weights
 
 
 def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:

@@ -134,7 +134,7 @@ def test_transformers_is_asked(folder: Path) -> None:
     assert whole["problem"] is None
     assert whole["parameters"] == sum(p.numel() for p in model.parameters())
     assert asked(tp=2)["problem"] is None
-    assert "3 ranks do not divide its heads of keys" in asked(tp=3)["problem"]
+    assert "3 ranks do not divide its heads (4)" in asked(tp=3)["problem"]
     no_plan = asked(model_type="falcon", folder=None, tp=2)
     assert no_plan["of"] == "tp" and "has no plan" in no_plan["problem"]
     assert "unknown to transformers" in asked(model_type="neoy")["problem"]

@@ -20,8 +20,7 @@ FAMILIES = {
     "gptj": {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 64},
 }
 LAWS = {
-    "parallel.tp=2": "parallel.sequence_parallel=false",
-    "parallel.tp=2 parallel.sequence_parallel=true": "",
+    "parallel.tp=2 parallel.sequence_parallel=true": "parallel.sequence_parallel=false",
     "parallel.ep=2": "parallel.ep=1",
     "parallel.activation_checkpointing=sqrt": "",
     "precision=fp8": "precision=bf16",
@@ -88,6 +87,13 @@ def test_a_law_of_models_from_transformers_advises_what_is_accepted(line: str) -
     for each in found:
         words = replaced(words, each.suggestions[0])
     checked(*model, *words)
+
+
+def test_tp_alone_leaves_the_stream_whole_and_without_tp_the_default_stays() -> None:
+    model = ["model=hf", "model.name=gptj"]
+    assert not checked(*model, "parallel.tp=2").parallel.sequence_parallel
+    assert checked(*model).parallel.sequence_parallel
+    assert checked("parallel.tp=2").parallel.sequence_parallel
 
 
 def test_keys_of_such_models_alone_are_answered_with_the_model() -> None:

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": COMMON | {"num_key_value_heads": 2},
     "gpt_oss": COMMON
     | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": COMMON | {"num_key_value_heads": 2, "num_local_experts": 4},
     # a decoder without its encoder: the attention to the encoder is never used
     "bart": COMMON
     | {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4},
@@ -44,6 +45,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 DEPTH = {"gpt2": "n_layer"}
 """The names of the number of blocks in config.json; mostly `num_hidden_layers`."""
+
+DIVIDED: dict[str, dict[str, Any]] = {
+    family: COMMON | {"num_key_value_heads": 2, "head_dim": 8} | settings
+    for family, settings in {
+        "mixtral": {"num_local_experts": 4},
+        "qwen3": {},
+        "gemma2": {},
+        "apertus": {},
+        "granite_swa": {},
+        "minicpm3": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "num_key_value_heads": 4},
+        "olmo_hybrid": {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    }.items()
+}
+"""Settings of families whose plans of tensor parallelism have different kinds."""
+
+
+def config_of(family: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json."""
+    from transformers import CONFIG_MAPPING
+
+    document: dict[str, Any] = json.loads(CONFIG_MAPPING[family](**settings).to_json_string())
+    return document
 
 
 def save(family: str, folder: Path, **changes: Any) -> Any:

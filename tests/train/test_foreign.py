@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from nanoscale.backends.gradients import local_tensor
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.hf.any_model import sizes
 from nanoscale.config.schema import Backend, Config, Model, Optimizer, Train
 from nanoscale.data.batch import IGNORED
+from nanoscale.models.attention import CausalAttention
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
+from nanoscale.models.initialization import fill
 from nanoscale.models.preferences import Objective
+from nanoscale.parallel.tensor import apply_plan
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from tests.support import hf_families, hf_models
@@ -120,20 +125,26 @@ def test_the_loss_in_chunks_is_the_loss_of_all_logits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_neox", exhaustive("qwen3")])
+@pytest.mark.parametrize("family", ["mixtral", exhaustive("gpt_neox"), exhaustive("qwen3")])
 def test_plans_of_transformers_divide_layers(tmp_path: Path, family: str) -> None:
-    """One has biases, the other tied embeddings and norms of heads; both are resumed without tp too."""
+    """One has experts, with random weights; one has biases, the last tied embeddings and norms of heads.
+
+    They are resumed without tp too.
+    """
     long = tmp_path / "long"
     long.mkdir()
     write_tokens(tmp_path)
     write_tokens(long, samples=100)
     hf_models.save(family, tmp_path / family)
-    shape, divided = hf_models.shape_of(tmp_path / family), {"tp": 2, "sequence_parallel": False}
+    shape = hf_models.shape_of(tmp_path / family, loaded=family != "mixtral")
+    divided = {"tp": 2, "sequence_parallel": False}
+    (expected,) = run_ranks(curves_of, 1, [make_config(tmp_path, model=shape)])[0]
+    if shape.init_from:
+        expected = hf_models.plain_loop(tmp_path / family, torch.float64)
     recomputed = divided | {"activation_checkpointing": "full"}
     for dp, stage, parallel in ((1, 0, divided), (2, 3, recomputed)):
         config = make_config(tmp_path, dp=dp, stage=stage, model=shape, parallel=parallel)
         (found,) = run_ranks(curves_of, 2 * dp, [config])[0]
-        expected = hf_models.plain_loop(tmp_path / family, torch.float64)
         assert_equal_curves(found, expected, "fp64")
     config, alone = (
         saving_config(long, model=shape, parallel=divided),
@@ -143,6 +154,51 @@ def test_plans_of_transformers_divide_layers(tmp_path: Path, family: str) -> Non
     train(run, config, StopBefore(4))
     train(run, alone)
     assert_same_training(run, never_stopped(long, alone))
+
+
+def test_every_kind_of_plan_has_the_gradients_of_one_process() -> None:
+    """Experts, sinks, keys that all heads share, norms of heads, activations with parameters, and parameters
+    that another module's code reads or a parent class uses; two with documents and our attention."""
+    for family, (differences, share) in run_ranks(tp_differences, 2, hf_models.DIVIDED)[0].items():
+        assert differences and max(differences.values()) < 1e-12, (family, differences)
+        assert share < 0.8, family
+
+
+def tp_differences(
+    rank: int, families: dict[str, Any]
+) -> dict[str, tuple[dict[str, float], float]]:
+    """Return the largest differences of gradients, relative to the largest gradient of a parameter, and this
+    rank's share of the parameters, of models divided over two ranks."""
+    mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+    results = {}
+    for family, settings in families.items():
+        document = hf_models.config_of(family, settings)
+        shape = Model(source="hf", name=family, hf_config=document, **sizes(document))
+        models = whole, divided = HFModel(shape), HFModel(shape)
+        apply_plan(divided, mesh)
+        torch.manual_seed(0)
+        tokens, targets = torch.randint(64, (2, 2, 13))
+        documents = None
+        if family in ("qwen3", "granite_swa"):
+            documents = torch.tensor([[5, 9, 13], [4, 11, 13]])
+            for model in models:
+                model.attend_with(CausalAttention(shape))
+        weights = {
+            name: 0.2 * torch.randn(value.shape).double() + (value.ndim == 1)
+            for name, value in whole.named_parameters()
+        }
+        for model in models:
+            model.double().materialize(cpu)
+            fill(model, lambda name, _, weights=weights: weights[name])  # type: ignore[misc]
+            model(tokens, documents, targets).backward()
+        found = {name: value.grad.full_tensor() for name, value in divided.named_parameters()}
+        differences = {
+            name: ((found[name] - value.grad).abs().max() / value.grad.abs().max()).item()
+            for name, value in whole.named_parameters()
+        }
+        sums = [sum(local_tensor(it).numel() for it in model.parameters()) for model in models]
+        results[family] = differences, sums[1] / sums[0]
+    return results
 
 
 @pytest.mark.slow

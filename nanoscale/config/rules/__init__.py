@@ -83,6 +83,7 @@ def check(
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
     """
+    composed = model.with_whole_stream(composed)
     every = (*model.SHAPE, *RULES, *only_with.OF_TEXT, *JOB)
     resolution, config = Resolution(composed, devices, hosts, every), composed.config
     launcher = resolve_launcher(resolution)

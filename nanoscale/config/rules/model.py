@@ -15,6 +15,7 @@ from nanoscale.config.parameters import block
 from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.rule import Rule, of_kind, other_than, refused, several
 from nanoscale.config.schema import Config, Model
+from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import nearest, override, shown
 
 _SIZES = ("model.source", "model.heads")
@@ -255,6 +256,15 @@ def _of_others(why: str) -> Callable[[Config], str]:
         return f"{why}, and those of model=hf belong to transformers{own if family in FAMILIES else ''}"
 
     return message
+
+
+def with_whole_stream(composed: Composed) -> Composed:
+    """Return the request with the default of `parallel.sequence_parallel` that its model supports."""
+    key, config = "parallel.sequence_parallel", composed.config
+    if config.model.source != "hf" or composed.source(key) not in composed.unasked:
+        return composed
+    parallel = replace(config.parallel, sequence_parallel=config.parallel.tp == 1)
+    return replace(composed, config=replace(config, parallel=parallel))
 
 
 _PREDICTS = {
