@@ -120,10 +120,7 @@ def measure_flood(mib: int) -> dict[str, float]:
     size = mib << 20
     with _launched(mib) as (process, log):
         began = float((log.parents[2] / _BEGAN).read_text())
-        watched = {
-            "launcher": process.pid,
-            "agent": psutil.Process(process.pid).children()[0].pid,
-        }
+        watched = {"launcher": process.pid, "agent": psutil.Process(process.pid).children()[0].pid}
         before = {name: _peak_mib(pid) for name, pid in watched.items()}
         whole = _wait(lambda: log.stat().st_size >= size, process) - began
         grown = {f"{name}_mib": _peak_mib(pid) - before[name] for name, pid in watched.items()}

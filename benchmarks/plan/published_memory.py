@@ -193,10 +193,7 @@ def _worst(
     return Prediction(worst, measure(worst))
 
 
-SOURCES: dict[str, Callable[[Row], Prediction]] = {
-    "torchtitan": torchtitan,
-    "SimuMax": megatron,
-}
+SOURCES: dict[str, Callable[[Row], Prediction]] = {"torchtitan": torchtitan, "SimuMax": megatron}
 
 
 if __name__ == "__main__":

@@ -42,11 +42,7 @@ class RoundedAdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         """Create it for groups that have the `names` of their parameters."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})

@@ -169,10 +169,7 @@ class Pruned:
 
 
 def prune(
-    workspace: Path,
-    keep_last: int | None,
-    keep_every: int | None,
-    best: Collection[int] = (),
+    workspace: Path, keep_last: int | None, keep_every: int | None, best: Collection[int] = ()
 ) -> Pruned:
     """Delete checkpoints that are neither among the newest `keep_last` nor at a multiple of `keep_every`, nor
     of a step in `best`.

@@ -148,11 +148,7 @@ class Model:
     ffn: int = key(
         128, "inner width of the feed-forward block; with experts, of each expert", at_least=1
     )
-    experts: int = key(
-        0,
-        "number of experts (MoE); 0: a dense feed-forward block",
-        at_least=0,
-    )
+    experts: int = key(0, "number of experts (MoE); 0: a dense feed-forward block", at_least=0)
     experts_per_token: int = key(2, "with experts: number of experts per token", at_least=1)
     normalize_experts: bool = key(
         True,
@@ -420,10 +416,7 @@ class Parallel:
     )
     tp: int = key(1, "tensor-parallel degree", at_least=1, planned=True)
     pp: int = key(
-        1,
-        "pipeline-parallel degree; each rank has virtual_stages stages",
-        at_least=1,
-        planned=True,
+        1, "pipeline-parallel degree; each rank has virtual_stages stages", at_least=1, planned=True
     )
     cp: int = key(1, "context-parallel degree", at_least=1, planned=True)
     ep: int = key(
@@ -657,8 +650,7 @@ class Optimizer:
     eps: float = key(1e-8, "adamw: term added to the root of the second moment", at_least=0)
     momentum: float = key(0.9, "sgd and muon: momentum", at_least=0, at_most=1)
     moments_dtype: Literal["params", "bf16"] = key(
-        "params",
-        "adamw: dtype of its moments, the weights' dtype or bf16 with stochastic rounding",
+        "params", "adamw: dtype of its moments, the weights' dtype or bf16 with stochastic rounding"
     )
     ema_decay: float | None = key(
         None,
@@ -1144,8 +1136,7 @@ class Logger:
     )
     csv: bool = key(False, "write metrics.csv, a table with one row per logged step")
     wandb: Literal["off", "online", "offline"] = key(
-        "off",
-        "Weights & Biases; offline: only write its files, which `wandb sync` uploads later",
+        "off", "Weights & Biases; offline: only write its files, which `wandb sync` uploads later"
     )
     mlflow: Literal["off", "on"] = key("off", "record in MLflow")
     mlflow_uri: str | None = key(

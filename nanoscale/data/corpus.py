@@ -29,11 +29,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Data
 from nanoscale.config.token_files import TOKENIZER, TOKENS, manifest
 from nanoscale.data.prepare.folder import PreparationProgress
-from nanoscale.data.prepare.preparation import (
-    PreparationRequest,
-    identity_of,
-    write_folder,
-)
+from nanoscale.data.prepare.preparation import PreparationRequest, identity_of, write_folder
 from nanoscale.data.prepare.sources import Reading, TextSource
 from nanoscale.data.tokens.files import bin_path
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load

@@ -132,8 +132,7 @@ def _open_run(
     tokenizer = _named(tokenizer_name) if tokenizer_name else vocabulary.tokenizer_of_run(config)
     if tokenizer is None:
         raise _no_tokenizer(
-            f"{run.path}: data.source={config.data.source} names none",
-            config.model.vocab,
+            f"{run.path}: data.source={config.data.source} names none", config.model.vocab
         )
     model = _empty(config.model, devices, dtype)
     if devices[0].type != "meta":

@@ -118,12 +118,7 @@ def has_cudnn() -> bool:
 
 
 def choose_kernel(
-    q: Tensor,
-    cuda_flash: bool,
-    *,
-    limited: bool = False,
-    capped: bool = False,
-    cudnn: bool = False,
+    q: Tensor, cuda_flash: bool, *, limited: bool = False, capped: bool = False, cudnn: bool = False
 ) -> str:
     """Return the name of the fastest kernel that takes queries like `q`, and `Limits`, and returns the lse."""
     if q.device.type == "cpu":

@@ -33,12 +33,7 @@ from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
 from nanoscale.models.initialization import Draw, parameter_seed
-from nanoscale.models.transformer import (
-    Transformer,
-    positions_in_documents,
-    scaled,
-    whole_sequence,
-)
+from nanoscale.models.transformer import Transformer, positions_in_documents, scaled, whole_sequence
 
 PREFIX = "hf."
 """The prefix of our names of transformers' parameters."""

@@ -240,11 +240,7 @@ class _Results(TorchDispatchMode):
 
 
 def run_with_host_memory(
-    run: RunLayers,
-    layers: nn.ModuleDict,
-    hidden: Tensor,
-    rotations: Rotations,
-    masks: Masks,
+    run: RunLayers, layers: nn.ModuleDict, hidden: Tensor, rotations: Rotations, masks: Masks
 ) -> Tensor:
     """Run the blocks; tensors that autograd saves, except parameters, move to the host until they are
     needed."""

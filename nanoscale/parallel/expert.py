@@ -26,14 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.attention import Mask
-from nanoscale.models.moe import (
-    ExpertPairs,
-    Experts,
-    MixtureOfExperts,
-    count,
-    spread,
-    sum_rows,
-)
+from nanoscale.models.moe import ExpertPairs, Experts, MixtureOfExperts, count, spread, sum_rows
 from nanoscale.models.rope import Rotation
 from nanoscale.models.transformer import Block, Masks, Rotations, Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad

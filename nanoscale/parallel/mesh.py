@@ -92,12 +92,7 @@ def _data_mesh(
     ranks = parallel.dp * parallel.cp * parallel.tp // (ep * tp)
     replicas = parallel.dp_replicate if config.zero.stage else ranks
     mesh = _mesh(
-        device_type,
-        pp=parallel.pp,
-        dp_replicate=replicas,
-        dp_shard=ranks // replicas,
-        ep=ep,
-        tp=tp,
+        device_type, pp=parallel.pp, dp_replicate=replicas, dp_shard=ranks // replicas, ep=ep, tp=tp
     )
     return mesh, mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
 

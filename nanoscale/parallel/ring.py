@@ -27,14 +27,7 @@ from torch.nn import functional as F
 
 from nanoscale.config.model_math import window_reach
 from nanoscale.models.attention import AttentionFunction, register
-from nanoscale.models.attention_kernels import (
-    KERNELS,
-    Attended,
-    Kernel,
-    Limits,
-    Pairs,
-    accumulator,
-)
+from nanoscale.models.attention_kernels import KERNELS, Attended, Kernel, Limits, Pairs, accumulator
 
 
 def ring_attention(

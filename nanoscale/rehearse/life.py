@@ -108,10 +108,7 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
     columns = parallel.tp // parallel.expert_tp  # ranks of tp that belong to ep
     place = (own.dp * parallel.cp + own.cp) * columns + own.tp % columns
     experts = place % parallel.ep, parallel.ep
-    with (
-        identity(record.rank, config, devices),
-        played(device, gpu, experts, record) as world,
-    ):
+    with identity(record.rank, config, devices), played(device, gpu, experts, record) as world:
         set_kernels(config)
         if rule_of(config.optimizer).quantized and gpu is not None:
             kernels.update_in_place(world.patches)

@@ -61,11 +61,7 @@ NAMES = ["0", "1", "2", "3", "2-offload", "3-offload"]
 
 
 def config_for(
-    folder: Path,
-    stage: int,
-    zero: dict[str, Any] | None = None,
-    steps: int = STEPS,
-    **changes: Any,
+    folder: Path, stage: int, zero: dict[str, Any] | None = None, steps: int = STEPS, **changes: Any
 ) -> ResolvedConfig:
     """Return a job of STEPS steps with accumulation and active clipping."""
     changes.setdefault("precision", "fp32")
@@ -201,10 +197,7 @@ def test_gpt2_equals_plain_loop(tmp_path: Path) -> None:
 ODD = replace(SHAPE, ffn=SHAPE.ffn + 1)
 """A model whose adapters have an odd number of elements, so that stage 3 pads the last shards."""
 ADAPTERS = Lora(rank=3, alpha=12.0, targets=("wq", "wk", "wv", "wo", "gate", "up", "down"))
-LORA = [
-    (3, EVERYTHING, {"dp": 2}),
-    exhaustive(1, {}, {"parallel": {"pp": 2}, "micro_batch": 2}),
-]
+LORA = [(3, EVERYTHING, {"dp": 2}), exhaustive(1, {}, {"parallel": {"pp": 2}, "micro_batch": 2})]
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"precision": Precision("fp32", "fp16", "fp32"), "zero": Zero(2)}),
 ]
 ONLY_DEEPSPEED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"stage": 3}, {"zero": Zero(3, "cpu", "cpu")}),
+    ({"stage": 3}, {"zero": Zero(3, "cpu", "cpu")})
 ]
 ONLY_NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "stage": 2, "dp_replicate": 2}, {}),

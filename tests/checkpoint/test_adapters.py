@@ -135,10 +135,7 @@ def test_a_base_in_4_bits(compiled: Literal["off", "on"], tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "layouts"),
-    [
-        ("fp64", IN_4_BITS[:1] + IN_4_BITS[-1:]),
-        exhaustive("bf16", IN_4_BITS),
-    ],
+    [("fp64", IN_4_BITS[:1] + IN_4_BITS[-1:]), exhaustive("bf16", IN_4_BITS)],
 )
 def test_a_base_in_4_bits_in_other_layouts(
     precision: str, layouts: tuple[dict[str, Any], ...], tmp_path: Path
@@ -152,9 +149,7 @@ def test_a_base_in_4_bits_in_other_layouts(
     for number, layout in enumerate(layouts):
         config = config_for(tmp_path, tmp_path / "base", **layout)
         config = replace(
-            config,
-            lora=replace(config.lora, base="nf4"),
-            precision=PRECISIONS[precision],
+            config, lora=replace(config.lora, base="nf4"), precision=PRECISIONS[precision]
         )
         run = make_run(config, str(number))
         train(run, config, StopBefore(STOP) if number else None)

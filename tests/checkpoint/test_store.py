@@ -253,11 +253,7 @@ def test_a_prune_that_fails_lists_nothing_half_deleted(
     assert [c.step for c in stored] == [3]
     assert all(store.find_damage(c.path) == [] for c in stored)
     fence.begin(RunDirectory(folder.parent), 2)
-    assert sorted(p.name for p in folder.iterdir()) == [
-        ".attempt-2",
-        "latest",
-        "step-00000003",
-    ]
+    assert sorted(p.name for p in folder.iterdir()) == [".attempt-2", "latest", "step-00000003"]
 
 
 def test_one_step_can_be_set_aside_twice(folder: Path) -> None:

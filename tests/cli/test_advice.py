@@ -237,17 +237,13 @@ def _entry(value: object) -> str:
     return str(value)
 
 
-def test_the_choice_of_an_option_in_a_recipe_is_shown_as_it_is_written(
-    capsys: Capsys,
-) -> None:
+def test_the_choice_of_an_option_in_a_recipe_is_shown_as_it_is_written(capsys: Capsys) -> None:
     (wrong,) = violations(["config", "show", "recipe=group"], capsys)
     assert wrong["suggestions"] == ["override /model: llama-1b"]
     assert "defaults:" in wrong["remedy"]
 
 
-def test_a_device_of_several_options_means_the_usual_one_first(
-    capsys: Capsys,
-) -> None:
+def test_a_device_of_several_options_means_the_usual_one_first(capsys: Capsys) -> None:
     (wrong,) = violations(["config", "show", "cluster=h100"], capsys)
     assert wrong["suggestions"][0] == "cluster=h100-sxm"
 

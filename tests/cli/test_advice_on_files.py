@@ -201,9 +201,7 @@ def test_what_an_error_advises_is_accepted(line: str, capsys: Capsys) -> None:
 
 
 @pytest.mark.usefixtures("_here")
-def test_bytes_are_not_advised_to_a_model_without_room_for_them(
-    capsys: Capsys,
-) -> None:
+def test_bytes_are_not_advised_to_a_model_without_room_for_them(capsys: Capsys) -> None:
     config = RunDirectory(Path("runs/small")).config
     text = config.read_text()
     config.write_text(text.replace("source: stdlib", "source: megatron"))

@@ -60,9 +60,7 @@ def test_a_disk_without_room_for_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_not_known_from_here_is_named(
-    capsys: Capsys,
-) -> None:
+def test_a_machine_that_is_not_known_from_here_is_named(capsys: Capsys) -> None:
     submit = ["submit", "recipe=debug", "--num-gpus", "1", "--dry-run"]
     assert nanoscale(submit) == 0
     words = set(re.findall(r"cluster=[\w-]+", capsys.readouterr().err))
@@ -72,9 +70,7 @@ def test_a_machine_that_is_not_known_from_here_is_named(
         assert "not planned" not in capsys.readouterr().err, word
 
 
-def test_a_machine_in_no_table_is_described_by_the_keys_that_are_named(
-    capsys: Capsys,
-) -> None:
+def test_a_machine_in_no_table_is_described_by_the_keys_that_are_named(capsys: Capsys) -> None:
     plan = ["plan", "recipe=debug", "parallel.dp=1", "cluster.device=mine"]
     message = refused(capsys, *plan)["message"]
     keys = re.findall(r"cluster\.\w+", message)

@@ -143,10 +143,4 @@ def test_a_model_that_learned_answers_is_asked_a_question(
 
 def test_a_part_of_the_data_is_a_percentage() -> None:
     texts = [seen_text(times) for times in (0.00103, 0.25, 1, 1.5, 123.4)]
-    assert texts == [
-        "0.103% of an epoch",
-        "25% of an epoch",
-        "1 epoch",
-        "1.5 epochs",
-        "123 epochs",
-    ]
+    assert texts == ["0.103% of an epoch", "25% of an epoch", "1 epoch", "1.5 epochs", "123 epochs"]

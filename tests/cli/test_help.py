@@ -135,9 +135,7 @@ def test_help_of_a_command_and_of_nothing(capsys: Capsys) -> None:
     assert capsys.readouterr().out.splitlines() == [f"nanoscale help {topic}" for topic in TOPICS]
 
 
-def test_an_unknown_topic_is_refused_and_the_advice_works(
-    capsys: Capsys,
-) -> None:
+def test_an_unknown_topic_is_refused_and_the_advice_works(capsys: Capsys) -> None:
     assert run(["help", "layuots"]) == 2
     error = capsys.readouterr().err
     assert "unknown topic" in error

@@ -101,11 +101,7 @@ def test_the_advice_without_a_terminal_is_accepted(run: RunDirectory, capsys: Ca
 
 @pytest.mark.parametrize(("answer", "remains"), [(False, True), (True, False)])
 def test_the_question(
-    answer: bool,
-    remains: bool,
-    run: RunDirectory,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capsys,
+    answer: bool, remains: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(trust, "can_ask", lambda: True)
@@ -118,10 +114,7 @@ def test_the_question(
 
 @pytest.mark.parametrize("words", [["runs", "rm"], ["checkpoints", "prune", "--keep-last=1"]])
 def test_an_active_run_is_refused(
-    words: list[str],
-    run: RunDirectory,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capsys,
+    words: list[str], run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     words = [*words, "first", "--yes"]
     with RunLock(run):

@@ -65,10 +65,7 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("number", "code", "state"),
-    [
-        (signal.SIGKILL, -signal.SIGKILL, "running"),
-        exhaustive(signal.SIGTERM, 75, "preempted"),
-    ],
+    [(signal.SIGKILL, -signal.SIGKILL, "running"), exhaustive(signal.SIGTERM, 75, "preempted")],
 )
 def test_stopped_and_resumed_bit_for_bit(
     tmp_path: Path, never_stopped: Path, number: signal.Signals, code: int, state: str

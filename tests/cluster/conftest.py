@@ -24,12 +24,7 @@ MACHINES = {
 }
 SSH = {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
 PDSH = {"pdsh": "pdsh"}
-SLURM = {
-    "munged": "munge",
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-}
+SLURM = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 PBS = dict.fromkeys(("qsub", "qstat", "qdel", "generate_pbs_nodefile"), "slurm-wlm-torque")
 
 _PROBE = """

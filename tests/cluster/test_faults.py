@@ -294,10 +294,7 @@ def test_a_terminal_that_hangs_up(
 
 @pytest.mark.parametrize(
     ("launcher", "name"),
-    [
-        ("ssh", LAUNCHER_KILLED["ssh"]),
-        exhaustive("pdsh", LAUNCHER_KILLED["pdsh"]),
-    ],
+    [("ssh", LAUNCHER_KILLED["ssh"]), exhaustive("pdsh", LAUNCHER_KILLED["pdsh"])],
 )
 def test_the_launcher_is_killed(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], launcher: str, name: str
@@ -318,11 +315,7 @@ def test_the_launcher_is_killed(
 
 
 @pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(1 << 18, id="checkpoint"),
-        exhaustive(0, name="anything"),
-    ],
+    "room", [pytest.param(1 << 18, id="checkpoint"), exhaustive(0, name="anything")]
 )
 def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], room: int) -> None:
     """The disk has room for a few lines, or not even that: then failure.json does not fit either."""

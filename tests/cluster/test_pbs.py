@@ -33,10 +33,7 @@ def user(pbs: Slurm, tmp_path: Path) -> User:
 
 
 def submits(user: User, name: str, *words: str) -> tuple[RunDirectory, int]:
-    setup = [
-        "export PBS_NODEFILE=$(generate_pbs_nodefile)",
-        f"export PATH={user.folder}/bin:$PATH",
-    ]
+    setup = ["export PBS_NODEFILE=$(generate_pbs_nodefile)", f"export PATH={user.folder}/bin:$PATH"]
     return user.submits(name, "launcher=pbs", f"launcher.batch.setup={json.dumps(setup)}", *words)
 
 

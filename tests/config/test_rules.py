@@ -691,11 +691,7 @@ def test_token_files_need_no_room_for_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("model.vocab=100",),
-        ("data.tokenizer=bpe", "data.bpe_vocab=1024"),
-    ],
+    "words", [("model.vocab=100",), ("data.tokenizer=bpe", "data.bpe_vocab=1024")]
 )
 def test_a_vocabulary_that_is_too_small_is_an_error_of_the_data(words):
     with pytest.raises(UserError) as caught:

@@ -122,10 +122,7 @@ def test_numbers_of_a_csv_are_numbers_and_other_texts_are_names(tmp_path: Path) 
     (tmp_path / "b.csv").write_text("text,label\na,up\nb,down\n")
     assert prepared(tmp_path / "b", tmp_path / "b.csv", kind="labels", labels=None)[
         "label_names"
-    ] == [
-        "down",
-        "up",
-    ]
+    ] == ["down", "up"]
     (tmp_path / "c.csv").write_text("text,label\na,10\nb,other\n")
     with pytest.raises(UserError, match=r"'label' is not an integer in .0, 11.: 'other'"):
         prepared(tmp_path / "c", tmp_path / "c.csv", kind="labels", labels=None)

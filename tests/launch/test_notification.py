@@ -71,10 +71,7 @@ def test_a_failure_is_posted_with_its_cause(tmp_path: Path, received: list[dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("address", [exhaustive("http://127.0.0.1:9/closed"), "broken"])
 def test_an_address_that_does_not_answer_ends_no_run(
-    tmp_path: Path,
-    received: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    address: str,
+    tmp_path: Path, received: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     if address == "broken":
         address = os.environ["MY_HOOK"].replace("/hook", "/broken")

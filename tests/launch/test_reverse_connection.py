@@ -144,9 +144,7 @@ def test_it_survives_that_no_file_descriptor_is_left(listener: ReverseListener) 
     stranger.close()
 
 
-def test_strangers_from_one_address_drive_away_one_another_only(
-    listener: ReverseListener,
-) -> None:
+def test_strangers_from_one_address_drive_away_one_another_only(listener: ReverseListener) -> None:
     first = connect(listener)
     serve(listener, lambda _: len(listener._untrusted) == 1)
     listener._untrusted[0].address = "10.0.0.1"

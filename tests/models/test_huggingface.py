@@ -368,10 +368,7 @@ QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
             COMMON | {"model_type": "deepseek_v3", "rope_scaling": [4]},
             "rope_scaling is not an object",
         ),
-        (
-            QWEN3_MOE | {"model_type": "llama4_text"},
-            "llama4_text is not one of the families",
-        ),
+        (QWEN3_MOE | {"model_type": "llama4_text"}, "llama4_text is not one of the families"),
     ],
 )
 def test_what_we_cannot_compute_is_refused(

@@ -174,11 +174,7 @@ def test_what_surely_fits_comes_first_and_what_is_left_out_is_named() -> None:
 def test_less_is_known_of_divided_models_and_of_experts() -> None:
     alone, divided, experts = (
         job(name, **layout)
-        for name, layout in (
-            ("llama-8b", {}),
-            ("llama-8b", {"tp": 2}),
-            ("mixtral-8x7b", {}),
-        )
+        for name, layout in (("llama-8b", {}), ("llama-8b", {"tp": 2}), ("mixtral-8x7b", {}))
     )
     assert spread(alone) < spread(divided) < spread(experts)
     assert fits_probability(100, 106, spread(alone)) > SURE

@@ -68,10 +68,7 @@ def candidates(space: SearchSpace) -> Iterator[Config]:
     for shape in shapes(space):
         for degree in expert_degrees(space, shape):
             for layout in (degree, *schedules(space, degree)):
-                for recomputed in (
-                    *recomputations(space, layout),
-                    *last_resorts(space, layout),
-                ):
+                for recomputed in (*recomputations(space, layout), *last_resorts(space, layout)):
                     yield from micro_batches(space, recomputed)
 
 

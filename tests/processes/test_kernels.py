@@ -46,10 +46,7 @@ def said(config: Config) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tf32", "precision"),
-    [(True, "high"), exhaustive(False, "highest")],
-)
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), exhaustive(False, "highest")])
 def test_a_rank_rounds_products_to_tf32_only_if_that_is_configured(
     tmp_path: Path, tf32: bool, precision: str
 ) -> None:

@@ -346,11 +346,7 @@ def test_the_command_lines_of_a_page_run(
             _type(placed(line, page.name, here), monkeypatch, refused)
 
 
-def _type(
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: bool,
-) -> None:
+def _type(line: str, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     typed, pipe, after = line.partition(" | nanoscale ")
     said = shlex.split(typed)[1] + "\n" if pipe else "def main(\n"
     arguments = shlex.split((after if pipe else typed).replace(r"$'\n\n'", "'\n\n'"))

@@ -171,9 +171,7 @@ BUGS = {
         SHARDED,
     ),
     "rows of experts that another rank does not await": Bug(
-        instead(expert, "start", send_one_more),
-        "which awaits",
-        EXPERTS,
+        instead(expert, "start", send_one_more), "which awaits", EXPERTS
     ),
     "loads of experts that are not exchanged": Bug(
         instead(expert, "start", lambda _, plain, x, _receiving, *rest: plain(x, rest[0], *rest)),

@@ -69,11 +69,7 @@ QUICK = [
     Row("dp 2 · tp 2 · pp 2", {"dp": 2, "tp": 2, "pp": 2}, 1, 2, shape=SMALL),
 ]
 """Rows that cover every axis."""
-USUAL = (
-    "dp 2, stage 3, full",
-    "tp 2 · pp 2, large vocabulary",
-    "experts, ep 2",
-)
+USUAL = ("dp 2, stage 3, full", "tp 2 · pp 2, large vocabulary", "experts, ep 2")
 
 
 def with_whole_life(config: ResolvedConfig) -> ResolvedConfig:

@@ -37,10 +37,7 @@ ROWS = {
         Row("", DEGREES | {"ep": 2} | recomputed("full"), 2, precision="bf16", shape=EXPERTS),
         {"copy to the host": LAYERS * MICRO_BATCHES},
     ),
-    "experts, fp32": (
-        Row("", DEGREES, 2, shape=EXPERTS),
-        {"tolist": LAYERS * MICRO_BATCHES},
-    ),
+    "experts, fp32": (Row("", DEGREES, 2, shape=EXPERTS), {"tolist": LAYERS * MICRO_BATCHES}),
 }
 USUAL = (
     "fp8, qk_clip and longrope",

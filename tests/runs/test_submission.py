@@ -61,8 +61,7 @@ def test_a_script_that_was_handed_in_again_is_another_job(run: RunDirectory) -> 
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{}, {"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "13", "NANOSCALE_BATCH": "12"}],
+    "environment", [{}, {"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "13", "NANOSCALE_BATCH": "12"}]
 )
 def test_a_job_that_passes_no_signals_on_is_none_of_ours(
     run: RunDirectory, environment: dict[str, str]

@@ -182,12 +182,7 @@ def test_a_resume_is_exact_and_an_export_predicts(tmp_path: Path, family: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        ("bert", "MaskedLM"),
-        exhaustive("bert", ""),
-        exhaustive("llama", "CausalLM"),
-        ("llama", ""),
-    ],
+    [("bert", "MaskedLM"), exhaustive("bert", ""), exhaustive("llama", "CausalLM"), ("llama", "")],
 )
 def test_only_a_head_may_be_missing(tmp_path: Path, family: str, kind: str) -> None:
     """Weights of the head are as in a model that begins with random weights; all others are the folder's."""

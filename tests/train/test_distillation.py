@@ -98,11 +98,7 @@ def assert_equal(run: RunDirectory, expected: reference.CURVE, tolerance: float 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "stage"),
-    [
-        ({"pp": 2, "tp": 2}, 0),
-        ({"cp": 2, "dp": 2}, 1),
-        exhaustive(ZBV, 1),
-    ],
+    [({"pp": 2, "tp": 2}, 0), ({"cp": 2, "dp": 2}, 1), exhaustive(ZBV, 1)],
     ids=str,
 )
 def test_every_layout_equals_a_plain_loop(

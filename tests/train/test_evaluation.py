@@ -88,8 +88,7 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
         data=Data(source="megatron", path=str(tmp_path / "tokens"), valid_fraction=0.25),
     )
     config = replace(
-        config,
-        train=replace(config.train, steps=4, eval_every=4, eval_samples=SAMPLES),
+        config, train=replace(config.train, steps=4, eval_every=4, eval_samples=SAMPLES)
     )
     run = make_run(config)
     train(run, config)
@@ -117,11 +116,7 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "layout", "stage"),
-    [
-        ("fp64", {"dp": 2}, 3),
-        ("bf16", {}, 0),
-        exhaustive("fp64", {"tp": 2, "pp": 2}, 1),
-    ],
+    [("fp64", {"dp": 2}, 3), ("bf16", {}, 0), exhaustive("fp64", {"tp": 2, "pp": 2}, 1)],
 )
 def test_the_average_of_the_weights_is_evaluated_and_exported(
     precision: str, layout: dict[str, int], stage: int, tmp_path: Path

@@ -235,6 +235,24 @@ def test_stages_train_what_the_whole_model_trains(tmp_path: Path, family: str) -
 
 
 @pytest.mark.slow
+def test_axes_meet(tmp_path: Path) -> None:
+    """Stages, shards of layers and divided sequences with documents, two by two."""
+    write_documents(tmp_path)
+    hf_models.save("qwen3", tmp_path / "qwen3", num_hidden_layers=4)
+    more = {"model": hf_models.shape_of(tmp_path / "qwen3"), "data": packed_data(tmp_path)}
+    (expected,) = run_ranks(curves_of, 1, [make_config(tmp_path, **more)])[0]
+    rows: list[tuple[int, dict[str, Any]]] = [
+        (0, {"pp": 2, "tp": 2, "sequence_parallel": False}),
+        (3, {"cp": 2, "tp": 2, "sequence_parallel": False}),
+        (1, {"pp": 2, "cp": 2, "activation_checkpointing": "full"}),
+    ]
+    configs = [make_config(tmp_path, stage=stage, parallel=it, **more) for stage, it in rows]
+    for config in configs:
+        (found,) = run_ranks(curves_of, 4, [config])[0]
+        assert_equal_curves(found, expected, "fp64")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "schedule-free"])
 def test_other_optimizers_are_equal_in_every_layout(name: Any, tmp_path: Path) -> None:
     write_tokens(tmp_path)

@@ -123,12 +123,7 @@ def test_large_attention_scores_are_clipped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degrees", "stage"),
-    [
-        ({"dp": 2}, 2),
-        exhaustive({"tp": 2, "pp": 2}, 1),
-    ],
-    ids=str,
+    ("degrees", "stage"), [({"dp": 2}, 2), exhaustive({"tp": 2, "pp": 2}, 1)], ids=str
 )
 def test_states_in_bf16_are_near_those_in_fp32(
     tmp_path: Path, degrees: dict[str, Any], stage: int

@@ -119,11 +119,7 @@ def test_going_from_fp32_to_fp16_begins_a_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "stage"),
-    [
-        ("native", 0),
-        pytest.param("deepspeed", 3, marks=pytest.mark.slow),
-    ],
+    ("backend", "stage"), [("native", 0), pytest.param("deepspeed", 3, marks=pytest.mark.slow)]
 )
 def test_resuming_before_the_first_update(tmp_path: Path, backend: Any, stage: int) -> None:
     """The checkpoint is of a training whose steps were all skipped."""

@@ -28,10 +28,7 @@ from tests.support.jobs import (
 )
 from tests.support.ranks import run_ranks
 
-LAYOUTS: list[dict[str, Any]] = [
-    ZBV,
-    {"tp": 2, "cp": 2, "cp_method": "ulysses"},
-]
+LAYOUTS: list[dict[str, Any]] = [ZBV, {"tp": 2, "cp": 2, "cp_method": "ulysses"}]
 
 
 @pytest.mark.slow

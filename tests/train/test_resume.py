@@ -179,12 +179,7 @@ def test_resumed_along_every_axis(tmp_path: Path, optimizer: Optimizer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "degrees"),
-    [
-        (0, {}),
-        (3, {"dp": 2}),
-        exhaustive(3, {"dp": 2, "cp": 2}),
-        exhaustive(0, ZBV),
-    ],
+    [(0, {}), (3, {"dp": 2}), exhaustive(3, {"dp": 2, "cp": 2}), exhaustive(0, ZBV)],
     ids=str,
 )
 def test_killed_and_resumed_bit_for_bit(

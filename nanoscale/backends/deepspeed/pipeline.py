@@ -62,10 +62,7 @@ def make_module(
 
 
 def forward(
-    stage: Transformer,
-    tokens: Tensor,
-    others: Sequence[Tensor | None],
-    group: ProcessGroup,
+    stage: Transformer, tokens: Tensor, others: Sequence[Tensor | None], group: ProcessGroup
 ) -> Tensor | None:
     """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None.
 

@@ -78,10 +78,7 @@ def explain(
 
 @app.command("from")
 def from_file(
-    file: _ForeignFile,
-    out: Path | None = _OUT,
-    dp: int | None = _DP,
-    as_json: opt.AsJson = False,
+    file: _ForeignFile, out: Path | None = _OUT, dp: int | None = _DP, as_json: opt.AsJson = False
 ) -> None:
     """Make a recipe of another trainer's configuration, and show what became of each setting.
 
@@ -98,10 +95,7 @@ def from_file(
 
 @app.command("from-deepspeed")
 def from_deepspeed(
-    file: _ForeignFile,
-    out: Path | None = _OUT,
-    dp: int | None = _DP,
-    as_json: opt.AsJson = False,
+    file: _ForeignFile, out: Path | None = _OUT, dp: int | None = _DP, as_json: opt.AsJson = False
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
     from nanoscale.config.translation.deepspeed_json import translate

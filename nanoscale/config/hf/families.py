@@ -274,12 +274,7 @@ def _like_llama(
 
 
 _GEMMA: Json = {"norm": "rmsnorm1p", "mlp": "geglu"}
-_GEMMA_USUAL: Json = {
-    "kv_heads": 4,
-    "head_dim": 256,
-    "max_seq_len": 8192,
-    "tie_embeddings": True,
-}
+_GEMMA_USUAL: Json = {"kv_heads": 4, "head_dim": 256, "max_seq_len": 8192, "tie_embeddings": True}
 _GEMMA_SETTINGS: Settings = {
     "hidden_activation": HFOnly("gelu_pytorch_tanh"),
     "query_pre_attn_scalar": HFKey("attention_scale", 256, lambda x: x**-0.5, _inverse_square),
@@ -376,11 +371,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm": _like_llama("GlmForCausalLM", _GLM_SETTINGS, _GLM_USUAL, rope_pairs="neighbors"),
     "glm4": _like_llama(
-        "Glm4ForCausalLM",
-        _GLM_SETTINGS,
-        _GLM_USUAL,
-        rope_pairs="neighbors",
-        norm_position="both",
+        "Glm4ForCausalLM", _GLM_SETTINGS, _GLM_USUAL, rope_pairs="neighbors", norm_position="both"
     ),
     "glm4_moe": _like_llama(
         "Glm4MoeForCausalLM",

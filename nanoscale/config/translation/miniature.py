@@ -15,14 +15,7 @@ from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.reference import value_of
 from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules import RULES
-from nanoscale.config.schema import (
-    Backend,
-    Guard,
-    Launcher,
-    Model,
-    Precision,
-    Run,
-)
+from nanoscale.config.schema import Backend, Guard, Launcher, Model, Precision, Run
 from nanoscale.config.violations import refuse
 
 STEPS = 4

@@ -28,14 +28,7 @@ from typing import Any
 from nanoscale.common.errors import UserError
 from nanoscale.common.json_text import parse
 from nanoscale.common.units import counted
-from nanoscale.config.token_files import (
-    ALL_PARTS,
-    MANIFEST,
-    REFUSED,
-    TEMPLATE,
-    TOKENIZER,
-    manifest,
-)
+from nanoscale.config.token_files import ALL_PARTS, MANIFEST, REFUSED, TEMPLATE, TOKENIZER, manifest
 from nanoscale.config.token_formats import PARTS, part_of
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Setup

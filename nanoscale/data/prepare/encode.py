@@ -260,10 +260,7 @@ def encode_here(
 
 
 def encode(
-    chunk: Chunk,
-    reading: Reading,
-    tokenizer: Tokenizer | ChatTokenizer,
-    dtype: np.dtype[Any],
+    chunk: Chunk, reading: Reading, tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
 ) -> Encoded:
     """Tokenize a chunk's documents in order; texts get the end token or labels, chats stay as rendered."""
     renderer = tokenizer.renderer if isinstance(tokenizer, ChatTokenizer) else None

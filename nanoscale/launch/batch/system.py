@@ -172,10 +172,7 @@ class BatchSystem:
 
 
 def query(
-    command: Sequence[str],
-    unknown: str = "",
-    wait_s: float | None = _TIMEOUT_S,
-    stdin: str = "",
+    command: Sequence[str], unknown: str = "", wait_s: float | None = _TIMEOUT_S, stdin: str = ""
 ) -> str:
     """Return the output of a command; `unknown` matches its message about a job that it does not know.
 

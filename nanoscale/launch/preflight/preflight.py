@@ -21,13 +21,7 @@ from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.preflight.verdicts import (
-    CheckRow,
-    Verdict,
-    gpu_software,
-    grouped,
-    join_names,
-)
+from nanoscale.launch.preflight.verdicts import CheckRow, Verdict, gpu_software, grouped, join_names
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
 from nanoscale.plan.memory.saved_state import shared_memory_bytes

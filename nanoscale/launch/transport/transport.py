@@ -25,12 +25,7 @@ from nanoscale.config.values.provenance import Composed
 from nanoscale.launch.batch.allocation import allocated_nodes, cpus_a_node, idle_nodes
 from nanoscale.launch.batch.systems import SYSTEMS
 from nanoscale.launch.hosts.hosts import read_hostfile
-from nanoscale.launch.hosts.outer_processes import (
-    names,
-    outer_hosts,
-    session_file,
-    this_process,
-)
+from nanoscale.launch.hosts.outer_processes import names, outer_hosts, session_file, this_process
 from nanoscale.launch.transport.container import container_prefix, srun_options
 from nanoscale.processes import session
 from nanoscale.processes.session import Session

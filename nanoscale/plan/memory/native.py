@@ -371,11 +371,7 @@ def _pipelined(setting: MemorySetting, params: RankParameters, acts: InFlightAct
     if trained.embedding and setting.micro_batches > 1:
         # A later micro batch's gradient of the whole table is added to the accumulated gradient.
         freed = per_micro_batch if before else 2 * per_micro_batch
-        later = {
-            "gradients": waiting,
-            "activations": max(0, acts.activations - freed),
-            "logits": 0,
-        }
+        later = {"gradients": waiting, "activations": max(0, acts.activations - freed), "logits": 0}
         of_table = compute * trained.embedding
         events.append(MemoryEvent("backward of the embedding", later, gradients=of_table))
     reduction = MemoryEvent(

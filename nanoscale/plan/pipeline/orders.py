@@ -15,13 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from nanoscale.config.layout import (
-    ONE_STAGE,
-    V_SHAPED,
-    stages_of,
-    takes,
-    usual_virtual_stages,
-)
+from nanoscale.config.layout import ONE_STAGE, V_SHAPED, stages_of, takes, usual_virtual_stages
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward · full backward · gradients of inputs only · gradients of weights only; torch's letters."""

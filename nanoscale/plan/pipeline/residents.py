@@ -102,10 +102,7 @@ def moments(
 
 
 def _moments(
-    actions: Sequence[Action],
-    indices: dict[int, int],
-    wanted: set[int],
-    tensors: Sequence[int],
+    actions: Sequence[Action], indices: dict[int, int], wanted: set[int], tensors: Sequence[int]
 ) -> Iterator[tuple[int, Moment]]:
     """Yield the numbers of the wanted actions, each with its moment."""
     held, awaiting_weights = ([0] * len(indices) for _ in range(2))

@@ -14,12 +14,7 @@ from itertools import islice, product
 from typing import Any, Literal, TypeVar, get_args
 
 from nanoscale.config import rules
-from nanoscale.config.layout import (
-    ONE_STAGE,
-    RECOMPUTATION_KEYS,
-    V_SHAPED,
-    usual_virtual_stages,
-)
+from nanoscale.config.layout import ONE_STAGE, RECOMPUTATION_KEYS, V_SHAPED, usual_virtual_stages
 from nanoscale.config.reference import value_of, with_values
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.devices import copies

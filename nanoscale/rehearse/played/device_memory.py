@@ -198,10 +198,7 @@ class DeviceMemory(LiveMemory):
         return self._held.get(tensor.untyped_storage()._cdata, (None, 0))[1]
 
     def set_kind(
-        self,
-        key: int,
-        kind: TensorKind,
-        replaces: Collection[TensorKind] = tuple(TensorKind),
+        self, key: int, kind: TensorKind, replaces: Collection[TensorKind] = tuple(TensorKind)
     ) -> None:
         """Set the kind of the storage at an address on the device if its present kind is one of `replaces`."""
         before = self._kinds.get(key)

@@ -51,7 +51,7 @@ def _matmul(hardware: Hardware, shape: MicroBatchShape, count: int) -> str:
     lines = [
         f"2·m·n·k FLOPs over {share:.0%} of {peak / 1e12:g} TFLOP/s, longer if tiles do not fill the "
         f"{hardware.multiprocessors} multiprocessors; {count} micro batches, forward once and backward "
-        f"{'once (the weights are frozen; the adapters twice)' if shape.adapter_rank else 'twice'}",
+        f"{'once (the weights are frozen; the adapters twice)' if shape.adapter_rank else 'twice'}"
     ]
     linears = block.linears(shape.model, shape.tp, shape.ep, shape.expert_tp)
     names = [
