@@ -68,9 +68,9 @@ def test_rated_answers_have_marks_of_their_own(tmp_path: Path, named: str) -> No
     assert [max(marks) for _, marks in marked(tmp_path / "out")] == [1, BAD, 1]
     found = manifest(tmp_path / "out")
     assert found is not None and found["rated"] is True and found["train"]["answers"] == 9
-    wrong = write_chats(tmp_path / "b.jsonl", [forms[named] | {"label": 2}])
+    wrong = write_chats(tmp_path / "b.jsonl", [forms[named] | {"label": "good"}])
     with pytest.raises(
-        UserError, match="its 'label' is neither true for a good answer nor false: 2"
+        UserError, match="its 'label' is neither true for a good answer nor false: 'good'"
     ):
         prepared(tmp_path / "other", wrong, kind="rated", field="messages")
 

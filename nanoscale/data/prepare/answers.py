@@ -62,9 +62,9 @@ def rated(raw: bytes, field: str) -> tuple[list[bytes], int]:
     """
     record = parsed(raw.decode())
     label = record.get(LABEL) if isinstance(record, dict) else None
-    if isinstance(label, str):  # a .csv has only texts
-        label = {"true": 1, "1": 1, "false": 0, "0": 0}.get(label.lower())
-    if label not in (0, 1):
+    texts = {"true": 1, "1": 1, "false": 0, "0": 0}  # of a .csv
+    sign = texts.get(label.lower()) if isinstance(label, str) else label
+    if sign not in (0, 1):
         raise RecordError(
             f"its {LABEL!r} is neither true for a good answer nor false: {label!r:.40}"
         )
@@ -72,9 +72,8 @@ def rated(raw: bytes, field: str) -> tuple[list[bytes], int]:
     last = max((i for i, it in enumerate(messages) if it["role"] != "assistant"), default=-1)
     first = [message | {"train": False} for message in messages[: last + 1]]
     variables = {name: record[name] for name in (TOOLS, VARIABLES) if name in record}
-    return [json.dumps(variables | {"conversations": first + messages[last + 1 :]}).encode()], int(
-        label
-    )
+    conversation = variables | {"conversations": first + messages[last + 1 :]}
+    return [json.dumps(conversation).encode()], int(sign)
 
 
 def _messages(value: Any, role: str, name: str) -> list[Any]:
