@@ -6,6 +6,7 @@ import pytest
 
 from nanoscale.cli.main import run
 from nanoscale.view.conformity_text import sentences
+from tests.support import hf_models
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 WRONG = """
@@ -75,3 +76,12 @@ def test_deepspeed_is_refused_with_the_backend_to_type(capsys):
     assert run([*refused, "launcher.device=cpu", "--json"]) == 2
     (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
     assert violation["suggestions"] == ["backend=native"]
+
+
+@pytest.mark.slow
+def test_what_transformers_cannot_divide_is_refused_before_ranks_start(tmp_path, capsys):
+    hf_models.save("gpt_oss", tmp_path)
+    words = [f"model.name={tmp_path}", "model.init_from=null", "data=random", "train.steps=4"]
+    words += ["train.seq_len=32", "train.sample_tokens=0", "launcher.devices=2", "parallel.tp=2"]
+    assert run(["conform", "model=hf", "launcher.device=cpu", *words]) == 2
+    assert "no plan that divides its layers" in capsys.readouterr().err

@@ -25,12 +25,16 @@ def conform(
     evaluation are compared, also after a resume in both. Your own code (hooks) takes part. The exit code is 1
     if something differs.
     """
+    from nanoscale.launch.preflight.by_library import with_weights
     from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.view.conformity_text import sentences
 
     line = on_described_hosts(line)
     request = request_job(line, devices=planned_devices, hosts=planned_hosts)
-    result = compared(request.config, compiled=compiled)
+    config = request.config
+    if config.model.source == "hf":  # transformers knows what it cannot divide
+        config = with_weights(request.composed, config, fetch=False)
+    result = compared(config, compiled=compiled)
     if result is None:
         return FAILED
     if as_json:
