@@ -411,6 +411,27 @@ def test_each_rule_refuses_a_drawn_value_and_its_advice_mends_that():
     assert reached > 0.7 * len(EVERY)
 
 
+WITHOUT_A_MEANING = """
+train.preference_beta=0.2 train.desirable_weight=0.5 train.undesirable_weight=0.5
+train.teacher=/models/teacher train.distill_top_k=3 train.distill_weight=0.1 train.distill_temperature=2
+train.mask_share=0.2 train.mask_token=3 train.labels=2 model.bias=true model.qkv_bias=true
+model.qk_norm_whole=true model.full_attention_every=2 model.balance=bias model.experts_per_token=1
+parallel.ep=2 parallel.sequence_parallel=false parallel.cp_method=ulysses parallel.schedule=gpipe
+parallel.layers_per_stage=[8] parallel.checkpoint_every=2 parallel.selective_keep=attention lora.rslora=true
+lora.dora=true lora.base=nf4 precision.loss_scale=2 precision.loss_scale_window=2
+precision.fp8_recipe=rowwise optimizer=sgd optimizer.beta2=0.9 data=random data.tokenizer=bpe
+data.packing=whole data.document_mask=true
+"""
+
+
+def test_every_key_without_a_meaning_is_refused():
+    """The test above draws for the rules of the tables, so it cannot show that a rule is missing there."""
+    words = shlex.split(WITHOUT_A_MEANING)
+    keys = {word.partition("=")[0] for word in words}
+    refused = {each.key for each in violations(*words)}
+    assert refused == keys - {"model.bias", "optimizer", "data"}
+
+
 def test_the_first_and_the_last_stage_may_have_no_blocks():
     """Llama 3's pre-training had as many stages as blocks, and two more."""
     words = ("parallel=interleaved", "model.layers=2", "parallel.layers_per_stage=[0,1,1,0]")

@@ -69,6 +69,8 @@ LENGTHS = [
 """Tokens of both documents of each pair; the fourth has one that is longer than a row."""
 TRAINED = [number for number in range(len(LENGTHS)) if number != 3]
 BETA = 0.5
+HELD_OUT = 5
+"""Samples of an evaluation. Their baseline in kto is above 0, and they do not fill the last batch."""
 VALUES = ("loss", "grad_norm", "preferred", "margin", "eval_loss", "eval_preferred", "eval_margin")
 
 
@@ -92,7 +94,7 @@ def write_pairs(folder: Path, bad: int = 1) -> list[tuple[np.ndarray, np.ndarray
 def with_objective(
     config: ResolvedConfig, folder: Path, objective: str, **more: Any
 ) -> ResolvedConfig:
-    steps = {"steps": 5, "eval_every": 2, "eval_samples": 3}
+    steps = {"steps": 5, "eval_every": 2, "eval_samples": HELD_OUT}
     changes = steps | {"objective": objective, "preference_beta": BETA, "micro_batch": 2} | more
     changes |= {"undesirable_weight": 0.7} if objective == "kto" else {}
     data = Data(
@@ -184,7 +186,7 @@ def plain_loop(
         record = {"loss": loss.item(), "grad_norm": norm, **figures}
         if step % 2:
             with torch.no_grad():
-                held, figures = losses(trained[:3])
+                held, figures = losses(trained[:HELD_OUT])
             record |= {"eval_loss": held.item()}
             record |= {f"eval_{name}": value for name, value in figures.items()}
         curve.append(record)
@@ -219,7 +221,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ("objective", "degrees", "stage"),
     [("dpo", *layout) for layout in LAYOUTS]
     + [
-        ("orpo", {"dp": 2, "cut": True}, 2),
+        ("orpo", {"tp": 2, "cut": True}, 0),
         ("kto", {"pp": 2, "tp": 2}, 0),
         ("kto", {"cp": 2, "dp": 2}, 1),
     ]
@@ -372,12 +374,37 @@ def test_samples_are_pairs_that_fit(tmp_path: Path) -> None:
         open_data(config.data, config.train, SHAPE.vocab)
 
 
+def test_an_unmatched_answer_is_of_another_question(tmp_path: Path) -> None:
+    """Answers to one question follow each other, also from the end of the file to its start."""
+    write_pairs(tmp_path, BAD)
+    questions = [1, 1, 2, 2, 1]
+    documents = [np.array([question, 10 + i, 20 + i]) for i, question in enumerate(questions)]
+    write_indexed(tmp_path / "tokens", documents)
+    marks = [np.array([0, mark, mark], np.uint8) for mark in (1, BAD, 1, 1, BAD)]
+    (tmp_path / "tokens.answers").write_bytes(np.concatenate(marks).tobytes())
+    config = with_objective(make_config(tmp_path), tmp_path, "kto")
+    training, _ = open_data(config.data, config.train, SHAPE.vocab).answers()
+    batch = training.batch([*range(5)])
+    assert batch.references is not None and batch.references[:, 1].tolist() == [1, -1, 1, 1, -1]
+    assert batch.unmatched is not None and batch.unmatched.inputs[:, 0].tolist() == questions
+    assert batch.unmatched.targets[:, :2].tolist() == [[10 + i, 20 + i] for i in (3, 3, 1, 1, 3)]
+
+
 def test_certain_answers_have_finite_odds() -> None:
     objective = Objective(Train(objective="orpo", preference_beta=0.5))
     losses = torch.tensor([0.0, 3.0, 2.0, 0.0])
     value, weights = objective.value_and_weights(losses, torch.zeros(4, 3), torch.zeros(4, 2))
     assert value.isfinite() and weights.isfinite().all()
     assert objective.read()[1] == 1, "the first pair alone is preferred"
+
+
+def test_odds_are_means_over_a_divided_sequence() -> None:
+    train, losses = Train(objective="orpo"), torch.tensor([1.0, 3.0, 2.0, 1.5])
+    whole, half = Objective(train), Objective(train)
+    half.sum_over_sequence = lambda local: 2 * local
+    expected = whole.value_and_weights(2 * losses, torch.zeros(4, 6), torch.zeros(4, 2))
+    found = half.value_and_weights(losses, torch.zeros(4, 3), torch.zeros(4, 2))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_mixture_of_pairs_keeps_each_pair_together(tmp_path: Path) -> None:

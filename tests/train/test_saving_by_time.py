@@ -86,8 +86,8 @@ def steps(run: RunDirectory) -> list[int]:
 
 LAYOUTS: list[Any] = [
     {"dp": 2, "stage": 3, "asynchronous": True},
-    {"parallel": {"pp": 2}},
-    exhaustive({"dp": 2, "stage": 1, "precision": "fp32", "backend": Backend(name="deepspeed")}),
+    exhaustive({"parallel": {"pp": 2}}),
+    {"parallel": {"pp": 2}, "stage": 1, "precision": "fp32", "backend": Backend(name="deepspeed")},
 ]
 
 
