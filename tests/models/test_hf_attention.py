@@ -82,6 +82,34 @@ def test_what_our_attention_cannot_compute_is_named(tmp_path: Path) -> None:
             hf_attention.attend(model, q, keys, keys, mask)
 
 
+def test_the_mask_of_a_kind_of_layers_is_a_span_or_a_reason() -> None:
+    def mask(sees: Any, size: int | None = None) -> Any:
+        return hf_attention._span_of_layers(
+            mask_function=lambda _row, _head, query, key: sees(query, key), local_size=size
+        )
+
+    span = AttentionSpan.whole(1, 8, torch.device("cpu"))
+    hf_attention.DOCUMENTS.set((span, False))
+    assert mask(lambda query, key: key <= query) == "causal"
+    assert mask(lambda query, key: query - 4 < key <= query, 4).window == 4
+    assert mask(lambda query, key: True) == mask(lambda query, key: True, 4) == "sees later tokens"
+    chunked = mask(lambda query, key: key <= query and key // 4 == query // 4, 4)
+    assert chunked == "divides a sequence into chunks of 4 tokens"
+
+
+@torch.no_grad()
+def test_blocks_that_return_tuples_are_divided(tmp_path: Path) -> None:
+    whole = made(tmp_path, "falcon")
+    count = whole.shape.layers
+    stages = [HFModel(whole.shape, real=True, layers=it) for it in (range(1), range(1, count))]
+    hidden = tokens = torch.randint(64, (2, 12))
+    for stage in stages:
+        stage.hf.load_state_dict(whole.hf.state_dict(), strict=False)
+        stage.reset_buffers(torch.device("cpu"))
+        hidden = stage.double()(hidden)
+    torch.testing.assert_close(hidden, whole(tokens), rtol=1e-10, atol=1e-10)
+
+
 def test_blocks_that_read_more_than_the_stream_are_named(tmp_path: Path) -> None:
     model = made(tmp_path / "a", "qwen3")
     require_stages(model.hf, model.shape)
