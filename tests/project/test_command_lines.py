@@ -202,7 +202,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "".join(json.dumps(pair) + "\n" for pair in pairs)
     (here / "preferences.jsonl").write_text(text)
     rated = [{"prompt": f"def {i}", "completion": "f():", "label": i % 2 == 0} for i in range(400)]
-    (here / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rated))
+    (here / "rated.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rated))
     reviews = [{"text": document, "label": i % 4} for i, document in enumerate(documents)]
     (here / "reviews.jsonl").write_text("".join(json.dumps(each) + "\n" for each in reviews))
     write_jsonl(here / "texts.jsonl", documents)
