@@ -89,6 +89,9 @@ def test_parts_do_not_depend_on_interruptions_and_hold_every_document(
             patch.setattr(by_parts._Parts, "_publish", publishing_until(last))
             prepare_rest(other, 1, print)
         assert numbers_of(other) == list(range(last))
+    begun = json.loads((other / "request.json").read_text())
+    assert begun.pop("kind") == "text"  # an earlier version wrote:
+    (other / "request.json").write_text(json.dumps(begun | {"chat": False, "pairs": False}))
     prepare_rest(other, 2, print)
     assert numbers_of(other) == numbers_of(folder)
     for number in numbers_of(folder):

@@ -240,7 +240,7 @@ ADAPTERS = of_kind("config",
 # --- models of transformers and of your own ---------------------------------------------------------------
 
 _FOREIGN = {"model.source": other_than("own")}
-_WITHOUT = {"model.source": "hooks"}
+_OWN_CODE = {"model.source": "hooks"}
 _BLOCKS = "parallel.activation_checkpointing"
 _WITHIN = "masks the attention of layers that it knows"
 
@@ -295,7 +295,7 @@ _AXES = {
 
 
 FOREIGN = (
-    *(refused(key, {"model.source": "hooks", key: several}, _of_others(why), f"{key}=1")
+    *(refused(key, {**_OWN_CODE, key: several}, _of_others(why), f"{key}=1")
         for key, why in _AXES.items()),
     refused("parallel.tp", {"model.source": "hf", "backend.name": "deepspeed", "parallel.tp": several},
         "divides model=hf by transformers' own plan, which DeepSpeed's engine does not run",
@@ -328,8 +328,8 @@ FOREIGN = (
         Rule("train.objective", ("train.objective", "model.hf_config", "model.source"),
             _fits_objective, _what_it_predicts,
             lambda config: [_PREDICTS[made_for(config.model.hf_config)][1]]),
-        refused("data.packing", {**_WITHOUT, "data.packing": "whole"},
+        refused("data.packing", {**_OWN_CODE, "data.packing": "whole"},
             _of_others(_WITHIN), "data.packing=stream"),
-        refused("data.document_mask", {**_WITHOUT, "data.document_mask": True, "data.packing": "stream"},
+        refused("data.document_mask", {**_OWN_CODE, "data.document_mask": True, "data.packing": "stream"},
             _of_others(_WITHIN), "data.document_mask=false")),
 )  # fmt: skip

@@ -101,6 +101,9 @@ def _reopened(folder: Path) -> tuple[PreparationRequest, Reading, Tokenizer, dic
     identity = (manifest(folder) or {})["request"]
     tokenizer, template = folder / TOKENIZER, folder / TEMPLATE
     stored = parse((folder / _REQUEST).read_bytes())
+    if "chat" in stored:  # a folder that was begun before 2026-11-28
+        stored["kind"] = "chat" if stored.pop("chat") else "text"
+        del stored["pairs"]
     request = PreparationRequest(**stored | {
         "sources": tuple(stored["sources"]),
         "out": Path(stored["out"]),
