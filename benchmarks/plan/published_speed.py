@@ -32,8 +32,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
-from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import NANOSCALE, Hardware, Software, hardware_of
 from nanoscale.plan.time.step import step_time
 
 OLDER_RUNS = Path(__file__).with_name("older_runs.csv")

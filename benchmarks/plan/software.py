@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import NANOSCALE, Software, hardware_of
 from nanoscale.plan.memory.deepspeed import phases_of_step
 from nanoscale.plan.memory.in_flight_activations import activations_at_peaks
 from nanoscale.plan.memory.native import native_phases

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from nanoscale.backends.construction import fill_initial
+from nanoscale.backends.construction import MasterWeights, fill_initial
 from nanoscale.backends.gradients import local_tensor
-from nanoscale.backends.master_weights import MasterWeights
 from nanoscale.backends.optimizer import (
     fill_own_state,
     fill_state,

@@ -31,6 +31,7 @@ from nanoscale.config.token_files import (
 from nanoscale.config.token_formats import is_parts
 from nanoscale.config.training_phases import phases_of
 from nanoscale.data import corpus
+from nanoscale.data import samples as token_samples
 from nanoscale.data.loader import (
     Form,
     Loader,
@@ -41,16 +42,6 @@ from nanoscale.data.loader import (
     too_small,
 )
 from nanoscale.data.parts import Parts
-from nanoscale.data.samples import (
-    ENDLESS,
-    HELD_OUT,
-    AnswerSamples,
-    Masked,
-    OwnSamples,
-    RandomSamples,
-    Samples,
-    Split,
-)
 from nanoscale.data.tokens.files import TokenFile, open_answers, open_tokens
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load
 from nanoscale.runs.directory import file_sum
@@ -89,7 +80,7 @@ class Dataset:
     description: str
     """One line for people: name, size and path of the data."""
 
-    def answers(self) -> list[AnswerSamples]:
+    def answers(self) -> list[token_samples.AnswerSamples]:
         """List the answers of all sources, to train on and to validate on; without an objective of answers
         none."""
         if isinstance(self.train, Parts):
@@ -173,12 +164,14 @@ class _Opener:
 
     def random(self) -> Dataset:
         train, vocab = self.train, self.vocab
-        tokens: list[Samples] = [
-            RandomSamples(split, count, train.seq_len, train.seed, vocab, train.labels)
-            for split, count in ((0, ENDLESS), (1, HELD_OUT))
+        tokens: list[token_samples.Samples] = [
+            token_samples.RandomSamples(
+                split, count, train.seq_len, train.seed, vocab, train.labels
+            )
+            for split, count in ((0, token_samples.ENDLESS), (1, token_samples.HELD_OUT))
         ]
         if is_masked(train):
-            tokens = [Masked(samples, train, vocab) for samples in tokens]
+            tokens = [token_samples.Masked(samples, train, vocab) for samples in tokens]
         loaders = [Loader(samples, train.seed) for samples in tokens]
         valid = (Validation("", 1.0, loaders[1]),)
         description = f"random tokens: ids in [0, {vocab}), seed {train.seed}, no file"
@@ -188,7 +181,9 @@ class _Opener:
     def own(self, open_split: Callable[..., Any]) -> Dataset:
         train, vocab = self.train, self.vocab
         found = [open_split(split=split) for split in ("train", "valid")]
-        splits = [OwnSamples(it, train.seq_len, vocab) for it in found if it is not None]
+        splits = [
+            token_samples.OwnSamples(it, train.seq_len, vocab) for it in found if it is not None
+        ]
         if found[0] is None or not all(map(len, splits)):
             raise UserError("data", "data() of hooks.path returned no sample")
         if len(splits) < 2 and train.eval_every:
@@ -222,14 +217,14 @@ class _Opener:
         """Train on all parts of a folder in place of the first one."""
         train = self.train
 
-        def samples(part: Path) -> Samples:
+        def samples(part: Path) -> token_samples.Samples:
             for name, recorded in (manifest(part) or {}).get("sums", {}).items():
                 if file_sum(part / name) != recorded:
                     remedy = f"have its folder prepared again: rm -r -- {shlex.quote(str(folder))}"
                     raise UserError("data", f"{part / name} is damaged (its sum differs); {remedy}")
             prefix = str(part / TOKENS)
             tokens = open_tokens("megatron", prefix)
-            whole = Split(0, len(tokens.tokens))
+            whole = token_samples.Split(0, len(tokens.tokens))
             form = self._form(prefix, tokens)
             return samples_of(tokens, whole, train.seq_len, self.vocab, form)
 
@@ -280,7 +275,7 @@ class _Opener:
         if valid_tokens is None:
             valid = self._valid_loader(source, tokens, held_out, form)
         else:
-            whole = Split(0, len(valid_tokens.tokens))
+            whole = token_samples.Split(0, len(valid_tokens.tokens))
             valid_form = self._form(source.valid_path, valid_tokens)
             valid = self._valid_loader(source, valid_tokens, whole, valid_form)
         description = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
@@ -312,7 +307,7 @@ class _Opener:
         labels, rows = self.train.labels or 0, rows_of_sample(self.train)
         return Form(packing, data.document_mask, answers, masked, labels, rows)
 
-    def _loader(self, tokens: TokenFile, split: Split, form: Form) -> Loader:
+    def _loader(self, tokens: TokenFile, split: token_samples.Split, form: Form) -> Loader:
         train = self.train
         return Loader.from_file(tokens, split, train.seq_len, train.seed, self.vocab, form)
 
@@ -323,7 +318,7 @@ class _Opener:
         return self.train.seq_len if is_stream else 1
 
     def _valid_loader(
-        self, source: MixtureSource, tokens: TokenFile, split: Split, form: Form
+        self, source: MixtureSource, tokens: TokenFile, split: token_samples.Split, form: Form
     ) -> Loader | None:
         error = too_small(tokens, split, self.train.seq_len)
         if len(split) > self._least_tokens:

@@ -10,22 +10,13 @@ from typing import Any
 from nanoscale.config.schema import Config
 from nanoscale.config.token_files import TEMPLATE, TOKENIZER, folder_of, sources_of
 from nanoscale.data import corpus
-from nanoscale.data.tokens.tokenizer import (
-    CONFIG,
-    END,
-    ByteTokenizer,
-    Tokenizer,
-    bytes_native,
-    in_folder,
-    load,
-    read_object,
-)
+from nanoscale.data.tokens import tokenizer as tokenizers
 
 _GENERATION = "generation_config.json"
 """Transformers' settings of generation: tokens that end a text, and sampling."""
 _FILES = (
     "tokenizer.json",
-    CONFIG,
+    tokenizers.CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -46,11 +37,11 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     data, init_from = config.data, config.model.init_from
     initial = Path(init_from) if init_from is not None and Path(init_from).is_dir() else None
     if data.tokenizer not in ("byte", "bpe"):
-        tokenizer = load(data.tokenizer)
+        tokenizer = tokenizers.load(data.tokenizer)
         _copy(tokenizer.path.parent, folder)
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
         _describe(folder, tokenizer.name_of(tokenizer.eos))
-        if generation := initial and read_object(initial / _GENERATION):
+        if generation := initial and tokenizers.read_object(initial / _GENERATION):
             ends = _with_end(generation, tokenizer.eos)
             (folder / _GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
         special = _special_entries(initial) | _special_entries(Path(data.tokenizer).parent)
@@ -63,23 +54,27 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     if data.tokenizer == "bpe":
         shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")
     else:
-        bytes_native().save(str(folder / "tokenizer.json"))
-    _describe(folder, END)
+        tokenizers.bytes_native().save(str(folder / "tokenizer.json"))
+    _describe(folder, tokenizers.END)
     return _eos_entry(prepared.tokenizer().eos)
 
 
-def tokenizer_of_run(config: Config) -> Tokenizer | None:
+def tokenizer_of_run(config: Config) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of a run's tokens, as `write` does, or a prepared folder's; None: not known.
 
     The token files themselves need not exist any more.
     """
     data, init_from = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
-        return load(data.tokenizer)
+        return tokenizers.load(data.tokenizer)
     if data.source == "stdlib":
-        return ByteTokenizer() if data.tokenizer == "byte" else corpus.prepare(data).tokenizer()
-    if init_from is not None and (file := in_folder(Path(init_from))) is not None:
-        return load(file)
+        return (
+            tokenizers.ByteTokenizer()
+            if data.tokenizer == "byte"
+            else corpus.prepare(data).tokenizer()
+        )
+    if init_from is not None and (file := tokenizers.in_folder(Path(init_from))) is not None:
+        return tokenizers.load(file)
     if data.source in ("random", "hooks"):
         return None
     folders = [folder_of(source.path) for source in sources_of(data) if source.path]
@@ -87,7 +82,7 @@ def tokenizer_of_run(config: Config) -> Tokenizer | None:
     if not prepared or len(prepared) < len(folders):
         return None
     made_by = prepared[0] / TOKENIZER  # the rules require one tokenizer for several sources
-    return load(made_by) if made_by.is_file() else ByteTokenizer()
+    return tokenizers.load(made_by) if made_by.is_file() else tokenizers.ByteTokenizer()
 
 
 def chat_template(config: Config) -> Path | None:
@@ -103,7 +98,7 @@ def chat_template(config: Config) -> Path | None:
 
 def _describe(folder: Path, end: str) -> None:
     """Name the end-of-document token if no file does yet; otherwise transformers would not know it."""
-    file = folder / CONFIG
+    file = folder / tokenizers.CONFIG
     if not file.exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -117,7 +112,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 def _special_entries(source: Path | None) -> dict[str, Any]:
     """Return the special tokens of a model's config.json; none without a folder."""
-    document = read_object(source / "config.json") if source is not None else {}
+    document = tokenizers.read_object(source / "config.json") if source is not None else {}
     return {name: document[name] for name in _SPECIAL if name in document}
 
 

@@ -7,7 +7,7 @@ them slower: recorded parts are given as shares, and the timed steps are the res
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -16,14 +16,17 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from nanoscale.checkpoint.saver import Saver
+from nanoscale.config.hardware.data_sheets import kind
+from nanoscale.config.schema import Precision
 from nanoscale.config.values.hooks import function
 from nanoscale.data.dataset import open_data
-from nanoscale.measure.matmul import matmul_rate
 from nanoscale.metrics.meter import Meter, peak_memory_gib, wait_for
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.parallel import process_group
+from nanoscale.parallel.fsdp import TORCH_DTYPES
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train.checkpointing import Progress
 from nanoscale.train.job import make_engine
@@ -32,6 +35,7 @@ from nanoscale.train.profile import recording
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
+
 
 RECORDED = 2
 _SAID_EVERY_S = 1.0
@@ -200,3 +204,49 @@ class _Bench:
             "seconds": saved.seconds,
             "gib": sum(it.stat().st_size for it in saved.path.iterdir()) / 2**30,
         }
+
+
+_SIDES = {"cuda": (8192,), "cpu": (512, 1024)}
+_BATCH_S = {"cuda": 0.2, "cpu": 0.005}
+"""Seconds of a batch of products: on a GPU long enough for it to lower its clock under this load, on a CPU
+short enough that other processes miss some batches."""
+_BATCHES = {"cuda": 5, "cpu": 30}
+_WARM_UP = 2
+
+
+def matmul_rate(precision: Precision, device: torch.device) -> float:
+    """Return the FLOP/s of square products in the compute dtype, of random numbers, one after another.
+
+    The sides are 8192 on a GPU; on a CPU 512 or 1024, whichever is faster. The fastest of several batches
+    counts: an upper bound, even if other processes use the device too.
+    """
+    fastest = 0.0
+    for side in _SIDES[device.type]:
+        multiply = _product(precision, side, device)
+        for _ in range(_WARM_UP):
+            once = _seconds(multiply, 1, device)
+        count = max(1, round(_BATCH_S[device.type] / once))
+        batches = [_seconds(multiply, count, device) for _ in range(_BATCHES[device.type])]
+        fastest = max(fastest, count * 2 * side**3 / min(batches))
+    return fastest
+
+
+def _product(precision: Precision, side: int, device: torch.device) -> Callable[[], Tensor]:
+    def draw(dtype: torch.dtype) -> Tensor:
+        return torch.randn(side, side, device=device).to(dtype)
+
+    if kind(precision) != "fp8":
+        a, b = (draw(TORCH_DTYPES[precision.compute]) for _ in range(2))
+        return lambda: a @ b
+    eight, one = torch.float8_e4m3fn, torch.ones((), device=device)
+    left, right = draw(eight), draw(eight).t()
+    return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+
+
+def _seconds(multiply: Callable[[], Tensor], count: int, device: torch.device) -> float:
+    wait_for(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        multiply()
+    wait_for(device)
+    return time.perf_counter() - began

@@ -13,17 +13,10 @@ from nanoscale.config.rules.backends import honored
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
-from nanoscale.plan.memory.saved_state import shared_memory_bytes
-from nanoscale.plan.pipeline.in_flight import in_flight
+from nanoscale.plan.memory.states import shared_memory_bytes
+from nanoscale.plan.pipeline.residents import in_flight
 from nanoscale.plan.pipeline.simulation import Costs, Timeline, simulate_schedule
-from nanoscale.plan.time.step import (
-    StageCost,
-    StepTime,
-    TrainingEstimate,
-    stage_costs,
-    step_time,
-    training,
-)
+from nanoscale.plan.time import step as steps
 
 
 def with_fitting_micro_batch(config: ResolvedConfig, hardware: Hardware) -> ResolvedConfig:
@@ -91,7 +84,7 @@ class Prediction:
     config: ResolvedConfig
     hardware: Hardware
     memory: Memory
-    time: StepTime
+    time: steps.StepTime
     timeline: Timeline | None
     """The simulated step of the pipeline; None without a pipeline or without a simulation."""
     rehearsed: RehearsedMemory | None = None
@@ -159,8 +152,8 @@ class Prediction:
         return self.rehearsed is None and 1 - SURE < self.fits_probability < SURE
 
     @property
-    def training(self) -> TrainingEstimate:
-        return training(self.config, self.hardware, self.time)
+    def training(self) -> steps.TrainingEstimate:
+        return steps.training(self.config, self.hardware, self.time)
 
 
 def predict(config: ResolvedConfig, hardware: Hardware | None = None) -> Prediction:
@@ -176,9 +169,9 @@ def predict(config: ResolvedConfig, hardware: Hardware | None = None) -> Predict
     if not is_simulated(config):
         memory = estimate_memory(config, hardware)
         return with_time(config, hardware, memory)
-    timeline = simulated(config, stage_costs(config, hardware))
+    timeline = simulated(config, steps.stage_costs(config, hardware))
     memory = _memory(config, hardware, timeline.held)
-    time = step_time(config, hardware, timeline.makespan)
+    time = steps.step_time(config, hardware, timeline.makespan)
     return Prediction(config, hardware, memory, time, timeline)
 
 
@@ -217,8 +210,8 @@ def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     """Return the seconds of a step in `predict`, without the rest of the prediction."""
     makespan = None
     if is_simulated(config):
-        makespan = simulated(config, stage_costs(config, hardware)).makespan
-    return step_time(config, hardware, makespan).seconds
+        makespan = simulated(config, steps.stage_costs(config, hardware)).makespan
+    return steps.step_time(config, hardware, makespan).seconds
 
 
 def estimate_memory(config: ResolvedConfig, hardware: Hardware, limit: float = math.inf) -> Memory:
@@ -240,11 +233,11 @@ def estimate_memory(config: ResolvedConfig, hardware: Hardware, limit: float = m
 
 def with_time(config: ResolvedConfig, hardware: Hardware, memory: Memory) -> Prediction:
     """Return a prediction in closed form from memory that was computed before."""
-    time = step_time(config, hardware)
+    time = steps.step_time(config, hardware)
     return Prediction(config, hardware, memory, time, None)
 
 
-def simulated(config: ResolvedConfig, stages: Sequence[StageCost]) -> Timeline:
+def simulated(config: ResolvedConfig, stages: Sequence[steps.StageCost]) -> Timeline:
     """Simulate a step of the pipeline, action by action."""
     layout = config.parallel
     costs = Costs(

@@ -12,7 +12,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.machines import NOTICE_S
 from nanoscale.config.resolved import ResolvedCheckpoint, ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.memory.saved_state import checkpoint_bytes, host_bytes, sends_copies
+from nanoscale.plan.memory.states import checkpoint_bytes, host_bytes, sends_copies
 from nanoscale.plan.predict import predicted_step, ranks_of_host
 
 COPY_BANDWIDTH = 3e9

@@ -34,7 +34,7 @@ from nanoscale.config.schema import Checkpoint
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.memory_source import newest_in_memory, pair
 from nanoscale.parallel import process_group
-from nanoscale.plan.memory.saved_state import shared_memory_bytes
+from nanoscale.plan.memory.states import shared_memory_bytes
 from nanoscale.processes import listener, peer_files, scratch
 from nanoscale.processes.lifeline import MEMORY
 from nanoscale.processes.peer_files import PeerFiles, PeerFileServer

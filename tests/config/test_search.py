@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nanoscale.config.composing.compose import _merged
+from nanoscale.config.composing.compose import _merged, merge_order
 from nanoscale.config.composing.library import RECIPE, Library
-from nanoscale.config.composing.merge_order import merge_order
 from nanoscale.config.composing.overrides import read_words
 from nanoscale.config.values.provenance import Layer
 

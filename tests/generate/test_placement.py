@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanoscale.config.schema import Model
-from nanoscale.generate.placement import materialize
+from nanoscale.generate.weights import materialize
 from nanoscale.models.initialization import initialize
 from nanoscale.models.kv_cache import Cache
 from nanoscale.models.transformer import Transformer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
-from nanoscale.generate.growing_text import Characters, Ending
+from nanoscale.generate.writing import Characters, Ending
 
 TEXT = "naïve 日本語 text, 🙂🙃 and “quotes” — done.\n\tüber 𝔘nicode  ok " * 3
 

@@ -27,8 +27,7 @@ from nanoscale.config.schema import (
     Reached,
     Zero,
 )
-from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import NANOSCALE, Software, hardware_of
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.peak import setting_memory
 from nanoscale.plan.memory.setting import setting_of

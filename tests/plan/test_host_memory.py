@@ -10,7 +10,7 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices
 from nanoscale.config.schema import Backend, Checkpoint, Cluster, Precision, Zero
 from nanoscale.launch.request import check_request
-from nanoscale.plan.memory.saved_state import checkpoint_bytes, shared_memory_bytes
+from nanoscale.plan.memory.states import checkpoint_bytes, shared_memory_bytes
 from nanoscale.plan.predict import predict
 from nanoscale.plan.search.search import search
 from nanoscale.view.plan.prediction import document, verdict

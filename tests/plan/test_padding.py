@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from nanoscale.config.schema import Cluster
 from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.padding import paddings
 from nanoscale.plan.predict import predict
+from nanoscale.plan.time.step import paddings
 from nanoscale.view.plan.prediction import document, outcome
 from tests.plan.machines import job, model
 

@@ -8,9 +8,8 @@ import pytest
 
 from nanoscale.config.layout import ONE_STAGE
 from nanoscale.plan.pipeline.closed_forms import bubble
-from nanoscale.plan.pipeline.in_flight import in_flight
 from nanoscale.plan.pipeline.orders import order
-from nanoscale.plan.pipeline.residents import residents
+from nanoscale.plan.pipeline.residents import in_flight, residents
 from nanoscale.plan.pipeline.simulation import simulate, transfers_overlap
 from tests.plan.schedules import SCHEDULES, batches, even_costs
 

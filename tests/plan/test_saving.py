@@ -18,7 +18,7 @@ from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer, Zero
 from nanoscale.launch.request import check_request
-from nanoscale.plan.memory.saved_state import checkpoint_bytes
+from nanoscale.plan.memory.states import checkpoint_bytes
 from nanoscale.plan.predict import predicted_step
 from nanoscale.plan.saving import memory_save_s, plan_saving, with_memory_interval
 from nanoscale.plan.search.choice import SOURCE

@@ -20,7 +20,7 @@ from nanoscale.plan.predict import SURE, Prediction, fits_probability, predict, 
 from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
 from nanoscale.plan.search.search import SearchResult, search, search_other_backend
 from nanoscale.plan.search.search_space import recipe_of, search_space, to_type
-from nanoscale.view.plan.reasons import advice, reasons
+from nanoscale.view.plan.search_text import advice, reasons
 from tests.plan.machines import job
 
 MIDDLE = ("recipe=llama-8b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")

@@ -10,8 +10,7 @@ import pytest
 from benchmarks.plan.software import MEGATRON, TORCH, memory_of, software_setting
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Backend, Launcher, Zero
-from nanoscale.plan.hardware.hardware import Efficiency
-from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Efficiency, Software
 from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.plan.time import block, collectives, moe
 from nanoscale.plan.time.step import StepBreakdown, step_time

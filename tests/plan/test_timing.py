@@ -17,8 +17,7 @@ from nanoscale.config.model_math import (
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Cluster, Lora, Optimizer, Precision, Zero
-from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.hardware.software import NANOSCALE
+from nanoscale.plan.hardware.hardware import NANOSCALE, Hardware, hardware_of
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.time import block as blocks

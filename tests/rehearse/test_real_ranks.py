@@ -9,7 +9,7 @@ import pytest
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint
-from nanoscale.rehearse.deadlocks import deadlock
+from nanoscale.rehearse.compare import deadlock
 from nanoscale.rehearse.kinds import first_of_kind
 from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import (

@@ -12,7 +12,7 @@ import torch
 
 from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Backend, Checkpoint, Precision
-from nanoscale.measure import matmul, steps
+from nanoscale.measure import steps
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from tests.support.jobs import PRECISIONS, make_config, write_tokens
@@ -67,13 +67,13 @@ def test_the_rate_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = 0.001 if len(multiply()) == 16 else 0.01
         return count * alone * (1.0 if count == 1 else next(slow, 1.0))
 
-    monkeypatch.setattr(matmul, "_SIDES", {"cpu": (16, 32)})
-    monkeypatch.setattr(matmul, "_seconds", seconds)
-    assert matmul.matmul_rate(Precision(compute="fp32"), CPU) == pytest.approx(2 * 16**3 / 0.001)
+    monkeypatch.setattr(steps, "_SIDES", {"cpu": (16, 32)})
+    monkeypatch.setattr(steps, "_seconds", seconds)
+    assert steps.matmul_rate(Precision(compute="fp32"), CPU) == pytest.approx(2 * 16**3 / 0.001)
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp32", "bf16"])
 def test_products_are_of_the_type_of_the_blocks(name: str) -> None:
-    found = matmul._product(PRECISIONS[name], 8, CPU)()
+    found = steps._product(PRECISIONS[name], 8, CPU)()
     types = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
     assert found.shape == (8, 8) and found.dtype == types[name] and found.any()

@@ -18,7 +18,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint, Guard, Lora, Optimizer
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import StopFlag
-from nanoscale.train.guard import _CHUNK, _SETS, _differing, _sums
+from nanoscale.train.checkpointing import _CHUNK, _SETS, _differing, _sums
 from nanoscale.train.loop import Training
 from tests.support.hf_families import save
 from tests.support.jobs import make_config, make_run, train_rank, write_tokens

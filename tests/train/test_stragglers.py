@@ -14,7 +14,7 @@ import pytest
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events
 from nanoscale.runs.rank_context import StopFlag
-from nanoscale.train.stragglers import Stragglers
+from nanoscale.train.step_log import Stragglers
 from tests.support.jobs import make_config, make_run, train_rank, write_tokens
 from tests.support.ranks import run_ranks
 from tests.support.rows import exhaustive

@@ -4,6 +4,7 @@ value.
 Files are merged in Hydra's order: the schema's defaults, the chosen option of every group, the recipe, the
 groups chosen on the command line once more (so that they win over the recipe). The keys set on the command line
 come last.
+A file that includes others in its list of defaults stands where its `_self_` is, otherwise after them.
 `rules.check` then checks the result against the rules across keys.
 """
 
@@ -18,8 +19,7 @@ from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.interpolation import escape, resolve
-from nanoscale.config.composing.library import RECIPE, ROOT, Library, is_path, misplaced
-from nanoscale.config.composing.merge_order import merge_order
+from nanoscale.config.composing.library import RECIPE, ROOT, SCHEMA, Library, is_path, misplaced
 from nanoscale.config.hf import any_model, peft, pretrained
 from nanoscale.config.hf.families import UnsupportedError
 from nanoscale.config.layout import ACTIVATION_MEMORY, RECOMPUTATION_KEYS
@@ -39,6 +39,7 @@ from nanoscale.config.violations import override, refuse, shown
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.overrides import Words
+
 
 RUN_CONFIG = "config.yaml"
 """The name of a run's frozen configuration in its directory."""
@@ -275,3 +276,47 @@ def _recipe_name(library: Library) -> str | None:
         return path.parent.name if path.stem == ROOT else path.stem
     name = library.choices.get(RECIPE)
     return Path(name).stem if name and is_path(name) else name and name.replace("/", "-")
+
+
+def merge_order(library: Library) -> list[tuple[str, str]]:
+    """Return the files of the library's choices in the order of merging, each with the section of its keys.
+
+    Raises:
+        UserError: a file is based on itself.
+    """
+    return [*_last_first(library, ROOT, dict(library.choices), ())][::-1]
+
+
+def _last_first(
+    library: Library, config: str, chosen: dict[str, str | None], parents: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    """Yield a file and the files that its list of defaults includes, the last one first.
+
+    Args:
+        chosen: group → option, of the command line and of the recipes so far. The first choice wins.
+        parents: the files that include this one.
+    """
+    document = library.serve(config)
+    if config in parents:
+        refuse([Violation("defaults", None, document.name, "lead back to the file itself")])
+    group, _, name = config.partition("/")
+    entries = document.content.get("defaults", [])
+    for entry in entries:
+        if isinstance(entry, dict):
+            ((key, option),) = entry.items()
+            if key.startswith("override /"):
+                chosen.setdefault(key.removeprefix("override /"), option)
+    for entry in reversed(entries if "_self_" in entries else [*entries, "_self_"]):
+        if entry == "_self_":
+            section = name if group == SCHEMA else "" if group in (ROOT, RECIPE) else group
+            yield config, section
+            continue
+        if isinstance(entry, str):
+            included = entry if config == ROOT else f"{group}/{entry}"
+        else:
+            ((key, option),) = entry.items()
+            option = chosen.get(key, option)
+            if option is None or key.startswith("override /"):
+                continue
+            included = f"{key}/{option}"
+        yield from _last_first(library, included, chosen, (*parents, config))

@@ -11,24 +11,16 @@ from functools import partial
 from typing import Literal, get_args
 
 from nanoscale.common.units import listed
-from nanoscale.config import machines, reference
+from nanoscale.config import machines, reference, schema
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.machines import NOTICE_S
 from nanoscale.config.rules.data import absolute
 from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.schema import (
-    BatchName,
-    BatchOptions,
-    BatchSettings,
-    Launcher,
-    LauncherName,
-    Slurm,
-)
 from nanoscale.config.values import forms
 from nanoscale.config.values.provenance import Composed
 from nanoscale.config.violations import override
 
-BATCH_NAMES: tuple[str, ...] = get_args(BatchName)
+BATCH_NAMES: tuple[str, ...] = get_args(schema.BatchName)
 _BATCH = tuple(name for name in BATCH_NAMES if name != "slurm")
 """The launchers that read `launcher.batch`."""
 _CONCERNS: dict[str, tuple[str, ...]] = {
@@ -43,8 +35,8 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.master_addr": ("ssh", "pdsh", *BATCH_NAMES),
     "launcher.ssh_args": ("ssh", "pdsh", *_BATCH),
     "cluster.python": ("ssh", "pdsh", *BATCH_NAMES),
-    **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(Slurm)},
-    **{f"launcher.batch.{name}": _BATCH for name in reference.members(BatchSettings)},
+    **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(schema.Slurm)},
+    **{f"launcher.batch.{name}": _BATCH for name in reference.members(schema.BatchSettings)},
 }
 """Keys that only some launchers use."""
 
@@ -54,7 +46,7 @@ _MAY_BE_ZERO = {
 """Hardware figures that may be 0; the others are divisors."""
 
 
-def resolve_launcher(resolution: Resolution) -> Launcher:
+def resolve_launcher(resolution: Resolution) -> schema.Launcher:
     """Return the launcher with its name, and the hostfile with an absolute path."""
     _check_concerns(resolution)
     _check_nodes(resolution)
@@ -70,8 +62,8 @@ def resolve_launcher(resolution: Resolution) -> Launcher:
 
 
 def resolve_ranks(
-    resolution: Resolution, launcher: Launcher, device: Literal["cpu", "cuda"], ranks: int
-) -> Launcher:
+    resolution: Resolution, launcher: schema.Launcher, device: Literal["cpu", "cuda"], ranks: int
+) -> schema.Launcher:
     """Return the launcher with this machine's ranks; elsewhere every host divides its own cores."""
     if resolution.hosts and launcher.name != "local":
         return replace(launcher, device=device)
@@ -88,7 +80,7 @@ def requested_launcher(composed: Composed) -> str:
     return "ssh" if unsaid and launcher.hostfile is not None else launcher.name
 
 
-def _name(resolution: Resolution) -> LauncherName:
+def _name(resolution: Resolution) -> schema.LauncherName:
     """Return the launcher's name: a hostfile of this machine alone needs no ssh, unless it was requested."""
     asked = resolution.config.launcher.name
     if asked == requested_launcher(resolution.composed):
@@ -292,7 +284,7 @@ def time_limit_s(text: str | None) -> int | None:
 
 
 def _check_settings(
-    resolution: Resolution, section: str, settings: BatchOptions, dashes: str, what: str
+    resolution: Resolution, section: str, settings: schema.BatchOptions, dashes: str, what: str
 ) -> None:
     for name in _LINES:
         value = getattr(settings, name, None)

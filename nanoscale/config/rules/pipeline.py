@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from nanoscale.config.layout import (
-    IN_ROUNDS,
-    ONE_STAGE,
-    V_SHAPED,
-    keeps_busy,
-    stage_layers,
-    takes,
-    usual_virtual_stages,
-)
+from nanoscale.config import layout as layouts
 from nanoscale.config.objectives import rows_of_sample
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.config.rules.rule import Rule, data_parallel, other_than, refused, several
@@ -23,7 +15,7 @@ def virtual_stages(layout: Parallel) -> int:
     if layout.pp == 1:
         return 1
     if layout.virtual_stages == "auto" or _has_fixed_stages(layout):
-        return usual_virtual_stages(layout.schedule)
+        return layouts.usual_virtual_stages(layout.schedule)
     return layout.virtual_stages
 
 
@@ -31,7 +23,7 @@ def virtual_stages(layout: Parallel) -> int:
 
 
 def _has_fixed_stages(layout: Parallel) -> bool:
-    return layout.schedule in ONE_STAGE or layout.schedule in V_SHAPED
+    return layout.schedule in layouts.ONE_STAGE or layout.schedule in layouts.V_SHAPED
 
 
 def _stages(config: Config) -> int:
@@ -42,7 +34,7 @@ def _has_usual_stages(config: Config) -> bool:
     layout = config.parallel
     if layout.pp == 1 or layout.virtual_stages == "auto" or not _has_fixed_stages(layout):
         return True
-    return layout.virtual_stages == usual_virtual_stages(layout.schedule)
+    return layout.virtual_stages == layouts.usual_virtual_stages(layout.schedule)
 
 
 def _has_blocks(config: Config) -> bool:
@@ -86,8 +78,8 @@ def largest_micro_batch(config: Config, samples: int) -> int | None:
     If there are too few samples for that, return the smallest that the schedule supports, or None.
     """
     layout, whole = config.parallel, samples // rows_of_sample(config.train)
-    counts = [n for n in divisors(whole) if takes(layout.schedule, layout.pp, n)]
-    busy = keeps_busy(layout.schedule, layout.pp) if layout.pp > 1 else 1
+    counts = [n for n in divisors(whole) if layouts.takes(layout.schedule, layout.pp, n)]
+    busy = layouts.keeps_busy(layout.schedule, layout.pp) if layout.pp > 1 else 1
     enough = [n for n in counts if n >= busy] or counts[-1:]
     return samples // enough[0] if enough else None
 
@@ -116,7 +108,7 @@ def _feeds_schedule(config: Config) -> bool:
         return True
     if config.train.micro_batch == "auto":
         return largest_micro_batch(config, _samples(config)) is not None
-    return takes(layout.schedule, layout.pp, _micro_batches(config))
+    return layouts.takes(layout.schedule, layout.pp, _micro_batches(config))
 
 
 def _misfed_schedule(config: Config) -> str:
@@ -124,15 +116,15 @@ def _misfed_schedule(config: Config) -> str:
     makes = f"makes global_batch/(dp·micro_batch) = {number}"
     if config.train.micro_batch == "auto":
         makes = f"makes at most {number}"
-    need = f"at least {keeps_busy(layout.schedule, layout.pp)}, as many as there are stages"
-    if layout.schedule in IN_ROUNDS:
+    need = f"at least {layouts.keeps_busy(layout.schedule, layout.pp)}, as many as there are stages"
+    if layout.schedule in layouts.IN_ROUNDS:
         rounds = f"{number // layout.pp} rounds of pp={layout.pp}"
         need = f"rounds of equal length: {number} is not a multiple of its {rounds}"
     return f"{makes} micro batches a step; parallel.schedule={layout.schedule} needs {need}"
 
 
 def _near_micro_batches(config: Config) -> tuple[str, ...]:
-    schedule = "gpipe" if config.parallel.schedule in ONE_STAGE else "looped-bfs"
+    schedule = "gpipe" if config.parallel.schedule in layouts.ONE_STAGE else "looped-bfs"
     return ("train.micro_batch", "train.global_batch", f"parallel.schedule={schedule}")
 
 
@@ -153,11 +145,11 @@ RULES = (
         "does not concern parallel.pp=1 and would be ignored", "parallel.virtual_stages=auto"),
     Rule("parallel.virtual_stages", ("parallel.virtual_stages", *_AXIS), _has_usual_stages,
         lambda config: (
-            f"must be {usual_virtual_stages(config.parallel.schedule)} where "
+            f"must be {layouts.usual_virtual_stages(config.parallel.schedule)} where "
             f"parallel.schedule={config.parallel.schedule}"
         ),
         lambda config: (
-            f"parallel.virtual_stages={usual_virtual_stages(config.parallel.schedule)}",
+            f"parallel.virtual_stages={layouts.usual_virtual_stages(config.parallel.schedule)}",
             "parallel.schedule=interleaved-1f1b",
         )),
     Rule("parallel.pp",
@@ -167,12 +159,12 @@ RULES = (
         ("parallel.layers_per_stage", "parallel.virtual_stages", *_AXIS, "model.layers"),
         _lists_blocks, _wrong_list,
         lambda config: (
-            *([override("parallel.layers_per_stage", stage_layers(config.model, _stages(config), None))]
+            *([override("parallel.layers_per_stage", layouts.stage_layers(config.model, _stages(config), None))]
                 if _stages(config) <= config.model.layers else ()),
             "parallel.layers_per_stage=null",
         )),
     refused("parallel.schedule",
-        {"model.tie_embeddings": True, "parallel.pp": several, "parallel.schedule": tuple(V_SHAPED)},
+        {"model.tie_embeddings": True, "parallel.pp": several, "parallel.schedule": tuple(layouts.V_SHAPED)},
         "has the first and the last stage on one rank, which would hold model.tie_embeddings=true twice",
         "parallel.schedule=1f1b", "model.tie_embeddings=false", "parallel.pp=1"),
     _needs_micro_batches("train.global_batch", is_open=True),

@@ -30,20 +30,10 @@ from nanoscale.common.json_text import parse
 from nanoscale.common.units import counted
 from nanoscale.config.token_files import ALL_PARTS, MANIFEST, REFUSED, TEMPLATE, TOKENIZER, manifest
 from nanoscale.config.token_formats import PARTS, part_of
+from nanoscale.data.prepare import preparation
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Setup
 from nanoscale.data.prepare.folder import UnfinishedFolder, write_document
-from nanoscale.data.prepare.preparation import (
-    PreparationRequest,
-    Watcher,
-    encoding,
-    identity_of,
-    inputs_of,
-    interrupted,
-    manifest_of,
-    refuse_bad,
-    write_tokenizer,
-)
 from nanoscale.data.prepare.sources import DATASET, Reading, TextSource
 from nanoscale.data.tokens.files import smallest_type
 from nanoscale.data.tokens.tokenizer import Tokenizer
@@ -57,20 +47,22 @@ _REQUEST = "request.json"
 _NICENESS = 10
 
 
-def prepare_first(request: PreparationRequest, watcher: Watcher) -> Path:
+def prepare_first(request: preparation.PreparationRequest, watcher: preparation.Watcher) -> Path:
     """Prepare the first part of the sources, in a folder of `request.out`; return the folder.
 
     Its name follows from what determines its bytes. Raises as `preparation.prepare` does.
     """
     reading, tokenizer = _inputs_of(request)
-    identity = identity_of(request, reading, tokenizer) | {"part": PART}
+    identity = preparation.identity_of(request, reading, tokenizer) | {"part": PART}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = request.out / f"{Path(request.sources[0]).name}-{digest}{PARTS}"
     if part_of(folder, 0).is_dir():
         return folder
-    with _locked(folder), interrupted() as stop:
+    with _locked(folder), preparation.interrupted() as stop:
         if not part_of(folder, 0).is_dir():  # another process was faster
-            tokenizer = write_tokenizer(request, reading, tokenizer, folder, watcher, stop)
+            tokenizer = preparation.write_tokenizer(
+                request, reading, tokenizer, folder, watcher, stop
+            )
             write_document(folder / _REQUEST, asdict(request) | {"out": str(request.out)})
             parts = _Parts(folder, request, reading, tokenizer, identity, watcher, stop)
             with closing(parts.write()) as published:
@@ -96,7 +88,9 @@ def prepare_rest(folder: Path, workers: int, report: Callable[[str], None]) -> N
         report(f"all texts are prepared, in {counted(parts.number, 'part')}")
 
 
-def _reopened(folder: Path) -> tuple[PreparationRequest, Reading, Tokenizer, dict[str, Any]]:
+def _reopened(
+    folder: Path,
+) -> tuple[preparation.PreparationRequest, Reading, Tokenizer, dict[str, Any]]:
     """Return a folder's request with its own tokenizer. Raises UserError if a source has changed."""
     identity = (manifest(folder) or {})["request"]
     tokenizer, template = folder / TOKENIZER, folder / TEMPLATE
@@ -104,7 +98,7 @@ def _reopened(folder: Path) -> tuple[PreparationRequest, Reading, Tokenizer, dic
     if "chat" in stored:  # a folder that was begun before 2026-11-28
         stored["kind"] = "chat" if stored.pop("chat") else "text"
         del stored["pairs"]
-    request = PreparationRequest(**stored | {
+    request = preparation.PreparationRequest(**stored | {
         "sources": tuple(stored["sources"]),
         "out": Path(stored["out"]),
         "tokenizer": str(tokenizer) if tokenizer.is_file() else "byte",
@@ -129,8 +123,8 @@ class _Parts:
     """The parts of a folder, from the first missing one on."""
 
     def __init__(
-        self, folder: Path, request: PreparationRequest, reading: Reading, tokenizer: Tokenizer,
-        identity: dict[str, Any], watcher: Watcher, stop: threading.Event,
+        self, folder: Path, request: preparation.PreparationRequest, reading: Reading, tokenizer: Tokenizer,
+        identity: dict[str, Any], watcher: preparation.Watcher, stop: threading.Event,
     ) -> None:  # fmt: skip
         self._folder, self._request, self._reading = folder, request, reading
         self._tokenizer, self._identity = tokenizer, identity
@@ -149,11 +143,14 @@ class _Parts:
         dtype = smallest_type(self._tokenizer.vocab_size)
         setup = Setup(self._reading, file if file.is_file() else None, dtype)
         chunks = read_chunks(self._reading, self._start())
-        with closing(chunks), encoding(self._request.workers, chunks, setup, self._stop) as results:
+        with (
+            closing(chunks),
+            preparation.encoding(self._request.workers, chunks, setup, self._stop) as results,
+        ):
             part, size = self._new(dtype), 0
             for chunk, encoded in results:
                 part.add(chunk, encoded)
-                refuse_bad(part.progress, self._request)
+                preparation.refuse_bad(part.progress, self._request)
                 self._watcher.progress(part.progress, self._first)
                 size += _size(chunk)
                 if size >= self._identity["part"] and part.progress.train.documents:
@@ -180,7 +177,7 @@ class _Parts:
 
     def _publish(self, part: UnfinishedFolder) -> tuple[int, Any]:
         number, progress = self.number, part.progress
-        found = manifest_of(self._identity, self._tokenizer, self._folder, progress)
+        found = preparation.manifest_of(self._identity, self._tokenizer, self._folder, progress)
         if number == 0:
             of_all = {"read": progress.read, "bytes": sum(self._sizes)}
             write_document(self._folder / MANIFEST, found | of_all)
@@ -196,8 +193,8 @@ def _size(chunk: Chunk) -> int:
     return len(content) if isinstance(content, bytes) else sum(len(it) for it in content if it)
 
 
-def _inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
-    reading, tokenizer = inputs_of(request)
+def _inputs_of(request: preparation.PreparationRequest) -> tuple[Reading, Tokenizer | None]:
+    reading, tokenizer = preparation.inputs_of(request)
     return replace(reading, sources=_mixed(reading.sources)), tokenizer
 
 

@@ -24,15 +24,7 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.token_files import TEMPLATE
 from nanoscale.data.prepare import render
 from nanoscale.data.prepare.render import Chat, RecordError, Template
-from nanoscale.data.tokens.tokenizer import (
-    END,
-    FileTokenizer,
-    Tokenizer,
-    bytes_native,
-    config_of,
-    open_native,
-    special_token,
-)
+from nanoscale.data.tokens import tokenizer as tokenizers
 
 PLAIN = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
@@ -49,17 +41,17 @@ _MOST_RECORDS, _MOST_BYTES = 64, 1 << 20
 Outcome = Chat | RecordError
 
 
-def find_template(tokenizer: Tokenizer, chosen: Path | None) -> Template:
+def find_template(tokenizer: tokenizers.Tokenizer, chosen: Path | None) -> Template:
     """Return the template in the file `chosen`, else the tokenizer's own, else PLAIN.
 
     Raises UserError for an invalid template.
     """
-    path, eos = None, END
-    if isinstance(tokenizer, FileTokenizer):
+    path, eos = None, tokenizers.END
+    if isinstance(tokenizer, tokenizers.FileTokenizer):
         path, eos = tokenizer.path, tokenizer.name_of(tokenizer.eos)
-    config = config_of(path) if path else {}
+    config = tokenizers.config_of(path) if path else {}
     source = _read_template(chosen) or _tokenizer_template(path, config) or PLAIN
-    special_tokens = {name: special_token(config, name) for name in _NAMED}
+    special_tokens = {name: tokenizers.special_token(config, name) for name in _NAMED}
     special_tokens["eos_token"] = eos
     added_tokens = _native(path).get_added_tokens_decoder().values()
     special = tuple(sorted(token.content for token in added_tokens if token.special))
@@ -98,7 +90,7 @@ class ChatTokenizer:
 
 
 def _native(tokenizer: Path | None) -> Any:
-    return bytes_native() if tokenizer is None else open_native(tokenizer)
+    return tokenizers.bytes_native() if tokenizer is None else tokenizers.open_native(tokenizer)
 
 
 def _read_template(path: Path | None) -> str | None:

@@ -22,18 +22,8 @@ from nanoscale.data.prepare.encode import Documents, Encoded, Setup, encode_here
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.records import bad_records_error
 from nanoscale.data.prepare.sources import CHATS, Reading, RecordKind, find_sources, problem
+from nanoscale.data.tokens import tokenizer as tokenizers
 from nanoscale.data.tokens.files import smallest_type
-from nanoscale.data.tokens.tokenizer import (
-    CONFIG,
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-    config_of,
-    digest,
-    find,
-    load,
-    train_bpe,
-)
 from nanoscale.processes.pool import Pool
 
 FORMAT = 1
@@ -114,15 +104,15 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
         return write_folder(request, reading, tokenizer, identity, watcher, stop)
 
 
-def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
+def inputs_of(request: PreparationRequest) -> tuple[Reading, tokenizers.Tokenizer | None]:
     """Return the sources, and the tokenizer unless it is trained. Raises UserError."""
     sources = tuple(find_sources(request.sources))
-    tokenizer: Tokenizer | None = None
+    tokenizer: tokenizers.Tokenizer | None = None
     if request.tokenizer == "byte":
-        tokenizer = ByteTokenizer()
+        tokenizer = tokenizers.ByteTokenizer()
     elif request.tokenizer is not None:
-        path = find(request.tokenizer, "--tokenizer")
-        tokenizer = load(path, key="--tokenizer", eos=request.eos)
+        path = tokenizers.find(request.tokenizer, "--tokenizer")
+        tokenizer = tokenizers.load(path, key="--tokenizer", eos=request.eos)
     template = None
     if request.is_chat:
         assert tokenizer is not None, "a chat needs the tokenizer of its model"
@@ -137,7 +127,7 @@ def inputs_of(request: PreparationRequest) -> tuple[Reading, Tokenizer | None]:
 def write_folder(
     request: PreparationRequest,
     reading: Reading,
-    tokenizer: Tokenizer | None,
+    tokenizer: tokenizers.Tokenizer | None,
     identity: dict[str, Any],
     watcher: Watcher,
     stop: threading.Event,
@@ -165,11 +155,11 @@ def write_folder(
 def write_tokenizer(
     request: PreparationRequest,
     reading: Reading,
-    tokenizer: Tokenizer | None,
+    tokenizer: tokenizers.Tokenizer | None,
     whole: Path,
     watcher: Watcher,
     stop: threading.Event,
-) -> Tokenizer:
+) -> tokenizers.Tokenizer:
     """Write a tokenizer, which None trains, and the template of chats into a folder; return the tokenizer."""
     if reading.template is not None and reading.template.source == PLAIN:
         watcher.note(
@@ -178,9 +168,9 @@ def write_tokenizer(
         )
     if tokenizer is None:
         tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
-    elif isinstance(tokenizer, FileTokenizer):
+    elif isinstance(tokenizer, tokenizers.FileTokenizer):
         end = {"eos_token": tokenizer.name_of(tokenizer.eos)}
-        folder.write_document(whole / CONFIG, config_of(tokenizer.path) | end)
+        folder.write_document(whole / tokenizers.CONFIG, tokenizers.config_of(tokenizer.path) | end)
         folder.write_whole(whole / TOKENIZER, [tokenizer.path.read_bytes()])
     if reading.template is not None:
         folder.write_whole(whole / TEMPLATE, [reading.template.source.encode()])
@@ -273,16 +263,16 @@ def _train_tokenizer(
     whole: Path,
     watcher: Watcher,
     stop: threading.Event,
-) -> Tokenizer:
+) -> tokenizers.Tokenizer:
     """Return a BPE of the sources; an earlier attempt may have trained it."""
     target = whole / TOKENIZER
     if not target.exists():
         watcher.note(f"training a tokenizer of {request.vocab_size:,} tokens")
         temporary = target.with_name(f"{TOKENIZER}.trained")
-        train_bpe(_sample(request, reading, stop), request.vocab_size, temporary)
+        tokenizers.train_bpe(_sample(request, reading, stop), request.vocab_size, temporary)
         folder.write_whole(target, [temporary.read_bytes()])
         temporary.unlink()
-    return load(target)
+    return tokenizers.load(target)
 
 
 def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event) -> Iterator[str]:
@@ -303,15 +293,15 @@ def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event
 
 
 def identity_of(
-    request: PreparationRequest, reading: Reading, tokenizer: Tokenizer | None
+    request: PreparationRequest, reading: Reading, tokenizer: tokenizers.Tokenizer | None
 ) -> dict[str, Any]:
     """Return the settings and inputs that determine the bytes; a `tokenizer` of None is trained."""
     identity: dict[str, Any] = {"format": FORMAT}
     if tokenizer is None:
         identity |= {"tokenizer": "trained", "vocab-size": request.vocab_size}
     else:
-        file = tokenizer.path if isinstance(tokenizer, FileTokenizer) else None
-        identity["tokenizer"] = digest(file) if file else "byte"
+        file = tokenizer.path if isinstance(tokenizer, tokenizers.FileTokenizer) else None
+        identity["tokenizer"] = tokenizers.digest(file) if file else "byte"
         identity["eos"] = tokenizer.eos
     if reading.template:
         identity["chat-template"] = hashlib.sha256(repr(reading.template).encode()).hexdigest()
@@ -331,7 +321,10 @@ def identity_of(
 
 
 def manifest_of(
-    identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: PreparationProgress
+    identity: dict[str, Any],
+    tokenizer: tokenizers.Tokenizer,
+    whole: Path,
+    progress: PreparationProgress,
 ) -> dict[str, Any]:
     """Return the manifest of a folder whose tokenizer is in `whole`."""
     file, labels = whole / TOKENIZER, identity.get("labels")
@@ -340,7 +333,7 @@ def manifest_of(
         "request": identity,
         "vocabulary": tokenizer.vocab_size,
         "eos": tokenizer.eos,
-        "tokenizer": digest(file) if file.exists() else "byte",
+        "tokenizer": tokenizers.digest(file) if file.exists() else "byte",
         "type": str(smallest_type(tokenizer.vocab_size)),
         "train": _counts(progress.train, has_answers),
         "valid": _counts(progress.valid, has_answers),

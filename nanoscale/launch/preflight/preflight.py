@@ -24,7 +24,7 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.preflight.verdicts import CheckRow, Verdict, gpu_software, grouped, join_names
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
-from nanoscale.plan.memory.saved_state import shared_memory_bytes
+from nanoscale.plan.memory.states import shared_memory_bytes
 from nanoscale.plan.saving import plan_saving
 from nanoscale.processes.messages import Message
 from nanoscale.runs.memory_order import LESS_SHARED_MEMORY

@@ -1,4 +1,5 @@
-"""The hardware of a job, in SI units, from the `cluster` section and the data sheets of `conf/cluster`.
+"""The software that a plan is made for, nanoscale or other software in `benchmarks.plan.software`, and the
+hardware of a job, in SI units, from the `cluster` section and the data sheets of `conf/cluster`.
 
 There is one table of devices, the YAML files of the group, which planner and launcher read. A user's own key
 replaces the table's; a device that is in no file must be described completely.
@@ -8,18 +9,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.json_text import parse
-from nanoscale.config.hardware.data_sheets import (
-    UnknownHardwareError,
-    described,
-    kind,
-    known_overrides,
-    known_peaks,
-    wide_kind,
-)
+from nanoscale.config.hardware import data_sheets
 from nanoscale.config.schema import Cluster, Config, Precision
+
+DTENSOR_S = 150e-6
+"""Seconds of the host for an operation on DTensors: 100 to 190 µs were seen in PyTorch 2.6 to 2.9, where a few
+µs suffice for plain tensors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Software:
+    """The properties of a training engine that memory and time depend on. Compared by identity."""
+
+    name: str
+    composed_norm: bool = False
+    """True if RMSNorm without a compiler consists of single operations in fp32 (PyTorch before 2.9)."""
+    fused: bool = False
+    """True if element-wise operations between products are fused kernels, compiled or not."""
+    sums_in_products: bool = False
+    """True if products add their gradients to fp32 sums themselves (Megatron-LM's
+    gradient_accumulation_fusion)."""
+    hidden_tp: Literal["none", "backward", "both"] = "none"
+    """The passes in which the collectives of tp run in parallel with products."""
+    dtensor: bool = False
+    """True if tp and FSDP compute on DTensors. An operation costs the host `DTENSOR_S`. tp copies the tensors
+    that it gathers or reduces, because the sequence is not their first dimension."""
+    narrow_gathers: bool = False
+    """True if tp gathers the inputs of 8-bit products in 8 bits, with tensor-wise scales."""
+    cast_bytes: float = 6
+    """Bytes moved for each number that is cast to 8 bits: read for the maximum, read again, written row-major
+    and column-major. Transformer Engine takes the maximum from earlier steps and fuses half of its casts."""
+    copies: Literal["expert", "rank", "host"] = "expert"
+    """The copies of a token that are sent: one for each of its experts, one for each rank that has any of them,
+    or one for each such host and from there to its ranks (DeepEP, arXiv:2412.19437, section 3.2.2)."""
+    distributed_optimizer: bool = False
+    """True for Megatron-LM's distributed optimizer. Weights in the compute dtype and gradients in fp32 are
+    unsharded, master weights and moments are sharded."""
+
+
+NANOSCALE = Software("nanoscale", copies="rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +130,7 @@ class Hardware:
 
     def peak(self, precision: Precision) -> float:
         """Return the FLOP/s at the trained precision."""
-        return self.peaks[kind(precision)]
+        return self.peaks[data_sheets.kind(precision)]
 
 
 def hardware_of(config: Config) -> Hardware:
@@ -120,7 +152,7 @@ def hardware_of(config: Config) -> Hardware:
         )
     if unpredicted:
         without = f"are not predicted; {rehearsed}`nanoscale train` launches it without a plan"
-        raise UnknownHardwareError("config", f"{unpredicted} {without}")
+        raise data_sheets.UnknownHardwareError("config", f"{unpredicted} {without}")
     return hardware
 
 
@@ -130,26 +162,26 @@ def described_hardware(config: Config) -> Hardware:
     Raises:
         UserError: the device is unknown, is not described completely, or lacks the trained dtype.
     """
-    cluster = described(config)
+    cluster = data_sheets.described(config)
     missing = [f"cluster.{name}" for name in _NEEDED if getattr(cluster, name) is None]
     if missing:
         name = cluster.device or "the device"
         raise UserError(
             "config",
             f"{name} is in no file of the group cluster, and these keys of it are null: "
-            f"{', '.join(missing)}. Set them, or choose a known device: {known_overrides()}",
+            f"{', '.join(missing)}. Set them, or choose a known device: {data_sheets.known_overrides()}",
         )
-    peaks = {name: value * 1e12 for name, value in known_peaks(cluster).items()}
-    trained = kind(config.precision)
+    peaks = {name: value * 1e12 for name, value in data_sheets.known_peaks(cluster).items()}
+    trained = data_sheets.kind(config.precision)
     if trained == "tf32" and "fp32" in peaks:
         peaks.setdefault("tf32", peaks["fp32"])
     if cluster.peak_tflops is not None:
         peaks[trained] = cluster.peak_tflops * 1e12
-    for computed in (trained, wide_kind(config.precision)):
+    for computed in (trained, data_sheets.wide_kind(config.precision)):
         if computed not in peaks and computed != "auto":  # that is resolved for the devices, later
             ways = [f"precision={name}" for name in peaks if name not in ("tf32", trained)]
             ways.append(f"cluster.peaks.{computed}=TFLOP/s")
-            raise UnknownHardwareError(
+            raise data_sheets.UnknownHardwareError(
                 "config",
                 f"cluster.peaks.{computed} is null: {cluster.device} has no known peak in {computed}. "
                 f"Type {' or '.join(ways)}",

@@ -37,16 +37,7 @@ from nanoscale.plan.predict import (
     spread,
     with_time,
 )
-from nanoscale.plan.search.candidates import (
-    SearchSpace,
-    expert_degrees,
-    kept_products,
-    last_resorts,
-    micro_batches,
-    recomputations,
-    schedules,
-    shapes,
-)
+from nanoscale.plan.search import candidates
 from nanoscale.plan.time.step import StepTime, step_time
 
 _GAIN = 0.999
@@ -106,7 +97,9 @@ def _keeping_all() -> Iterator[None]:
 
 
 @_keeping_all()
-def search(space: SearchSpace, hardware: Hardware, slowest: float = math.inf) -> SearchResult:
+def search(
+    space: candidates.SearchSpace, hardware: Hardware, slowest: float = math.inf
+) -> SearchResult:
     """Search the whole space in closed form, and simulate the pipelines of the best layouts.
 
     Args:
@@ -114,24 +107,24 @@ def search(space: SearchSpace, hardware: Hardware, slowest: float = math.inf) ->
             of another layout that may be chosen.
     """
     tried = _Tried(hardware, slowest)
-    for shape in shapes(space):
+    for shape in candidates.shapes(space):
         tried.add_all(space, shape)
     if space.base.model.experts:
         for plan in tried.best_of_shapes(1):
-            for shared in islice(expert_degrees(space, plan.config), 1, None):
+            for shared in islice(candidates.expert_degrees(space, plan.config), 1, None):
                 tried.add_all(space, shared)
     for plan in tried.best_of_shapes(1):
-        for kept in kept_products(space, plan.config):
+        for kept in candidates.kept_products(space, plan.config):
             tried.add(space, kept)
     for plan in list(tried.best_of_shapes(2)):
         tried.is_last = True
-        for scheduled in schedules(space, plan.config):
+        for scheduled in candidates.schedules(space, plan.config):
             tried.add_all(space, scheduled)
     ranked = _simulate_first(sorted(tried.fitting, key=_rank))
     return SearchResult(tuple(ranked), tried.nearest, tried.considered)
 
 
-def search_other_backend(space: SearchSpace, hardware: Hardware) -> SearchResult | None:
+def search_other_backend(space: candidates.SearchSpace, hardware: Hardware) -> SearchResult | None:
     """Search the same job on the backend that it does not use.
 
     There is no result if that backend cannot train the job, or DeepSpeed is not installed.
@@ -187,17 +180,17 @@ class _Tried:
         self._nearest: tuple[ResolvedConfig, Memory] | None = None
         self._in_pipelines: dict[str, Memory] = {}
 
-    def add_all(self, space: SearchSpace, shape: ResolvedConfig) -> None:
+    def add_all(self, space: candidates.SearchSpace, shape: ResolvedConfig) -> None:
         """Add a shape with each kind of recomputation, and with the last resorts if nothing fits."""
         fits, fixed = False, 0
-        for config in recomputations(space, shape):
+        for config in candidates.recomputations(space, shape):
             fixed = self.add(space, config, fixed)
             fits = fits or not fixed
         if not fits:
-            for config in last_resorts(space, shape):
+            for config in candidates.last_resorts(space, shape):
                 fixed = self.add(space, config, fixed if config.zero == shape.zero else 0)
 
-    def add(self, space: SearchSpace, recomputed: ResolvedConfig, fixed: int = 0) -> int:
+    def add(self, space: candidates.SearchSpace, recomputed: ResolvedConfig, fixed: int = 0) -> int:
         """Add micro batches of rising size until one is too large or no faster.
 
         Args:
@@ -207,7 +200,7 @@ class _Tried:
             0 if a micro batch fits, otherwise `fixed` for other recomputations.
         """
         fastest, room = math.inf, capacity(self._hardware)
-        for config in micro_batches(space, recomputed):
+        for config in candidates.micro_batches(space, recomputed):
             self.considered += 1
             limit = max(room, self._least)
             if fixed > limit:

@@ -12,8 +12,7 @@ from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.objectives import is_of_answers
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
-from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Hardware, Software
 from nanoscale.plan.time import collectives, moe, operations
 from nanoscale.plan.time.micro_batch_shape import (
     NOTHING,

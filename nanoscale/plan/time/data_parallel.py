@@ -19,8 +19,7 @@ from nanoscale.config.model_math import adapted_layers
 from nanoscale.config.optimizers import MUON_ITERATIONS, rounds, rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
-from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import DTENSOR_S, NANOSCALE, Hardware, Software
 from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import collectives, operations
 from nanoscale.plan.time.block import adapters, linears, micro_batch_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from nanoscale.config.schema import Model
-from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.hardware.hardware import NANOSCALE, Software
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from nanoscale.rehearse.played import collectives, cuda, kernels
+from nanoscale.rehearse.played import collectives, cuda, fake_tensors, kernels
 from nanoscale.rehearse.played.device_memory import DeviceMemory, TensorKind
-from nanoscale.rehearse.played.fake_tensors import (
-    DEVICE_OF,
-    META,
-    balance_experts,
-    device_in_cpp,
-    make_host_tensors_real,
-    read_on_host,
-    report_devices,
-)
 from nanoscale.rehearse.played.fusion import Fusion
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
 from nanoscale.rehearse.played.patches import Patches
@@ -101,9 +92,9 @@ class World(DeviceMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is DEVICE_OF:
+        if func is fake_tensors.DEVICE_OF:
             fake = isinstance(args[0], FakeTensor)
-            return device_in_cpp(args[0]) if fake else DEVICE_OF(args[0])
+            return fake_tensors.device_in_cpp(args[0]) if fake else fake_tensors.DEVICE_OF(args[0])
         for kind in types:
             if kind not in PLAIN:
                 return NotImplemented  # the type calls operations on plain tensors, which come back here
@@ -114,7 +105,7 @@ class World(DeviceMemory):
         if self.section.startswith("step") and func.namespace != "profiler":
             self.record.operations += self.repeat
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if self.built and self.on_gpu and kwargs.get("device") == META:
+        if self.built and self.on_gpu and kwargs.get("device") == fake_tensors.META:
             kwargs["device"] = self.device  # autograd passes on the device that C++ reported
         tensors: list[Tensor] = []
         _collect(args, tensors)
@@ -122,7 +113,11 @@ class World(DeviceMemory):
             _collect(kwargs.values(), tensors)
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not fakes and self._is_in_host_memory(tensors, kwargs.get("device")):
-            large = func is _EMPTY and prod(args[0]) > _LARGE and kwargs.get("device") != META
+            large = (
+                func is _EMPTY
+                and prod(args[0]) > _LARGE
+                and kwargs.get("device") != fake_tensors.META
+            )
             # Offloaded parameters have no numbers either.
             large = large or (
                 self.on_gpu and kwargs.get("device") == _CPU and any(t.is_meta for t in tensors)
@@ -410,13 +405,13 @@ def played(
     on_gpu = gpu is not None
     with Patches() as patches:
         world = World(device, mode, patches, record)
-        report_devices(patches)
+        fake_tensors.report_devices(patches)
         patches.replace(torch, "compile", world.fusion.compile)
         collectives.hold_tensors(patches, on_gpu=on_gpu)
         patches.replace(FakeWork, "wait", lambda work, *_: world.wait_for(work))
         wait = world.wait if on_gpu else lambda _: None
-        read_on_host(patches, wait, world.in_host)
-        balance_experts(patches, *experts, wait)
+        fake_tensors.read_on_host(patches, wait, world.in_host)
+        fake_tensors.balance_experts(patches, *experts, wait)
         if gpu is not None:
             cuda.pretend(patches, gpu, world)
             kernels.use_fused_kernels(patches)
@@ -425,6 +420,6 @@ def played(
         patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", world.uncounted)
         device_of = property(lambda self: world.device_of(self, _real_device(self)))
         patches.replace(torch.UntypedStorage, "device", device_of)
-        make_host_tensors_real(patches, world.in_host, device if on_gpu else None)
+        fake_tensors.make_host_tensors_real(patches, world.in_host, device if on_gpu else None)
         with mode, world:
             yield world

@@ -11,10 +11,10 @@ from nanoscale.config.hardware.data_sheets import CPU, known_speed, usual_mfu, u
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.training_phases import samples_after
 from nanoscale.plan.memory.peak import RankMemory
-from nanoscale.plan.padding import Padding, paddings
 from nanoscale.plan.predict import Prediction, gain_of_bf16_reductions, tokens_per_s_in_bf16
 from nanoscale.plan.saving import SavingPlan, between_failures_s, memory_save_s, plan_saving
 from nanoscale.plan.search.choice import LayoutChoice
+from nanoscale.plan.time.step import Padding, paddings
 from nanoscale.rehearse.rehearsals import why_unplayable
 from nanoscale.view.blocks import Block, Chart, Column, Lines, Report, table
 from nanoscale.view.job_text import job_lines, recomputation, shape, size
