@@ -29,6 +29,9 @@ from nanoscale.cli.common.output import (
 )
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation, reason
+from nanoscale.config.composing.library import Library
+from nanoscale.config.values.equivalents import equivalent
+from nanoscale.config.violations import nearest, override
 
 VERBS = {
     "train": "jobs.train",
@@ -175,8 +178,6 @@ _NOT_A_CHOICE = re.compile(r"Invalid value for '(\S+)': '(.*?)' is not one of (.
 
 def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
     """Return a mistake in options or commands, in the form of all other mistakes."""
-    from nanoscale.config.violations import nearest
-
     message = _EXCESS.sub("", error.format_message()).replace("Input should be", "must be")
     option, advice, wrong = getattr(error, "option_name", None), tuple[str, ...](), None
     what = ""
@@ -214,9 +215,6 @@ _MOVED = {
 
 def _commands_like(word: str, context: typer.Context) -> tuple[str, ...]:
     """Return commands that an unknown one may have meant; an override or the name of a recipe is trained."""
-    from nanoscale.config.composing.library import Library
-    from nanoscale.config.violations import nearest, override
-
     path, names = context.command_path, list(vars(context.command)["commands"])
     near = [f"{path} {name}" for name in nearest(word, names)]
     if path == "nanoscale":
@@ -245,7 +243,6 @@ def _parameters(context: typer.Context | None) -> Sequence[Any]:
 def _unknown_option(
     option: str, arguments: Sequence[str], context: typer.Context | None
 ) -> Violation:
-    from nanoscale.config.violations import nearest
 
     value, dashed = _value_of(option, arguments), option.replace("_", "-")  # as in --num_nodes
     if value is not None and dashed in ("--deepspeed", "--deepspeed-config"):
@@ -296,9 +293,7 @@ def _as_overrides(
 ) -> tuple[tuple[str, ...], str]:
     """Return the overrides for `--steps 3`, another program's form of `train.steps=3`, and the key's
     difference."""
-    from nanoscale.config.composing.library import Library
     from nanoscale.config.composing.overrides import read_words, with_good_advice
-    from nanoscale.config.values.equivalents import equivalent
 
     name = option.lstrip("-").replace("-", "_")
     meant = equivalent(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nanoscale.launch.submission.batch_script import batch_script
+from nanoscale.launch.submission.batch_job import batch_script
 from nanoscale.runs import events, status, submission
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.launches import stdout_name

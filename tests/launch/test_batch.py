@@ -15,7 +15,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config import schema
 from nanoscale.config.schema import Config
 from nanoscale.launch.batch.systems import SYSTEMS, Pbs
-from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
+from nanoscale.launch.submission.batch_job import array_script, batch_script, runs_list
 from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.runs.directory import RunDirectory
 from tests.support.batch import LIMIT_S, NASTY, STAND_IN, Batch, config

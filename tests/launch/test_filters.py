@@ -11,8 +11,7 @@ import pytest
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import Setting
 from nanoscale.config.rules import Host
-from nanoscale.launch.hosts.filters import exclude, include, read_filter
-from nanoscale.launch.hosts.hosts import parse
+from nanoscale.launch.hosts.hosts import exclude, include, parse, read_filter
 from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
 

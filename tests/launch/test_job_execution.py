@@ -12,8 +12,7 @@ from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
-from nanoscale.launch.lifecycle.job_execution import JobExecution
-from nanoscale.launch.lifecycle.one_shot_job import execute
+from nanoscale.launch.lifecycle.job_execution import JobExecution, execute
 from nanoscale.runs.failure import RankFailure, agent_failure
 from nanoscale.runs.job_messages import Ended, Failing, LaunchOrder, message_of
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoscale.agent import join as join_module
+from nanoscale.agent import __main__ as join_module
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose

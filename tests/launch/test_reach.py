@@ -11,7 +11,7 @@ import pytest
 
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config, Launcher
-from nanoscale.launch.hosts.filters import exclude, read_filter
+from nanoscale.launch.hosts.hosts import exclude, read_filter
 from nanoscale.launch.transport.connection_errors import explain
 from nanoscale.launch.transport.transport import Transport, transport_of
 from tests.support.recipes import changed

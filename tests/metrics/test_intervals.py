@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from nanoscale.metrics.intervals import Intervals, length, united, within, without
+from nanoscale.metrics.trace import Intervals, length, united, within, without
 
 END = 40
 

@@ -85,7 +85,6 @@ TYPED_BACK = {
     "generate/weights.py": "cli/test_advice_on_files.py",
     "launch/fleet/connections.py": "launch/test_reach.py",
     "launch/fleet/fleet.py": "launch/test_reach.py",
-    "launch/hosts/filters.py": "cli/test_advice_on_files.py",
     "launch/hosts/hosts.py": "cli/test_advice_on_runs.py",
     "launch/lifecycle/attempt.py": "runs/test_failure_advice.py",
     "launch/lifecycle/examination.py": "launch/test_bandwidth.py",

@@ -353,7 +353,7 @@ def _type(line: str, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     arguments = arguments if pipe else arguments[1:]
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
     # the module that has its own name for it comes first: it must not import the stand-in
-    for module in ("small_job", "one_shot_job"):
+    for module in ("small_job", "job_execution"):
         monkeypatch.setattr(
             f"nanoscale.launch.lifecycle.{module}.run_one_shot_job", lambda *_: {**FIGURES}
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoscale.launch.batch.slurm import LISTEN, REQUEUE
-from nanoscale.launch.submission.batch_script import FOLLOW
+from nanoscale.launch.submission.batch_job import FOLLOW
 from tests.support.batch import STAND_IN, Batch
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "sbatch"

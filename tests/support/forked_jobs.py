@@ -24,7 +24,7 @@ import pytest
 from nanoscale import worker
 from nanoscale.cli.jobs import launching
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.lifecycle import one_shot_job
+from nanoscale.launch.lifecycle import job_execution
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.preflight import by_library
 from nanoscale.runs.directory import STREAMS, RunDirectory, read_json, write_json
@@ -37,7 +37,7 @@ from tests.support.ranks import run_ranks
 def forked_jobs() -> Iterator[None]:
     """Start the jobs of commands in this process so, until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launching, one_shot_job):
+        for module in (launching, job_execution):
             patch.setattr(module, "Fleet", _NoFleet)
             patch.setattr(module, "require_ready", lambda *_: None)
         patch.setattr(JobExecution, "run", _run)

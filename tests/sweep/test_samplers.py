@@ -12,9 +12,8 @@ import pytest
 
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.sweep.runner import Runner
+from nanoscale.sweep.runner import Runner, Slot
 from nanoscale.sweep.samplers import Study
-from nanoscale.sweep.slots import Slot
 from nanoscale.sweep.space import Space, read_space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 

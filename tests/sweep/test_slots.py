@@ -12,7 +12,7 @@ from nanoscale.cli.common.request import CommandLine, request_job, request_new_r
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.launch.lifecycle.prepare import new_run
-from nanoscale.sweep.slots import Slot, slots_of
+from nanoscale.sweep.runner import Slot, slots_of
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.cli import Capsys
 

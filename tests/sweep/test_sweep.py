@@ -21,8 +21,7 @@ from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.runs import events, lock, status
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.sweep.runner import Runner
-from nanoscale.sweep.slots import Slot
+from nanoscale.sweep.runner import Runner, Slot
 from nanoscale.sweep.space import Space
 from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.cli import Capsys

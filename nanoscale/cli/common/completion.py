@@ -12,6 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
+from nanoscale.config.composing.library import Library
+from nanoscale.config.reference import alternatives, declared
+from nanoscale.config.violations import shown
+
 VARIABLE = "_NANOSCALE_COMPLETE"
 """The environment variable by which a shell asks."""
 _BREAK = re.compile("[=:]+")
@@ -52,8 +56,6 @@ def keys(incomplete: str) -> list[tuple[str, str]]:
 
 def groups(incomplete: str) -> list[tuple[str, str]]:
     """Complete the name of a group or of a section."""
-    from nanoscale.config.composing.library import Library
-
     known = dict.fromkeys(Library.groups(), "group") | _sections()
     return list(_starting(known, incomplete).items())
 
@@ -79,8 +81,6 @@ def _current_word(incomplete: str) -> tuple[str, str]:
 
 def _overrides(word: str) -> dict[str, str]:
     """Return the overrides that continue a word, and what each is."""
-    from nanoscale.config.composing.library import Library
-
     name, equals, _ = word.partition("=")
     if equals:
         values = _options(name) if name in Library.groups() else _values(name)
@@ -107,16 +107,12 @@ def _sections() -> dict[str, str]:
 
 
 def _options(group: str) -> dict[str, str]:
-    from nanoscale.config.composing.library import Library
 
     return {name: option.about for name, option in Library().options(group).items()}
 
 
 def _values(name: str) -> dict[str, str]:
     """Return the values of a key that are words; a file's name is left to the shell."""
-    from nanoscale.config.reference import alternatives, declared
-    from nanoscale.config.violations import shown
-
     key = declared().get(name)
     if key is None or key.path or key.takes_mapping:
         return {}

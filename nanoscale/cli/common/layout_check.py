@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common.output import saying
 from nanoscale.common import display
+from nanoscale.view.conformity_text import sentences
 
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
@@ -17,7 +18,7 @@ def compared(config: ResolvedConfig, *, compiled: bool = False) -> dict[str, Any
     Raises:
         UserError: the request is wrong.
     """
-    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError
+    from nanoscale.launch.lifecycle.job_execution import OneShotJobError
     from nanoscale.launch.lifecycle.small_job import conform
 
     with saying() as say:
@@ -30,8 +31,6 @@ def compared(config: ResolvedConfig, *, compiled: bool = False) -> dict[str, Any
 
 def conforms(config: ResolvedConfig) -> bool:
     """Return True if the layout trains what one process trains; tell the user on standard error."""
-    from nanoscale.view.conformity_text import sentences
-
     result = compared(config)
     for sentence in sentences(result) if result is not None else ():
         display.note(sentence)

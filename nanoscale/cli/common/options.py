@@ -39,6 +39,13 @@ def option(
     )  # fmt: skip
 
 
+def argument(help: str, completes: Any = None, metavar: str | None = None) -> Any:
+    """Declare an argument, in an `Annotated` type; `completes` lists what a shell may complete it to."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=completes)
+
+
+flag = partial(option, default=False)
+"""The form of `option` for an option without a value, as the default of a parameter."""
 _shared = partial(option, default=...)
 """The form of `option` for an option of several commands, in an `Annotated` type."""
 _of_hosts = partial(_shared, group="Hosts")
@@ -48,11 +55,10 @@ _of_model = partial(_shared, group="Model")
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
+    argument(
+        "Set recipe=NAME, GROUP=OPTION, KEY=VALUE (Hydra)",
+        completion.overrides,
         metavar="OVERRIDES",
-        help="Set recipe=NAME, GROUP=OPTION, KEY=VALUE (Hydra)",
-        show_default=False,
-        autocompletion=completion.overrides,
     ),
 ]
 ConfigDir = Annotated[
@@ -95,24 +101,15 @@ DryRun = Annotated[bool, _shared("Show what would happen; write and start nothin
 
 # --- what is read ---------------------------------------------------------------------------------
 
-Run = Annotated[
-    str,
-    typer.Argument(help="Name the run in runs/, or its directory", autocompletion=completion.runs),
-]
+Run = Annotated[str, argument("Name the run in runs/, or its directory", completion.runs)]
 Runs = Annotated[
     list[str],
-    typer.Argument(
-        metavar="RUN…",
-        help="Name the runs in runs/, or their directories",
-        autocompletion=completion.runs,
-    ),
+    argument("Name the runs in runs/, or their directories", completion.runs, metavar="RUN…"),
 ]
 Model = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN|DIR",
-        help="Name a run, its directory, or a Hugging Face folder",
-        autocompletion=completion.runs,
+    argument(
+        "Name a run, its directory, or a Hugging Face folder", completion.runs, metavar="RUN|DIR"
     ),
 ]
 Step = Annotated[int | None, _of_model("Take the checkpoint of this step", shown="the newest")]

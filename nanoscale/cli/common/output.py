@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoscale.common import display
 from nanoscale.common.credentials import without_credentials
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.violations import subject
+from nanoscale.runs.directory import write_atomically
+from nanoscale.view.blocks import Report, page, show
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from nanoscale.view.blocks import Report
 
 DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, CHANGED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 
@@ -49,8 +51,6 @@ def answer(as_json: bool, document: Any, show: Callable[..., object], *shown: An
 
 def show_report(report: Report, file: Path | None = None) -> None:
     """Print a report to standard output, and name the file of its page if it has one."""
-    from nanoscale.view.blocks import show
-
     show(console(), report)
     if file is not None:
         display.show(f"page  {file}")
@@ -59,8 +59,6 @@ def show_report(report: Report, file: Path | None = None) -> None:
 def write_page(file: Path | None, report: Report, *, overwrite: bool) -> None:
     """Write a report to the page that --html names, if it names one. Errors as of `write_file`."""
     if file is not None:
-        from nanoscale.view.blocks import page
-
         write_file("--html", file, page(report), overwrite=overwrite)
 
 
@@ -155,8 +153,6 @@ def error_text(error: UserError) -> Text:
     """Return the error as lines; several violations as a list."""
     from rich.text import Text
 
-    from nanoscale.config.violations import subject
-
     text = Text()
     text.append("error: ", style="bold red")
     violations = error.violations
@@ -233,8 +229,6 @@ def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:
         UserError: the file exists by now, or cannot be written there.
         OSError: the disk is full or failing.
     """
-    from nanoscale.runs.directory import write_atomically
-
     require_writable(option, file, overwrite=overwrite)
     try:
         if file.exists() and not file.is_file():

@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, error_document, exit_code, show_error
+from nanoscale.cli.common.rehearsal import (
+    must_decide,
+    rehearsal_of_launch,
+    rehearsal_of_unplanned,
+    with_memory,
+)
 from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -314,12 +320,6 @@ def planned(
         UserError: of kind `plan`, it does not fit; of kind `rehearsal`, the code of a rank fails or ranks
             disagree; or `cluster` names unknown hardware.
     """
-    from nanoscale.cli.common.rehearsal import (
-        must_decide,
-        rehearsal_of_launch,
-        rehearsal_of_unplanned,
-        with_memory,
-    )
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.rehearse.rehearsals import known_of

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.reference import meaning
+from nanoscale.config.violations import subject
 
 
 def can_ask() -> bool:
@@ -57,8 +59,6 @@ def require_trust(
 
 def ask(file: Path, found: list[Violation]) -> None:
     """Ask whether code and programs that a file names may run. Raises a UserError if not."""
-    from nanoscale.config.violations import subject
-
     if not found:
         return
     what = f"{file} names code or programs to run, and was not made by your own runs, or was changed since"
@@ -73,8 +73,6 @@ def ask(file: Path, found: list[Violation]) -> None:
 
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:
     """Yield each value that the file sets and the command line does not replace."""
-    from nanoscale.config.reference import meaning
-
     for key, value in values.items():
         later = _later(composed, key, file)
         entries = {key: value}

@@ -11,23 +11,34 @@ from typing import Annotated, Any
 
 import typer
 
+from nanoscale.checkpoint.store import (
+    DamagedCheckpointError,
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+)
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, answer, print_json, refuse_option
 from nanoscale.cli.inspect.run_changes import prune_checkpoints
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.view.run.checkpoint_text import (
+    line,
+    print_damage,
+    print_exported,
+    print_manifest,
+    set_aside,
+    summary,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Show, verify, export and prune a run's checkpoints.")
 app.command("prune")(prune_checkpoints)
 
 
 @app.command("ls")
-def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
+def list_saved(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """List the checkpoints of a run, the oldest first."""
-    from nanoscale.checkpoint.store import list_checkpoints
-    from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.checkpoint_text import line, set_aside, summary
-
     directory = RunDirectory.open(run)
     rows = [summary(stored) for stored in list_checkpoints(directory.checkpoints)]
     rows += set_aside(directory.checkpoints).values()
@@ -43,10 +54,6 @@ def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
 @app.command("inspect")
 def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
     """Show a checkpoint's progress, the shape and dtype of each tensor, and each file."""
-    from nanoscale.checkpoint.store import DamagedCheckpointError, find_checkpoint, find_damage
-    from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.checkpoint_text import print_manifest
-
     stored = find_checkpoint(RunDirectory.open(run).checkpoints, step)
     try:
         document = {"path": str(stored.path), **stored.manifest}
@@ -63,10 +70,6 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
     The exit code is 1 if a checkpoint is damaged; its damaged files are named. Checkpoints that a run has set
     aside as damaged are read too, and do not change the exit code.
     """
-    from nanoscale.checkpoint.store import find_checkpoint, find_damage, list_checkpoints
-    from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.checkpoint_text import print_damage, set_aside
-
     folder = RunDirectory.open(run).checkpoints
     aside = set_aside(folder) if step is None else {}
     chosen = [] if aside else [find_checkpoint(folder, step)]  # which refuses a folder without any
@@ -116,10 +119,8 @@ def export_checkpoint(
     max_shard_size: str = opt.option(
         "Limit the size of a file, in bytes or as in 500MB, 5GB", default="5GB", metavar="SIZE"
     ),
-    drop_bias: bool = opt.option(
-        "Leave out the bias that model.balance=bias adds to the choice of experts",
-        "--drop-bias",
-        default=False,
+    drop_bias: bool = opt.flag(
+        "Leave out the bias that model.balance=bias adds to the choice of experts", "--drop-bias"
     ),
     as_json: opt.AsJson = False,
 ) -> None:
@@ -131,10 +132,7 @@ def export_checkpoint(
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.hf.export import export, require_whole
     from nanoscale.checkpoint.hf.peft_adapters import export_adapters
-    from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
-    from nanoscale.runs.directory import RunDirectory
-    from nanoscale.view.run.checkpoint_text import print_exported
 
     directory, largest = RunDirectory.open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)

@@ -14,6 +14,19 @@ from nanoscale.cli.common.output import answer, print_json, print_yaml, refuse_n
 from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.library import Library
+from nanoscale.config.reference import AUTO, declared, meaning, sections, with_values
+from nanoscale.config.values.equivalents import equivalent
+from nanoscale.config.violations import nearest, nearest_key, refuse
+from nanoscale.view.config_text import (
+    explained,
+    option_rows,
+    options_document,
+    print_backends,
+    print_explained,
+    print_rows,
+    schedule_chart,
+)
 
 if TYPE_CHECKING:
     from nanoscale.config.schema import Config
@@ -21,7 +34,7 @@ if TYPE_CHECKING:
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
 
-_ForeignFile = Annotated[Path, typer.Argument(help="Read this file", show_default=False)]
+_ForeignFile = Annotated[Path, opt.argument("Read this file")]
 _OUT = opt.option("Write a recipe, which must not exist yet", metavar="RECIPE")
 _DP = opt.option("Use this data-parallel degree", metavar="N", min=1)
 app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration.")
@@ -31,14 +44,11 @@ app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration
 @requesting("config_dir", "config")
 def show(
     line: CommandLine,
-    deepspeed: bool = opt.option(
-        "Show the JSON for DeepSpeed instead", "--deepspeed", default=False
-    ),
+    deepspeed: bool = opt.flag("Show the JSON for DeepSpeed instead", "--deepspeed"),
     as_json: opt.AsJson = False,
 ) -> None:
     """Show the whole configuration as YAML."""
     from nanoscale.config.values.yaml_file import to_yaml
-    from nanoscale.view.config_text import schedule_chart
 
     composed = _composed(line)
     shown, resolved = _chosen(composed)
@@ -54,18 +64,12 @@ def show(
 @requesting("config_dir", "config")
 def explain(
     key: Annotated[
-        str,
-        typer.Argument(
-            help="Name a key, or a section to explain all of its keys",
-            autocompletion=completion.keys,
-        ),
+        str, opt.argument("Name a key, or a section to explain all of its keys", completion.keys)
     ],
     line: CommandLine,
     as_json: opt.AsJson = False,
 ) -> None:
     """Explain a key: its meaning, its value, and what set it."""
-    from nanoscale.view.config_text import explained, print_explained
-
     names = _named(key)
     shown, here = _chosen(_composed(line))
     found = [explained(name, shown, here) for name in names if name in shown.history]
@@ -115,7 +119,6 @@ def _show_translation(
     """Write or print the recipe, and show what became of each setting, and whether `train` accepts it."""
     from nanoscale.config.values.convert import convert
     from nanoscale.config.values.yaml_file import to_yaml
-    from nanoscale.config.violations import refuse
 
     _, violations = convert(translation.recipe, lambda _: str(file))
     if violations:
@@ -144,7 +147,6 @@ def _show_translation(
 def backends(as_json: opt.AsJson = False) -> None:
     """Show what each backend does with every key that concerns it."""
     from nanoscale.config.rules.backends import OUTSIDE, table
-    from nanoscale.view.config_text import print_backends
 
     rows = table()
     document = [{"key": key, "native": a, "deepspeed": b} for key, a, b in rows]
@@ -155,21 +157,12 @@ def backends(as_json: opt.AsJson = False) -> None:
 def list_groups(
     group: Annotated[
         str | None,
-        typer.Argument(
-            help="Name a group; without it, all groups are listed",
-            show_default=False,
-            autocompletion=completion.groups,
-        ),
+        opt.argument("Name a group; without it, all groups are listed", completion.groups),
     ] = None,
     config_dir: opt.ConfigDir = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """List the groups, or one group's options and keys."""
-    from nanoscale.config.composing.library import Library
-    from nanoscale.config.reference import declared, meaning, sections
-    from nanoscale.config.violations import nearest
-    from nanoscale.view.config_text import option_rows, options_document, print_rows
-
     library = Library(config_dir)
     if group is None:
         groups = {
@@ -203,7 +196,6 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
         UserError: the configuration breaks a rule, or is for another backend.
     """
     from nanoscale.config.deepspeed import deepspeed_settings
-    from nanoscale.config.violations import refuse
     from nanoscale.launch.request import check_request
 
     name = composed.config.backend.name
@@ -216,10 +208,6 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
 
 def _named(name: str) -> list[str]:
     """Return the keys of a key or a section."""
-    from nanoscale.config.reference import declared, sections
-    from nanoscale.config.values.equivalents import equivalent
-    from nanoscale.config.violations import nearest, nearest_key
-
     if name not in declared() and (name not in sections() or not name):
         top = [section for section in sections() if section and "." not in section]
         meant = equivalent(name)
@@ -257,7 +245,6 @@ def _chosen(composed: Composed) -> tuple[Composed, Config | None]:
 
     Keys that are not chosen are `auto`. There is no configuration if the request cannot run.
     """
-    from nanoscale.config.reference import AUTO, with_values
     from nanoscale.plan.search.choice import SOURCE
     from nanoscale.view.plan.choice_text import choice_line
 

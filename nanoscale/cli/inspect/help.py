@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import refuse_name
 from nanoscale.common import display
+from nanoscale.config.reference import declared, sections
+from nanoscale.config.violations import nearest
 
 TOPICS = {
     "overrides": """\
@@ -66,11 +67,8 @@ def topics(incomplete: str) -> list[str]:
 def help(
     topic: Annotated[
         str | None,
-        typer.Argument(
-            metavar="TOPIC",
-            help="Name a topic or a command; without it, the topics are listed",
-            show_default=False,
-            autocompletion=topics,
+        opt.argument(
+            "Name a topic or a command; without it, the topics are listed", topics, metavar="TOPIC"
         ),
     ] = None,
 ) -> int:
@@ -84,9 +82,6 @@ def help(
     elif topic in TOPICS:
         display.show(TOPICS[topic])
     else:
-        from nanoscale.config.reference import declared, sections
-        from nanoscale.config.violations import nearest
-
         near = [f"nanoscale help {name}" for name in nearest(topic, [*TOPICS, *VERBS])]
         if topic in sections() or topic in declared():
             near = [f"nanoscale config explain {topic}"]

@@ -25,8 +25,11 @@ from nanoscale.cli.common.output import (
 )
 from nanoscale.cli.common.rehearsal import with_memory
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
+from nanoscale.common.devices import detect
 from nanoscale.common.display import note
 from nanoscale.common.errors import UserError
+from nanoscale.config.violations import refuse
+from nanoscale.runs.directory import read_json
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.variants import Variant
@@ -39,24 +42,16 @@ if TYPE_CHECKING:
 @requesting("config", "config_dir", *HOSTS, "trust")
 def plan(
     line: CommandLine,
-    explain: bool = opt.option(
-        "Show the arithmetic behind every number", "--explain", default=False
-    ),
-    search: bool = opt.option(
-        "Rank all legal layouts; keys set here keep their values", "--search", default=False
-    ),
-    calibrate: bool = opt.option(
-        "Learn the efficiencies of the machine from these runs, for later plans",
-        "--calibrate",
-        default=False,
+    explain: bool = opt.flag("Show the arithmetic behind every number", "--explain"),
+    search: bool = opt.flag("Rank all legal layouts; keys set here keep their values", "--search"),
+    calibrate: bool = opt.flag(
+        "Learn the efficiencies of the machine from these runs, for later plans", "--calibrate"
     ),
     budget: str | None = opt.option(
         "Show the steps for an amount of money, of device hours or of days of the job",
         metavar="20000EUR|2000h|14d",
     ),
-    inference: bool = opt.option(
-        "Show the memory of generate and eval on one device", "--inference", default=False
-    ),
+    inference: bool = opt.flag("Show the memory of generate and eval on one device", "--inference"),
     write: Path | None = opt.option(
         "Write the recipe of --search, or the efficiencies of --calibrate, to FILE", metavar="FILE"
     ),
@@ -105,8 +100,6 @@ def plan(
 def _on_reference(line: CommandLine, say: Callable[[str], object]) -> CommandLine:
     """Return the line with the recipe's reference cluster, if there is no GPU and no cluster is named; `say`
     is called with a sentence about it."""
-    from nanoscale.common.devices import detect
-
     overrides = list(line.overrides or ())
     named = any(word.startswith("cluster") for word in overrides)
     has_hosts = line.options.keys() - {"launcher.nodes", "launcher.devices"}
@@ -179,7 +172,6 @@ def _combinations(line: CommandLine, variants: Sequence[Variant], as_json: bool)
     Raises:
         UserError: with what is wrong with the combinations, if none of them can be planned.
     """
-    from nanoscale.config.violations import refuse
     from nanoscale.view.plan.combinations_text import combination, combinations_report
 
     rows: list[dict[str, Any]] = []
@@ -305,8 +297,6 @@ def _calibrate(
 
 def _is_calibration(file: Path) -> bool:
     """True for a file that `--calibrate` wrote."""
-    from nanoscale.runs.directory import read_json
-
     try:
         content = read_json(file)
     except (OSError, ValueError):

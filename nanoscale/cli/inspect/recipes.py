@@ -6,7 +6,7 @@ import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,29 +14,20 @@ from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import answer, print_yaml, refuse_name
 from nanoscale.common import display
-from nanoscale.config.violations import override
-
-if TYPE_CHECKING:
-    from nanoscale.config.composing.library import Option
+from nanoscale.config.composing.library import RECIPE, Library, Option
+from nanoscale.config.violations import nearest, override
+from nanoscale.view.config_text import option_rows, options_document, print_rows
 
 app = typer.Typer(no_args_is_help=True, help="List, show and copy recipes.")
 
 Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME",
-        help="Name a recipe that `recipes ls` lists",
-        autocompletion=completion.recipes,
-    ),
+    str, opt.argument("Name a recipe that `recipes ls` lists", completion.recipes, metavar="NAME")
 ]
 
 
 @app.command("ls")
 def list_recipes(config_dir: opt.ConfigDir = None, as_json: opt.AsJson = False) -> None:
     """List the recipes; one of yours hides a packaged one of the same name."""
-    from nanoscale.config.composing.library import RECIPE, Library
-    from nanoscale.view.config_text import option_rows, options_document, print_rows
-
     options = Library(config_dir).options(RECIPE)
     answer(as_json, options_document(options), print_rows, option_rows(options))
 
@@ -55,10 +46,7 @@ def show(name: Name, config_dir: opt.ConfigDir = None, as_json: opt.AsJson = Fal
 def copy(
     name: Name,
     destination: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Copy to this file or folder; the default is recipes/", show_default=False
-        ),
+        Path | None, opt.argument("Copy to this file or folder; the default is recipes/")
     ] = None,
     config_dir: opt.ConfigDir = None,
 ) -> None:
@@ -81,8 +69,6 @@ def copy(
 
 
 def _find(name: str, config_dir: Path | None) -> Option:
-    from nanoscale.config.composing.library import RECIPE, Library
-    from nanoscale.config.violations import nearest
 
     options = Library(config_dir).options(RECIPE)
     if name not in options:

@@ -6,29 +6,23 @@ import difflib
 import re
 import shlex
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
-
+from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer, print_json, refuse_option
+from nanoscale.cli.common.trust import can_ask, is_confirmed
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
-
-if TYPE_CHECKING:
-    from nanoscale.checkpoint.store import StoredCheckpoint
-
+from nanoscale.runs.directory import RunDirectory
 
 _TAG = re.compile(r"[^\s,\-][^\s,]*")
 
 
 def tag_run(
     run: opt.Run,
-    tags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TAG…]", help="Add these tags", show_default=False),
-    ] = None,
+    tags: Annotated[list[str] | None, opt.argument("Add these tags", metavar="[TAG…]")] = None,
     remove: list[str] | None = opt.option("Remove this tag; may be repeated", metavar="TAG"),
     as_json: opt.AsJson = False,
 ) -> None:
@@ -37,7 +31,6 @@ def tag_run(
     They replace run.tags: `runs ls --where tags=TAG` finds the run, and trackers get them at the next attempt.
     """
     from nanoscale.runs.changes import read_tags, write_tags
-    from nanoscale.runs.directory import RunDirectory
 
     directory = RunDirectory.open(run)
     present = read_tags(directory)
@@ -72,7 +65,6 @@ def stop_run(
     from nanoscale.launch.batch.jobs import job_of, require_known, way_on
     from nanoscale.launch.lifecycle.stopping import active, ask_to_stop, leave_queue, wait_for_end
     from nanoscale.runs import lock, status
-    from nanoscale.runs.directory import RunDirectory
 
     directory = RunDirectory.open(run)
     owner, job = lock.owner(directory), job_of(directory)
@@ -108,7 +100,6 @@ def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = Fals
     """Delete runs with all their files, after a question. An active run is refused."""
     from nanoscale.launch.batch.jobs import require_inactive
     from nanoscale.runs.changes import remove, size_of
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock
 
     opened = [RunDirectory.open(name) for name in runs]
@@ -160,7 +151,6 @@ def prune_checkpoints(
     from nanoscale.launch.batch.jobs import require_inactive
     from nanoscale.runs import fence, status
     from nanoscale.runs.changes import size_of
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock
 
     directory = RunDirectory.open(run)
@@ -200,8 +190,6 @@ def _is_agreed(key: str, sizes: dict[str, int], *, yes: bool) -> bool:
     Raises:
         UserError: nobody can be asked.
     """
-    from nanoscale.cli.common.trust import can_ask, is_confirmed
-
     if yes:
         return True
     total = f"{byte_size(sum(sizes.values()))} would be deleted for good"

@@ -14,11 +14,11 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, answer, print_json
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.runs.directory import RunDirectory, no_follow, read_json
 
 if TYPE_CHECKING:
     from nanoscale.launch.batch.jobs import Job
     from nanoscale.launch.lifecycle.attempt import Outcome
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
     from nanoscale.runs.tail import LineTail
     from nanoscale.view.run.live import LiveView
@@ -33,7 +33,6 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
 
     Ctrl-C ends the watching, not the run. The exit code is the run's.
     """
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.live import LiveView
     from nanoscale.view.run.outcome_text import document, print_lost, print_outcome
 
@@ -119,7 +118,6 @@ def explain_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
     """
     from nanoscale.launch.lifecycle.command import read_plan
     from nanoscale.runs import lock
-    from nanoscale.runs.directory import RunDirectory, no_follow, read_json
     from nanoscale.runs.position import Position, explained
 
     directory = RunDirectory.open(run)
@@ -149,14 +147,11 @@ def show_logs(
     rank: int | None = opt.option("Print only this rank"),
     attempt: int | None = opt.option("Print this attempt", shown="the last"),
     stream: Literal["out", "err"] | None = opt.option("Print only this stream", shown="both"),
-    batch: bool = opt.option(
-        "Print the output of the batch script of its SLURM job", "--batch", default=False
-    ),
-    follow: bool = opt.option("Continue until the run ends", "--follow", "-f", default=False),
+    batch: bool = opt.flag("Print the output of the batch script of its SLURM job", "--batch"),
+    follow: bool = opt.flag("Continue until the run ends", "--follow", "-f"),
 ) -> None:
     """Print the output of the ranks, each line with its host and rank."""
     from nanoscale.launch.batch.jobs import Activity, batch_logs
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.tail import LineTail
 
     directory = RunDirectory.open(run)

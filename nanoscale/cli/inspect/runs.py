@@ -21,6 +21,8 @@ from nanoscale.cli.inspect.run_changes import remove_runs, stop_run, tag_run
 from nanoscale.cli.inspect.run_output import explain_run, show_logs, watch_run
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.runs.directory import RunDirectory, write_atomically
+from nanoscale.view.blocks import page
 
 app = typer.Typer(
     no_args_is_help=True, help="List, show, follow, tag, report, stop and delete runs."
@@ -31,7 +33,6 @@ def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Show the state of a run, its figures and its events."""
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.batch.jobs import job_of
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.run_table import document, print_run
 
     directory = RunDirectory.open(run)
@@ -61,7 +62,6 @@ def list_runs(
 ) -> None:
     """List the runs, the oldest first. Several --where must all hold."""
     from nanoscale.launch.batch.jobs import jobs_of
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.sweep.sweep import ROOT
     from nanoscale.view.run.run_table import column, condition, print_runs, row
 
@@ -106,7 +106,6 @@ def compare_runs(
     as_json: opt.AsJson = False,
 ) -> None:
     """Compare runs: keys that differ, losses at equal steps, tokens and time, speed, memory."""
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.comparison import comparison_report, document
 
     opened = list(dict.fromkeys(RunDirectory.open(name) for name in runs))
@@ -128,8 +127,6 @@ def report_run(
     as_json: opt.AsJson = False,
 ) -> None:
     """Report a run's course and its figures compared with the plan, also as a page."""
-    from nanoscale.runs.directory import RunDirectory, write_atomically
-    from nanoscale.view.blocks import page
     from nanoscale.view.run.run_report import document, run_report
 
     directory = RunDirectory.open(run)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, print_json
 from nanoscale.common import display
+from nanoscale.view.blocks import Report, page, rich_table, show_table
 
 if TYPE_CHECKING:
     from nanoscale.view.run.top_table import Row, RunsAtAGlance
@@ -26,8 +27,8 @@ _VERBS = {"\n": ["watch"], "\r": ["watch"], "l": ["logs"], "s": ["stop"]}
 
 def top(
     root: Path = opt.option("Show the runs in this folder", default=Path("runs")),
-    web: bool = opt.option(
-        "Show them as a page on this machine, at an address with a token", "--web", default=False
+    web: bool = opt.flag(
+        "Show them as a page on this machine, at an address with a token", "--web"
     ),
     as_json: opt.AsJson = False,
 ) -> int:
@@ -42,8 +43,6 @@ def top(
     elif sys.stdin.isatty() and sys.stdout.isatty():
         _show_live(runs)
     else:
-        from nanoscale.view.blocks import show_table
-
         show_table(display.console(), top_table(runs.rows()))
     return DONE
 
@@ -53,7 +52,6 @@ def _show_live(runs: RunsAtAGlance) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from nanoscale.view.blocks import rich_table
     from nanoscale.view.run.top_table import top_table
 
     chosen, key = 0, ""
@@ -124,7 +122,6 @@ def _serve(runs: RunsAtAGlance, root: Path) -> None:
     import threading
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-    from nanoscale.view.blocks import Report, page
     from nanoscale.view.run.top_table import top_table
 
     token, reading = secrets.token_urlsafe(16), threading.Lock()

@@ -20,9 +20,9 @@ app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 def prepare_data(
     sources: Annotated[
         list[str],
-        typer.Argument(
+        opt.argument(
+            "Read these files, folders, patterns, or hf:NAME:CONFIG:SPLIT datasets",
             metavar="SOURCES",
-            help="Read these files, folders, patterns, or hf:NAME:CONFIG:SPLIT datasets",
         ),
     ],
     out: Annotated[
@@ -32,9 +32,7 @@ def prepare_data(
         "Use byte, a tokenizer.json, a .model, their folder, or a name on the hub",
         metavar="TOKENIZER",
     ),
-    train_tokenizer: bool = opt.option(
-        "Train a byte-level BPE on the sources", "--train-tokenizer", default=False
-    ),
+    train_tokenizer: bool = opt.flag("Train a byte-level BPE on the sources", "--train-tokenizer"),
     vocab_size: int = opt.option(
         "Limit the vocabulary of --train-tokenizer", default=32768, min=257
     ),
@@ -46,20 +44,14 @@ def prepare_data(
         metavar="NAME",
         shown="text; messages with --chat",
     ),
-    chat: bool = opt.option(
-        "Read records as chats (lists of messages), and train on their answers",
-        "--chat",
-        default=False,
+    chat: bool = opt.flag(
+        "Read records as chats (lists of messages), and train on their answers", "--chat"
     ),
-    pairs: bool = opt.option(
-        "Read records as pairs of chats, with the answers `chosen` and `rejected`",
-        "--pairs",
-        default=False,
+    pairs: bool = opt.flag(
+        "Read records as pairs of chats, with the answers `chosen` and `rejected`", "--pairs"
     ),
-    rated: bool = opt.option(
-        "Read records as chats with a `label`: true for good answers, false for bad ones",
-        "--rated",
-        default=False,
+    rated: bool = opt.flag(
+        "Read records as chats with a `label`: true for good answers, false for bad ones", "--rated"
     ),
     labels: str | None = opt.option(
         "Read texts, each with a `label` of this number of classes", metavar="N|auto"
@@ -128,10 +120,7 @@ def prepare_data(
 @app.command("inspect")
 def inspect_data(
     path: Annotated[
-        str,
-        typer.Argument(
-            help="Name a prepared folder, the stem of a .bin and .idx, a .ds or an .npy"
-        ),
+        str, opt.argument("Name a prepared folder, the stem of a .bin and .idx, a .ds or an .npy")
     ],
     overrides: opt.Overrides = None,
     tokenizer: str | None = opt.option(

@@ -9,6 +9,8 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, print_json
 from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
 from nanoscale.common import display
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.runs.directory import RunDirectory
 
 
 @requesting(*LAUNCH)
@@ -33,14 +35,12 @@ def replay(
     from nanoscale.cli.jobs.launching import follow, ready_fleet, show_plan
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
     from nanoscale.launch.lifecycle.repetition import (
         changed_layout,
         find_replay,
         require_same_training,
     )
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.replay_text import document, sentences, tolerances, without_records
 
     wanted = find_replay(RunDirectory.open(run), steps)

@@ -20,12 +20,13 @@ from nanoscale.cli.common.request import (
     require_disk,
 )
 from nanoscale.common import display
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from nanoscale.config.machines import Host
     from nanoscale.config.values.provenance import Composed
     from nanoscale.launch.request import Request
-    from nanoscale.runs.directory import RunDirectory
 
 
 @requesting(*LAUNCH)
@@ -40,7 +41,6 @@ def resume(
     """Resume from the newest complete checkpoint, in any layout."""
     from nanoscale.cli.jobs.launching import launch, show_changes, show_start
     from nanoscale.config.composing.frozen import load
-    from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.launch.lifecycle.continuation import (
         completion,
@@ -48,7 +48,6 @@ def resume(
         is_complete,
         upload_missing,
     )
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
     from nanoscale.view.run.outcome_text import document
 

@@ -18,12 +18,14 @@ from nanoscale.cli.common.request import (
     requesting,
     require_disk,
 )
+from nanoscale.cli.jobs.resume import next_request
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.violations import refuse
+from nanoscale.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from nanoscale.launch.request import Request
-    from nanoscale.runs.directory import RunDirectory
 
 
 @requesting("config", "config_dir", "num_nodes", "num_gpus", "no_preflight", "trust")
@@ -44,7 +46,6 @@ def submit(
     from nanoscale.config.composing.variants import expand
     from nanoscale.config.rules.launcher import BATCH_NAMES
     from nanoscale.launch.submission.batch_job import BatchJob, batch_job
-    from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run import launch_text as text
 
     variants = expand(line.overrides or [])
@@ -118,7 +119,6 @@ def through_batch(line: CommandLine, launchers: Sequence[str] = ("slurm",)) -> C
     """
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
-    from nanoscale.config.violations import refuse
 
     key, composed = "launcher.name", line.compose_settings()
     name = composed.config.launcher.name
@@ -150,7 +150,6 @@ def request_for_batch(
 def _further_request(run: RunDirectory, line: CommandLine) -> Request:
     """Return the request of a run that exists, and show what differs from its previous one."""
     from nanoscale.cli.jobs.launching import show_changes
-    from nanoscale.cli.jobs.resume import next_request
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.batch.allocation import requested_nodes
     from nanoscale.launch.lifecycle.continuation import completion, is_complete

@@ -23,13 +23,16 @@ from nanoscale.cli.common.request import (
     requesting,
 )
 from nanoscale.cli.common.trust import ask
+from nanoscale.cli.jobs.submit import request_for_batch, through_batch
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.reference import declared, meaning
+from nanoscale.config.violations import quoted, refuse
+from nanoscale.launch.fleet.signals import Signals
 
 if TYPE_CHECKING:
-    from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.request import Request
-    from nanoscale.sweep.slots import Slot
+    from nanoscale.sweep.runner import Slot
     from nanoscale.sweep.space import Space
     from nanoscale.sweep.sweep import Settings, State, Sweep, Trial
     from nanoscale.view.run.sweep_table import SweepTable
@@ -41,7 +44,7 @@ def sweep(
     name: str | None = opt.option("Name the sweep and its folder", shown="the recipe and the time"),
     root: Path = opt.option("Keep sweeps in this folder", default=Path("sweeps")),
     resume: str | None = opt.option("Run what is missing of a sweep", metavar="NAME"),
-    retry: bool = opt.option("Resume trials that have failed, too", "--retry", default=False),
+    retry: bool = opt.flag("Resume trials that have failed, too", "--retry"),
     sampler: Literal["grid", "random", "tpe"] | None = opt.option(
         "Choose values by this method", shown="grid"
     ),
@@ -56,13 +59,12 @@ def sweep(
     at_once: int | None = opt.option(
         "Run this many trials at once", metavar="N", shown="as devices allow", min=1
     ),
-    slurm: bool = opt.option("Run the trials as an array of SLURM jobs", "--slurm", default=False),
+    slurm: bool = opt.flag("Run the trials as an array of SLURM jobs", "--slurm"),
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Train once for each combination of values, as in `optimizer.lr=1e-3,3e-4 train.seed=1,2`."""
-    from nanoscale.config.violations import quoted
     from nanoscale.sweep.samplers import check_sampler, first_trials
     from nanoscale.sweep.space import read_space
     from nanoscale.sweep.sweep import Settings, Sweep
@@ -106,7 +108,6 @@ def sweep(
 
 def _require_trust(sweep: Sweep, settings: Settings, space: Space, trials: Sequence[Trial]) -> None:
     """Ask before code and programs run that the file of another user's sweep names, or a changed one."""
-    from nanoscale.config.reference import declared, meaning
     from nanoscale.runs.trust import executed
 
     known = declared()
@@ -151,8 +152,8 @@ class _Start:
 
 def _run(start: _Start) -> int:
     """Check and plan the trials, and run the missing ones."""
+    from nanoscale.sweep.runner import slots_of
     from nanoscale.sweep.samplers import with_metric
-    from nanoscale.sweep.slots import slots_of
     from nanoscale.view.run.sweep_table import show_plan
 
     space, trials, slurm = start.space, start.trials, start.settings.slurm
@@ -191,7 +192,6 @@ def _show_trials(start: _Start) -> None:
 
 def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
     """Run the missing trials from this process, and show all of them until they have ended."""
-    from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep.runner import Runner
     from nanoscale.sweep.samplers import Study
 
@@ -222,7 +222,6 @@ def _run_here(start: _Start, slots: Sequence[Slot]) -> int:
 
 def _run_array(start: _Start, requests: Sequence[Request]) -> int:
     """Submit the missing trials to SLURM, and show all of them until they have ended."""
-    from nanoscale.launch.fleet.signals import Signals
     from nanoscale.sweep import slurm_array
 
     sweep, trials = start.sweep, start.trials
@@ -295,7 +294,6 @@ def _removed_on_refusal(new: Sweep | None) -> Iterator[None]:
 
 
 def _folder(root: Path, name: str, option: str) -> Path:
-    from nanoscale.config.violations import refuse
 
     path = Path(name)
     if name != path.name or name.startswith((".", "-")):
@@ -334,7 +332,6 @@ def _begun_requests(sweep: Sweep, unfinished: Sequence[Trial]) -> list[Request]:
 
 def _new_requests(start: _Start, unfinished: Sequence[Trial]) -> list[Request]:
     """Check and plan every trial that has no run yet; examples, if a sampler chooses them."""
-    from nanoscale.cli.jobs.submit import request_for_batch, through_batch
     from nanoscale.config.composing.compose import Setting
 
     sweep, space, settings = start.sweep, start.space, start.settings

@@ -14,10 +14,8 @@ def train(
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     rehearse: opt.Rehearse = False,
-    conform: bool = opt.option(
-        "Compare the layout with one process first; launch only if they agree",
-        "--conform",
-        default=False,
+    conform: bool = opt.flag(
+        "Compare the layout with one process first; launch only if they agree", "--conform"
     ),
     quiet: opt.Quiet = False,
     as_json: opt.AsJson = False,
@@ -30,7 +28,7 @@ def train(
     )
     # Asked before anything is checked: of several such processes, only the first may launch.
     if line.compose_settings().config.launcher.name == "env":
-        from nanoscale.cli.jobs.outer import train_as_one_of_many
+        from nanoscale.cli.jobs.launching import train_as_one_of_many
 
         alone = "is for one launcher: type `nanoscale conform` with the same words first"
         opt.refuse_unused((True, alone, {"--conform": conform}))

@@ -42,7 +42,7 @@ def bench(
     devices: str | None = opt.option(
         "Measure with each number of devices of a host, to see how it scales", metavar="N,N,…"
     ),
-    weak: bool = opt.option("Grow the global batch with the devices", "--weak", default=False),
+    weak: bool = opt.flag("Grow the global batch with the devices", "--weak"),
     html: opt.Html = None,
     overwrite: opt.Overwrite = False,
     force: opt.Force = False,
@@ -91,7 +91,7 @@ def _request(line: CommandLine, force: bool) -> Request:
 def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Document | None:
     """Return the measurements of a job; None if it has failed, which is reported."""
     from nanoscale.launch.lifecycle.bench import checkpoint_folder, document
-    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
+    from nanoscale.launch.lifecycle.job_execution import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import BENCH
 
     config = request.config

@@ -8,13 +8,14 @@ from nanoscale.cli.common.layout_check import compared
 from nanoscale.cli.common.output import DONE, FAILED, print_json
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common import display
+from nanoscale.view.conformity_text import sentences
 
 
 @requesting("config", "config_dir", *HOSTS, "trust")
 def conform(
     line: CommandLine,
-    compiled: bool = opt.option(
-        "Compare compiled blocks with blocks that are not, in fp32", "--compile", default=False
+    compiled: bool = opt.flag(
+        "Compare compiled blocks with blocks that are not, in fp32", "--compile"
     ),
     as_json: opt.AsJson = False,
 ) -> int:
@@ -27,7 +28,6 @@ def conform(
     """
     from nanoscale.launch.preflight.by_library import with_weights
     from nanoscale.plan.hardware.planned_devices import planned_devices
-    from nanoscale.view.conformity_text import sentences
 
     line = on_described_hosts(line)
     request = request_job(line, devices=planned_devices, hosts=planned_hosts)

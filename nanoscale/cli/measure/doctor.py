@@ -12,15 +12,10 @@ from nanoscale.cli.common.request import HOSTS, CommandLine, requesting
 @requesting("config_dir", *HOSTS)
 def doctor(
     line: CommandLine,
-    quick: bool = opt.option(
-        "Skip the measurement of bandwidths between the hosts",
-        "--quick",
-        "--no-bandwidth",
-        default=False,
+    quick: bool = opt.flag(
+        "Skip the measurement of bandwidths between the hosts", "--quick", "--no-bandwidth"
     ),
-    verbose: bool = opt.option(
-        "Show passed checks too, also of many hosts", "--verbose", "-v", default=False
-    ),
+    verbose: bool = opt.flag("Show passed checks too, also of many hosts", "--verbose", "-v"),
     as_json: opt.AsJson = False,
 ) -> int:
     """Check this machine or all hosts, and their network."""

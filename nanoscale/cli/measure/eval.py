@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, answer, print_json, saying
 from nanoscale.cli.common.request import LAUNCH, CommandLine, request_job, requesting
 from nanoscale.cli.jobs.generate import calm_threads
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
+from nanoscale.config.violations import override
+from nanoscale.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from nanoscale.checkpoint.store import StoredCheckpoint
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.rules import Host
 
@@ -43,11 +45,8 @@ def eval(
     tasks_dir: Path | None = opt.option(
         "Read more tasks from this folder", metavar="DIR", group="Tasks"
     ),
-    apply_chat_template: bool = opt.option(
-        "Write questions in the model's chat template",
-        "--apply-chat-template",
-        default=False,
-        group="Tasks",
+    apply_chat_template: bool = opt.flag(
+        "Write questions in the model's chat template", "--apply-chat-template", group="Tasks"
     ),
     device: opt.Device = None,
     dtype: opt.ComputeDtype = None,
@@ -95,7 +94,7 @@ def eval(
 def _loss(
     name: str, line: CommandLine, step: int | None, samples: int | None, as_json: bool
 ) -> int:
-    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
+    from nanoscale.launch.lifecycle.job_execution import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import EVALUATION
     from nanoscale.view.measured_text import evaluation_document, print_loss
 
@@ -128,9 +127,7 @@ def _of_run(
 ) -> tuple[ResolvedConfig, tuple[Host, ...], StoredCheckpoint]:
     """Return the run's configuration with the changes, checked against the machines, and the checkpoint."""
     from nanoscale.checkpoint.configuration import require_model
-    from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
-    from nanoscale.runs.directory import RunDirectory
 
     run = RunDirectory.open(name)
     checked = request_job(replace(line, config_file=run.config))
@@ -148,7 +145,6 @@ def _of_run(
 
 def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[Host, ...]]:
     """Return a configuration that starts from the weights of a Hugging Face folder."""
-    from nanoscale.config.violations import override
     from nanoscale.launch.preflight.by_library import with_weights
 
     overrides = [override("model.init_from", str(folder)), *(line.overrides or ())]

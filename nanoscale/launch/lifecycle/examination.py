@@ -31,8 +31,7 @@ from nanoscale.config.violations import quoted
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.command import agent_environment, local_host, plan_launch
-from nanoscale.launch.lifecycle.job_execution import JobExecution
-from nanoscale.launch.lifecycle.one_shot_job import NO_RUN, execute
+from nanoscale.launch.lifecycle.job_execution import NO_RUN, JobExecution, execute
 from nanoscale.launch.preflight.preflight import can_compute, judge
 from nanoscale.launch.preflight.verdicts import Verdict, join_names
 from nanoscale.launch.transport.transport import read_hosts

@@ -10,7 +10,7 @@ from typing import Any
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.translation.miniature import SAVED, STEPS, in_fp32, in_one_process, miniature
 from nanoscale.launch.fleet.signals import unwinding
-from nanoscale.launch.lifecycle.one_shot_job import run_one_shot_job
+from nanoscale.launch.lifecycle.job_execution import run_one_shot_job
 from nanoscale.processes.messages import CONFORMITY
 
 
