@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu.items import run_items
-from nanoscale.backends import gradients, nf4
+from nanoscale.backends import gradients, low_bits
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import clip_in_update, make_optimizer, skips_on_device
 from nanoscale.checkpoint.staging import Staging
@@ -255,8 +255,8 @@ def attention_kernel(
 def nf4_product(device: torch.device) -> float:
     """Compare a product with a matrix in 4 bits with one of the same matrix in whole numbers of bits."""
     weight, x = noise(1, 256, 256).bfloat16(), noise(2, 32, 256).bfloat16()
-    packed: Any = nf4.to_nf4(weight.to(device))
-    unpacked = nf4.to_nf4(weight)
+    packed: Any = low_bits.to_nf4(weight.to(device))
+    unpacked = low_bits.to_nf4(weight)
     expected = x.double() @ unpacked.to(torch.bfloat16).double().T
     return difference([F.linear(x.to(device), packed)], [expected])
 

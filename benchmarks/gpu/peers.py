@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 
 from benchmarks.gpu.parts import TIMED, VOCABULARIES, WARM_UP
-from nanoscale.backends import float8
+from nanoscale.backends import low_bits
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.common.devices import detect, driver
 from nanoscale.config.composing.compose import compose
@@ -168,7 +168,7 @@ class Loop:
         with torch.device("meta"):
             self.model = Transformer(config.model)
         if config.precision.fp8:
-            float8.apply(self.model, config.precision.fp8_recipe)
+            low_bits.use_float8(self.model, config.precision.fp8_recipe)
         activation.apply(self.model.layers, config.parallel)
         compile.apply(self.model.layers, config)
         self.model.materialize(device)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nanoscale.backends import float8, nf4
+from nanoscale.backends import low_bits
 from nanoscale.backends.base import make_stage
 from nanoscale.backends.gradients import TiedGradient
 from nanoscale.config.layout import is_replicated
@@ -34,12 +34,12 @@ def build_stages(
         # Adapters are attached later, in the dtype of trained weights.
         stage.to(compute_dtype if config.lora.rank else TORCH_DTYPES[config.precision.params])
         if config.precision.fp8:
-            float8.apply(stage, config.precision.fp8_recipe, config.parallel.tp)
+            low_bits.use_float8(stage, config.precision.fp8_recipe, config.parallel.tp)
         if config.lora.base == "nf4":
-            nf4.prepare(stage)
+            low_bits.prepare_nf4(stage)
         parallelize(stage, config, layout)
         if config.lora.base == "nf4":
-            nf4.quantize(stage, compute_dtype, device)
+            low_bits.quantize_nf4(stage, compute_dtype, device)
         # Memory is taken only now, for this rank's shards.
         if config.offloads:
             stage.materialize(torch.device("cpu"))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoscale.backends import gradients
+from nanoscale.backends.adamw import ScheduleFreeAdamW, update_averages
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.construction import (
     build_stages,
@@ -27,7 +28,6 @@ from nanoscale.backends.optimizer import (
     skips_on_device,
 )
 from nanoscale.backends.qk_clip import QKClip
-from nanoscale.backends.schedule_free import ScheduleFreeAdamW, update_averages
 from nanoscale.config.optimizers import AVERAGE, keeps_average, rounds
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch

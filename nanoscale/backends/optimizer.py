@@ -15,11 +15,10 @@ from torch.optim import AdamW, Optimizer
 
 from nanoscale.backends import one_pass
 from nanoscale.backends.adafactor import Adafactor
-from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW
+from nanoscale.backends.adamw import LocalAdamW, RoundedAdamW, ScheduleFreeAdamW, initial_average
 from nanoscale.backends.gradients import excess, local_tensor
+from nanoscale.backends.low_bits import silence_missing_extensions
 from nanoscale.backends.muon import Muon
-from nanoscale.backends.schedule_free import ScheduleFreeAdamW, initial_average
-from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.common.errors import UserError
 from nanoscale.config.optimizers import AVERAGE, group_of, rule_of

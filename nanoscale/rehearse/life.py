@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
@@ -28,9 +28,8 @@ from nanoscale.config.optimizers import rule_of
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.samples import AnswerSamples
 from nanoscale.parallel.kernel_choice import set_kernels
-from nanoscale.rehearse import findings
 from nanoscale.rehearse.kinds import repeated_batches
-from nanoscale.rehearse.played import kernels
+from nanoscale.rehearse.played import cuda
 from nanoscale.rehearse.played.allocator import MemoryHistory
 from nanoscale.rehearse.played.collectives import identity
 from nanoscale.rehearse.played.cuda import Gpu
@@ -40,7 +39,7 @@ from nanoscale.rehearse.played.repeats import Repeats
 from nanoscale.rehearse.played.world import World, played
 from nanoscale.rehearse.rehearsed_job import Disk, EqualSamples, ignore, shortened, training_of
 from nanoscale.runs.rank_context import StopFlag
-from nanoscale.train import references
+from nanoscale.train import teacher
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.job import load_initial_weights
@@ -111,7 +110,7 @@ def world_of(config: ResolvedConfig, record: RankRecord, gpu: Gpu | None) -> Ite
     with identity(record.rank, config, devices), played(device, gpu, experts, record) as world:
         set_kernels(config)
         if rule_of(config.optimizer).quantized and gpu is not None:
-            kernels.update_in_place(world.patches)
+            cuda.update_in_place(world.patches)
         yield world
 
 
@@ -137,13 +136,13 @@ def _live(config: ResolvedConfig, world: World, steps: int) -> None:
         with world.during("build"):
             engine = build(config, world)
         with world.during("resume"):
-            world.record.findings += findings.of_resuming(disk.tensors, resume(engine))
+            world.record.findings += of_resuming(disk.tensors, resume(engine))
 
 
 def _train(config: ResolvedConfig, world: World) -> None:
     engine, record = build(config, world), world.record
-    record.findings += findings.of_optimizer(engine)
-    record.notes += findings.of_shards(engine)
+    record.findings += of_optimizer(engine)
+    record.notes += of_shards(engine)
     with world.during("load"):
         load_initial_weights(engine, config, ignore)
     training, samples = training_of(config, engine, record.rank)
@@ -152,12 +151,12 @@ def _train(config: ResolvedConfig, world: World) -> None:
     training.callbacks = make_callbacks(config, run, record.rank, engine)
     if needs_reference(config.train):
         with world.during("reference"):
-            references._likelihoods(engine, cast(AnswerSamples, samples))
+            teacher._likelihoods(engine, cast(AnswerSamples, samples))
     _watch_loop(training, samples, world)
     training.run(Agreement(StopFlag()))
-    record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
-    record.notes += findings.of_filled(engine)
-    record.findings += findings.of_growth(record.host_after, "in host memory")
+    record.findings += of_gradients(engine) + of_growth(record.after)
+    record.notes += of_filled(engine)
+    record.findings += of_growth(record.host_after, "in host memory")
     with world.during("checkpoint"):
         sizes = [_bytes(value) for value in engine.state().values()]
         record.checkpoint = {"tensors": len(sizes), "bytes": sum(sizes)}
@@ -278,3 +277,58 @@ def _thinned(values: list[int]) -> list[int]:
     """Return the maxima of at most _POINTS intervals of equal length."""
     size = -(-len(values) // _POINTS)
     return [max(values[at : at + size]) for at in range(0, len(values), size)] if size else []
+
+
+_SHOWN = 3
+
+
+def of_optimizer(engine: NativeEngine) -> list[str]:
+    """Report trained parameters that no optimizer updates."""
+    groups = engine._torch_optimizer().param_groups
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    left = [name for name, p in engine.parameters() if id(p) not in updated]
+    return [f"no optimizer updates {_shown(left)}"] if left else []
+
+
+def of_gradients(engine: NativeEngine) -> list[str]:
+    """Report parameters that keep their gradients after a step."""
+    kept = [name for name, p in engine.parameters() if p.grad is not None]
+    return [f"gradients are kept after the step: {_shown(kept)}"] if kept else []
+
+
+def of_filled(engine: NativeEngine) -> list[str]:
+    """Report parameters whose gradients are zeros in place of missing ones."""
+    filled = {id(parameter) for parameter in engine.filled}
+    names = [name for name, p in engine.parameters() if id(p) in filled]
+    return [f"no gradient reaches {_shown(names)}: zeros are taken"] if names else []
+
+
+def of_growth(after: list[int], where: str = "on the device") -> list[str]:
+    """Report memory that grows with the last step. The first step makes the optimizer's states."""
+    if len(after) < 2 or after[-1] <= after[-2]:
+        return []
+    more = after[-1] - after[-2]
+    return [f"a step leaves {more:,} bytes more than it found {where}: memory leaks"]
+
+
+def of_resuming(written: Description, needed: Description) -> list[str]:
+    """Report tensors that differ between a checkpoint and what a resumed run needs."""
+    other = [name for name in sorted({*written, *needed}) if written.get(name) != needed.get(name)]
+    return [f"a checkpoint cannot be resumed from: {_shown(other)}"] if other else []
+
+
+def of_shards(engine: NativeEngine) -> list[str]:
+    """Report parameters whose rows do not divide evenly among the ranks that shard them."""
+    uneven = []
+    for name, parameter in engine.parameters():
+        if isinstance(parameter, DTensor):
+            size, mesh = parameter.shape, parameter.device_mesh.shape
+            for ranks, placement in zip(mesh, parameter.placements, strict=True):
+                if isinstance(placement, Shard) and size[placement.dim] % ranks:
+                    uneven.append(f"{name} ({size[placement.dim]} rows over {ranks} ranks)")
+    return [f"uneven shards, so some ranks hold more: {_shown(uneven)}"] if uneven else []
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -70,7 +70,7 @@ class RunDirectory:
     environment = _Entry("environment.json")
     status = _Entry("status.json")
     references = _Entry("references.npz")
-    """The log-likelihoods of pairs of answers by the initial weights; see train/references.py."""
+    """The log-likelihoods of pairs of answers by the initial weights; see train/teacher.py."""
     teacher = _Entry("teacher")
     """The most likely tokens of `train.teacher`; see train/teacher.py."""
     metrics = _Entry("metrics.jsonl")

@@ -25,7 +25,7 @@ from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train.evaluations import validate
 from nanoscale.train.job import base_fingerprint, load_initial_weights, load_weights, make_engine
-from nanoscale.train.references import set_references
+from nanoscale.train.teacher import set_references
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext

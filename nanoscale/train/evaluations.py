@@ -1,6 +1,6 @@
 """The evaluations of a model while it trains, and their record, which decides when the training ends.
 
-Scores of lm-eval's tasks are computed by all ranks in the layout of the training.
+All ranks compute scores of lm-eval's tasks, and sample a text, in the layout of the training.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +24,48 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import StopWhen
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Validation
+from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.data.vocabulary import tokenizer_of_run
 from nanoscale.generate.harness import Answers, Scored, ScoringBatch, evaluate_tasks
 from nanoscale.generate.weights import Opened
 from nanoscale.models.kv_cache import without_cudnn_attention
 from nanoscale.parallel import process_group
 from nanoscale.runs.metrics import RISING
-from nanoscale.train.sample import uncompiled
+
+TEMPERATURE = 0.7
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled blocks as they were written: a compilation takes longer than the sample."""
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
+
+
+class NextToken(Protocol):
+    def next_token_logits(self, tokens: list[int]) -> Tensor: ...
+
+
+def sample(
+    engine: NextToken, tokenizer: Tokenizer, prompt: str, length: int, context: int, seed: int
+) -> str:
+    """Return the prompt and its continuation: `length` tokens, fewer if a document ends.
+
+    Every rank must call this at the same time; all draw the same tokens. `context` is the longest sequence
+    that the model was trained on.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompt_tokens = tokenizer.encode(prompt)
+    tokens = [tokenizer.eos, *prompt_tokens]
+    # No early exit at a document's end: ranks that disagreed would wait for each other forever.
+    for _ in range(length):
+        with without_cudnn_attention(), uncompiled():
+            logits = engine.next_token_logits(tokens[-context:])
+        probability = torch.softmax(logits.cpu()[: tokenizer.vocab_size] / TEMPERATURE, dim=0)
+        tokens.append(int(torch.multinomial(probability, 1, generator=generator)))
+    generated = tokens[1:]
+    return tokenizer.decode(
+        generated[: generated.index(tokenizer.eos)] if tokenizer.eos in generated else generated
+    )
 
 
 class TaskScores:

@@ -42,14 +42,12 @@ from nanoscale.runs.memory_order import read_order as memory_order
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.callbacks import make_callbacks
 from nanoscale.train.checkpointing import Progress
-from nanoscale.train.evaluations import Evaluations
+from nanoscale.train.evaluations import Evaluations, sample
 from nanoscale.train.loop import Training
 from nanoscale.train.non_finite import MOST_STEPS, find_cause, on_ranks
 from nanoscale.train.profile import Recorder
-from nanoscale.train.references import set_references
-from nanoscale.train.sample import sample
 from nanoscale.train.stability import ADVICE, LossSpikeError, NonFiniteError, Spikes
-from nanoscale.train.teacher import set_teacher
+from nanoscale.train.teacher import set_references, set_teacher
 
 if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext

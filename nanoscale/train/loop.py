@@ -16,8 +16,7 @@ from nanoscale.backends.base import Engine, StepResult
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.memory_writer import MemoryWriter
 from nanoscale.config.resolved import ResolvedConfig
-from nanoscale.config.schedulers import lr_factor
-from nanoscale.config.training_phases import phase_at, samples_after
+from nanoscale.config.training_phases import lr_factor, phase_at, samples_after
 from nanoscale.data.dataset import Dataset
 from nanoscale.data.loader import Mixture, Prefetched, SampleSource
 from nanoscale.metrics.meter import Meter

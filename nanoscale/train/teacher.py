@@ -1,4 +1,7 @@
-"""The teacher of a distillation: its most likely tokens, computed before the training and stored in the run.
+"""The likelihoods of other weights that a loss reads, computed once and stored in the run.
+
+A distillation reads its teacher's most likely tokens, and some objectives answers' likelihoods by the initial
+weights.
 
 `teacher/tokens.bin` has a record `[seq, k, 2]` for each sample of the training: log-probabilities and ids.
 `teacher/index.npz` has the keys of the records' samples, in their order.
@@ -18,11 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nanoscale.backends.base import Engine
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.shape import read_shape
-from nanoscale.config.objectives import is_distilled
+from nanoscale.config.objectives import is_distilled, is_paired, needs_reference
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.schema import Backend, Lora, Optimizer, Zero
 from nanoscale.config.training_phases import samples_after
@@ -30,6 +34,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset
 from nanoscale.data.loader import Loader, Mixture
 from nanoscale.data.parts import Parts
+from nanoscale.data.samples import AnswerSamples
 from nanoscale.metrics.meter import forget_peak_memory
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import write_atomically
@@ -59,7 +64,10 @@ def set_teacher(
     shape = (config.train.seq_len, config.train.distill_top_k, 2)
     dtype = np.dtype("float64" if config.precision.params == "fp64" else "float32")
     about = [data.fingerprint, fingerprint(model, read_shape(model)), f"{shape} {dtype}"]
-    keys = process_group.broadcast(lambda: _read(folder / "index.npz", about))
+    wrong = "is of other data or of another teacher than this job"
+    index = folder / "index.npz"
+    keys = process_group.broadcast(lambda: _read(index, "keys", "about", about, wrong))
+    keys = np.zeros(0, dtype=np.int64) if keys is None else keys
     missing = np.setdiff1d(_needed(config, data.train), keys)
     if len(missing):
         note("teacher", f"{model} reads {len(missing):,} samples once")
@@ -76,8 +84,7 @@ def set_teacher(
         forget_peak_memory(device)
         keys = np.concatenate([keys, missing])
         if process_group.rank() == 0:
-            np.savez(buffer := io.BytesIO(), keys=keys, about=np.array(about))
-            write_atomically(folder / "index.npz", buffer.getvalue())
+            _write(index, keys=keys, about=np.array(about))
         process_group.gather(None)  # no rank reads before all is written
     stored = np.memmap(file, dtype, "r", shape=(len(keys), *shape))
     for source, loader in enumerate(loaders):
@@ -100,19 +107,28 @@ def _needed(config: ResolvedConfig, train: Loader | Mixture) -> np.ndarray:
     return np.unique(sources * _SOURCE + numbers)
 
 
-def _read(index: Path, about: list[str]) -> np.ndarray:
-    """Return the keys of the stored samples."""
-    if not index.is_file():
-        return np.zeros(0, dtype=np.int64)
+def _read(file: Path, name: str, key: str, expected: object, wrong: str) -> np.ndarray | None:
+    """Return an array of a file; None if there is no file.
+
+    Raises:
+        UserError: the file cannot be read, or is `wrong`, since `key` does not hold what is expected.
+    """
+    if not file.is_file():
+        return None
     try:
-        with np.load(index) as found:
-            keys: np.ndarray = found["keys"]
-            is_same = found["about"].tolist() == about
+        with np.load(file) as stored:
+            array: np.ndarray = stored[name]
+            is_same = stored[key].tolist() == expected
     except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
-        raise UserError("data", f"{index} cannot be read: {error}") from error
+        raise UserError("data", f"{file} cannot be read: {error}") from error
     if not is_same:
-        raise UserError("data", f"{index} is of other data or of another teacher than this job")
-    return keys
+        raise UserError("data", f"{file} {wrong}")
+    return array
+
+
+def _write(file: Path, **arrays: np.ndarray) -> None:
+    np.savez(buffer := io.BytesIO(), **arrays)  # type: ignore[arg-type]
+    write_atomically(file, buffer.getvalue())
 
 
 def _compute(
@@ -150,3 +166,57 @@ def _make_engine(config: ResolvedConfig, device: torch.device, folder: Path) -> 
     engine = NativeEngine(changed, device)
     engine.load_pretrained(folder)
     return engine
+
+
+def set_references(file: Path, engine: Engine, data: Dataset, step: int, note: Note) -> None:
+    """Give the answers of a job the likelihoods in the run's file, which is written before the first step.
+
+    Every rank calls it, before the first step with the initial weights.
+
+    Raises:
+        UserError: the file is missing after the first step, or it is of other answers.
+    """
+    if not needs_reference(engine.config.train):
+        return
+    every = data.answers()
+    wrong = "is of other data: its answers are not those of this job"
+    stored = process_group.broadcast(
+        lambda: _read(file, "likelihoods", "data", data.fingerprint, wrong)
+    )
+    if stored is None:
+        if step:
+            raise UserError(
+                "data", f"{file} is missing: it holds what the initial weights gave to the answers"
+            )
+        samples = "pairs" if is_paired(engine.config.train) else "answers"
+        note("reference", f"the initial weights read {sum(map(len, every)):,} {samples} once")
+        stored = np.concatenate([_likelihoods(engine, answers) for answers in every])
+        if process_group.rank() == 0:
+            _write(file, likelihoods=stored, data=np.array(data.fingerprint))
+    if len(stored) != sum(map(len, every)):
+        raise UserError("data", f"{file} is of {len(stored):,} samples, and others fit here")
+    for answers in every:
+        answers.references, stored = stored[: len(answers)], stored[len(answers) :]
+
+
+def _likelihoods(engine: Engine, answers: AnswerSamples) -> np.ndarray:
+    """Compute fp64 [samples, 2] over all ranks."""
+    parallel, at = engine.config.parallel, engine.coordinates
+    each = engine.config.train.micro_batch // answers.rows
+    firsts = range(at.dp * each, len(answers) + at.dp * each, parallel.dp * each)
+    numbers = np.concatenate([np.arange(first, first + each) for first in firsts])
+    rows = (numbers % len(answers)).reshape(-1, each).tolist()
+    batches = (answers.batch(row) for row in rows)
+    likelihoods = engine.log_likelihoods(batches).reshape(-1, answers.rows)
+    if answers.rows == 1:
+        unmatched = (answers.batch(row).unmatched for row in rows)
+        others = engine.log_likelihoods(filter(None, unmatched))
+        likelihoods = torch.cat([likelihoods, others[:, None]], 1)
+    result = torch.zeros(len(answers), 2, dtype=torch.float64)
+    if at.tp == at.cp == 0:
+        inside = torch.from_numpy(numbers < len(answers))
+        result[torch.from_numpy(numbers)[inside]] = likelihoods[inside]
+    total = result.to(engine.device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return np.asarray(total.cpu())

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common import display
 from nanoscale.common.units import counted
 from nanoscale.config.reference import declared, value_of
-from nanoscale.config.schedulers import lr_factor
-from nanoscale.config.training_phases import phase_at
+from nanoscale.config.training_phases import lr_factor, phase_at
 from nanoscale.config.violations import shown
 from nanoscale.view.blocks import Table, show_table
 from nanoscale.view.charts import curve_line

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nanoscale.backends import float8
+from nanoscale.backends import low_bits
 from nanoscale.config.schema import Model
 from nanoscale.models.head import Head
 from nanoscale.models.initialization import initialize
@@ -25,7 +25,7 @@ def make(in_8_bits: str | None, mesh: DeviceMesh | None = None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(SHAPE)
     if in_8_bits:
-        float8.apply(model, in_8_bits, emulate=True)
+        low_bits.use_float8(model, in_8_bits, emulate=True)
     if mesh is not None:
         tensor.apply(model, mesh, sequence_parallel=True)
     model.to_empty(device="cpu")
@@ -107,7 +107,7 @@ def test_matrices_that_would_be_slower_stay_as_they_are(recipe: str, kept: str) 
     shape = Model(layers=1, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=96)
     with torch.device("meta"):
         model = Transformer(shape)
-    float8.apply(model, recipe, emulate=True)
+    low_bits.use_float8(model, recipe, emulate=True)
     products = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(in_8_bits(model)) == len(products) - len(kept.split())
     assert not any(name.endswith(tuple(kept.split())) for name in in_8_bits(model))

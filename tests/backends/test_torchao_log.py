@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from nanoscale.backends.torchao_log import silence_missing_extensions
+from nanoscale.backends.low_bits import silence_missing_extensions
 
 
 def test_extensions_that_do_not_load_are_no_news_and_all_else_is(caplog):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from nanoscale.backends import nf4
+from nanoscale.backends import low_bits
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.adapters import require_base
@@ -84,8 +84,8 @@ def test_blocks_in_4_bits_are_one_graph() -> None:
     pytest.importorskip("torchao")
     with torch.device("meta"):
         model = Transformer(SHAPE).double()
-    nf4.prepare(model)
-    nf4.quantize(model, torch.float64, torch.device("cpu"))
+    low_bits.prepare_nf4(model)
+    low_bits.quantize_nf4(model, torch.float64, torch.device("cpu"))
     model.materialize(torch.device("cpu"))
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -93,7 +93,7 @@ def test_blocks_in_4_bits_are_one_graph() -> None:
     tokens = torch.randint(SHAPE.vocab, (2, 8))
     expected = model(tokens)
     layer: Any = model.layers["0"].mlp.down
-    weight = nf4.dequantize(*(*layer.parts, layer.in_features))
+    weight = low_bits.dequantize(*(*layer.parts, layer.in_features))
     assert torch.equal(weight, layer.weight.get_original_weight())
     counters.clear()
     for block in model.layers.values():
@@ -114,7 +114,7 @@ def test_a_base_in_4_bits(compiled: Literal["off", "on"], tmp_path: Path) -> Non
     rounded_weights = load_file(file)
     for name, weight in rounded_weights.items():
         if name.endswith("proj.weight"):
-            quantized: Any = nf4.to_nf4(weight)
+            quantized: Any = low_bits.to_nf4(weight)
             rounded_weights[name] = quantized.get_original_weight()
     save_file(rounded_weights, file, {"format": "pt"})
     plain = config_for(tmp_path, tmp_path / "rounded")

@@ -12,7 +12,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.config.translation.deepspeed_json import translate
+from nanoscale.config.translation.from_file import translate
 
 WHOLE: dict[str, Any] = {
     "train_batch_size": 16,

@@ -12,8 +12,8 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import Library
 from nanoscale.config.rules import check
-from nanoscale.config.schedulers import SCHEDULERS, lr_factor
 from nanoscale.config.schema import Scheduler, Train
+from nanoscale.config.training_phases import SCHEDULERS, lr_factor
 
 
 def factors(scheduler: Scheduler, steps: int) -> list[float]:

@@ -9,8 +9,8 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.token_files import BAD, manifest
-from nanoscale.data.prepare.answers import holds_pair
-from nanoscale.data.prepare.cached import first_fields
+from nanoscale.data.prepare.by_parts import first_fields
+from nanoscale.data.prepare.records import holds_pair
 from nanoscale.data.prepare.sources import find_sources
 from tests.data.test_chat import marked, write_chats
 from tests.data.texts import prepared

@@ -17,9 +17,8 @@ from nanoscale.config.violations import override
 from nanoscale.launch.request import check_request
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import SURE, filled_share, predict
-from nanoscale.plan.search.choice import SOURCE
+from nanoscale.plan.search.choice import SEARCHED, SOURCE, search_space, to_type
 from nanoscale.plan.search.search import search
-from nanoscale.plan.search.search_space import SEARCHED, search_space, to_type
 from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.verdict import remedy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoscale.config.layout import takes
-from nanoscale.plan.pipeline.boundaries import at_peak, by_action
+from nanoscale.plan.pipeline.residents import at_peak, by_action
 from tests.plan.schedules import SCHEDULES
 
 

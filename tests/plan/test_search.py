@@ -18,8 +18,8 @@ from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import SURE, Prediction, fits_probability, predict, spread
 from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
+from nanoscale.plan.search.choice import recipe_of, search_space, to_type
 from nanoscale.plan.search.search import SearchResult, search, search_other_backend
-from nanoscale.plan.search.search_space import recipe_of, search_space, to_type
 from nanoscale.view.plan.search_text import advice, reasons
 from tests.plan.machines import job
 

@@ -31,7 +31,7 @@ from nanoscale.plan.search.candidates import (
     schedules,
     shapes,
 )
-from nanoscale.plan.search.search_space import search_space, to_type
+from nanoscale.plan.search.choice import search_space, to_type
 from tests.support.rows import exhaustive
 
 GPUS = "cluster=h100-sxm"

@@ -12,8 +12,8 @@ from rich.console import Console
 from nanoscale.plan.pipeline.orders import order
 from nanoscale.plan.pipeline.simulation import Timeline, simulate, transfers_overlap
 from nanoscale.view.blocks import Chart, Report, page
-from nanoscale.view.plan.timeline import _STYLE as STYLES
-from nanoscale.view.plan.timeline import rows, timeline_text, windows
+from nanoscale.view.plan.pictures import _STYLE as STYLES
+from nanoscale.view.plan.pictures import shown, timeline_text, windows
 from tests.plan.schedules import SCHEDULES, even_costs
 
 KINDS = {style.split()[-1]: kind for kind, style in STYLES.items()}
@@ -124,7 +124,6 @@ def test_windows_are_long_enough_to_see_every_rank_begin_and_end():
 
 def test_of_many_ranks_the_first_and_the_last_are_shown():
     step = timeline("1f1b", 64, 1, 64)
-    shown = rows(step, 32)
-    assert shown == [*range(15), None, *range(49, 64)]
+    assert shown(64, 32) == [*range(15), None, *range(49, 64)]
     assert "34 more" in timeline_plain(step)
-    assert rows(step, 64) == [*range(64)]
+    assert shown(64, 64) == [*range(64)]

@@ -53,7 +53,7 @@ TYPED_BACK = {
     "config/composing/overrides.py": "cli/test_advice.py",
     "config/composing/variants.py": "cli/test_advice_on_files.py",
     "config/values/other_trainers.py": "config/test_from_file.py",
-    "config/translation/deepspeed_json.py": "config/test_from_deepspeed.py",
+    "config/translation/from_file.py": "config/test_from_deepspeed.py",
     "config/hf/any_model.py": "config/test_any_model_advice.py",
     "config/hf/pretrained.py": "cli/test_advice.py",
     "plan/budget.py": "cli/test_budget.py",

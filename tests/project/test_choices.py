@@ -12,7 +12,7 @@ from nanoscale.config import schema
 from nanoscale.config.dtypes import DTYPES
 from nanoscale.config.layout import SCHEDULES
 from nanoscale.config.optimizers import OPTIMIZERS
-from nanoscale.config.schedulers import SCHEDULERS
+from nanoscale.config.training_phases import SCHEDULERS
 from nanoscale.launch.transport.transport import _BY_LAUNCHER
 from nanoscale.plan.pipeline.closed_forms import _FORMS
 

@@ -24,7 +24,7 @@ from benchmarks.gpu.items import read_items, run_items
 from benchmarks.gpu.parts import PARTS, SMALL, Bench, Layout, first_that_fits
 from benchmarks.gpu.peers import trained, write_tokens
 from benchmarks.gpu.session import Failed, TooSlow
-from nanoscale.backends import nf4
+from nanoscale.backends import low_bits
 from nanoscale.config.composing.compose import compose
 from nanoscale.models import moe
 
@@ -238,7 +238,7 @@ def test_a_wrong_operation_is_found_and_the_next_check_runs(
     monkeypatch.setattr(
         moe, "sum_rows", lambda rows, pairs: wrong.get(rows.dtype, 1) * sums(rows, pairs)
     )
-    monkeypatch.setattr(nf4, "to_nf4", None)
+    monkeypatch.setattr(low_bits, "to_nf4", None)
     acts = {name: correct.checks(CPU)[name] for name in ("experts", "nf4", "router product")}
     run_items({it: lambda it=it: correct.judge(*acts[it], CPU) for it in acts}, [])
     rows = read_items(capsys.readouterr().out)

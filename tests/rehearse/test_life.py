@@ -16,7 +16,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Checkpoint, PhaseSettings
 from nanoscale.rehearse import life
 from nanoscale.rehearse.document import document
-from nanoscale.rehearse.findings import of_resuming
+from nanoscale.rehearse.life import of_resuming
 from nanoscale.rehearse.played.cuda import Gpu
 from nanoscale.rehearse.played.record import RankRecord
 from tests.rehearse.real_ranks import sequence_of

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.schema import Backend
 from nanoscale.data.tokens.tokenizer import ByteTokenizer
+from nanoscale.train.evaluations import sample
 from nanoscale.train.job import show_sample
-from nanoscale.train.sample import sample
 from nanoscale.train.stability import NonFiniteError, require_finite
 from tests.support.jobs import BYTES, make_config
 from tests.support.recipes import changed

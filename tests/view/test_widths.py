@@ -20,12 +20,12 @@ from nanoscale.config.rules import check
 from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import predict
 from nanoscale.view.blocks import LOOKS, Chart, Lines, Report, page, show, state_style, table
-from nanoscale.view.plan import memory_text, timeline
+from nanoscale.view.plan import pictures
 from nanoscale.view.plan.prediction import prediction_report
 from nanoscale.view.run.run_table import _FIRST, _USUAL
 from nanoscale.view.run.top_table import top_table
 
-STYLE = Path(memory_text.__file__).parents[1] / "style.css"
+STYLE = Path(pictures.__file__).parents[1] / "style.css"
 NAME = "llama-1b-second-sweep-lr=1e-4,seed=12345-2026-11-27"
 STATES = ("running", "queued (12345)", "failed", "completed", "running, then lost", "prepared")
 
@@ -103,7 +103,7 @@ def test_a_path_that_is_wider_than_the_terminal_can_be_copied() -> None:
 
 def test_letters_are_legible_and_states_look_different() -> None:
     """Contrast of at least 4.5, as WCAG 2.1 asks for (1.4.3), also on pages, by day and by night."""
-    styles = [*(style for _, style in memory_text.LOOKS.values()), *timeline._STYLE.values()]
+    styles = [*(style for _, style in pictures.LOOKS.values()), *pictures._STYLE.values()]
     for style in map(Style.parse, styles):
         assert style.color and style.bgcolor
         assert contrast(*(tuple(it.get_truecolor()) for it in (style.color, style.bgcolor))) >= 4.5

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from nanoscale.backends import gradients
 from nanoscale.backends.base import Engine, StepResult, make_stage
-from nanoscale.backends.deepspeed import pipeline, shard_ranges, tensor
-from nanoscale.backends.deepspeed.groups import Groups
+from nanoscale.backends.deepspeed import model_parallel, shard_ranges
 from nanoscale.backends.deepspeed.import_library import load_deepspeed
+from nanoscale.backends.deepspeed.model_parallel import Groups
 from nanoscale.backends.optimizer import initial_state, make_optimizer, set_lr
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.hf import load
@@ -38,11 +38,11 @@ class DeepSpeedEngine(Engine):
         self.zero_stage = config.zero.stage
         self.coordinates = coordinates(dist.get_rank(), config.parallel)
         self.groups = Groups(config, device.type)
-        self.split_dims: tensor.SplitDims = {}
+        self.split_dims: model_parallel.SplitDims = {}
         self.pipelined = config.parallel.pp > 1
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
-        self._micro_batch_queue: deque[pipeline.StageInputs] = deque()
+        self._micro_batch_queue: deque[model_parallel.StageInputs] = deque()
         settings = deepspeed_settings(config)
         self.model = self._build(library, settings)
         self.stages = {self.coordinates.pp: self.model}
@@ -56,7 +56,7 @@ class DeepSpeedEngine(Engine):
         if self.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip
         if self.pipelined:
-            self.engine.timers = pipeline.no_timers()
+            self.engine.timers = model_parallel.no_timers()
         self.model.reset_buffers(device)  # DeepSpeed casts them like parameters
         self.balance = self._make_balance()
         self.shards = shard_ranges.find_shards(
@@ -165,15 +165,15 @@ class DeepSpeedEngine(Engine):
             if self.config.lora.rank:
                 lora.attach(model, self.config.lora)
         if parallel.tp > 1:
-            self.split_dims = tensor.apply(model, self.groups.tensor)
+            self.split_dims = model_parallel.divide(model, self.groups.tensor)
         sequence = context_group(self.config, self.device.type)
         prepare_blocks(model, self.config, sequence, self.coordinates.cp)
         if not shards_on_creation:
-            tensor.materialize(model, self.device)
+            model_parallel.materialize(model, self.device)
         return model
 
     def _pipeline(self) -> Any:
-        return pipeline.make_module(
+        return model_parallel.make_module(
             self.model,
             self.coordinates.pp,
             self.config.parallel,
@@ -226,7 +226,7 @@ class DeepSpeedEngine(Engine):
 
     def _forward(self, inputs: Tensor, *others: Tensor | None) -> Tensor | None:
         if self.pipelined:
-            return pipeline.forward(self.model, inputs, others, self.groups.pipeline)
+            return model_parallel.forward(self.model, inputs, others, self.groups.pipeline)
         output: Tensor = self.engine(inputs, *others)
         return output
 

@@ -154,8 +154,8 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
     """Return the request that prepares the texts, and True if that is done beside the training."""
     from nanoscale.data.corpus import cache_folder
     from nanoscale.data.prepare import PreparationRequest
-    from nanoscale.data.prepare.answers import LABEL
-    from nanoscale.data.prepare.cached import first_fields
+    from nanoscale.data.prepare.by_parts import first_fields
+    from nanoscale.data.prepare.records import LABEL
     from nanoscale.data.prepare.sources import CHATS, find_sources
 
     sources = find_sources([file])
@@ -202,8 +202,8 @@ def _request(composed: Composed, key: str, file: str) -> tuple[PreparationReques
 
 def _kind(names: list[str] | None, objective: str) -> RecordKind:
     """Return the kind of records with these fields, or of lists, that an objective learns from."""
-    from nanoscale.data.prepare.answers import LABEL, holds_pair
-    from nanoscale.data.prepare.cached import holds_chats
+    from nanoscale.data.prepare.by_parts import holds_chats
+    from nanoscale.data.prepare.records import LABEL, holds_pair
 
     if objective == "classify":
         return "labels"
@@ -228,8 +228,7 @@ def _command(request: PreparationRequest) -> str:
 
 @lru_cache  # a command composes its configuration more than once
 def _prepared(request: PreparationRequest, is_large: bool) -> Path:
-    from nanoscale.data.prepare.by_parts import prepare_first
-    from nanoscale.data.prepare.cached import prepare_in_cache
+    from nanoscale.data.prepare.by_parts import prepare_first, prepare_in_cache
     from nanoscale.data.prepare.records import SKIP
     from nanoscale.processes.pool import LostProcessError
     from nanoscale.view.data_text import PreparationScreen, prepared_line

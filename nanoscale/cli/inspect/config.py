@@ -102,7 +102,7 @@ def from_deepspeed(
     file: _ForeignFile, out: Path | None = _OUT, dp: int | None = _DP, as_json: opt.AsJson = False
 ) -> None:
     """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
-    from nanoscale.config.translation.deepspeed_json import translate
+    from nanoscale.config.translation.from_file import translate
     from nanoscale.config.values.other_trainers import read_json
 
     _show_translation(file, translate(read_json(file), dp), out, as_json=as_json)

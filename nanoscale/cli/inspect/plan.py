@@ -202,7 +202,7 @@ def _combinations(line: CommandLine, variants: Sequence[Variant], as_json: bool)
 
 def _accepted(line: CommandLine, request: Request, plan: Prediction) -> str:
     """Return the override of a plan's steps, together with the overrides that the rules then advise."""
-    from nanoscale.plan.search.search_space import search_space
+    from nanoscale.plan.search.choice import search_space
 
     text = f"train.steps={plan.training.steps}"
     for _ in range(8):
@@ -233,7 +233,7 @@ def _space(composed: Composed) -> SearchSpace:
     """Return the layouts of the planned devices; raise a UserError about what is not the layout."""
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.planned_devices import planned_devices, planned_ranks
-    from nanoscale.plan.search.search_space import search_space
+    from nanoscale.plan.search.choice import search_space
 
     devices = planned_devices(composed)
     ranks = planned_ranks(composed, devices, planned_hosts(composed))
@@ -245,8 +245,8 @@ def _search(
     overwrite: bool, as_json: bool,
 ) -> int:  # fmt: skip
     from nanoscale.plan.hardware.hardware import hardware_of
+    from nanoscale.plan.search.choice import recipe_of
     from nanoscale.plan.search.search import search, search_other_backend
-    from nanoscale.plan.search.search_space import recipe_of
     from nanoscale.view.plan.search_text import print_found, search_document, search_report
 
     composed = line.compose(_space)

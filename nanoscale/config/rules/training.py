@@ -32,11 +32,10 @@ from nanoscale.config.rules.rule import (
     reset,
     several,
 )
-from nanoscale.config.schedulers import PIECEWISE, SCHEDULERS
 from nanoscale.config.schema import Config, PhaseSettings, Run, Scheduler, Train
 from nanoscale.config.token_files import training_samples
 from nanoscale.config.token_formats import FORMATS, is_parts
-from nanoscale.config.training_phases import phases_of, steps_for
+from nanoscale.config.training_phases import PIECEWISE, SCHEDULERS, phases_of, steps_for
 from nanoscale.config.values.forms import RULE, legal_name, series_of
 from nanoscale.config.violations import override, shown
 

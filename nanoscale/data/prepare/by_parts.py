@@ -1,4 +1,5 @@
-"""Texts that are prepared beside the training, as a folder of parts that appear one after the other.
+"""Text files in place of token files, prepared once into a folder of the cache: whole before the training, or
+beside it, as a folder of parts that appear one after the other.
 
     NAME.parts/             request.json  manifest.json  tokenizer.json …  lock
     NAME.parts/part-00000/  tokens.bin  tokens.idx  valid.bin …  a prepared folder
@@ -20,7 +21,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from nanoscale.data.prepare import preparation
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Setup
 from nanoscale.data.prepare.folder import UnfinishedFolder, write_document
-from nanoscale.data.prepare.sources import DATASET, Reading, TextSource
+from nanoscale.data.prepare.records import csv_header
+from nanoscale.data.prepare.render import pair_in
+from nanoscale.data.prepare.sources import DATASET, Reading, TextSource, local_copy, opened
 from nanoscale.data.tokens.files import smallest_type
 from nanoscale.data.tokens.tokenizer import Tokenizer
 from nanoscale.processes.lifeline import die_with
@@ -47,6 +50,18 @@ _REQUEST = "request.json"
 _NICENESS = 10
 
 
+def prepare_in_cache(request: preparation.PreparationRequest, watcher: preparation.Watcher) -> Path:
+    """Prepare a request into a folder of `request.out`, named after what determines its bytes; return it.
+
+    Raises as `preparation.prepare` does.
+    """
+    reading, tokenizer = preparation.inputs_of(request)
+    out = _named(request, preparation.identity_of(request, reading, tokenizer))
+    if manifest(out) is None:
+        preparation.prepare(replace(request, out=out), watcher)
+    return out
+
+
 def prepare_first(request: preparation.PreparationRequest, watcher: preparation.Watcher) -> Path:
     """Prepare the first part of the sources, in a folder of `request.out`; return the folder.
 
@@ -54,8 +69,7 @@ def prepare_first(request: preparation.PreparationRequest, watcher: preparation.
     """
     reading, tokenizer = _inputs_of(request)
     identity = preparation.identity_of(request, reading, tokenizer) | {"part": PART}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = request.out / f"{Path(request.sources[0]).name}-{digest}{PARTS}"
+    folder = _named(request, identity, PARTS)
     if part_of(folder, 0).is_dir():
         return folder
     with _locked(folder), preparation.interrupted() as stop:
@@ -68,6 +82,12 @@ def prepare_first(request: preparation.PreparationRequest, watcher: preparation.
             with closing(parts.write()) as published:
                 next(published, None)
     return folder
+
+
+def _named(request: preparation.PreparationRequest, identity: object, ending: str = "") -> Path:
+    """Return the folder whose name follows from what determines its bytes."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return request.out / f"{Path(request.sources[0]).name}-{digest}{ending}"
 
 
 def prepare_rest(folder: Path, workers: int, report: Callable[[str], None]) -> None:
@@ -219,6 +239,39 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise UserError("data", f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def holds_chats(names: list[str] | None) -> bool:
+    """True if a record of these fields, or a list, holds a chat and no text."""
+    if names is None:
+        return True
+    return "text" not in names and (
+        "messages" in names or "conversations" in names or pair_in(names) is not None
+    )
+
+
+def first_fields(source: TextSource) -> list[str] | None:
+    """Return the names of the fields of a file's first record; None if it is a list itself."""
+    # the preparation reports what is wrong
+    with suppress(OSError, ValueError, LookupError), local_copy(source) as local:
+        return _names_in(local)
+    return []
+
+
+def _names_in(source: TextSource) -> list[str] | None:
+    if source.kind == "text":
+        return []
+    if source.kind == "parquet":
+        from pyarrow import parquet
+
+        return list(parquet.read_schema(source.copy or source.name).names)
+    if source.kind == "csv":
+        with opened(source) as (stream, _):
+            return csv_header(stream)
+    content = next(read_chunks(Reading((source,)), Cursor())).content
+    first = content.split(b"\n", 1)[0] if isinstance(content, bytes) else content[0]
+    record = json.loads(first or b"")
+    return list(record) if isinstance(record, dict) else None
 
 
 def main() -> int:

@@ -15,10 +15,9 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nanoscale.config.token_files import BAD
-from nanoscale.data.prepare.answers import LABEL, conversations, rated
 from nanoscale.data.prepare.chat import ChatTokenizer, Renderer
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks, too_long
-from nanoscale.data.prepare.records import LONGEST, READERS, Bad
+from nanoscale.data.prepare.records import LABEL, LONGEST, READERS, Bad, conversations, rated
 from nanoscale.data.prepare.render import Chat, RecordError, pair_in, parsed, value_at
 from nanoscale.data.prepare.sources import Reading, TextSource
 from nanoscale.data.tokens.tokenizer import ByteTokenizer, Tokenizer, load

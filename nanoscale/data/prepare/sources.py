@@ -23,8 +23,7 @@ from nanoscale.common.json_text import parse
 from nanoscale.common.object_storage import is_address, open_storage, retried, version_of
 from nanoscale.common.versions import missing
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
-from nanoscale.data.prepare.answers import LABEL, PAIR, QUESTION, holds_pair
-from nanoscale.data.prepare.records import EMPTY, Bad, csv_header
+from nanoscale.data.prepare.records import EMPTY, LABEL, PAIR, QUESTION, Bad, csv_header, holds_pair
 from nanoscale.data.prepare.render import INPUT, TOOLS, VARIABLES, Template, pair_in
 
 Kind = Literal["text", "jsonl", "json", "csv", "tar", "parquet", "dataset"]

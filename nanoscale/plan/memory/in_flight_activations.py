@@ -12,8 +12,7 @@ from nanoscale.plan.memory.loss import loss_memory
 from nanoscale.plan.memory.phases import MemoryEvent
 from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import Stage
-from nanoscale.plan.pipeline.boundaries import at_peak
-from nanoscale.plan.pipeline.residents import Moment, moments
+from nanoscale.plan.pipeline.residents import Moment, at_peak, moments
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from nanoscale.rehearse.played import collectives, cuda, fake_tensors, kernels
+from nanoscale.rehearse.played import collectives, cuda, fake_tensors
 from nanoscale.rehearse.played.device_memory import DeviceMemory, TensorKind
 from nanoscale.rehearse.played.fusion import Fusion
 from nanoscale.rehearse.played.live_memory import OPENED, PLAIN
@@ -414,7 +414,7 @@ def played(
         fake_tensors.balance_experts(patches, *experts, wait)
         if gpu is not None:
             cuda.pretend(patches, gpu, world)
-            kernels.use_fused_kernels(patches)
+            cuda.use_fused_kernels(patches)
         world.watch_weak_references(patches)
         # DTensor derives the shape of a global result from tensors that no rank has.
         patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", world.uncounted)

@@ -21,8 +21,7 @@ from nanoscale.view.job_text import job_lines, recomputation, shape, size
 from nanoscale.view.plan import saving_text
 from nanoscale.view.plan.choice_text import choice_line
 from nanoscale.view.plan.explain import how
-from nanoscale.view.plan.memory_text import bars
-from nanoscale.view.plan.timeline import timeline_text
+from nanoscale.view.plan.pictures import bars, timeline_text
 
 MEANINGS = {
     "matmul": "matrix products",

@@ -12,8 +12,8 @@ from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
+from nanoscale.plan.search.choice import to_type
 from nanoscale.plan.search.search import SearchResult
-from nanoscale.plan.search.search_space import to_type
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.blocks import Chart, Column, Lines, Report, Table, rich_table, table
 from nanoscale.view.charts import Point, scatter

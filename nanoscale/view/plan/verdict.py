@@ -15,8 +15,8 @@ from nanoscale.config.values.provenance import Composed
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
+from nanoscale.plan.search.choice import search_space, to_type
 from nanoscale.plan.search.search import search
-from nanoscale.plan.search.search_space import search_space, to_type
 from nanoscale.view.plan.prediction import verdict
 
 PROPOSALS = 3

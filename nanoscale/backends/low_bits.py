@@ -1,0 +1,157 @@
+"""Matrix products in 8 bits, with dynamic scales, and frozen weights in 4 bits, by torchao.
+
+| recipe | scales | types | gradients of weights |
+|---|---|---|---|
+| tensorwise | one per matrix, or per rank's shard of it | forward e4m3, gradients e5m2 | in 8 bits |
+| rowwise | one per row, powers of two | e4m3 | in 8 bits |
+| rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
+
+An outlier affects the scale of its row only, not the matrix's, so each recipe is more accurate than the
+previous one, and slower. With tensor parallelism a rank scales its shards: one process computes the same
+products of whole rows, and shards of rows have finer scales. Sums over ranks are in the compute dtype.
+
+Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of `torchao.float8` for the
+recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute capability 8.9 and every size
+of a product a multiple of 16.
+
+Weights in 4 bits are torchao's NF4Tensor (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3). A product
+dequantizes its weights, in the forward and in the backward pass, and keeps no copy of them. It computes with
+the tensors in an NF4Tensor, so that torch.compile traces plain operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanoscale.config import parameters
+from nanoscale.models.lora import frozen_matrices
+from nanoscale.models.transformer import Transformer
+
+
+def silence_missing_extensions() -> None:
+    """Drop torchao's warnings about compiled extensions of its own that do not load.
+
+    They are for other GPUs or another CUDA than here; nanoscale uses none of them. To be called before
+    torchao is imported.
+    """
+    logging.getLogger("torchao").addFilter(_is_not_a_load_failure)
+
+
+def _is_not_a_load_failure(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Failed to load ")
+
+
+def use_float8(model: Transformer, recipe: str, tp: int = 1, emulate: bool = False) -> None:
+    """Convert the blocks' linear layers to 8-bit products, in place; the head is not converted, as is usual.
+
+    Layers that would be slower in 8 bits are left, unless all would. Call it before anything is sharded or
+    wrapped; names of parameters stay. `emulate` rounds to 8 bits and multiplies in the compute dtype, for tests
+    on hardware without 8-bit products.
+    """
+    silence_missing_extensions()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    sizes: dict[int, parameters.Shape] = {}
+    for number, block in model.layers.items():
+        table = parameters.block(model.shape.of_layer(int(number)))
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                sizes[id(module)] = table[f"{name}.weight"].local(tp)
+    chosen_ids = [layer for layer, size in sizes.items() if is_faster(recipe, *size)] or [*sizes]
+    convert_to_float8_training(
+        model.layers, config=config, module_filter_fn=lambda layer, _: id(layer) in chosen_ids
+    )
+
+
+def is_faster(recipe: str, outputs: int, inputs: int) -> bool:
+    """True if products with a matrix `[outputs, inputs]` are faster in 8 bits than in bf16, casts included.
+
+    Source: torchao's measurements on an H100 with 16,384 tokens (README of `torchao.float8`, "Performance").
+    """
+    if recipe == "tensorwise":
+        return outputs > 1024 or inputs > 4096
+    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+
+
+_BLOCK, _SCALES = 64, 256
+"""Weights with a scale of their own, and scales with one, as in the paper."""
+
+
+class Quantized(nn.Linear):
+    """A linear layer with a frozen weight in 4 bits."""
+
+    parts: tuple[Tensor, ...]
+    """Codes, their scales, the factors and the mean of scales, and the values of codes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Product.apply(x, *self.parts, self.in_features)
+        return result if self.bias is None else result + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weight: Any) -> Tensor:
+        ctx.save_for_backward(*weight[:-1])
+        ctx.columns = weight[-1]
+        return F.linear(x, dequantize(*weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ dequantize(*(*ctx.saved_tensors, ctx.columns)), *[None] * 6
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, factors: Tensor, mean: Tensor, values: Tensor, columns: int
+) -> Tensor:
+    """Return the matrix of two codes a byte, whose scales are in 8 bits, as torchao's NF4Tensor computes it."""
+    scale = (scales.view(len(factors), -1) / factors.unsqueeze(1)).flatten().to(values.dtype) + mean
+    pairs = values[torch.stack((codes >> 4, codes & 15), -1).int()]
+    return (pairs.view(len(scale), -1) * scale.unsqueeze(1)).view(-1, columns)
+
+
+def _read_parts(block: nn.Module, _inputs: object) -> None:
+    for layer in block.modules():
+        if isinstance(layer, Quantized):
+            it: Any = layer.weight
+            layer.parts = (
+                it.quantized_data, it.quantized_scalers, it.quantization_factor, it.scaler_mean, it.nf4
+            )  # fmt: skip
+
+
+def prepare_nf4(model: Transformer) -> None:
+    """Let the blocks' linear layers compute with weights in 4 bits, in place, before adapters are attached."""
+    for layer in frozen_matrices(model):
+        layer.__class__ = Quantized
+    for block in model.layers.values():
+        block.register_forward_pre_hook(_read_parts)
+
+
+def quantize_nf4(model: Transformer, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the blocks' linear layers, on the meta device, weights in 4 bits for products in `dtype`, in place.
+
+    Whatever is copied into such a weight is quantized, so a loaded model is never whole in memory. FSDP2
+    ignores these weights (`parallel.fsdp`): each rank has them whole, in every stage of ZeRO.
+    """
+    for layer in frozen_matrices(model):
+        zeros = torch.zeros(layer.weight.shape, dtype=dtype, device=device)
+        layer.weight = nn.Parameter(to_nf4(zeros), requires_grad=False)
+
+
+def to_nf4(weight: Tensor) -> Tensor:
+    """Return a matrix in 4 bits, which has its dtype in products."""
+    silence_missing_extensions()
+    try:
+        from torchao.quantization import to_nf4 as convert
+    except ImportError:  # before torchao 0.18
+        from torchao.dtypes.nf4tensor import to_nf4 as convert
+    scales = math.gcd(_SCALES, weight.numel() // _BLOCK)
+    quantized: Tensor = convert(weight, _BLOCK, scales)
+    return quantized
