@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.objectives import made_for
+from nanoscale.models import hf_mixers
 from nanoscale.models.attention import AttentionSpan
 from nanoscale.models.transformer import scaled
 
@@ -25,27 +26,40 @@ DOCUMENTS: ContextVar[tuple[AttentionSpan, bool]] = ContextVar("documents")
 """The documents of the rows that a model runs on, and False if each is a whole row."""
 _CAUSAL = "causal"
 """The mask of layers that see all earlier tokens of rows of one document."""
-_RECURRENT = ("A_log", "dt_bias", "conv1d.weight")
-"""The ends of names of parameters of layers that pass a state from token to token."""
-_KINDS = {"full_attention", "sliding_attention"}
+_GIVEN = ("position_ids", "seq_idx")
+"""Further arguments of our function that attention within documents does not need."""
+_KINDS = {"full_attention", "sliding_attention", "moe", "mlp"}
 """The kinds of layers, by `layer_types` of config.json, whose attention is causal within documents."""
+_MIXING = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""The kinds of layers that pass a state, too."""
 
 
-def problem(model: Any) -> str:
-    """Return why attention by ours would not be the model's; empty if nothing is known against it."""
+def problem(model: Any, *, divided: bool = False) -> str:
+    """Return why attention and mixers by ours would not be the model's, with `divided` sequences; empty if
+    nothing is known against them."""
     is_causal = getattr(model.config, "is_causal", True)
     if made_for(model.config.to_dict()) != "next-token" or not is_causal:
         return "its attention sees later tokens"
-    if not getattr(model, "_supports_attention_backend", False):
+    mixers = hf_mixers.mixers(model)
+    if others := [name for name, functions in mixers.items() if not functions or divided]:
+        why = (
+            "which ranks do not hand on"
+            if mixers[others[0]]
+            else "which only its own code computes"
+        )
+        return f"{others[0]} passes a state from token to token, {why}"
+    # Most families with recurrences do not set the flag.
+    has_functions = getattr(model, "_supports_attention_backend", False)
+    recurs = any(functions & hf_mixers.RECURRENCES.keys() for functions in mixers.values())
+    if not has_functions and not (recurs and model._can_set_attn_implementation()):
         return "its attention is not one of transformers' functions"
-    if names := [it for it, _ in model.named_parameters() if it.endswith(_RECURRENT)]:
-        return f"{names[0].rpartition('.')[0]} passes a state from token to token"
-    if others := {*(getattr(model.config, "layer_types", None) or ())} - _KINDS:
-        return f"layers of the kind {min(others)} are not attention to earlier tokens"
-    kinds = getattr(model.config, "rope_parameters", None) or {}
-    kinds = [it for it in (kinds, *kinds.values()) if isinstance(it, dict)]
-    kinds = [it.get("rope_type") for it in kinds if it.get("rope_type") in ("dynamic", "longrope")]
-    return f"its positions ({kinds[0]}) depend on the longest document" if kinds else ""
+    kinds = {*(getattr(model.config, "layer_types", None) or ())}
+    if others := sorted(kinds - _KINDS - (_MIXING if mixers else set())):
+        return f"layers of the kind {others[0]} are not attention to earlier tokens"
+    ropes = getattr(model.config, "rope_parameters", None) or {}
+    ropes = [it for it in (ropes, *ropes.values()) if isinstance(it, dict)]
+    ropes = [it.get("rope_type") for it in ropes if it.get("rope_type") in ("dynamic", "longrope")]
+    return f"its positions ({ropes[0]}) depend on the longest document" if ropes else ""
 
 
 def register() -> None:
@@ -94,7 +108,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' layers ask for it; q, k, v `[batch, heads, seq, width]`; values are padded to the
     width of keys, which every kernel accepts."""
@@ -102,6 +116,10 @@ def attend(
         raise _refusal(attention_mask)
     if not isinstance(attention_mask, AttentionSpan | str) or query.shape[2] != key.shape[2]:
         raise _refusal(f"has masks or keys of its own in {type(module).__name__}")
+    if more := [
+        it for it, value in others.items() if isinstance(value, Tensor) and it not in _GIVEN
+    ]:
+        raise _refusal(f"reads {more[0]}")
     mask = None if isinstance(attention_mask, str) else attention_mask
     width, value_width = query.shape[-1], value.shape[-1]
     query = query if scaling is None else scaled(query, scaling * width**0.5)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from nanoscale.config.objectives import made_for
 from nanoscale.config.schema import Model
 from nanoscale.data.batch import IGNORED
-from nanoscale.models import hf_attention, hf_stage
+from nanoscale.models import hf_attention, hf_mixers, hf_stage
 from nanoscale.models.attention import AttentionSpan, Mask
 from nanoscale.models.distillation import Distillation
 from nanoscale.models.head import Head, logits_or_loss, sum_of_losses
@@ -170,15 +170,18 @@ class HFModel(Transformer):
             self._received.clear()
 
     def _set_documents(self, tokens: Tensor, mask: AttentionSpan | None) -> Tensor:
-        """Tell our attention the documents; return the position of each token within its own."""
+        """Tell our attention and mixers the documents; return the position of each token within its own."""
         rows, length = len(tokens), self.sequence_length(tokens.shape[1])
         span = mask or AttentionSpan.whole(rows, length, tokens.device)
         hf_attention.DOCUMENTS.set((span, mask is not None))
         positions = self.token_positions(tokens.shape[1], tokens.device).expand(rows, -1)
+        hf_mixers.NUMBERS.set(span.first_seen(rows, length).gather(1, positions))
         return positions_in_documents(span, rows, length).gather(1, positions)
 
     def attend_with(self, core: nn.Module) -> None:
         """Let the layers attend with `core`, a `CausalAttention`, within documents and divided sequences."""
+        if not self.attends_with_ours:
+            hf_mixers.install(self.hf)
         self.attends_with_ours = True
         hf_attention.set_core(self.hf, core)
 

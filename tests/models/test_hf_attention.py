@@ -80,6 +80,8 @@ def test_what_our_attention_cannot_compute_is_named(tmp_path: Path) -> None:
             UserError, match=r"the model's attention .*, which only its own code computes"
         ):
             hf_attention.attend(model, q, keys, keys, mask)
+    with pytest.raises(UserError, match="attention reads position_bias"):
+        hf_attention.attend(model, q, q, q, span, position_bias=q)
 
 
 def test_the_mask_of_a_kind_of_layers_is_a_span_or_a_reason() -> None:
