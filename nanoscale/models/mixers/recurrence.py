@@ -63,10 +63,15 @@ def recur(
     if state is None:
         state = v.new_zeros(rows, heads, k.shape[-1], v.shape[-1])
     state, outputs = state.to(v.dtype).unflatten(1, (groups, -1)), []
-    for i in range(len(v)):
-        written = v[i] if corrects is None else v[i] - corrects[i] @ state
-        outputs.append(reads[i] @ state + scores[i] @ written)
-        state = keeps[i] * state + writes[i].mT @ written
+    # Unbinding keeps the backward pass linear: the gradient of an index is as large as all chunks.
+    corrections = [None] * len(v) if corrects is None else corrects.unbind()
+    by_chunk = zip(
+        *(x.unbind() for x in (reads, scores, writes, keeps, v)), corrections, strict=True
+    )
+    for read, score, write, keep, written, correction in by_chunk:
+        written = written if correction is None else written - correction @ state
+        outputs.append(read @ state + score @ written)
+        state = keep * state + write.mT @ written
     out = torch.stack(outputs, 1).permute(0, 1, 4, 2, 3, 5).reshape(rows, -1, heads, v.shape[-1])
     return out[:, :seq], state.flatten(1, 2)
 
