@@ -90,7 +90,7 @@ def attempt(
             positions = watch.positions
     except Exception as error:
         traceback.print_exc()
-        failure = RankFailure.of(error, rank=None, local_rank=None, host=host.name, kind="agent")
+        failure = RankFailure.of(error, host=host.name, kind="agent")
         failures.append(fork_server_failure(link.scratch, host.name) or failure)
         outcome = "failed"
     link.is_starting = False
@@ -161,7 +161,7 @@ class Watch:
         self._host = host
         self._logs = logs
         self._lost_after_s = lost_after_s
-        self._stop_forwarded = self._move_forwarded = False
+        self._forwarded = set[signal.Signals]()
         self._questions = link.questions
         self._stopped_since: dict[int, float] = {}
         self.killed = False
@@ -178,12 +178,11 @@ class Watch:
         if self._link.killed_attempt >= self._host.attempt:
             self._end(processes)
             return True
-        if self._link.stopped_attempt >= self._host.attempt and not self._stop_forwarded:
-            self._stop_forwarded = True
-            send(processes, signal.SIGTERM)
-        if self._link.moved_attempt >= self._host.attempt and not self._move_forwarded:
-            self._move_forwarded = True
-            send(processes, MOVE_SIGNAL)
+        stops = (self._link.stopped_attempt, signal.SIGTERM)
+        for attempt, number in (stops, (self._link.moved_attempt, MOVE_SIGNAL)):
+            if attempt >= self._host.attempt and number not in self._forwarded:
+                self._forwarded.add(number)
+                send(processes, number)
         if self._link.questions > self._questions:
             self._questions = self._link.questions
             self._ask(processes)

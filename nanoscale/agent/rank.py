@@ -98,7 +98,7 @@ def record_fork_server_failure(error: BaseException | None) -> None:
     path = Path(os.environ[SCRATCH]) / _FORK_SERVER_FAILURE
     path.unlink(missing_ok=True)
     if error is not None:
-        failure = RankFailure.of(error, rank=None, local_rank=None, host="", kind="agent")
+        failure = RankFailure.of(error, host="", kind="agent")
         write_rank_failure(path, failure)
 
 
@@ -182,9 +182,7 @@ def _meet(files: RankFiles, limit_s: float) -> None:
             store.set(f"host/{env['GROUP_RANK']}", "")
         store.wait([f"host/{host}" for host in range(int(env["GROUP_WORLD_SIZE"]))], limit)
     except Exception as error:
-        failure = RankFailure.of(
-            error, rank=None, local_rank=None, host=worker.host_name(), kind="rendezvous"
-        )
+        failure = RankFailure.of(error, host=worker.host_name(), kind="rendezvous")
         write_rank_failure(files.failure, failure)
         raise
 

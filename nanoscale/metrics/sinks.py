@@ -6,10 +6,10 @@ import csv
 import io
 import itertools
 import json
-import math
 import os
+from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanoscale.common.errors import UserError
 from nanoscale.common.json_text import parse
@@ -110,8 +110,7 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         fence.require(self._workspace)
-        finite = {name: value if is_finite(value) else None for name, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def flush(self) -> None:
@@ -122,9 +121,10 @@ class JsonLines:
         self._file.close()
 
 
-def is_finite(value: Any) -> bool:
-    """True unless a value is NaN or infinite, which JSON cannot represent."""
-    return not isinstance(value, float) or math.isfinite(value)
+def _finite(record: Record) -> Record:
+    """Return a record with null in the place of NaN and infinity, which JSON cannot represent."""
+    bad = {it for it, value in record.items() if isinstance(value, float) and not isfinite(value)}
+    return record | dict.fromkeys(bad)
 
 
 def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
@@ -195,8 +195,7 @@ class Csv:
             self._file.close()
             self._rewrite()
             return
-        finite = {name: value if is_finite(value) else None for name, value in record.items()}
-        self._writer.writerow(finite)
+        self._writer.writerow(_finite(record))
         self._file.flush()
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ import re
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,10 +22,9 @@ from threading import Lock, Thread
 from typing import Any, Protocol
 
 from nanoscale.common.credentials import without_credentials
-from nanoscale.common.json_text import parse
 from nanoscale.config.reference import flat
 from nanoscale.config.schema import Config
-from nanoscale.runs import events, fence, status
+from nanoscale.runs import events, fence, jsonlines, status
 from nanoscale.runs.changes import current_tags
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
 
@@ -172,8 +171,9 @@ class Background:
             self._save_state()
             address = without_credentials(self.tracker.address())
             events.append(self.subject.run, "tracker", f"{self.name}: {address}")
-            for record in _records_up_to(self.subject.run, self.first):
-                self._send(record)
+            for record in jsonlines.read(self.subject.run.metrics):
+                if record["step"] <= self.first:
+                    self._send(record)
             while (task := self._queue.get()) is not None:
                 task()
             self._save_state()
@@ -367,16 +367,6 @@ def _figures(record: Record) -> dict[str, float]:
         for name, value in record.items()
         if name not in ("step", "time") and isinstance(value, (int, float))
     }
-
-
-def _records_up_to(run: RunDirectory, step: int) -> Iterator[Record]:
-    """Yield the records of metrics.jsonl up to a step."""
-    with suppress(FileNotFoundError), run.metrics.open(encoding="utf-8") as file:
-        for line in file:
-            with suppress(ValueError):
-                record = parse(line)
-                if record["step"] <= step:
-                    yield record
 
 
 def _states(run: RunDirectory) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from nanoscale.common.errors import UserError
 from nanoscale.runs import jsonlines
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.jsonlines import Object, Tail
+from nanoscale.runs.jsonlines import Object
 
 Note = Callable[..., None]
 """A function that records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
@@ -63,11 +63,6 @@ def _with_types(event: Object) -> Object:
         name: event[name] if isinstance(event.get(name), types) else default
         for name, (types, default) in _TYPES.items()
     }
-
-
-def follow(run: RunDirectory) -> Tail:
-    """Return a reader whose `poll()` returns the events added since the previous call."""
-    return Tail(run.events)
 
 
 def stop_requested(run: RunDirectory) -> bool:

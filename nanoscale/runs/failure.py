@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ class RankFailure:
     """None: the agent of the host failed, not a rank."""
     local_rank: int | None
     host: str
-    time: float
+    time: float = field(default_factory=time.time)
     """UNIX seconds of the exception, otherwise of the noticed end."""
     type: str = ""
     """The exception's name with its module; "" if the rank died without a report."""
@@ -68,9 +68,9 @@ class RankFailure:
         cls,
         error: BaseException,
         *,
-        rank: int | None,
-        local_rank: int | None,
         host: str,
+        rank: int | None = None,
+        local_rank: int | None = None,
         kind: Kind = "raised",
     ) -> RankFailure:
         """Return the failure of a rank that raised `error` now."""
@@ -79,7 +79,7 @@ class RankFailure:
         elif kind == "raised" and _MISMATCH.search(str(error)):
             kind = "mismatched"
         return cls(
-            *(kind, rank, local_rank, host, time.time()),
+            *(kind, rank, local_rank, host),
             type=_qualified_name(type(error)),
             message=_shortened(str(error), _MESSAGE_LENGTH),
             traceback=_shortened("".join(traceback.format_exception(error)), _TRACEBACK_LENGTH),
@@ -186,13 +186,14 @@ def digest(
 def agent_failure(
     host: str, diagnosis: str, remedy: str = "", exit_code: int | None = None
 ) -> RankFailure:
-    failure = RankFailure("agent", None, None, host, time.time(), exit_code=exit_code)
-    return replace(failure, diagnosis=diagnosis, remedy=remedy)
+    return RankFailure(
+        "agent", None, None, host, exit_code=exit_code, diagnosis=diagnosis, remedy=remedy
+    )
 
 
 def ended_rank(rank: int, local_rank: int, host: str, code: int | None, log: Path) -> RankFailure:
     """Return the failure of a rank that ended without a report. `log`: the file of its standard error."""
-    failure = RankFailure("ended", rank, local_rank, host, time.time(), exit_code=code)
+    failure = RankFailure("ended", rank, local_rank, host, exit_code=code)
     if code != -signal.SIGABRT or not log.is_file():
         return failure
     message = abort_message(read_end(log, _STACKS_LENGTH).decode(errors="replace"))
@@ -202,8 +203,8 @@ def ended_rank(rank: int, local_rank: int, host: str, code: int | None, log: Pat
 
 def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
     """Return the failure of a rank that was stopped by a signal and not continued."""
-    return replace(
-        RankFailure("stopped", rank, local_rank, host, time.time()),
+    return RankFailure(
+        *("stopped", rank, local_rank, host),
         diagnosis="it was stopped by a signal (SIGSTOP or SIGTSTP) and did not continue",
         remedy="find out who stopped it; launcher.lost_after_s sets how long a stopped rank is tolerated",
     )
@@ -309,6 +310,21 @@ _RUN = "RUN"
 _TEST_DEVICES = (
     "test the devices of that host, or leave it out with --exclude; resume from a checkpoint"
 )
+_BY_TYPE = {
+    "MissingFolderError": (
+        "",
+        "if it was renamed, rename it back; then `nanoscale resume` continues from the newest checkpoint",
+    ),
+    "FencedError": (
+        "; steps that it had not saved are trained again there",
+        "this rank needs no action; `nanoscale runs show` shows how the run continues",
+    ),
+    "SharedMemoryError": (
+        "",
+        f"give its container more, as in `docker run --shm-size=16g`; {LESS_SHARED_MEMORY}",
+    ),
+}
+"""What follows the message of exceptions of nanoscale's own, and the remedy."""
 _BY_TEXT = (
     (
         r"OutOfMemoryError|CUDA out of memory",
@@ -444,21 +460,8 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
         return failure.message, ""
-    if failure.type.endswith("MissingFolderError"):
-        return (
-            failure.message,
-            "if it was renamed, rename it back; then `nanoscale resume` continues from the newest checkpoint",
-        )
-    if failure.type.endswith("FencedError"):
-        return (
-            f"{failure.message}; steps that it had not saved are trained again there",
-            "this rank needs no action; `nanoscale runs show` shows how the run continues",
-        )
-    if failure.type.endswith("SharedMemoryError"):
-        return (
-            failure.message,
-            f"give its container more, as in `docker run --shm-size=16g`; {LESS_SHARED_MEMORY}",
-        )
+    if own := _BY_TYPE.get(failure.type.rpartition(".")[2]):
+        return failure.message + own[0], own[1]
     text = f"{failure.type}: {failure.message}"
     for pattern, diagnosis, remedy in _BY_TEXT:
         if re.search(pattern, text, re.IGNORECASE):

@@ -11,7 +11,7 @@ from statistics import median
 from nanoscale.runs import events, jsonlines, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, fits_type
-from nanoscale.runs.jsonlines import Object, Tail
+from nanoscale.runs.jsonlines import Object
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,6 @@ def read(run: RunDirectory) -> list[Object]:
         UserError: the file is damaged.
     """
     return [_checked(run, record) for record in jsonlines.read(run.metrics)]
-
-
-def follow(run: RunDirectory) -> Tail:
-    """Return a reader whose `poll()` returns the objects added since the previous call."""
-    return Tail(run.metrics)
 
 
 def last(run: RunDirectory, name: str | None = None) -> Object | None:

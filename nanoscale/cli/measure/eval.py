@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,10 +82,8 @@ def eval(
     opt.require_at_least(1, {"--num-gpus": num_gpus})
     chosen = [name for name in tasks.split(",") if name]
     opening = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
-    request = _TasksRequest(
-        chosen, limit, few_shot, tasks_dir, apply_chat_template, device, num_gpus
-    )
-    return _run_tasks(model, opening, request, as_json)
+    which = chosen, limit, few_shot, tasks_dir
+    return _run_tasks(model, opening, (device, num_gpus), which, apply_chat_template, as_json)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -158,24 +156,17 @@ def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[H
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _TasksRequest:
-    """The requested tasks of lm-eval, and the devices that run them."""
+def _run_tasks(
+    model: str, opening: dict[str, Any], on: tuple[str | None, int | None],
+    which: tuple[list[str], int | None, int | None, Path | None], in_template: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Run tasks of lm-eval on devices of this machine, and show their scores.
 
-    names: list[str]
-    limit: int | None
-    """The most documents of a task; None: all."""
-    few_shot: int | None
-    """Examples before each question; None: the task's own number."""
-    folder: Path | None
-    """A folder with more tasks."""
-    in_template: bool
-    """True to ask in the model's chat template."""
-    device: str | None
-    num_gpus: int | None
-
-
-def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_json: bool) -> int:
+    Args:
+        on: the device, or the number of GPUs.
+        which: the tasks, and as of `evaluate_tasks` the limit, the examples and the folder with more tasks.
+        in_template: True to ask in the model's chat template.
+    """
     calm_threads()
     from nanoscale.launch.batch.allocation import require_one_launcher
 
@@ -187,22 +178,20 @@ def _run_tasks(model: str, opening: dict[str, Any], request: _TasksRequest, as_j
     from nanoscale.view.measured_text import plain_numbers
 
     require_library()
-    devices = find_devices(request.device, request.num_gpus, several=True)
+    devices = find_devices(*on, several=True)
     opened = open_model(model, **opening, device=devices[0], weights=len(devices) == 1)
     # lm-eval prints lines of its own.
     with (
         saying() as say,
-        conversing(opened, required=True) if request.in_template else nullcontext() as chat,
+        conversing(opened, required=True) if in_template else nullcontext() as chat,
         replicated(model, opening, opened, devices) as run_all,
         redirect_stdout(sys.stderr),
     ):
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
-        scores = evaluate_tasks(
-            answers, request.names, request.limit, request.few_shot, request.folder, chat=chat
-        )
+        scores = evaluate_tasks(answers, *which, chat=chat)
     if as_json:
         tasks = plain_numbers(scores["results"])
-        print_json({"model": opened.source, "limit": request.limit, "tasks": tasks})
+        print_json({"model": opened.source, "limit": which[1], "tasks": tasks})
         return DONE
     from lm_eval.utils import make_table
 

@@ -17,6 +17,7 @@ from nanoscale.processes.proc import is_alive
 
 _PAUSE_S = 0.02
 _PIPE_BYTES = 1 << 20
+_END_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANUP_S = 3.0
 """Seconds; a host that is off or unreachable would never answer, and its agent exits by itself."""
@@ -95,13 +96,13 @@ class OrphanCleanup:
         self._running.clear()
 
 
-def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[int]:
+def end_all(sessions: Sequence[int], mark: str) -> list[int]:
     """End every process of these sessions, and all that carry the mark, including stopped ones.
 
     Returns:
         the processes that did not exit.
     """
-    remaining = lifeline.end(lambda: members(sessions, mark), limit_s)
+    remaining = lifeline.end(lambda: members(sessions, mark), _END_S)
     _reap_orphans(sessions)
     return remaining
 

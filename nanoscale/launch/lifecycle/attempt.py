@@ -292,7 +292,7 @@ class Attempt:
         host, texts = self.plan.hosts[0].host, self.texts
         if texts.is_request:
             error = UserError("data", texts.problem)
-            return RankFailure.of(error, rank=None, local_rank=None, host=host)
+            return RankFailure.of(error, host=host)
         remedy = "free space on the disk of the cache (NANOSCALE_CACHE), or memory of the host"
         return agent_failure(host, texts.problem, remedy)
 
@@ -303,8 +303,7 @@ class Attempt:
             late = absent_ranks(suspected, self.execution.positions, reason)
         else:
             host = self.plan.hosts[0]
-            first = RankFailure("forced", host.ranks[0], 0, host.host, time.time())
-            late = replace(first, diagnosis=reason)
+            late = RankFailure("forced", host.ranks[0], 0, host.host, diagnosis=reason)
         return replace(late, kind="forced", remedy="a larger launcher.stop_grace_s")
 
     def _unreported_cause(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
@@ -334,7 +333,7 @@ class Attempt:
         """List the ranks that did not fail."""
         failed = {failure.rank for failure in self.execution.failures.values()}
         return [
-            RankFailure("absent", rank, local, host.host, time.time())
+            RankFailure("absent", rank, local, host.host)
             for host in self.plan.hosts
             for local, rank in enumerate(host.ranks)
             if rank not in failed

@@ -25,6 +25,7 @@ from nanoscale.processes.messages import Message
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure, agent_failure
+from nanoscale.runs.jsonlines import Tail
 
 _DIVERGED = "nanoscale.train.stability."
 """The module of the exceptions of a training that diverges, for which its host is not the cause."""
@@ -57,7 +58,7 @@ class HostChoice:
         self._checked: dict[str, tuple[Message, str | None]] = {}
         """Hosts that were checked during an attempt: their facts, and why a host cannot be used."""
         self._causes: deque[Failure] = deque(maxlen=_CAUSES)
-        self._reports = events.follow(self.run)
+        self._reports = Tail(self.run.events)
         self._reports.poll()
         self._faults: dict[str, str] = {}
         self._slow: dict[str, float] = {}

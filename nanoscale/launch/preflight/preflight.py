@@ -236,27 +236,25 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
 def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     """Check the packages that this configuration needs; only rank 0 writes metrics."""
     config = hosts.config
-    needed = []
-    if config.logger.tensorboard == "on" and member.name == hosts.first:
-        needed.append(("tensorboard", "TensorBoard", "logger.tensorboard=on", "logger=none"))
-    if config.logger.wandb != "off" and member.name == hosts.first:
-        setting = f"logger.wandb={config.logger.wandb}"
-        needed.append(("wandb", "wandb", setting, "logger.wandb=off"))
-    if config.logger.mlflow == "on" and member.name == hosts.first:
-        needed.append(("mlflow", "MLflow", "logger.mlflow=on", "logger.mlflow=off"))
+    logger, writes = config.logger, member.name == hosts.first
     storage = PACKAGES.get((config.checkpoint.upload or "").partition(":")[0], "fsspec")
-    if storage != "fsspec" and member.name == hosts.first:  # torch brings fsspec
-        needed.append((storage, storage, "checkpoint.upload", "checkpoint.upload=null"))
-    if package := rule_of(config.optimizer).package:
-        setting = f"optimizer.name={config.optimizer.name}"
-        needed.append((package, package, setting, "optimizer=adamw"))
-    elif config.precision.fp8:
-        needed.append(("torchao", "torchao", "precision.fp8=true", "precision=bf16"))
-    if config.lora.base == "nf4":
-        needed.append(("torchao", "torchao", "lora.base=nf4", "lora.base=whole"))
-    if config.model.source == "hf":
-        needed.append(("transformers", "transformers", "model=hf", "a model of nanoscale's own"))
-    for package, name, setting, alternative in needed:
+    own, optimizer = (
+        rule_of(config.optimizer).package or "",
+        f"optimizer.name={config.optimizer.name}",
+    )
+    rows = (
+        (writes and logger.tensorboard == "on", "TensorBoard", "logger.tensorboard=on", "logger=none"),
+        (writes and logger.wandb != "off", "wandb", f"logger.wandb={logger.wandb}", "logger.wandb=off"),
+        (writes and logger.mlflow == "on", "MLflow", "logger.mlflow=on", "logger.mlflow=off"),
+        # torch brings fsspec
+        (writes and storage != "fsspec", storage, "checkpoint.upload", "checkpoint.upload=null"),
+        (own, own, optimizer, "optimizer=adamw"),
+        (config.precision.fp8 and not own, "torchao", "precision.fp8=true", "precision=bf16"),
+        (config.lora.base == "nf4", "torchao", "lora.base=nf4", "lora.base=whole"),
+        (config.model.source == "hf", "transformers", "model=hf", "a model of nanoscale's own"),
+    )  # fmt: skip
+    for name, setting, alternative in (row for is_needed, *row in rows if is_needed):
+        package = name.lower()
         installed = package in facts["optional_packages"]
         text = f"{name} is installed" if installed else f"no {name}, which {setting} needs"
         remedy = f"install {name} there, or {alternative}"

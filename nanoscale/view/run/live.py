@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.launch.lifecycle.command import LaunchPlan
-from nanoscale.runs import events, metrics
+from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
 from nanoscale.runs.tail import LineTail
@@ -43,7 +43,7 @@ class LiveView:
         self.running = False
         self._run = run
         self._steps = 0
-        self._events = events.follow(run)
+        self._events = Tail(run.events)
         self._events.poll()  # skips the events of earlier attempts
         self._metrics: Tail | None = None
         self._outputs: dict[str, LineTail] = {}
@@ -79,7 +79,7 @@ class LiveView:
         for tail in self._outputs.values():
             tail.skip(0)  # the logs hold the output so far
         self._looks_everywhere = True
-        self._events = events.follow(self._run)
+        self._events = Tail(self._run.events)
         past = self._events.poll()
         start = {"kind": "attempt", "attempt": plan.attempt}
         starts = [n for n, event in enumerate(past) if start.items() <= event.items()]
@@ -138,7 +138,7 @@ class LiveView:
                 self._first_step = int(event.get("step", 0))
             if event.get("kind") == "running":
                 # Not earlier: until now the file may hold steps that this attempt removes.
-                self._metrics = metrics.follow(self._run)
+                self._metrics = Tail(self._run.metrics)
                 self.running = True
         return new
 
