@@ -68,7 +68,7 @@ def launch(root: str) -> int:
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 1))
     Local.commands = lambda *_: [_command("agent")]  # type: ignore[method-assign]
     with Signals() as signals, cli.ready_fleet(request, signals) as fleet, new_run(request) as lock:
-        return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
+        return cli.follow(lock, request, 1, fleet, signals, sys.stdout).exit_code
 
 
 def agent() -> NoReturn:

@@ -134,6 +134,12 @@ class Failure:
         return f"{self.who}: {self.diagnosis}"
 
 
+_OF_CAUSE = (
+    "host", "rank", "local_rank", "time", "exit_code", "message", "traceback", "user_error",
+)  # fmt: skip
+"""The fields of a `Failure` that are those of its cause."""
+
+
 def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """Return the failure that the others follow from: a cause before consequences, then the earliest."""
     return min(failures, key=lambda failure: (_distance_from_cause(failure), failure.time))
@@ -165,20 +171,13 @@ def digest(
     else:
         log_file = run.log(attempt, cause.host, cause.rank, "err")
     return Failure(
+        **{name: getattr(cause, name) for name in _OF_CAUSE},
         attempt=attempt,
-        host=cause.host,
-        rank=cause.rank,
-        local_rank=cause.local_rank,
-        time=cause.time,
-        exit_code=cause.exit_code,
         signal=signal_name(cause.exit_code),
         exception=cause.type,
-        message=cause.message,
-        traceback=cause.traceback,
         diagnosis=diagnosis,
         remedy=remedy.replace(f" {_RUN}/", f" {run.path}/"),
         log=str(log_file.relative_to(run.path)),
-        user_error=cause.user_error,
         also_failed=tuple(sorted(failed - {cause.rank})),
     )
 

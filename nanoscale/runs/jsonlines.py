@@ -56,7 +56,7 @@ def read(path: Path) -> list[Object]:
         raise damaged(path, f"cannot be read: {error.strerror}") from error
     lines = content.split(b"\n")
     _require_objects(path, lines)
-    return list(_objects(lines[:-1]))
+    return list(objects(lines[:-1]))
 
 
 def last(path: Path, name: str | None = None) -> Object | None:
@@ -74,7 +74,7 @@ def last(path: Path, name: str | None = None) -> Object | None:
             raise damaged(path, f"cannot be read: {error.strerror}") from error
         lines = content.split(b"\n")
         _require_objects(path, lines)
-        newest_first = _objects(line for line in reversed(lines[:-1]) if key in line)
+        newest_first = objects(line for line in reversed(lines[:-1]) if key in line)
         value = next((one for one in newest_first if name is None or name in one), None)
         if value is not None or len(content) < limit // 2:
             return value
@@ -96,10 +96,11 @@ class Tail:
 
     def poll(self) -> list[Object]:
         """Return the objects of the new complete lines; damaged lines are left out."""
-        return list(_objects(self._lines.poll()))
+        return list(objects(self._lines.poll()))
 
 
-def _objects(lines: Iterable[bytes]) -> Iterator[Object]:
+def objects(lines: Iterable[bytes]) -> Iterator[Object]:
+    """Yield the objects of lines; damaged lines are left out."""
     for line in lines:
         try:
             value = parse(line)

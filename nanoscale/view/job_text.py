@@ -127,15 +127,10 @@ def size(count: float) -> str:
 
 def derived_values(config: ResolvedConfig) -> dict[str, int]:
     """Return the numbers that follow from the configuration."""
-    return {
-        "dp": config.parallel.dp,
-        "global_batch": config.train.global_batch,
-        "micro_batch": config.train.micro_batch,
-        "accumulation": config.accumulation,
-        "tokens_per_step": config.tokens_per_step,
-        "steps": config.train.steps,
-        "parameters": parameters(config.model),
-    }
+    job = shape(config)
+    names = ("global_batch", "micro_batch", "accumulation", "tokens_per_step", "parameters")
+    shared = {name: job[name] for name in names}
+    return {"dp": config.parallel.dp, "steps": config.train.steps} | shared
 
 
 def settings(config: ResolvedConfig) -> dict[str, str]:

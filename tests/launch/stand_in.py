@@ -41,7 +41,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     command = (sys.executable, "-P", __file__, "agent", job)
     Local.commands = lambda *_: [command]
     with Signals() as signals, cli.ready_fleet(request, signals) as fleet, new_run(request) as lock:
-        return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
+        return cli.follow(lock, request, 1, fleet, signals, sys.stdout).exit_code
 
 
 def agent(job: str) -> NoReturn:

@@ -87,7 +87,6 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
 def launch(
     run: RunDirectory,
     request: Request,
-    last: int,
     lock: RunLock | None,
     refusals: Refusals,
     as_json: bool,
@@ -98,10 +97,14 @@ def launch(
     """Launch the next attempt of a run; a dry run shows it. Return the exit code of the command.
 
     Args:
-        last: the number of the attempt before; 0: there is none.
         lock: the lock of a run that exists, which gets the request's configuration; None: the run is created.
         quiet: True to show the outcome alone.
+
+    Raises:
+        UserError: the hosts do not support the request, or a rank found an error in it.
+        TakenOverError: another launcher holds the run now.
     """
+    last = run.last_attempt()
     if refusals.postponed:
         return show_plan(run, request, last + 1, refusals, as_json)
     with ExitStack() as held:
@@ -114,7 +117,16 @@ def launch(
         else:
             lock.require()
             replace_configuration(run, request, last)
-        return attempt(lock, request, last + 1, fleet, signals, as_json, quiet=quiet)
+        upload = request.config.checkpoint.upload
+        if fetch_missing(lock.run, upload) and (stored := newest(lock.run)):
+            record_origin(lock.run, stored)
+        stream = sys.stderr if as_json else sys.stdout
+        outcome = follow(lock, request, last + 1, fleet, signals, stream, quiet=quiet)
+        if as_json:
+            with display.survive_lost_stream(sys.stdout):
+                print_json(document(lock.run, outcome))
+                sys.stdout.flush()
+        return outcome.exit_code
 
 
 def show_changes(previous: ResolvedConfig, config: ResolvedConfig) -> bool:
@@ -131,33 +143,6 @@ def show_start(run: RunDirectory) -> None:
         display.note(sentence)
 
 
-def attempt(
-    lock: RunLock,
-    request: Request,
-    number: int,
-    fleet: Fleet,
-    signals: Signals,
-    as_json: bool,
-    *,
-    quiet: bool = False,
-) -> int:
-    """Launch, follow and report attempt `number` and its restarts; return the exit code of the command.
-
-    Raises:
-        UserError: a rank found an error in the request.
-        TakenOverError: another launcher holds the run now.
-    """
-    if fetch_missing(lock.run, request.config.checkpoint.upload) and (stored := newest(lock.run)):
-        record_origin(lock.run, stored)
-    stream = sys.stderr if as_json else sys.stdout
-    outcome = follow(lock, request, number, fleet, signals, stream, quiet=quiet)
-    if as_json:
-        with display.survive_lost_stream(sys.stdout):
-            print_json(document(lock.run, outcome))
-            sys.stdout.flush()
-    return outcome.exit_code
-
-
 def follow(
     lock: RunLock,
     request: Request,
@@ -168,7 +153,7 @@ def follow(
     *,
     quiet: bool = False,
 ) -> Outcome:
-    """Launch, follow and report an attempt and its restarts to people. Errors as of `attempt`."""
+    """Launch, follow and report an attempt and its restarts to people. Errors as of `launch`."""
     run = lock.run
     submission.note(run)
     with ExitStack() as held:
@@ -224,7 +209,7 @@ def _launch(line: CommandLine, dry_run: bool, as_json: bool, **how: Any) -> int:
     request = request_new_run(line, refusals, fetch=not dry_run, continues=True, **how)
     run = request.run
     if not run.config.is_file():
-        return launch(run, request, 0, None, refusals, as_json)
+        return launch(run, request, None, refusals, as_json)
     with nullcontext() if dry_run else RunLock(run) as lock:
         previous = load(run.config)
         request = replace(request, config=replace(request.config, run=previous.run))
@@ -237,4 +222,4 @@ def _launch(line: CommandLine, dry_run: bool, as_json: bool, **how: Any) -> int:
         if not complete:
             fetch_missing(run, request.config.checkpoint.upload)
             show_start(run)
-        return launch(run, request, run.last_attempt(), lock, refusals, as_json)
+        return launch(run, request, lock, refusals, as_json)

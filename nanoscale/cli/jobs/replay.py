@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import DONE, FAILED, print_json
+from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
 from nanoscale.common import display
 from nanoscale.launch.fleet.signals import Signals
@@ -64,9 +64,6 @@ def replay(
     repeats = all(it.precision.deterministic or it.launcher.device == "cpu" for it in both)
     about = document(wanted, lock.run, tolerances(layout, is_fp64, tolerance, repeats), layout)
     code = outcome.exit_code or (DONE if about["first_difference"] is None else FAILED)
-    if as_json:
-        print_json(about | {"exit_code": code})
-    else:
-        for sentence in sentences(about, lock.run):
-            display.show(sentence)
+    shown = "\n".join(sentences(about, lock.run))
+    answer(as_json, about | {"exit_code": code}, display.show, shown)
     return code

@@ -82,16 +82,7 @@ def resume(
         elif not (fetched and dry_run):
             with refusals.gather():
                 show_start(directory)
-        return launch(
-            directory,
-            request,
-            directory.last_attempt(),
-            lock,
-            refusals,
-            as_json,
-            signals,
-            quiet=quiet,
-        )
+        return launch(directory, request, lock, refusals, as_json, signals, quiet=quiet)
 
 
 def next_request(

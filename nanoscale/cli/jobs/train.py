@@ -38,5 +38,5 @@ def train(
     request = request_new_run(line, refusals, force=force, rehearse=rehearse, fetch=not dry_run)
     if conform and not conforms(request.config):
         return FAILED
-    # The attempt is number 1, and no lock is held: the launch creates the run once the hosts are ready.
-    return launch(request.run, request, 0, None, refusals, as_json, quiet=quiet)
+    # No lock is held: the launch creates the run once the hosts are ready.
+    return launch(request.run, request, None, refusals, as_json, quiet=quiet)

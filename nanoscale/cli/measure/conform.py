@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.described_machines import on_described_hosts, planned_hosts
 from nanoscale.cli.common.layout_check import compared
-from nanoscale.cli.common.output import DONE, FAILED, print_json
+from nanoscale.cli.common.output import DONE, FAILED, answer
 from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common import display
 from nanoscale.view.conformity_text import sentences
@@ -37,9 +37,5 @@ def conform(
     result = compared(config, compiled=compiled)
     if result is None:
         return FAILED
-    if as_json:
-        print_json(result)
-    else:
-        for sentence in sentences(result):
-            display.show(sentence)
+    answer(as_json, result, lambda it: display.show("\n".join(sentences(it))))
     return DONE if result["equal"] else FAILED

@@ -187,19 +187,14 @@ def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
-        "state": now.state,
+        **vars(now),
         "in_progress": in_progress,
         "message": in_words(now.state, in_progress, job),
         "job": job.document() if job else None,
-        "attempt": now.attempt,
-        "exit_code": now.exit_code,
         "step": metrics.reached(run, last),
         "steps": keys["train.steps"],
         "model": keys["model.name"],
         "loss": last.get("loss") if last else None,
-        "created": now.created,
-        "started": now.started,
-        "ended": now.ended,
     }
 
 

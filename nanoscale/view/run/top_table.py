@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.launch.batch.jobs import Job, jobs_of
+from nanoscale.runs import jsonlines
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import read_document
 from nanoscale.runs.tail import read_end
@@ -88,12 +88,9 @@ def _read(run: RunDirectory, job: Job | None) -> Row:
 
 def _objects(path: Path) -> list[Row]:
     """Return the objects at the end of a file; what is damaged hides no other run."""
-    found = []
     with suppress(OSError):
-        for line in read_end(path, _END_BYTES).splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return [it for it in found if isinstance(it, dict)]
+        return list(jsonlines.objects(read_end(path, _END_BYTES).splitlines()))
+    return []
 
 
 def _number(value: object) -> float | None:
